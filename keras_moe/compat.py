@@ -33,11 +33,8 @@ from keras.src.initializers.random_initializers import compute_fans
 # Keras changes the bases of a class when it builds the first model of it.
 from keras.src.models.model import inject_functional_model_class
 
-# `keras.saving.save_weights` opens its files itself: it takes no stream, and puts no
-# shards in their places together. Its stores copy arrays that they have read, and take
-# no place to read them into.
-from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore, safe_get_h5_dataset
-from keras.src.saving.saving_lib import _save_state as save_state
+# Stores copy arrays that they have read, and offer no buffer to read them into.
+from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 
 # `keras.saving.save_weights` asks this way before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
@@ -45,9 +42,7 @@ from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 __all__ = [
     "PRIVATE_METHODS",
     "AutocastScope",
-    "H5IOStore",
     "PrivateMethod",
-    "ShardedH5IOStore",
     "TorchParameters",
     "ask_to_proceed_with_overwrite",
     "check_file_exists",
@@ -71,7 +66,6 @@ __all__ = [
     "replaced_seed_generator",
     "restored",
     "safe_get_h5_dataset",
-    "save_state",
     "set_dtype_policy",
     "stored_dataset",
     "unlocked",
@@ -135,18 +129,6 @@ PRIVATE_METHODS = (
         "_get_variable_index",
         ("variable",),
         "the place of a weight among the variables of an optimizer",
-    ),
-    PrivateMethod(
-        H5IOStore,
-        "_get_h5_file",
-        ("path_or_io", "mode"),
-        "stores of weights that write to a stream",
-    ),
-    PrivateMethod(
-        ShardedH5IOStore,
-        "_restore_h5_file",
-        (),
-        "stores of shards that write to streams",
     ),
 )
 

@@ -51,7 +51,7 @@ def save_pairs(
             "no low-rank pairs"
         )
     _check_name(filepath)
-    with new_hdf5(filepath) as file:
+    with new_hdf5(filepath, pairs.values()) as file:
         file.attrs["rank"] = backbone._pair_rank
         file.attrs["target_layer_names"] = backbone._lora_names
         for path, weight in pairs.items():

@@ -117,23 +117,72 @@ class _Saved(ModelSource):
     kind = SAVED
 
     def __init__(self, preset, load_weights, name=None):
-        self._preset, self._load_weights = read_preset(preset, name), load_weights
+        if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
+            raise ValueError(
+                f"Expected the weights of preset={name!r} in {preset}; received: no "
+                f"such folder. The installation is incomplete; {LOAD_ANEW}"
+            )
         self.name = os.fspath(preset) if name is None else name
-        self.backbone, self.config = self._preset.backbone, self._preset.config
-        self.label = f"preset={self.name!r} of {self.backbone.__name__}"
-        self.task = self._preset.task or registry.task_class(self.backbone)
-        self.is_trained = self._preset.task is not None
+        self._path, self._load_weights = check_preset(preset), load_weights
         self.must_fit = load_weights
+        with explained(self._path):
+            self.backbone, self.config = self._saved_backbone()
+            task, self._saved_task = self._read_task()
+        self.is_trained = task is not None
+        self.task = task or registry.task_class(self.backbone)
+        self.label = f"preset={self.name!r} of {self.backbone.__name__}"
+
+    def _saved_backbone(self):
+        content = load_json(self._path)
+        backbone = _registered_class(content)
+        if backbone is None or not registry.is_registered(backbone):
+            raise ValueError(
+                "Expected a preset of a registered backbone, one of "
+                f"{registry.backbone_names()}; received: "
+                f"{content.get('registered_name')!r} in {self._path}. {HUB_MODELS}"
+            )
+        return backbone, content["config"]
+
+    def _read_task(self):
+        """The class of the saved task, or None, and its arguments."""
+        if not check_file_exists(self._path, TASK):
+            return None, {}
+        content = load_json(self._path, TASK)
+        task = _registered_class(content)
+        if task is None:
+            raise ValueError(
+                "Expected a task that is registered with Keras; received: "
+                f"{content.get('registered_name')!r} in {self._path}/{TASK}"
+            )
+        # Tasks of other libraries know no blueprint.
+        return (task if registry.is_task(task) else None), content["config"]
 
     def task_config(self):
-        return self._preset.task_config() if self.is_trained else {}
+        if not self.is_trained:
+            return {}
+        config = {k: v for k, v in self._saved_task.items() if k != "backbone"}
+        if isinstance(config.get("preprocessor"), dict):
+            with explained(self._path):
+                preprocessor = keras.saving.deserialize_keras_object(
+                    config["preprocessor"]
+                )
+                if hasattr(preprocessor, "load_preset_assets"):
+                    # Such as a tokenizer's vocabulary.
+                    preprocessor.load_preset_assets(self._path)
+            config["preprocessor"] = preprocessor
+        return config
 
     def explained(self):
-        return explained(self._preset.path, self.name)
+        return explained(self._path, self.name)
 
     def weights(self, new_weights=()):
         has_head = self.is_trained and not new_weights
-        return SavedWeights(self._preset.path, has_head, self._load_weights, self.name)
+        return SavedWeights(self._path, has_head, self._load_weights, self.name)
+
+
+def _registered_class(content):
+    """The class that a file of a preset names, or None."""
+    return keras.saving.get_registered_object(str(content.get("registered_name")))
 
 
 class _Published(ModelSource):
@@ -183,72 +232,3 @@ def open_model_source(
     if is_convertible(source):
         return _Published(source, overrides, load_weights and not counts_only, tower)
     return _Saved(source, load_weights)
-
-
-class SavedPreset(NamedTuple):
-    """The configs of a saved preset.
-
-    Attributes:
-        path: folder to read from, or handle.
-        backbone: class of the backbone.
-        config: arguments of the backbone.
-        task: class of the saved task, or None.
-        saved_task: arguments of the task, as they were saved.
-    """
-
-    path: str
-    backbone: type
-    config: dict[str, Any]
-    task: type | None
-    saved_task: dict[str, Any]
-
-    def task_config(self) -> dict[str, Any]:
-        """Arguments of the task beside its backbone, with its preprocessor made."""
-        config = {k: v for k, v in self.saved_task.items() if k != "backbone"}
-        if isinstance(config.get("preprocessor"), dict):
-            with explained(self.path):
-                preprocessor = keras.saving.deserialize_keras_object(
-                    config["preprocessor"]
-                )
-                if hasattr(preprocessor, "load_preset_assets"):
-                    # Such as a tokenizer's vocabulary.
-                    preprocessor.load_preset_assets(self.path)
-            config["preprocessor"] = preprocessor
-        return config
-
-
-def read_preset(preset: str | os.PathLike, name: str | None = None) -> SavedPreset:
-    """Reads the configs of a preset, and none of its weights."""
-    if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
-        raise ValueError(
-            f"Expected the weights of preset={name!r} in {preset}; received: no such "
-            f"folder. The installation is not whole; {LOAD_ANEW}"
-        )
-    path = check_preset(preset)
-    with explained(path):
-        content = load_json(path)
-        backbone = _registered(content)
-        if backbone is None or not registry.is_registered(backbone):
-            raise ValueError(
-                "Expected a preset of a registered backbone, one of "
-                f"{registry.backbone_names()}; received: "
-                f"{content.get('registered_name')!r} in {path}. {HUB_MODELS}"
-            )
-        config = content["config"]
-        if not check_file_exists(path, TASK):
-            return SavedPreset(path, backbone, config, None, {})
-        content = load_json(path, TASK)
-        task = _registered(content)
-        if task is None:
-            raise ValueError(
-                "Expected a task that is registered with Keras; received: "
-                f"{content.get('registered_name')!r} in {path}/{TASK}"
-            )
-        # Tasks of other libraries know no blueprint.
-        task = task if registry.is_task(task) else None
-        return SavedPreset(path, backbone, config, task, content["config"])
-
-
-def _registered(content):
-    """The class that a file of a preset names, or None."""
-    return keras.saving.get_registered_object(str(content.get("registered_name")))

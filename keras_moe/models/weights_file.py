@@ -1,33 +1,35 @@
-"""HDF5 files of weights: a failed write raises OSError, and does not end the process.
-
-HDF5 aborts the process when it closes a file that it could not write. Here it writes to
-a stream that keeps errors to itself, and whose file takes its place when all of it is
-on the disk. Arrays are written one after the other, straight to the disk: no part of a
-model is in memory twice.
-"""
+"""HDF5 files of weights: written whole or not at all, and checked when read."""
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import h5py
 import keras
+import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
 from keras_moe.compat import (
-    H5IOStore,
-    ShardedH5IOStore,
     ask_to_proceed_with_overwrite,
     check_file_exists,
     get_file,
     safe_get_h5_dataset,
-    save_state,
 )
-from keras_moe.files import new_file, sha256_of, write_all, write_failed
+from keras_moe.files import (
+    check_free_space,
+    new_file,
+    sha256_of,
+    sync_file,
+    sync_folder,
+    write_failed,
+    write_json,
+)
 from keras_moe.models.preset_folder import (
     CHECKSUMS,
     INDEX,
@@ -38,170 +40,8 @@ from keras_moe.models.preset_folder import (
 
 # The remedy where arguments other than the saved ones do not fit the weights.
 LOAD_ANEW = "load_weights=False makes a model of these arguments with initial weights"
-
-
-class _Stream:
-    """A file for HDF5, to which a failed write looks like one that was done.
-
-    HDF5 makes a SystemError of an interrupt that is raised here: it is kept, too, and
-    raised by `check`.
-    """
-
-    def __init__(self, file: BinaryIO, path: Path):
-        self._file, self.path = file, path
-        self._position = self._end = 0
-        self._error = None
-
-    def check(self):
-        """Raises the error of the first call that failed."""
-        if isinstance(self._error, OSError):
-            raise write_failed(self._error, self.path, self._end) from self._error
-        if self._error is not None:
-            raise self._error
-
-    def sync(self):
-        """Brings the file to the disk."""
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise write_failed(error, self.path, self._end) from error
-
-    def sha256(self):
-        """The SHA-256 of what is in the file."""
-        return sha256_of(self._file.name)
-
-    def seek(self, offset, whence=os.SEEK_SET):
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}
-        self._position = start[whence] + offset
-        return self._position
-
-    def tell(self):
-        return self._position
-
-    def read(self, size=-1):
-        size = self._end - self._position if size < 0 else size
-        buffer = bytearray(size)
-        return bytes(buffer[: self.readinto(buffer)])
-
-    def readinto(self, buffer):
-        """Reads what was written; zeros in the place of what was not."""
-        start, size = self._position, memoryview(buffer).nbytes
-        self._position = start + size
-
-        def read():
-            rest = memoryview(buffer).cast("B")
-            rest[:] = bytes(size)
-            self._file.seek(start)
-            while len(rest) and (count := self._file.readinto(rest)):
-                rest = rest[count:]
-
-        self._try(read)
-        return size
-
-    def write(self, data):
-        start, size = self._position, memoryview(data).nbytes
-        self._position = start + size
-        self._end = max(self._end, self._position)
-
-        def write():
-            self._file.seek(start)
-            write_all(self._file, data)
-
-        self._try(write)
-        return size
-
-    def truncate(self, size=None):
-        self._end = self._position if size is None else size
-        self._try(lambda: self._file.truncate(self._end))
-        return self._end
-
-    def flush(self):
-        """Does nothing: the file has no buffer, and is synchronised at its end."""
-
-    def _try(self, act):
-        # After the first error there is nothing to save any more.
-        try:
-            if self._error is None:
-                act()
-        except BaseException as error:
-            self._error = error
-
-
-@contextlib.contextmanager
-def _checked(stream_of):
-    """Raises the stream's first error, in place of those of HDF5 that follow."""
-    try:
-        yield
-    except Exception:
-        stream_of().check()
-        raise
-    stream_of().check()
-
-
-@contextlib.contextmanager
-def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
-    """An HDF5 file to write to, which takes its place when all is written."""
-    with new_file(path) as file:
-        stream = _Stream(file, Path(path))
-        with _checked(lambda: stream), h5py.File(stream, "w") as hdf5:
-            yield hdf5
-
-
-class _StreamedStore:
-    """The common part of Keras's stores of weights here: files that are streams."""
-
-    def __init__(self, path, files, *arguments, **kwargs):
-        self._files, self._streams = files, []
-        super().__init__(path, *arguments, mode="w", **kwargs)
-
-    def _get_h5_file(self, path_or_io, mode=None):
-        path = Path(path_or_io)
-        stream = _Stream(self._files.enter_context(new_file(path)), path)
-        self._streams.append(stream)
-        with _checked(self._stream):
-            return h5py.File(stream, "w")
-
-    def _stream(self):
-        return self._streams[-1]
-
-    def __setitem__(self, key, value):
-        # Not at the end: a large model takes minutes.
-        with _checked(self._stream):
-            super().__setitem__(key, value)
-
-    def close(self):
-        hdf5, self.h5_file = self.h5_file, None
-        with _checked(self._stream):
-            if hdf5 is not None:
-                hdf5.close()
-
-
-class _Store(_StreamedStore, H5IOStore):
-    pass
-
-
-class _ShardedStore(_StreamedStore, ShardedH5IOStore):
-    def write_index(self):
-        """Writes the index, which takes its place with the shards, and not after them.
-
-        A process that is killed while they do leaves an index whose checksums do not
-        fit: the weights are refused, where old and new ones would be mixed.
-        """
-        for stream in self._streams:
-            stream.sync()
-        metadata = self.sharding_config["metadata"]
-        metadata["total_size"] = self.total_shard_size
-        metadata[CHECKSUMS] = {x.path.name: x.sha256() for x in self._streams}
-        data = (json.dumps(self.sharding_config, indent=2) + "\n").encode()
-        file = self._files.enter_context(new_file(self.path))
-        try:
-            write_all(file, data)
-            os.fsync(file.fileno())
-        except OSError as error:
-            raise write_failed(error, self.path, len(data)) from error
-
-    def _restore_h5_file(self):
-        """Does nothing: the last file is the open one, and a stream has no name."""
+# What HDF5 adds to the bytes of the arrays, for each of them.
+_OVERHEAD = 4096
 
 
 def save_weights(
@@ -211,44 +51,78 @@ def save_weights(
     max_shard_size: float | None = None,
     objects_to_skip: Sequence = (),
 ) -> None:
-    """Saves weights in the files of `keras.saving.save_weights`, whole or not
-    at all.
+    """Saves weights as `keras.saving.save_weights` does, whole or not at all.
+
+    HDF5 aborts the process when it closes a file that it could not write, so that a
+    disk without room for the weights is refused before.
     """
-    path = str(filepath)
+    path = Path(filepath)
+    options = {
+        "max_shard_size": max_shard_size,
+        "objects_to_skip": list(objects_to_skip),
+    }
     sharded = max_shard_size is not None
     endings = ("weights.h5", "weights.json") if sharded else (".weights.h5",)
-    if "://" in path or not path.endswith(endings) or not model.built:
+    if "://" in str(filepath) or not path.name.endswith(endings) or not model.built:
         # A remote file, which is copied from a temporary one; or an error of Keras.
-        keras.saving.save_weights(
-            model,
-            filepath,
-            overwrite=overwrite,
-            max_shard_size=max_shard_size,
-            objects_to_skip=list(objects_to_skip),
-        )
+        keras.saving.save_weights(model, filepath, overwrite=overwrite, **options)
         return
-    if (
-        os.path.exists(path)
-        and not overwrite
-        and not ask_to_proceed_with_overwrite(path)
-    ):
+    if path.exists() and not overwrite and not ask_to_proceed_with_overwrite(str(path)):
         return
-    skipped = {id(x) for x in objects_to_skip}
-    # The files take their places when the last one is whole.
-    with contextlib.ExitStack() as files:
-        if sharded:
-            store = _ShardedStore(path, files, max_shard_size=max_shard_size)
-        else:
-            store = _Store(path, files)
+    size = _size_of(_saved_variables(model, objects_to_skip))
+    check_free_space(path, size)
+    prefix = f".{path.name}."
+    with tempfile.TemporaryDirectory(".part", prefix, dir=path.parent) as folder:
         try:
-            save_state(model, store, None, "", skipped)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                store.close()
-            raise
-        store.close()
-        if sharded:
-            store.write_index()
+            keras.saving.save_weights(model, Path(folder) / path.name, **options)
+            _finish(Path(folder), path.parent)
+        except OSError as error:
+            raise write_failed(error, path, size) from error
+
+
+def _finish(folder, target):
+    """Moves finished files to where they belong, with their checksums in the index."""
+    files = sorted(folder.iterdir())
+    for index in folder.glob("*.json"):
+        content = json.loads(index.read_text("utf-8"))
+        sums = {file.name: sha256_of(file) for file in files if file != index}
+        content["metadata"][CHECKSUMS] = sums
+        write_json(index, content)
+        # The index comes first: a process that is killed after it leaves an index whose
+        # checksums do not fit, and older shards are not mixed with new ones.
+        files = [index, *(file for file in files if file != index)]
+    for file in files:
+        sync_file(file)
+    for file in files:
+        # A new file's permissions follow the umask.
+        os.replace(file, target / file.name)
+    sync_folder(target)
+
+
+def _saved_variables(model, skipped):
+    """The variables that Keras saves, the optimizer's among them."""
+    owners = [model, *filter(None, [getattr(model, "optimizer", None)])]
+    left_out = {id(x) for owner in skipped for x in owner.variables}
+    variables = {id(x): x for owner in owners for x in owner.variables}
+    return [x for key, x in variables.items() if key not in left_out]
+
+
+def _size_of(variables: Iterable[keras.Variable]) -> int:
+    """The bytes of a file with these variables."""
+    return sum(
+        _OVERHEAD
+        + math.prod(x.shape)
+        * np.dtype(keras.backend.standardize_dtype(x.dtype)).itemsize
+        for x in variables
+    )
+
+
+@contextlib.contextmanager
+def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File]:
+    """An HDF5 file for these variables, which replaces `path` when all is written."""
+    check_free_space(path, _size_of(variables))
+    with new_file(path) as file, h5py.File(file.name, "w") as hdf5:
+        yield hdf5
 
 
 @contextlib.contextmanager
