@@ -2,6 +2,7 @@
 
 import itertools
 
+import keras
 import numpy as np
 
 from keras_moe.training import Datasets, Recipe
@@ -58,3 +59,18 @@ def noise(recipe, model, data_dir=None, start_step=0):
             yield images[step % steps], labels[step % steps]
 
     return Datasets(batches(), (images[0], labels[0]), 10, steps)
+
+
+def dropout_model(self=None, num_classes=10):
+    """A classifier with a seed of its own, quick to compile."""
+    model = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.2, seed=3),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+    model.multi_label, model.output_activation = False, None
+    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
+    return model

@@ -1,0 +1,98 @@
+"""Runs that are killed again and again end like one that never was: bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import training
+from keras_moe.training.checkpoint_files import is_orbax
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def results_of(script, *arguments):
+    """What a program of this folder reports, and what it printed on errors."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.split("RESULTS ")[1]), done.stderr[-4000:]
+
+
+def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
+    results, _ = results_of("killed_run.py", str(tmp_path), "10")
+    # All over the run, and while checkpoints were being written.
+    assert len(results["steps"]) == 10
+    assert results["steps"][-1] > 40
+    assert len(set(results["steps"])) > 5
+    assert results["in a write"] > 0
+    killed, uninterrupted = (
+        training.find_checkpoint(tmp_path / name)
+        for name in ("killed", "uninterrupted")
+    )
+    assert killed.step == uninterrupted.step == 140
+    # History, random state, and the state of a callback; then all arrays.
+    assert killed.state == uninterrupted.state
+    assert killed.state["callbacks"] == {"Counts 1": {"steps": 140}}
+    assert len(killed.state["history"]["val_loss"]) == 4
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (checkpoint.path / name for checkpoint in (killed, uninterrupted))
+        assert a.read_bytes() == b.read_bytes()
+    # Nothing half-written is left, and no more than is to be kept.
+    assert {path.name for path in (tmp_path / "killed").iterdir()} == {
+        "step-00000136",
+        "step-00000138",
+        "step-00000140",
+    }
+
+
+def arrays_of(checkpoint):
+    """All arrays, in this process and on its backend."""
+    groups = {
+        group: [
+            keras.Variable(np.zeros(x.shape), dtype=x.dtype, trainable=False)
+            for x in entries
+        ]
+        for group, entries in checkpoint.variables.items()
+    }
+    checkpoint.restore(groups)
+    return [
+        keras.ops.convert_to_numpy(variable.value)
+        for variables in groups.values()
+        for variable in variables
+    ]
+
+
+def test_two_processes_that_are_killed_go_on_exactly(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    results, errors = results_of("killed_processes.py", str(tmp_path))
+    first, *killed, last = results["lives"]
+    assert first == last == [0, 0], errors
+    assert killed == [[-signal.SIGKILL] * 2] * 2, errors
+    # In the middle of a checkpoint.
+    newest = [names[-1:] for names in results["finished"]]
+    assert newest == [[], ["step-00000004"]]
+    ends = [training.find_checkpoint(tmp_path / name) for name in ("whole", "killed")]
+    assert all(map(is_orbax, (x.path for x in ends)))
+    assert [x.step for x in ends] == [6, 6]
+    # History and random state, then all arrays.
+    assert ends[0].state == ends[1].state
+    assert len(ends[0].state["history"]["val_loss"]) == 2
+    for a, b in zip(*map(arrays_of, ends), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Nothing half-written is left, and no more than is to be kept.
+    for name in ("whole", "killed"):
+        steps = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert steps == ["step-00000004", "step-00000005", "step-00000006"]
