@@ -44,7 +44,6 @@ from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.schedules import (
     ScheduleConfig,
     WarmupCooldown,
-    WarmupLinearDecay,
     warmup_schedule,
 )
 from keras_moe.training.sections import ModelConfig
@@ -83,7 +82,6 @@ __all__ = [
     "UsageRecorder",
     "ViTGAdafactor",
     "WarmupCooldown",
-    "WarmupLinearDecay",
     "ZeroShot",
     "cooldown_branch",
     "find_checkpoint",

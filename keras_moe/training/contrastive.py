@@ -98,15 +98,7 @@ class Contrastive(Objective):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives the model its tokenizer.
-
-        Args:
-            model: a `ContrastiveModel`.
-            config: the recipe's data.
-            data_dir: folder of TensorFlow Datasets.
-            run_folder: folder of a run's checkpoints, which keeps a trained tokenizer
-                for when the run is resumed.
-        """
+        """Gives the model its tokenizer; `run_folder` keeps a trained one."""
         if self.tokenizer is None and model.preprocessor is not None:
             self._check_no_size("the preset's tokenizer")
             self._check_length(model.preprocessor)
@@ -126,13 +118,7 @@ class Contrastive(Objective):
     def new_tokenizer(
         self, backbone: Any, config: PairData, data_dir: str | None = None
     ) -> TextTokenizer:
-        """The tokenizer of the settings.
-
-        Args:
-            backbone: an image-text backbone, whose sizes are the defaults.
-            config: the recipe's data, on whose captions a tokenizer is trained.
-            data_dir: folder of TensorFlow Datasets.
-        """
+        """The tokenizer of the settings, trained on the captions if need be."""
         length = self.max_length or backbone.max_length
         name = self.tokenizer
         if name in (None, _TRAINED):
@@ -171,11 +157,7 @@ class Contrastive(Objective):
         return tokenizer
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """The digest of a vocabulary of byte pairs, which may have been trained.
-
-        Args:
-            model: model that `prepare` has seen.
-        """
+        """The digest of a vocabulary of byte pairs, which may have been trained."""
         tokenizer = getattr(model.preprocessor, "tokenizer", None)
         merges = getattr(tokenizer, "merges", None)
         if self.tokenizer not in (None, _TRAINED) or merges is None:

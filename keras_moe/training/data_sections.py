@@ -85,12 +85,7 @@ class DataConfig(Section):
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "DataConfig":
-        """Data with other settings.
-
-        Args:
-            **changes: any setting. With another `source` the splits are again "train"
-                and "test", unless they are given, too.
-        """
+        """Data with other settings; another `source` resets the splits."""
         if changes.get("source", self.source) != self.source:
             changes = {"train_split": "train", "test_split": "test", **changes}
         return super().replace(**changes)
@@ -103,11 +98,7 @@ class DataConfig(Section):
     def left_out(
         self, data_dir: str | None = None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Examples that a search before the run left out; None without a search.
-
-        Args:
-            data_dir: folder of TensorFlow Datasets.
-        """
+        """Examples that a search before the run left out; None without a search."""
         return None
 
     def _steps_per_epoch(self, count: int, batch_size: int) -> int:
@@ -143,9 +134,6 @@ class ImageData(DataConfig):
 
         All images may be decoded to find them: this object does so once.
 
-        Args:
-            data_dir: folder of TensorFlow Datasets.
-
         Returns:
             Sorted indices, int64, of the training and of the test images.
         """
@@ -171,16 +159,9 @@ class ImageData(DataConfig):
         start_step: int = 0,
         **labels: Any,
     ) -> Datasets:
-        """The batches of a run.
+        """The batches of a run, `start_step` batches after its start.
 
-        Args:
-            image_shape: (height, width, channels).
-            batch_size: images in a batch, fewer than in a step with accumulation.
-            seed: seed of order and augmentation.
-            num_classes: number of classes.
-            data_dir: folder of TensorFlow Datasets.
-            start_step: number of batches before, of a run that is resumed.
-            **labels: arguments of `keras_moe.data.load` that make the labels.
+        `labels` are the arguments of `keras_moe.data.load` that make the labels.
         """
         exclude, exclude_from_test = self.left_out(data_dir)
         count = data.num_examples(self.source, self.train_split, data_dir, exclude)
@@ -272,10 +253,8 @@ class PairData(DataConfig):
     def replace(self, **changes: Any) -> "PairData":
         """Pairs with other settings.
 
-        Args:
-            **changes: any setting. With another `source` the splits are again "train"
-                and "test", the test source is that source, and options of the emoji
-                are None without any, unless they are given, too.
+        Another `source` resets the splits and the test source, and options of the emoji
+        if it has none.
         """
         if changes.get("source", self.source) != self.source:
             changes = {"test_source": None, **changes}
@@ -306,9 +285,6 @@ class PairData(DataConfig):
         They are the same in each evaluation, with the first of the captions if training
         draws one. Templates are those of the classes in a mixture, and other options
         those of its emoji.
-
-        Args:
-            data_dir: folder of TensorFlow Datasets.
         """
         options = self.pair_options()
         if options.get("captions", "random") == "random":
@@ -332,17 +308,7 @@ class PairData(DataConfig):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """The batches of a run.
-
-        Args:
-            image_shape: (height, width, channels).
-            batch_size: pairs in a batch, fewer than in a step with accumulation.
-            seed: seed of order and augmentation.
-            tokenizer: the model's `TextTokenizer`.
-            test_batch_size: pairs in a batch of the evaluation.
-            data_dir: folder of TensorFlow Datasets.
-            start_step: number of batches before, of a run that is resumed.
-        """
+        """The batches of a run, `start_step` batches after its start."""
         options, exclude = self.pair_options(), self.exclude or ()
         count = self.epoch_size or data.num_pairs(
             self.source, self.train_split, data_dir, exclude=exclude, **options

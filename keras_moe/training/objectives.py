@@ -38,7 +38,9 @@ class Objective(Section):
     """Base class of objectives: everything that `train` asks of a task.
 
     A subclass is a frozen dataclass of its settings, which files and overrides reach
-    as `objective.NAME`, registered by `register_objective`.
+    as `objective.NAME`, registered by `register_objective`. In its methods `config` is
+    the recipe's `data` section, `data_dir` the folder of TensorFlow Datasets, and
+    `num_classes` None if the objective has no classes.
 
     Attributes:
         name: name in recipes, which `register_objective` sets.
@@ -76,43 +78,23 @@ class Objective(Section):
     data_section: ClassVar[type] = ImageData
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
-        """Number of classes of the data; None if the objective has no classes.
-
-        Args:
-            config: the recipe's data.
-            data_dir: folder of TensorFlow Datasets.
-        """
+        """Number of classes of the data; None if the objective has no classes."""
         return None
 
     def class_names(
         self, config: DataConfig, data_dir: str | None = None
     ) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the labels, or None if unknown.
-
-        Args:
-            config: the recipe's data.
-            data_dir: folder of TensorFlow Datasets.
-        """
+        """Names of the classes in the order of the labels, or None if unknown."""
         return None
 
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
-        """Arguments of `keras_moe.models.from_preset` that the objective needs.
-
-        Args:
-            num_classes: number of classes of the data, or None.
-        """
+        """Arguments of `keras_moe.models.from_preset` that the objective needs."""
         return {}
 
     def new_model(
         self, config: ModelConfig, num_classes: int | None, seed: int
     ) -> keras.Model:
-        """The model, not yet compiled.
-
-        Args:
-            config: the recipe's model.
-            num_classes: number of classes of the data, or None.
-            seed: seed of the weights.
-        """
+        """The model, not yet compiled."""
         return models.from_preset(
             config.preset,
             dtype=config.dtype,
@@ -133,21 +115,13 @@ class Objective(Section):
     ) -> None:
         """Gives a new model what it takes from the data: the class names.
 
-        Args:
-            model: the model, not yet compiled.
-            config: the recipe's data.
-            data_dir: folder of TensorFlow Datasets.
-            run_folder: folder of a run's checkpoints, where an objective may keep what
-                a resumed run needs again; None for a run without checkpoints.
+        `run_folder` is that of a run's checkpoints, for what a resumed run needs again;
+        None for a run without checkpoints.
         """
         set_class_names(model, self.class_names(config, data_dir))
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """Digests of what `prepare` took from the data, which a resumed run needs.
-
-        Args:
-            model: a model of this objective.
-        """
+        """Digests of what `prepare` took from the data, which a resumed run needs."""
         return {}
 
     def datasets(
@@ -159,16 +133,9 @@ class Objective(Section):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """The batches to train and to evaluate on.
+        """The batches to train and to evaluate on, `start_step` batches into the run.
 
-        Args:
-            config: the recipe's data.
-            model: the model, whose inputs they fit.
-            batch_size: examples in a batch.
-            seed: seed of order and augmentation.
-            data_dir: folder of TensorFlow Datasets.
-            start_step: number of batches before, of a run that is resumed. Batch n
-                must depend on the settings and n alone, or no run resumes exactly.
+        Batch n must depend on the settings and n alone, or no run resumes exactly.
         """
         raise NotImplementedError
 
@@ -178,10 +145,6 @@ class Objective(Section):
         """The loss and the weighted metrics of `compile`.
 
         Metrics take sample weights, so that padding in a batch does not count.
-
-        Args:
-            model: the model to compile.
-            config: the recipe's data.
         """
         raise NotImplementedError
 
@@ -190,11 +153,7 @@ class Objective(Section):
         return {"name": self.name, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "Objective":
-        """An objective with other settings, or another one.
-
-        Args:
-            **changes: any setting. Another `name` drops the settings of this objective.
-        """
+        """An objective with other settings; another `name` drops the old ones."""
         name = changes.pop("name", self.name)
         if name != self.name:
             return new_objective({"name": name, **changes})

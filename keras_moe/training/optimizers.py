@@ -302,11 +302,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
                 )
 
     def second_moments(self, variable: keras.Variable) -> list[keras.Variable]:
-        """The second moments of a weight: of its rows and columns, or of each element.
-
-        Args:
-            variable: one that the optimizer was built with.
-        """
+        """The second moments of a weight: of rows and columns, or of each element."""
         return list(self._second_moments[self._get_variable_index(variable)])
 
     def _axes_of(self, variable) -> tuple[int, int] | None:
@@ -506,14 +502,7 @@ class OptimizerConfig(Section):
         peak: float,
         paths: Sequence[str],
     ) -> Any:
-        """The optimizer.
-
-        Args:
-            learning_rate: the learning rate by step.
-            peak: the highest learning rate.
-            paths: the paths of the weights that it is to train.
-
-        """
+        """The optimizer of weights with these paths; `peak` is the highest rate."""
         # Errors now, not after the first batch.
         group_factors(self.groups, paths)
         batches = self.gradient_accumulation_steps

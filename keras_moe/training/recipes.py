@@ -35,8 +35,10 @@ class Recipe:
     """How to train a model: everything but the machine.
 
     Sections are given as objects, or as dicts of their settings, as files have them.
-    The learning rate depends on the number of steps, which `compile` is therefore
-    given. A step is an update of the weights, with or without accumulation.
+    The learning rate depends on the number of steps, so many methods take
+    `steps_per_epoch`, the batches in an epoch. A step is an update of the weights, with
+    accumulation once every several batches. `data_dir` is the folder of TensorFlow
+    Datasets.
 
     Args:
         name: name of the recipe.
@@ -123,11 +125,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Recipe":
-        """Makes a recipe from the result of `to_dict`.
-
-        Args:
-            settings: a name, and settings by section.
-        """
+        """Makes a recipe from the result of `to_dict`."""
         names = {field.name: None for field in dataclasses.fields(cls)}
         for name, value in settings.items():
             if name not in names:
@@ -142,13 +140,10 @@ class Recipe:
     def replace(self, /, **overrides: Any) -> "Recipe":
         """A recipe with other settings.
 
-        Args:
-            **overrides: settings by their dotted names, such as
-                `**{"schedule.epochs": 3, "model.num_experts": 8}`; or sections as
-                dicts of the settings to change, such as `schedule={"epochs": 3}`. A
-                deeper name, such as `"model.head.rank"`, changes a nested setting,
-                which is otherwise replaced as a whole. See the sections' own
-                `replace`, too.
+        These are given by dotted names, such as `**{"schedule.epochs": 3}`, or as dicts
+        of the settings of a section to change, such as `schedule={"epochs": 3}`. A
+        deeper name, such as `"model.head.rank"`, changes a nested setting, which is
+        otherwise replaced as a whole. See the sections' own `replace`, too.
         """
         changes = _changes_by_section(self.to_dict(), overrides)
         objective = self.objective.replace(**changes.pop("objective", {}))
@@ -182,11 +177,7 @@ class Recipe:
         return settings
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load_recipe` reads.
-
-        Args:
-            path: path of a `.json` file, whose name becomes the recipe's.
-        """
+        """Writes a `.json` file for `load_recipe`; its name becomes the recipe's."""
         if Path(path).suffix != ".json":
             raise ValueError(
                 f"Expected a path that ends in .json; received: path={str(path)!r}"
@@ -199,39 +190,21 @@ class Recipe:
     # Training
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Updates of the weights in the run.
-
-        Args:
-            steps_per_epoch: batches in an epoch, several for each update with
-                accumulation.
-        """
+        """Updates of the weights in the run."""
         return self.schedule.total_steps(steps_per_epoch, self._accumulated)
 
     def passes(self, steps_per_epoch: int) -> int:
-        """How many epochs `fit` needs; `callbacks` end the last one in time.
-
-        Args:
-            steps_per_epoch: batches in an epoch.
-        """
+        """How many epochs `fit` needs; `callbacks` end the last one in time."""
         return self.schedule.passes(steps_per_epoch, self._accumulated)
 
     def learning_rate(
         self, steps_per_epoch: int
     ) -> keras.optimizers.schedules.LearningRateSchedule:
-        """The learning rate by step.
-
-        Args:
-            steps_per_epoch: batches in an epoch.
-        """
+        """The learning rate by step."""
         return self.schedule.new_schedule(steps_per_epoch, self._accumulated)
 
     def new_model(self, num_classes: int | None) -> keras.Model:
-        """The model of the objective, not yet compiled.
-
-        Args:
-            num_classes: number of classes of a new head; None if the objective has
-                none.
-        """
+        """The model of the objective, not yet compiled."""
         return self.objective.new_model(self.model, num_classes, self.seed)
 
     def prepare(
@@ -240,22 +213,11 @@ class Recipe:
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives a new model what the objective takes from the data.
-
-        Args:
-            model: a model of the objective, which gets class names or a tokenizer.
-            data_dir: folder of TensorFlow Datasets.
-            run_folder: folder of a run's checkpoints, which keeps a trained tokenizer.
-        """
+        """Gives a new model its class names or tokenizer, see `Objective.prepare`."""
         self.objective.prepare(model, self.data, data_dir, run_folder)
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
-        """Gives a model the recipe's optimizer, loss and metrics.
-
-        Args:
-            model: a model of the objective.
-            steps_per_epoch: batches in an epoch; the schedule ends with the last one.
-        """
+        """Gives a model the recipe's optimizer, loss and metrics."""
         optimizer = self.optimizer.new_optimizer(
             self.learning_rate(steps_per_epoch),
             self.schedule.learning_rate,
@@ -273,9 +235,6 @@ class Recipe:
         With `steps` the run ends at the last one, within an epoch if need be. With
         `ema_momentum` the averages of the weights replace the weights for each
         evaluation, and at the end.
-
-        Args:
-            start_step: number of batches before, of a run that is resumed.
         """
         callbacks: list[keras.callbacks.Callback] = []
         if self.schedule.steps is not None:
@@ -298,13 +257,7 @@ class Recipe:
     def datasets(
         self, model: keras.Model, data_dir: str | None = None, start_step: int = 0
     ) -> Datasets:
-        """The batches that the objective trains and evaluates on.
-
-        Args:
-            model: the model, whose inputs they fit.
-            data_dir: folder of TensorFlow Datasets.
-            start_step: number of batches before, of a run that is resumed.
-        """
+        """The batches of the run, `start_step` batches after its start."""
         return self.objective.datasets(
             self.data,
             model,
@@ -315,18 +268,11 @@ class Recipe:
         )
 
     def num_classes(self, data_dir: str | None = None) -> int | None:
-        """Number of classes of the data, or None if the objective has none.
-
-        Args:
-            data_dir: folder of TensorFlow Datasets.
-        """
+        """Number of classes of the data, or None if the objective has none."""
         return self.objective.num_classes(self.data, data_dir)
 
     def class_names(self, data_dir: str | None = None) -> tuple[str, ...] | None:
         """Names of the classes in the order of the labels, or None if unknown.
-
-        Args:
-            data_dir: folder of TensorFlow Datasets.
 
         Example:
 

@@ -21,54 +21,6 @@ OPEN_ENDED = ("rsqrt", "constant")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class WarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly from 0 to a peak, then falls linearly until the last step.
-
-    Keras's own schedules with a warm-up fall along a cosine.
-
-    Args:
-        peak: the learning rate at the end of the warm-up.
-        total_steps: first step at which the rate is `final`.
-        warmup_steps: number of steps for which it rises.
-        final: the last learning rate.
-
-    Call arguments:
-        step: the number of steps that were made before.
-
-    Example:
-
-    >>> from keras_moe.training import WarmupLinearDecay
-    >>> schedule = WarmupLinearDecay(0.5, total_steps=30, warmup_steps=10)
-    >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 20, 30)]
-    [0.0, 0.25, 0.5, 0.25, 0.0]
-    """
-
-    def __init__(
-        self, peak: float, total_steps: int, warmup_steps: int = 0, final: float = 0.0
-    ):
-        super().__init__()
-        self.peak = check_positive("peak", peak)
-        self.total_steps = check_integer("total_steps", total_steps)
-        self.warmup_steps = check_warmup(warmup_steps, total_steps)
-        self.final = check_not_negative("final", final)
-
-    def __call__(self, step):
-        step = ops.cast(step, "float32")
-        rising = step / max(self.warmup_steps, 1)
-        left = (self.total_steps - step) / (self.total_steps - self.warmup_steps)
-        falling = self.final + (self.peak - self.final) * ops.clip(left, 0.0, 1.0)
-        return ops.where(step < self.warmup_steps, self.peak * rising, falling)
-
-    def get_config(self):
-        return {
-            "peak": self.peak,
-            "total_steps": self.total_steps,
-            "warmup_steps": self.warmup_steps,
-            "final": self.final,
-        }
-
-
-@keras.saving.register_keras_serializable("keras_moe")
 class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
     """Rises to a peak, falls as a reciprocal square root or stays, and cools down.
 
@@ -202,7 +154,8 @@ def warmup_schedule(
             peak, total_steps, warmup_steps, timescale, cooldown_steps, final
         )
     if decay == "linear":
-        return WarmupLinearDecay(peak, total_steps, warmup_steps, final)
+        falling = total_steps - warmup_steps
+        return WarmupCooldown(peak, total_steps, warmup_steps, None, falling, final)
     # Keras counts the steps of the decay from the end of the warm-up.
     return keras.optimizers.schedules.CosineDecay(
         0.0 if warmup_steps else peak,
@@ -323,35 +276,21 @@ class ScheduleConfig(Section):
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "ScheduleConfig":
-        """A schedule with other settings.
-
-        Args:
-            **changes: any setting. `epochs` and `steps` replace each other.
-        """
+        """A schedule with other settings; `epochs` and `steps` replace each other."""
         for name, other in (("epochs", "steps"), ("steps", "epochs")):
             if changes.get(name) is not None:
                 changes.setdefault(other, None)
         return super().replace(**changes)
 
     def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
-        """Updates of the weights in the run.
-
-        Args:
-            steps_per_epoch: batches in an epoch.
-            accumulated: batches for each update.
-        """
+        """Updates of the weights in the run, each of `accumulated` batches."""
         batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.steps is not None:
             return self.steps
         return self.epochs * batches // accumulated
 
     def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
-        """Number of epochs that `fit` needs; the last may end early.
-
-        Args:
-            steps_per_epoch: batches in an epoch.
-            accumulated: batches for each update.
-        """
+        """Number of epochs that `fit` needs; the last may end early."""
         batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.epochs is not None:
             return self.epochs
@@ -360,12 +299,7 @@ class ScheduleConfig(Section):
     def new_schedule(
         self, steps_per_epoch: int, accumulated: int = 1
     ) -> keras.optimizers.schedules.LearningRateSchedule:
-        """The learning rate by step.
-
-        Args:
-            steps_per_epoch: batches in an epoch.
-            accumulated: batches for each update.
-        """
+        """The learning rate by step."""
         total = self.total_steps(steps_per_epoch, accumulated)
         steps = self.schedule_steps or total
         check_length(

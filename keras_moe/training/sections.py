@@ -30,11 +30,7 @@ class Section:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
-        """Makes a section from the settings of a file.
-
-        Args:
-            settings: a dict from name to value.
-        """
+        """Makes a section from the settings of a file."""
         fields = dataclasses.fields(cls)
         owner = f"the section {cls.title!r} of a recipe"
         check_argument_names(settings, [field.name for field in fields], owner)
@@ -56,11 +52,7 @@ class Section:
         return dataclasses.asdict(self)
 
     def replace(self, **changes: Any) -> "Section":
-        """A section with other settings.
-
-        Args:
-            **changes: any setting.
-        """
+        """A section with other settings."""
         return type(self).from_settings({**self.to_dict(), **changes})
 
 
@@ -118,12 +110,7 @@ class ModelConfig(Section):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":
-        """Makes the section from the settings of a file.
-
-        Args:
-            settings: the preset, the dtype, `load_weights`, and any arguments that
-                override the preset's.
-        """
+        """Makes the section from the settings of a file, in which others override."""
         own = {
             name: settings[name]
             for name in ("preset", "dtype", "load_weights")
@@ -135,9 +122,8 @@ class ModelConfig(Section):
     def replace(self, **changes: Any) -> "ModelConfig":
         """A model with other settings.
 
-        Args:
-            **changes: any setting. Another `preset` comes with its weights, unless
-                `load_weights=False` is among them.
+        Another `preset` comes with its weights, unless `load_weights=False` is among
+        the changes.
         """
         if changes.get("preset", self.preset) != self.preset:
             changes = {"load_weights": True, **changes}

@@ -101,8 +101,8 @@ def vit(**arguments):
         (lambda: losses.AuxiliaryLoss("importance", float("nan")), "weight=nan"),
         (lambda: losses.AuxiliaryLoss("importance", "x"), "weight='x'"),
         (lambda: losses.AuxiliaryLoss("router_z", True), "weight=True"),
-        (lambda: training.WarmupLinearDecay(float("nan"), 3), "peak=nan"),
-        (lambda: training.WarmupLinearDecay(1.0, 3, final=float("nan")), "final=nan"),
+        (lambda: training.WarmupCooldown(float("nan"), 3), "peak=nan"),
+        (lambda: training.WarmupCooldown(1.0, 3, final=float("nan")), "final=nan"),
         (lambda: training.warmup_schedule("cosine", float("nan"), 3), "peak=nan"),
         (lambda: training.warmup_schedule("linear", 0.0, 3), "peak=0.0"),
         (

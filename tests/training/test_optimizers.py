@@ -10,8 +10,8 @@ import pytest
 from keras_moe.models import from_preset
 from keras_moe.training import (
     ViTGAdafactor,
-    WarmupLinearDecay,
     optimizer_class,
+    warmup_schedule,
 )
 from keras_moe.training.optimizers import NAMED_GROUPS, OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
@@ -129,7 +129,7 @@ def test_decay_times_the_learning_rate():
 def test_decay_relative_to_the_peak():
     # At step 0 of 10 the rate is at its peak of 0.2, at step 5 half of it.
     optimizer = optimizer_class("adamw")(
-        WarmupLinearDecay(0.2, total_steps=10),
+        warmup_schedule("linear", 0.2, total_steps=10),
         weight_decay=0.01,
         peak_learning_rate=0.2,
         groups=GROUPS,
@@ -211,7 +211,7 @@ def test_accumulated_batches_are_one_batch(name):
     def trained(batch_size, **options):
         optimizer = optimizer_class(name)(
             # Rises for 2 updates, and falls until the sixth.
-            WarmupLinearDecay(0.1, total_steps=6, warmup_steps=2),
+            warmup_schedule("linear", 0.1, total_steps=6, warmup_steps=2),
             weight_decay=0.1,
             global_clipnorm=0.5,
             groups=[{"match": "two/.*", "learning_rate": 0.5}],
