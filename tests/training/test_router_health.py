@@ -234,7 +234,7 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(training.router_health, "write_text", full)
             patched.setattr(training.router_health.EventFile, "write", full)
-            patched.setattr(training.evaluation_callback, "write_json", full)
+            patched.setattr(training.evaluators, "write_json", full)
             for call, name in (
                 (health.measured, r"health\.csv"),
                 (evaluation.measured, r"x\.json"),
