@@ -344,7 +344,7 @@ def _remove(path):
     else:
         # A part of a checkpoint must not be taken for one.
         aside = new_partial(path)
-        os.rename(path, aside)
+        os.rename(path, aside / path.name)
         shutil.rmtree(aside)
 
 
