@@ -9,8 +9,8 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_number, check_positive
+from keras_moe.losses.contrastive import LogScaleBound, Temperature
 from keras_moe.losses.pairs import unit_vectors
-from keras_moe.losses.temperature import LogScaleBound, Temperature
 from keras_moe.ops.cost import Cost
 
 

@@ -12,11 +12,16 @@ from keras_moe.losses.classification import (
     SparseSigmoidCrossentropy,
 )
 from keras_moe.losses.contrastive import (
+    TEMPERATURES,
     ContrastiveLoss,
+    LogScaleBound,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
+    Temperature,
+    count_duplicate_pairs,
+    sigmoid_contrastive_loss,
+    softmax_contrastive_loss,
 )
-from keras_moe.losses.duplicate_pairs import count_duplicate_pairs
 from keras_moe.losses.entropy_losses import (
     global_entropy_loss,
     local_entropy_loss,
@@ -32,9 +37,6 @@ from keras_moe.losses.router_losses import (
     load_loss,
     router_z_loss,
 )
-from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
-from keras_moe.losses.softmax_contrastive import softmax_contrastive_loss
-from keras_moe.losses.temperature import TEMPERATURES, LogScaleBound, Temperature
 
 __all__ = [
     "LIMOE_LOSSES",

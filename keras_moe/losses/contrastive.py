@@ -1,31 +1,223 @@
-"""The contrastive losses as `keras.losses.Loss`, which a model of pairs trains by."""
+"""Contrastive losses of images and texts, and their learned temperatures.
 
+Axes: B pairs, D embedding.
+"""
+
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
 from keras_moe.checks import (
     check_argument_names,
     check_bool,
     check_one_of,
+    check_positive,
 )
-from keras_moe.losses.pairs import check_similarity
-from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
-from keras_moe.losses.softmax_contrastive import (
-    DIRECTIONS,
-    softmax_contrastive_loss,
+from keras_moe.losses.pairs import (
+    NEVER,
+    check_similarity,
+    loss_of_nothing,
+    pairs_of,
+    positives,
+    sigmoid_losses,
+    softmax_losses,
+    weighted_mean,
 )
 
+DIRECTIONS = ("both", "image_to_text", "text_to_image")
 IDS = ("image_ids", "text_ids")
 
 
-class ContrastiveLoss(keras.losses.Loss):
-    """A loss of the embeddings of pairs, which needs no labels.
+def softmax_contrastive_loss(
+    image_embeddings: Any,
+    text_embeddings: Any,
+    logit_scale: Any,
+    *,
+    direction: str = "both",
+    image_ids: Any = None,
+    text_ids: Any = None,
+    sample_weight: Any = None,
+    chunk_size: int | None = None,
+    similarity_dtype: str = "float32",
+) -> Any:
+    """The loss of CLIP (InfoNCE): each image must find its text, and vice versa.
 
-    The loss belongs to a whole batch: no output of the model has a loss of its own. A
-    model therefore hands all of them over in its `compute_loss`, and adds its
-    auxiliary losses:
+    With unit vectors x of images and y of texts, the logits are
+    `L_ij = logit_scale * x_i . y_j`. An image's loss is
+    `-mean over its positives j of log softmax(L_i)_j`, a text's the same over the
+    columns of L. Without ids a pair's own text is the only positive.
+
+    Args:
+        image_embeddings: float (B, D). The loss divides them by their norm.
+        text_embeddings: float (B, D), likewise.
+        logit_scale: scalar, the inverse temperature: the exponential of the learned
+            logarithm; see `keras_moe.losses.TEMPERATURES`.
+        direction: `"image_to_text"` for the mean over images, `"text_to_image"` for
+            that over texts, or `"both"` for the mean of the two.
+        image_ids: int (B,), equal for pairs with the same image: their texts are all
+            positives of that image.
+        text_ids: int (B,), equal for pairs with the same caption, likewise.
+        sample_weight: float (B,), weight of each pair in the mean. A pair of weight 0
+            is no negative of the others, either.
+        chunk_size: number of texts whose logits are in memory at a time, which saves
+            memory for large batches and recomputes the logits for the gradient. None
+            for all at once.
+        similarity_dtype: dtype to which the unit vectors are rounded, such as
+            `"bfloat16"` in LIMoE. Their products and sums are float32 in any case.
+
+    Returns:
+        float32 scalar: the weighted mean over pairs; 0 if no pair counts.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*
+        (CLIP), figure 3; *CLIP-UP*, equation 1. With several positives: *Supervised
+        Contrastive Learning*, equation 2, and *Unified Contrastive Learning in
+        Image-Text-Label Space*, equations 3 and 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import softmax_contrastive_loss
+    >>> images = np.eye(2, dtype="float32")
+    >>> round(float(softmax_contrastive_loss(images, images, logit_scale=1.0)), 4)
+    0.3133
+    >>> round(float(softmax_contrastive_loss(images, images[::-1], 1.0)), 4)
+    1.3133
+    """
+    check_one_of("direction", direction, DIRECTIONS)
+    chunk_size = check_similarity(similarity_dtype, chunk_size)
+    pairs = pairs_of(
+        image_embeddings,
+        text_embeddings,
+        image_ids,
+        text_ids,
+        sample_weight,
+        similarity_dtype,
+    )
+    logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
+    if pairs.images.shape[0] == 0:
+        return loss_of_nothing(pairs, logit_scale)
+    if chunk_size is None:
+        of_images, of_texts = _softmax_losses(pairs, logit_scale)
+    else:
+        of_images, of_texts = softmax_losses(pairs, logit_scale, chunk_size)
+    losses = {
+        "image_to_text": of_images,
+        "text_to_image": of_texts,
+        "both": 0.5 * (of_images + of_texts),
+    }
+    return weighted_mean(losses[direction], pairs.weights)
+
+
+def _softmax_losses(pairs, logit_scale):
+    """The losses of images and of texts, float32 (B,) each."""
+    logits = logit_scale * ops.matmul(pairs.images, ops.transpose(pairs.texts))
+    counted = pairs.counted > 0
+    positive = positives(pairs.keys, pairs.keys)
+    positive = ops.logical_and(positive, ops.expand_dims(counted, 0))
+    positive = ops.logical_and(positive, ops.expand_dims(counted, 1))
+
+    def cross_entropies(logits):
+        logits = ops.where(ops.expand_dims(counted, 0), logits, NEVER)
+        log_p = ops.where(positive, ops.log_softmax(logits, axis=-1), 0.0)
+        count = ops.sum(ops.cast(positive, "float32"), axis=-1)
+        return -ops.sum(log_p, axis=-1) / ops.maximum(count, 1.0)
+
+    # `positive` is symmetric: pairs share an image or a caption with each other.
+    return cross_entropies(logits), cross_entropies(ops.transpose(logits))
+
+
+def sigmoid_contrastive_loss(
+    image_embeddings: Any,
+    text_embeddings: Any,
+    logit_scale: Any,
+    logit_bias: Any = 0.0,
+    *,
+    image_ids: Any = None,
+    text_ids: Any = None,
+    sample_weight: Any = None,
+    chunk_size: int | None = None,
+    similarity_dtype: str = "float32",
+) -> Any:
+    """The loss of SigLIP: is each image a pair with each text of the batch, or not?
+
+    With unit vectors x of images and y of texts, the logits are
+    `L_ij = logit_scale * x_i . y_j + logit_bias`. An image's loss is
+    `-sum over texts j of log sigmoid(z_ij L_ij)`, with z = 1 for its positives and -1
+    for all others. Without ids a pair's own text is the only positive.
+
+    Args:
+        image_embeddings: float (B, D). The loss divides them by their norm.
+        text_embeddings: float (B, D), likewise.
+        logit_scale: scalar, the inverse temperature: the exponential of the learned
+            logarithm; see `keras_moe.losses.TEMPERATURES`.
+        logit_bias: scalar, the learned bias.
+        image_ids: int (B,), equal for pairs with the same image: their texts are all
+            positives of that image.
+        text_ids: int (B,), equal for pairs with the same caption, likewise.
+        sample_weight: float (B,), weight of each pair's image in the mean. The text of
+            a pair of weight 0 is no negative of the others, either.
+        chunk_size: number of texts whose logits are in memory at a time, which saves
+            memory for large batches and recomputes the logits for the gradient. None
+            for all at once.
+        similarity_dtype: dtype to which the unit vectors are rounded, such as
+            `"bfloat16"`. Their products and sums are float32 in any case.
+
+    Returns:
+        float32 scalar: the weighted mean over images, summed over texts; 0 if no pair
+        counts.
+
+    Reference:
+        *Sigmoid Loss for Language Image Pre-Training* (SigLIP), section 3.2 and
+        Algorithm 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import sigmoid_contrastive_loss
+    >>> images = np.eye(2, dtype="float32")
+    >>> loss = sigmoid_contrastive_loss(images, images, 2.0, logit_bias=-1.0)
+    >>> round(float(loss), 4)  # softplus(-1) for the positive and for the negative
+    0.6265
+    """
+    chunk_size = check_similarity(similarity_dtype, chunk_size)
+    pairs = pairs_of(
+        image_embeddings,
+        text_embeddings,
+        image_ids,
+        text_ids,
+        sample_weight,
+        similarity_dtype,
+    )
+    logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
+    logit_bias = ops.cast(ops.convert_to_tensor(logit_bias), "float32")
+    if pairs.images.shape[0] == 0:
+        return loss_of_nothing(pairs, logit_scale)
+    if chunk_size is None:
+        losses = _sigmoid_losses(pairs, logit_scale, logit_bias)
+    else:
+        losses = sigmoid_losses(pairs, logit_scale, logit_bias, chunk_size)
+    return weighted_mean(losses, pairs.weights)
+
+
+def _sigmoid_losses(pairs, logit_scale, logit_bias):
+    """The losses of images, float32 (B,)."""
+    similarity = ops.matmul(pairs.images, ops.transpose(pairs.texts))
+    logits = logit_scale * similarity + logit_bias
+    # softplus(-z L) is -log sigmoid(z L).
+    signed = ops.where(positives(pairs.keys, pairs.keys), -logits, logits)
+    return ops.sum(pairs.counted * ops.softplus(signed), axis=-1)
+
+
+class ContrastiveLoss(keras.losses.Loss):
+    """A loss of the embeddings of image-text pairs, which needs no labels.
+
+    The loss belongs to a whole batch, not to one output of the model. A model therefore
+    passes all its outputs to the loss in its `compute_loss`, and adds its auxiliary
+    losses:
 
     ```python
     class ContrastiveModel(keras.Model):
@@ -48,9 +240,9 @@ class ContrastiveLoss(keras.losses.Loss):
     weighted mean over pairs, so that padding leaves the loss as it is without it.
 
     Args:
-        multi_positive: whether pairs with an equal image or caption id are positives
-            of each other. Otherwise the ids are not read, and these pairs are
-            negatives: `count_duplicate_pairs` tells how many there are.
+        multi_positive: whether pairs with the same image or caption id are positives
+            of each other. Otherwise the ids are ignored, and these pairs are
+            negatives: `count_duplicate_pairs` counts them.
         chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
@@ -85,7 +277,8 @@ class ContrastiveLoss(keras.losses.Loss):
         self.similarity_dtype = similarity_dtype
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        # Keras would cast ids to float32, and weigh padding after it was a negative.
+        # Keras would cast ids to float32, and weight padding only after it had been a
+        # negative.
         names = ("image_embeddings", "text_embeddings", *self.parameters)
         missing = [name for name in names if name not in y_pred]
         if missing:
@@ -118,7 +311,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return y_true
 
     def _options(self):
-        """Arguments of the function that the class alone has."""
+        """Further arguments of the function."""
         return {}
 
     def get_config(self):
@@ -132,24 +325,14 @@ class ContrastiveLoss(keras.losses.Loss):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SoftmaxContrastiveLoss(ContrastiveLoss):
-    """`softmax_contrastive_loss` as a loss; see `ContrastiveLoss` for its use.
+    """`softmax_contrastive_loss` to compile a model with; see `ContrastiveLoss`.
 
     Args:
-        direction: direction that counts: `"both"`, `"image_to_text"` or
-            `"text_to_image"`.
+        direction: `"both"`, `"image_to_text"` or `"text_to_image"`.
         multi_positive: whether pairs with an equal id are positives of each other.
         chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
-
-    Call arguments:
-        y_true: None, or a dict with `"image_ids"`, `"text_ids"` or both, int (B,).
-        y_pred: dict with `"image_embeddings"` and `"text_embeddings"`, float (B, D),
-            and the scalar `"logit_scale"`.
-        sample_weight: None, or float (B,), weight of each pair.
-
-    Raises:
-        ValueError: if an argument is unknown, or `y_true` or `y_pred` lacks a part.
 
     Example:
 
@@ -184,22 +367,13 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SigmoidContrastiveLoss(ContrastiveLoss):
-    """`sigmoid_contrastive_loss` as a loss; see `ContrastiveLoss` for its use.
+    """`sigmoid_contrastive_loss` to compile a model with; see `ContrastiveLoss`.
 
     Args:
         multi_positive: whether pairs with an equal id are positives of each other.
         chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
-
-    Call arguments:
-        y_true: None, or a dict with `"image_ids"`, `"text_ids"` or both, int (B,).
-        y_pred: dict with `"image_embeddings"` and `"text_embeddings"`, float (B, D),
-            and the scalars `"logit_scale"` and `"logit_bias"`.
-        sample_weight: None, or float (B,), weight of each pair.
-
-    Raises:
-        ValueError: if an argument is unknown, or `y_true` or `y_pred` lacks a part.
 
     Example:
 
@@ -223,3 +397,116 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
         name: str = "sigmoid_contrastive",
     ):
         super().__init__(multi_positive, chunk_size, similarity_dtype, name)
+
+
+class Temperature(NamedTuple):
+    """How the scale and the bias of contrastive logits are learned.
+
+    A model learns `log(scale)`, so that the scale stays positive.
+
+    Attributes:
+        scale: initial scale of the logits, the inverse temperature.
+        largest_scale: upper bound of the scale, None for none.
+        bias: initial bias of the logits, None for no bias.
+    """
+
+    scale: float
+    largest_scale: float | None = None
+    bias: float | None = None
+
+    @property
+    def log_scale(self) -> float:
+        """The logarithm of the initial scale."""
+        return math.log(self.scale)
+
+
+# CLIP, section 2.5: temperature 0.07, and a scale of at most 100. LIMoE, appendix A:
+# 10; no bound is published. SigLIP, section 3.2: t' = log 10 and b = -10. CLIP-UP,
+# appendix A.1, takes its settings from CLIP.
+TEMPERATURES = {
+    "clip": Temperature(1 / 0.07, largest_scale=100.0),
+    "limoe": Temperature(10.0),
+    "siglip": Temperature(10.0, bias=-10.0),
+    "clip_up": Temperature(1 / 0.07, largest_scale=100.0),
+}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class LogScaleBound(keras.constraints.Constraint):
+    """Bounds a learned logarithm of the logits' scale after each step.
+
+    It is a `constraint` of the weight: with a bound in the loss, a weight beyond it
+    would have no gradient and never come back.
+
+    Args:
+        largest_scale: upper bound of the scale, 100 in CLIP.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*
+        (CLIP), section 2.5.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import LogScaleBound
+    >>> round(float(LogScaleBound(100.0)(np.float32(7.0))), 4)  # log 100
+    4.6052
+    """
+
+    def __init__(self, largest_scale: float = 100.0):
+        self.largest_scale = check_positive("largest_scale", largest_scale)
+
+    def __call__(self, w):
+        return ops.minimum(w, math.log(self.largest_scale))
+
+    def get_config(self):
+        return {"largest_scale": self.largest_scale}
+
+
+def count_duplicate_pairs(
+    image_ids: Any = None, text_ids: Any = None, sample_weight: Any = None
+) -> Any:
+    """The number of pairs that share their image or caption with another pair.
+
+    A contrastive loss without `multi_positive` takes these for negatives. Memory is
+    linear in the batch.
+
+    Args:
+        image_ids: int (B,), equal for pairs with the same image; None if unknown.
+        text_ids: int (B,), equal for pairs with the same caption; None if unknown.
+        sample_weight: float (B,), 0 for padding, which does not count.
+
+    Returns:
+        int32 scalar.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import count_duplicate_pairs
+    >>> int(count_duplicate_pairs(np.array([4, 9, 4, 2]), np.array([0, 1, 1, 3])))
+    3
+    """
+    ids = [ops.convert_to_tensor(x) for x in (image_ids, text_ids) if x is not None]
+    if not ids:
+        raise ValueError(
+            "Expected image_ids, text_ids or both; received: image_ids=None, "
+            "text_ids=None"
+        )
+    if sample_weight is None:
+        counted = ops.ones_like(ids[0], dtype="int32")
+    else:
+        counted = ops.cast(ops.convert_to_tensor(sample_weight) > 0, "int32")
+    several = [_number_of_equals(x, counted) > 1 for x in ids]
+    duplicate = several[0] if len(several) == 1 else ops.logical_or(*several)
+    return ops.sum(ops.cast(duplicate, "int32") * counted)
+
+
+def _number_of_equals(ids, counted):
+    """How many ids that count equal each id, int32 (B,), by sorting."""
+    order = ops.argsort(ids)
+    ordered = ops.take(ids, order)
+    before = ops.cumsum(ops.take(counted, order))
+    before = ops.concatenate([ops.zeros((1,), "int32"), before])
+    ends = [ops.searchsorted(ordered, ids, side=side) for side in ("right", "left")]
+    last, first = (ops.take(before, end) for end in ends)
+    return last - first

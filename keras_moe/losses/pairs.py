@@ -1,21 +1,36 @@
-"""A batch of pairs of images and texts, as the contrastive losses read it.
+"""A batch of image-text pairs as the contrastive losses read it, whole or in chunks.
 
-Axes: B pairs, D embedding.
+In chunks only B x C of the B x B logits exist at a time, and the gradient recomputes
+them. The loop is over texts, not images: on several devices each then has the logits of
+its own images, and all read the same chunk of texts.
+
+Axes: B pairs, C texts of a chunk, D embedding, P texts with the padding of the last
+chunk.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of
+from keras_moe.ops.primitives import custom_gradient
 
 SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
 # The smallest norm of an embedding: padding may be zeros.
 SMALLEST_NORM = 1e-12
+# The logit of a pair that does not count. It is finite: infinities less infinities
+# would be NaN.
+NEVER = -1e30
 
 
 class Pairs(NamedTuple):
-    """The part of a batch that the losses read."""
+    """What the losses read of a batch.
+
+    `images` and `texts` are unit vectors, float32 (B, D); `weights` are float32 (B,);
+    `counted` is float32 (B,), 0 for pairs of weight 0; `keys` are tensors int (B,), of
+    which positives have one in common.
+    """
 
     images: Any
     texts: Any
@@ -82,13 +97,8 @@ def weighted_mean(losses: Any, weights: Any) -> Any:
     return ops.sum(weights * losses) / ops.where(total > 0, total, 1.0)
 
 
-def is_empty(pairs: Pairs) -> bool:
-    """Whether a batch is known to have no pairs."""
-    return pairs.images.shape[0] == 0
-
-
 def loss_of_nothing(pairs: Pairs, logit_scale: Any) -> Any:
-    """The loss of a batch without pairs: 0, which has a gradient of 0."""
+    """The loss of a batch without pairs: 0, with a gradient of 0."""
     return logit_scale * (ops.sum(pairs.images) + ops.sum(pairs.texts))
 
 
@@ -136,3 +146,226 @@ def _same_shape(x, y):
     return len(x.shape) == len(y.shape) and all(
         a is None or b is None or a == b for a, b in zip(x.shape, y.shape)
     )
+
+
+class Chunks:
+    """The chunks of a batch, whose last one is padded."""
+
+    def __init__(self, batch: Any, size: int):
+        self.size = size
+        if isinstance(batch, int):
+            # A batch that is smaller than a chunk needs no padding.
+            self.size = max(1, min(size, batch))
+        self.count = (batch + self.size - 1) // self.size
+        self.padding = self.count * self.size - batch
+        self.batch = batch
+
+    def pad(self, x: Any) -> Any:
+        """(B, ...) padded with zeros: (P, ...)."""
+        if isinstance(self.padding, int) and self.padding == 0:
+            return x
+        zeros = ops.zeros((self.padding, *x.shape[1:]), x.dtype)
+        return ops.concatenate([x, zeros], axis=0)
+
+    def zeros(self, *shape: int) -> Any:
+        """float32 zeros (P, *shape)."""
+        return ops.zeros((self.count * self.size, *shape), "float32")
+
+    def part(self, x: Any, number: Any) -> Any:
+        """The rows of a chunk of (P, ...): (C, ...)."""
+        shape = tuple(x.shape[1:])
+        return ops.slice(x, self._start(number, shape), (self.size, *shape))
+
+    def put(self, x: Any, number: Any, rows: Any) -> Any:
+        """(P, ...) with the rows of a chunk replaced."""
+        return ops.slice_update(x, self._start(number, tuple(x.shape[1:])), rows)
+
+    def unpad(self, x: Any) -> Any:
+        """(P, ...) without its padding: (B, ...)."""
+        return x[: self.batch]
+
+    def loop(self, step: Callable, carry: tuple) -> tuple:
+        """Calls `carry = step(number, carry)` for each chunk."""
+        return ops.fori_loop(0, self.count, step, carry)
+
+    def _start(self, number, shape):
+        return (number * self.size, *(0 for _ in shape))
+
+
+def sigmoid_losses(
+    pairs: Pairs, logit_scale: Any, logit_bias: Any, chunk_size: int
+) -> Any:
+    """The sigmoid losses of images in chunks, float32 (B,)."""
+
+    def forward(images, texts, logit_scale, logit_bias, counted, *keys):
+        chunks = Chunks(ops.shape(images)[0], chunk_size)
+        by_text = [chunks.pad(x) for x in (texts, counted, *keys)]
+
+        def step(number, losses):
+            part, part_counted, *part_keys = (chunks.part(x, number) for x in by_text)
+            similarity = ops.matmul(images, ops.transpose(part))
+            logits = logit_scale * similarity + logit_bias
+            signed = ops.where(positives(keys, part_keys), -logits, logits)
+            return losses + ops.sum(part_counted * ops.softplus(signed), axis=1)
+
+        losses = chunks.loop(step, ops.zeros_like(counted))
+        return losses, (images, texts, logit_scale, logit_bias, counted, *keys)
+
+    def backward(residuals, upstream):
+        images, texts, logit_scale, logit_bias, counted, *keys = residuals
+        chunks = Chunks(ops.shape(images)[0], chunk_size)
+
+        def gradient_of_logits(similarity, part_counted, *part_keys):
+            # d softplus(-z L) / dL = -z sigmoid(-z L)
+            logits = logit_scale * similarity + logit_bias
+            sign = ops.where(positives(keys, part_keys), -1.0, 1.0)
+            gradient = sign * ops.sigmoid(sign * logits)
+            return gradient * part_counted * ops.expand_dims(upstream, 1)
+
+        gradients = _gradients(
+            chunks, images, texts, logit_scale, gradient_of_logits, counted, *keys
+        )
+        return *gradients, *(None,) * (1 + len(keys))
+
+    return custom_gradient(
+        forward,
+        backward,
+        *(pairs.images, pairs.texts, logit_scale, logit_bias, pairs.counted),
+        *pairs.keys,
+    )
+
+
+def softmax_losses(pairs: Pairs, logit_scale: Any, chunk_size: int) -> tuple[Any, Any]:
+    """The softmax losses of images and of texts in chunks, float32 (B,) each."""
+    of_images, of_texts, *_ = custom_gradient(
+        lambda *inputs: _softmax_forward(chunk_size, *inputs),
+        lambda residuals, *upstream: _softmax_backward(
+            chunk_size, residuals, *upstream
+        ),
+        *(pairs.images, pairs.texts, logit_scale, pairs.counted),
+        *pairs.keys,
+    )
+    return of_images, of_texts
+
+
+def _softmax_forward(chunk_size, images, texts, logit_scale, counted, *keys):
+    chunks = Chunks(ops.shape(images)[0], chunk_size)
+    texts_counted_keys = [chunks.pad(x) for x in (texts, counted, *keys)]
+
+    def step(number, carry):
+        top, total, target, num_positives, lse_of_texts, of_texts = carry
+        part, part_counted, *part_keys = (
+            chunks.part(x, number) for x in texts_counted_keys
+        )
+        logits = logit_scale * ops.matmul(images, ops.transpose(part))
+        positive = _counted_positives(keys, part_keys, counted, part_counted)
+        positive_logits = ops.where(positive > 0, logits, 0.0)
+        # An image's softmax goes on over all chunks.
+        masked = ops.where(part_counted > 0, logits, NEVER)
+        new_top = ops.maximum(top, ops.max(masked, axis=1))
+        exponentials = ops.exp(masked - ops.expand_dims(new_top, 1))
+        total = total * ops.exp(top - new_top) + ops.sum(exponentials, axis=1)
+        target = target + ops.sum(positive_logits, axis=1)
+        num_positives = num_positives + ops.sum(positive, axis=1)
+        # A text's softmax is over the images, which are all here.
+        masked = ops.where(ops.expand_dims(counted, 1) > 0, logits, NEVER)
+        part_top = ops.max(masked, axis=0)
+        part_total = ops.log(ops.sum(ops.exp(masked - part_top), axis=0))
+        part_target = ops.sum(positive_logits, axis=0)
+        part_positives = ops.sum(positive, axis=0)
+        lse_of_texts = chunks.put(lse_of_texts, number, part_top + part_total)
+        of_texts = chunks.put(
+            of_texts,
+            number,
+            _cross_entropy(part_top, part_total, part_target, part_positives),
+        )
+        return new_top, total, target, num_positives, lse_of_texts, of_texts
+
+    zeros = ops.zeros_like(counted)
+    top, total, target, num_positives, lse_of_texts, of_texts = chunks.loop(
+        step, (zeros + NEVER, zeros, zeros, zeros, chunks.zeros(), chunks.zeros())
+    )
+    log_total = ops.log(total)
+    outputs = (
+        _cross_entropy(top, log_total, target, num_positives),
+        chunks.unpad(of_texts),
+        top + log_total,
+        chunks.unpad(lse_of_texts),
+        num_positives,
+    )
+    return outputs, (images, texts, logit_scale, counted, *keys, *outputs[2:])
+
+
+def _softmax_backward(chunk_size, residuals, of_images, of_texts, *_):
+    images, texts, logit_scale, counted, *keys, lse, lse_of_texts, num_positives = (
+        residuals
+    )
+    chunks = Chunks(ops.shape(images)[0], chunk_size)
+    # A positive's share of its row, in which there are as many as in its column.
+    share = 1.0 / ops.maximum(num_positives, 1.0)
+
+    def gradient_of_logits(
+        similarity, part_of_texts, part_lse, part_share, part_counted, *part_keys
+    ):
+        # g_i (p_ij - t_ij), with p the softmax, t the shares of the positives and g the
+        # gradient in the loss, for the images' softmax and for the texts'.
+        logits = logit_scale * similarity
+        positive = _counted_positives(keys, part_keys, counted, part_counted)
+        masked = ops.where(part_counted > 0, logits, NEVER)
+        p = ops.exp(masked - ops.expand_dims(lse, 1))
+        gradient = ops.expand_dims(of_images, 1) * (
+            p - positive * ops.expand_dims(share, 1)
+        )
+        masked = ops.where(ops.expand_dims(counted, 1) > 0, logits, NEVER)
+        p = ops.exp(masked - part_lse)
+        return gradient + part_of_texts * (p - positive * part_share)
+
+    *gradients, _ = _gradients(
+        chunks,
+        *(images, texts, logit_scale, gradient_of_logits),
+        *(of_texts, lse_of_texts, share, counted, *keys),
+    )
+    return *gradients, *(None,) * (1 + len(keys))
+
+
+def _gradients(chunks, images, texts, logit_scale, gradient_of_logits, *by_text):
+    """The gradients in images, texts, scale and bias.
+
+    `gradient_of_logits` takes the similarities (B, C) of a chunk and its parts of
+    `by_text`.
+    """
+    by_text = [chunks.pad(x) for x in (texts, *by_text)]
+
+    def step(number, carry):
+        image_gradient, text_gradient, scale_gradient, bias_gradient = carry
+        part, *parts = (chunks.part(x, number) for x in by_text)
+        similarity = ops.matmul(images, ops.transpose(part))
+        gradient = gradient_of_logits(similarity, *parts)
+        scale_gradient = scale_gradient + ops.sum(gradient * similarity)
+        bias_gradient = bias_gradient + ops.sum(gradient)
+        gradient = logit_scale * gradient
+        image_gradient = image_gradient + ops.matmul(gradient, part)
+        text_gradient = chunks.put(
+            text_gradient, number, ops.matmul(ops.transpose(gradient), images)
+        )
+        return image_gradient, text_gradient, scale_gradient, bias_gradient
+
+    zero = ops.zeros_like(logit_scale)
+    carry = ops.zeros_like(images), chunks.zeros(texts.shape[-1]), zero, zero
+    image_gradient, text_gradient, *others = chunks.loop(step, carry)
+    return image_gradient, chunks.unpad(text_gradient), *others
+
+
+def _counted_positives(keys, part_keys, counted, part_counted):
+    """1 for positives that count, else 0, float32 (B, C)."""
+    positive = ops.cast(positives(keys, part_keys), "float32")
+    return positive * ops.expand_dims(counted, 1) * part_counted
+
+
+def _cross_entropy(top, log_total, target, num_positives):
+    """`top + log_total - target / num_positives`, or 0 without a positive.
+
+    The largest logit is subtracted first: where it is the target, nothing cancels.
+    """
+    loss = (top - target / ops.maximum(num_positives, 1.0)) + log_total
+    return ops.where(num_positives > 0, loss, 0.0)

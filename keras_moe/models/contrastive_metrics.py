@@ -10,9 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.losses.chunks import Chunks
-from keras_moe.losses.pairs import check_similarity, pairs_of, positives
-from keras_moe.losses.softmax_in_chunks import NEVER
+from keras_moe.losses.pairs import NEVER, Chunks, check_similarity, pairs_of, positives
 
 
 @keras.saving.register_keras_serializable("keras_moe")

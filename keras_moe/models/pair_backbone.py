@@ -9,7 +9,7 @@ import keras
 
 from keras_moe.checks import check_argument_names, check_one_of
 from keras_moe.layers import LogitScale
-from keras_moe.losses.temperature import TEMPERATURES, Temperature
+from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (

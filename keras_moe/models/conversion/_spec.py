@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.losses.temperature import TEMPERATURES
+from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import Filled, Scalar
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 
