@@ -4,6 +4,7 @@ Axes: N images, P embedding.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ import keras
 from keras_moe import data, evaluation
 from keras_moe.checks import check_argument_names
 from keras_moe.cli.prediction import predict
+from keras_moe.data.selection import check_unreadable
 from keras_moe.data.sources import open_source
-from keras_moe.data.unreadable import check_unreadable
 from keras_moe.evaluation.image_text import names_in_subset
 from keras_moe.evaluation.retrieval import KS
 
@@ -22,7 +23,7 @@ OF_PAIRS, OF_CLASSES = ("retrieval", "contrastive_accuracy"), ("zero_shot", "few
 METRICS = OF_PAIRS + OF_CLASSES
 # Settings of a run, and options of `keras_moe.data.load_pairs`; the captions that it
 # draws and the order that it takes are those of an evaluation.
-OPTIONS = ("style", "language", "size", "templates", "unreadable")
+OPTIONS = ("templates", "unreadable")
 ALLOWED = (*OPTIONS, "exclude")
 
 
@@ -56,11 +57,6 @@ class PairData(NamedTuple):
     subset: evaluation.ClassSubset | None = None
     places: Any = None
 
-    @property
-    def class_source(self) -> str:
-        """The source of the same images with classes."""
-        return class_source(self.source, self.options.get("style"))
-
     def pairs(self, image_shape: tuple, batch_size: int, tokenizer: Any) -> Any:
         """The batches of the split whose figures are wanted, with all captions."""
         return data.load_pairs(
@@ -79,7 +75,7 @@ class PairData(NamedTuple):
     def classes(self, split: str, image_shape: tuple, batch_size: int) -> Any:
         """The batches of images of a split, with their classes."""
         return data.load(
-            self.class_source,
+            self.source,
             split,
             image_shape,
             batch_size,
@@ -88,13 +84,6 @@ class PairData(NamedTuple):
             exclude=self.excluded.get(split, ()),
             unreadable=self.options.get("unreadable", "raise"),
         )
-
-
-def class_source(source: str, style: str | None) -> str:
-    """The source of `keras_moe.data.load` with the images of a source of pairs."""
-    if source == "emoji" and style not in (None, "openmoji"):
-        return f"emoji:{style}"
-    return source
 
 
 def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
@@ -128,8 +117,6 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
         excluded[recipe.get("train_split", "train")] = recipe["exclude"]
     if "exclude" in options:
         excluded[split] = options.pop("exclude")
-    if source.startswith("emoji:"):
-        source, options["style"] = source.split(":")
     data.PairOptions(**options)
     check_unreadable(options.get("unreadable", "raise"))
     unknown = [name for name in args.metrics or () if name not in METRICS]
@@ -138,16 +125,15 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
             f"Expected metrics of a model of pairs, among {list(METRICS)}; received: "
             f"--metrics {unknown[0]}"
         )
-    needed = _without_classes(options, args)
     metrics = args.metrics or [
         name
         for name in _metrics_of(source, split, args.data_dir)
-        if not (needed and name in OF_CLASSES)
+        if not (_lacks_names(source, args) and name in OF_CLASSES)
     ]
     pair_data = PairData(
         source, split, train_split, args.data_dir, options, tuple(metrics), excluded
     )
-    _check_effect(pair_data, args, asked_for, needed)
+    _check_effect(pair_data, args, asked_for)
     if "zero_shot" in metrics:
         pair_data = pair_data._replace(
             **_classes_of(pair_data, args),
@@ -218,7 +204,7 @@ def pair_rows(values: dict) -> list[tuple[str, str]]:
 
 def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
     """The metrics that the data allows."""
-    if source == "emoji":
+    if source.partition(":")[0] == "emoji":
         # Some of its classes have fewer pictures than a few shots.
         return (*OF_PAIRS, "zero_shot")
     if source.startswith("openclipart:"):
@@ -230,24 +216,20 @@ def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
     return OF_CLASSES
 
 
-def _without_classes(options, args):
-    """The option that images with classes do not have, or None."""
-    if options.get("size") is not None:
-        return "size"
-    if options.get("language", "en") != "en" and not args.class_names:
-        return "language"
-    return None
+def _lacks_names(source, args):
+    """Whether classes have English names where captions are in another language."""
+    language = re.search("language=(?!en)", source)
+    return source.startswith("emoji:") and language and not args.class_names
 
 
-def _check_effect(pair_data, args, asked_for, needed):
+def _check_effect(pair_data, args, asked_for):
     """Raises ValueError for metrics that the data does not have, or unused options."""
     metrics, source = pair_data.metrics, pair_data.source
     of_classes = [name for name in metrics if name in OF_CLASSES]
-    if of_classes and needed:
-        more = " or --class-names" if needed == "language" else ""
+    if of_classes and _lacks_names(source, args):
         raise ValueError(
-            f"Expected no {needed}{more} with --metrics {of_classes[0]}; received: "
-            f"{needed}={pair_data.options[needed]!r}"
+            f"Expected no language or --class-names with --metrics {of_classes[0]}; "
+            f"received: {source!r}"
         )
     unused = {
         "--templates": args.templates is not None and "zero_shot" not in metrics,
@@ -273,9 +255,7 @@ def _check_effect(pair_data, args, asked_for, needed):
     splits = {"zero_shot": (), "few_shot": (pair_data.train_split,)}
     for name in of_classes:
         for split in (pair_data.test_split, *splits[name]):
-            classes = open_source(
-                pair_data.class_source, split, pair_data.data_dir
-            ).classes
+            classes = open_source(source, split, pair_data.data_dir).classes
             if classes.max_labels is not None:
                 raise ValueError(
                     f"Expected one label for each image for --metrics {name}; "
@@ -285,7 +265,7 @@ def _check_effect(pair_data, args, asked_for, needed):
 
 def _classes_of(pair_data, args):
     """The names of the data's classes, one for each, or those of a subset of them."""
-    source, data_dir = pair_data.class_source, pair_data.data_dir
+    source, data_dir = pair_data.source, pair_data.data_dir
     if args.class_subset:
         subset = evaluation.read_class_subset(args.class_subset)
         own, count = data.class_names(source, data_dir), None

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from keras_moe import data, models
 from keras_moe.cli.evaluate_pairs import find_source
-from keras_moe.data.label_hierarchy import as_hierarchy
+from keras_moe.data.labels import as_hierarchy
 from keras_moe.data.sources import open_source
 from keras_moe.models.pair_backbone import PairBackbone
 

@@ -130,6 +130,6 @@ def report(commands: Any) -> None:
     parser.set_defaults(hierarchy=None, train_split=None)
     add_overrides(parser)
     add_overrides(
-        parser, "--data-options", "options of load_pairs", "style=noto language=de"
+        parser, "--data-options", "options of load_pairs", "unreadable=exclude"
     )
     add_devices(parser)

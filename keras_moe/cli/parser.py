@@ -158,7 +158,7 @@ def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
         help="images that are compared with each other; fewer if the data has fewer",
     )
     add_overrides(
-        pairs, "--data-options", "options of load_pairs", "style=noto language=de"
+        pairs, "--data-options", "options of load_pairs", "unreadable=exclude"
     )
 
 

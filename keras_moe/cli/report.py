@@ -79,11 +79,9 @@ def _pairs(args, recipe, model):
             f"Expected --data for a run on a mixture of sources; received: {source}"
         )
     split = args.split or recipe.get("test_split", "test")
-    names = ("style", "language", "size", "templates", "unreadable")
+    names = ("templates", "unreadable")
     options = {x: recipe[x] for x in names if recipe.get(x) is not None}
     options |= dict(args.data_options)
-    if source.startswith("emoji:"):
-        source, options["style"] = source.split(":")
     if model.preprocessor is None:
         raise ValueError(
             "Expected a preset with a tokenizer, such as the folder of a run of "

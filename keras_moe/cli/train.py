@@ -18,7 +18,6 @@ from keras_moe.analysis import plots
 from keras_moe.analysis.report.page import import_jinja2
 from keras_moe.cli import train_evaluators
 from keras_moe.cli.devices import set_devices, start_processes
-from keras_moe.cli.evaluate_pairs import class_source
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.evaluation import sample_shots
@@ -286,7 +285,6 @@ def watchers(
             )
         splits = ("train", "test")
         if args.few_shot_data is None:
-            source = class_source(source, recipe.data.style)
             splits = (recipe.data.train_split, recipe.data.test_split)
         pools = [
             data.load(

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from keras_moe import data, training
-from keras_moe.data.pairs.opening import SourceOptions, open_all
+from keras_moe.data.sources import has_captions
 from keras_moe.evaluation.retrieval import KS
 
 
@@ -28,8 +28,7 @@ def retrieval(
             f"{recipe.name}, whose objective is {recipe.objective.name!r}"
         )
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
-    (opened,) = open_all(source, split, SourceOptions(data_dir=data_dir))
-    if opened.has_classes:
+    if not has_captions(source, split, data_dir):
         raise ValueError(
             "Expected pairs with captions of their own for --retrieval-every; "
             f"received: {source!r}, whose captions are names of classes"

@@ -1,5 +1,6 @@
 """Input pipelines and augmentation. Needs TensorFlow only when a pipeline is built."""
 
+from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.deduplication import (
     ImageHashes,
     find_duplicates,
@@ -7,28 +8,27 @@ from keras_moe.data.deduplication import (
 )
 from keras_moe.data.digits import load_digits
 from keras_moe.data.emoji import EMOJI_CREDIT, EmojiPairs, load_emoji
-from keras_moe.data.exclusion import write_exclusion
-from keras_moe.data.label_hierarchy import LabelHierarchy
-from keras_moe.data.loading import LoadOptions, load, num_classes, num_examples
-from keras_moe.data.oversampling import oversample
-from keras_moe.data.padding import padded, predictions
-from keras_moe.data.pairs import (
+from keras_moe.data.labels import LabelHierarchy
+from keras_moe.data.loading import (
+    LoadOptions,
     PairOptions,
+    load,
     load_captions,
     load_pairs,
+    num_examples,
     num_pairs,
-    write_pair_tfrecords,
 )
-from keras_moe.data.rand_augment import RandAugment
-from keras_moe.data.random_resized_crop import RandomResizedCrop
+from keras_moe.data.padding import padded, predictions
 from keras_moe.data.reading import reading_errors
-from keras_moe.data.sources import class_names
-from keras_moe.data.tfrecord import write_tfrecords
-from keras_moe.data.unreadable import (
+from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
+from keras_moe.data.selection import (
     excluded_examples,
     find_corrupt_files,
     find_unreadable,
+    oversample,
+    write_exclusion,
 )
+from keras_moe.data.sources import class_names, num_classes
 from keras_moe.processes import process_shard
 
 __all__ = [

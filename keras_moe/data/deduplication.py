@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data.examples import Share
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import open_source
 
@@ -52,9 +51,6 @@ def image_hashes(
         progress: function that is called with the number of images that are done, and
             the number of all images.
 
-    Raises:
-        ValueError: if the source or the split is not known, or an image cannot be read.
-
     Example:
 
     >>> from keras_moe.data import image_hashes
@@ -66,13 +62,13 @@ def image_hashes(
     examples = open_source(source, split, data_dir)
 
     def hashed(_, item):
-        pixels = examples.decoded(item, examples.read(item)[0])
+        pixels = examples.decoded(item, examples.read(item)["image"])
         exact = tf.strings.to_hash_bucket_strong(
             tf.io.serialize_tensor(pixels), 2**63 - 1, key=[0, 0]
         )
         return exact, *_perceptual(tf, tf.cast(pixels, "float32"))
 
-    dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
+    dataset = examples.all_items()
     dataset = dataset.map(hashed, num_parallel_calls=tf.data.AUTOTUNE)
     parts, done = [], 0
     with reading_errors():
@@ -108,9 +104,6 @@ def find_duplicates(
 
     Returns:
         Sorted indices, int64, into `hashes`: for `exclude` of `keras_moe.data.load`.
-
-    Raises:
-        ValueError: if `max_distance` is out of range.
 
     Example:
 

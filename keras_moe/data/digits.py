@@ -6,7 +6,7 @@
 import numpy as np
 
 from keras_moe.checks import check_image_shape
-from keras_moe.data.examples import IndexedExamples, in_memory
+from keras_moe.data._examples import IndexedExamples, in_memory
 from keras_moe.data.labels import Classes
 
 NUM_CLASSES = 10
@@ -35,10 +35,6 @@ def load_digits(
     Returns:
         Images (N, height, width, channels), float32 in [-1, 1], and labels (N,),
         int32 in [0, 10).
-
-    Raises:
-        ValueError: if an argument is out of range.
-        ImportError: if scikit-learn is not installed.
 
     Example:
 
@@ -96,10 +92,15 @@ def read_pixels(
     return pixels[chosen], labels[chosen]
 
 
-def read_examples(split: str) -> IndexedExamples:
+def find_classes(name: str, data_dir: str | None) -> Classes:
+    """The classes, one for each digit."""
+    return Classes(NUM_CLASSES, CLASS_NAMES)
+
+
+def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
     """The examples of a split for a pipeline."""
     pixels, labels = read_pixels(split)
-    return in_memory(pixels, labels, Classes(NUM_CLASSES, CLASS_NAMES))
+    return in_memory(pixels, labels, find_classes(name, data_dir))
 
 
 def check_channels(image_shape: tuple[int, int, int]) -> None:

@@ -1,7 +1,10 @@
-"""Batches that a model can be trained on, from the name of a data set."""
+"""Batches of images with labels or captions, from the name of a data set."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from keras_moe.checks import (
     LARGEST_SEED,
@@ -9,24 +12,63 @@ from keras_moe.checks import (
     check_bool,
     check_image_shape,
     check_integer,
+    check_one_of,
 )
 from keras_moe.data import digits
-from keras_moe.data.augmentation import build_steps
-from keras_moe.data.examples import Examples
-from keras_moe.data.label_hierarchy import as_hierarchy
-from keras_moe.data.labels import Labels, make_labels
-from keras_moe.data.order_options import (
-    OrderOptions,
-    check_split,
-    check_tensorflow,
+from keras_moe.data._captions import (
+    CHOICES,
+    CaptionChoice,
+    CaptionOptions,
+    batch_sizes,
+    every_caption,
+    mixed,
+    stored_captions,
 )
-from keras_moe.data.pipeline import BatchSettings, batches
-from keras_moe.data.sources import count_classes, open_source
-from keras_moe.data.unreadable import left_out
+from keras_moe.data._examples import Examples, Share
+from keras_moe.data._pipeline import BatchSettings, batches
+from keras_moe.data.augmentation import build_steps
+from keras_moe.data.labels import as_hierarchy, make_labels
+from keras_moe.data.selection import left_out, without_captions
+from keras_moe.data.sources import open_captioned, open_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadOptions(OrderOptions):
+class _Options:
+    """Where batches begin, which host reads what, and what is left out."""
+
+    repeat: bool = False
+    start_batch: int = 0
+    shard: tuple[int, int] = (0, 1)
+    exclude: Any = ()
+    unreadable: str = "raise"
+
+    def __post_init__(self):
+        check_bool("repeat", self.repeat)
+        check_integer("start_batch", self.start_batch, minimum=0)
+        if self.start_batch and not self.repeat:
+            raise ValueError(
+                "Expected repeat=True with a batch to start at; received: "
+                f"repeat={self.repeat}, start_batch={self.start_batch}"
+            )
+
+    def share_of(self, batch_size: int) -> Share:
+        """The host's share of batches of a size."""
+        try:
+            index, count = self.shard
+            index = check_integer("shard[0]", index, minimum=0)
+            count = check_integer("shard[1]", count)
+        except (TypeError, ValueError):
+            index, count = 0, 0
+        if index >= count or batch_size % count:
+            raise ValueError(
+                "Expected (index, count) with 0 <= index < count, where count divides "
+                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
+            )
+        return Share(index, count, batch_size // count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions(_Options):
     """Options of `load` for long runs, several labels, several hosts and bad images.
 
     Args:
@@ -61,9 +103,6 @@ class LoadOptions(OrderOptions):
             same images are unreadable. `find_unreadable` and `write_exclusion` do it
             once for all runs.
 
-    Raises:
-        ValueError: if an option is out of range.
-
     Example:
 
     >>> from keras_moe.data import LoadOptions
@@ -81,17 +120,134 @@ class LoadOptions(OrderOptions):
         if self.max_labels is not None:
             check_integer("max_labels", self.max_labels)
 
-    def labels_of(self, examples: Examples, source: str, one_hot: bool) -> Labels:
-        """The labels that the options ask for, of the examples of a source."""
-        hierarchy = self.hierarchy
-        return make_labels(
-            examples.classes,
-            source,
-            self.multi_label,
-            None if hierarchy is None else as_hierarchy(hierarchy),
-            self.max_labels,
-            one_hot,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(_Options):
+    """Options of `load_pairs`.
+
+    Args:
+        repeat: whether passes follow one another without end; see `LoadOptions`.
+        start_batch: number of the batch to begin with, if `repeat` is true.
+        shard: (index, count), the part of this host among several; see `LoadOptions`.
+        exclude: indices of the images to leave out, with all their captions, in the
+            order of the source; or files of such; see `LoadOptions`. For a mixture, a
+            dict of the sources with theirs.
+        unreadable: treatment of images that cannot be read, and of captions that are
+            missing, empty or not UTF-8. `"raise"` is an error that names the image.
+            `"exclude"` reads all images once before the first batch, warns of the
+            others, with their number, and leaves them out with all their captions.
+        captions: choice of the captions where an image has several: `"random"` draws
+            one in each pass, by seed; `"first"` takes the first one; with `"all"` each
+            caption makes a pair of its own, and a pass has every pair once.
+        templates: captions of a source of classes, such as `"a photo of a {}."`, or a
+            sequence of such, or the path of a text file with one in each line. The
+            class's name takes the place of `{}`. The default is `"{}"`.
+
+    Example:
+
+    >>> from keras_moe.data import PairOptions
+    >>> PairOptions(captions="all").captions
+    'all'
+    """
+
+    captions: str = "random"
+    templates: Any = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of("captions", self.captions, CHOICES)
+
+    def exclude_of(self, name: str, source: Any) -> Any:
+        """`exclude` of the source `name`, which may be part of a mixture."""
+        exclude = self.exclude
+        if not isinstance(source, Mapping):
+            return exclude
+        if exclude is None or (isinstance(exclude, (tuple, list)) and not exclude):
+            return ()
+        if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
+            raise ValueError(
+                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
+                f"received: exclude={self.exclude!r:.100}"
+            )
+        return exclude.get(name, ())
+
+
+class _Loader:
+    """What `load` and `load_pairs` share: checked arguments, and batches by them."""
+
+    def __init__(
+        self,
+        options: _Options,
+        split: str,
+        image_shape: tuple[int, int, int],
+        batch_size: int,
+        augment: Any,
+        shuffle: bool | None,
+        seed: int,
+        drop_remainder: bool,
+    ):
+        self.image_shape = check_image_shape(image_shape)
+        self.batch_size = check_integer("batch_size", batch_size)
+        self.seed = check_integer("seed", seed, 0, LARGEST_SEED)
+        check_bool("drop_remainder", drop_remainder)
+        if shuffle is not None:
+            check_bool("shuffle", shuffle)
+        _check_split(split)
+        self.options, self.split = options, split
+        self.share = options.share_of(batch_size)
+        self.steps = build_steps(augment, image_shape, seed)
+        self.shuffle = split.startswith("train") if shuffle is None else shuffle
+        self.drop_remainder = drop_remainder or options.repeat
+        _check_tensorflow()
+
+    @property
+    def mixes_labels(self) -> bool:
+        """Whether the augmentation mixes labels."""
+        return any(step.mixes_labels for step in self.steps)
+
+    def batches(
+        self,
+        examples: Examples,
+        targets: Callable,
+        batch_size: int | None = None,
+        number: int = 0,
+    ) -> Any:
+        """Batches of the examples that are not left out.
+
+        Args:
+            examples: examples of a source.
+            targets: see `BatchSettings`.
+            batch_size: number of examples in a batch, if a part of a mixture.
+            number: number of the source in a mixture. Sources have their own orders,
+                also where they have equally many examples.
+        """
+        batch_size = self.batch_size if batch_size is None else batch_size
+        self._check_count(examples, batch_size)
+        start = int(self.options.start_batch) if self.options.repeat else None
+        settings = BatchSettings(
+            image_shape=self.image_shape,
+            steps=self.steps,
+            targets=targets,
+            share=self.options.share_of(batch_size),
+            shuffle=self.shuffle,
+            seed=int(self.seed) + number,
+            drop_remainder=self.drop_remainder,
+            start_batch=start,
         )
+        return batches(examples, settings)
+
+    def _check_count(self, examples: Examples, batch_size: int) -> None:
+        """Raises ValueError unless the examples fill batches of all hosts."""
+        count, rest = examples.count, examples.count % batch_size
+        if (self.options.repeat and count < batch_size) or (
+            not self.drop_remainder and 0 < rest < self.share.count
+        ):
+            raise ValueError(
+                "Expected a batch no larger than the examples, and an example of a "
+                "last batch for each shard or drop_remainder=True; there are "
+                f"{count} examples of {examples.name!r}, split={self.split!r}; "
+                f"received: batch_size={batch_size}, shard={self.options.shard}"
+            )
 
 
 def load(
@@ -145,7 +301,7 @@ def load(
             `"train[:90%]"`; a word in the names of TFRecord files, such as
             `train-00000-of-00008.tfrecord`; a folder's name.
         image_shape: (height, width, channels) of the images.
-        batch_size: number of images in a batch, those of all shards together.
+        batch_size: number of images in a batch, over all shards.
         augment: random changes of the images:
 
             - None: nothing.
@@ -186,13 +342,6 @@ def load(
         channels) in [-1, 1]; int32 (batch,) or (batch, max_labels), or float32 (batch,
         classes). Layers in `augment` may change the size of the images.
 
-    Raises:
-        ValueError: if the source, the split or another argument is not known or out
-            of range, or if the data set has not one image and one label per example,
-            or several with `multi_label`.
-        ImportError: if TensorFlow, TensorFlow Datasets, scikit-learn or a package of
-            `keras-moe[emoji]` is needed and not installed.
-
     Example:
 
     ```python
@@ -201,68 +350,155 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    image_shape = check_image_shape(image_shape)
+    options = _made(LoadOptions, options, "load")
+    loader = _Loader(
+        options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
+    )
+    check_bool("one_hot", one_hot)
     if source == "digits":
         digits.check_channels(image_shape)
-    check_integer("batch_size", batch_size)
-    check_integer("seed", seed, 0, LARGEST_SEED)
-    check_bool("one_hot", one_hot)
-    check_bool("drop_remainder", drop_remainder)
-    if shuffle is not None:
-        check_bool("shuffle", shuffle)
-    check_split(split)
-    known = [field.name for field in dataclasses.fields(LoadOptions)]
-    check_argument_names(options, known, "load")
-    options = LoadOptions(**options)
-    share = options.share_of(batch_size)
-    steps = build_steps(augment, image_shape, seed)
-    one_hot = one_hot or any(step.mixes_labels for step in steps)
-    check_tensorflow()
-
     examples = open_source(source, split, data_dir)
-    labels = options.labels_of(examples, source, one_hot)
-    excluded = left_out(examples, source, split, options.exclude, options.unreadable)
-    if len(excluded):
-        examples = examples.without(excluded)
-    full = drop_remainder or options.repeat
-    options.check_count(
-        examples.count,
-        batch_size,
-        full,
-        "without them" if len(excluded) else f"of {source!r}, split={split!r}",
+    hierarchy = options.hierarchy
+    labels = make_labels(
+        examples.classes,
+        source,
+        options.multi_label,
+        None if hierarchy is None else as_hierarchy(hierarchy),
+        options.max_labels,
+        one_hot or loader.mixes_labels,
     )
-    return batches(
-        examples,
-        BatchSettings(
-            image_shape=image_shape,
-            steps=steps,
-            labels=labels,
-            share=share,
-            shuffle=split.startswith("train") if shuffle is None else shuffle,
-            seed=int(seed),
-            drop_remainder=full,
-            start_batch=options.first_batch,
-        ),
-    )
+    excluded = left_out(examples, split, options.exclude, options.unreadable)
+    return loader.batches(examples.without(excluded), labels)
 
 
-def num_classes(source: str, data_dir: str | None = None) -> int:
-    """Number of classes of a source that `load` knows; downloads nothing.
+def load_pairs(
+    source: Any,
+    split: str,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    batch_size: int = 64,
+    tokenizer: Callable[[Any], dict] | None = None,
+    augment: Any = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    data_dir: str | None = None,
+    **options: Any,
+) -> Any:
+    """Loads batches of images and captions as a `tf.data.Dataset`, for any backend.
+
+    The order, its seeds, shards and resumption are those of `keras_moe.data.load`:
+    with `repeat`, batch n follows from the arguments alone, and `start_batch=n` gives,
+    bit for bit, the batches after the first n.
 
     Args:
-        source: name of a source of `load`.
-        data_dir: folder of TensorFlow Datasets.
+        source: pairs to load:
 
-    Raises:
-        ValueError: if the source is not known.
+            - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures of emoji with
+              their names, see `keras_moe.data.load_emoji`; style, language and the side
+              at which they are drawn before they are resized to `image_shape`. The
+              default is OpenMoji's drawings, English, and the size of the images.
+            - `"openclipart:PATH"`: drawings of the Debian packages `openclipart-png`
+              and `openclipart-svg`, with captions of their titles and keywords.
+            - `"folder:PATH"`: images in `PATH/split`, and their captions in
+              `captions.csv`, with the columns "image" and "caption", or in
+              `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
+              in each line. An image may have several lines.
+            - `"webdataset:GLOB"`: tar files, not compressed, or a folder of such:
+              `0007.jpg` with `0007.txt`, or with `0007.json`, which has a "caption".
+            - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
+              `dataset.json` that names their features.
+            - `"tfds:NAME"`: a data set of TensorFlow Datasets with captions, such as
+              `"tfds:coco_captions"`.
+            - any source of `keras_moe.data.load`, such as `"digits"`: the names of the
+              classes are captions, by `templates`.
+            - a tuple of images in memory, uint8 (images, height, width, channels), and
+              captions: a string, or a sequence of strings, for each image.
+            - a dict of such names and their weights, such as `{"tfds:coco_captions": 3,
+              "emoji": 1}`: a mixture, in which each batch has 3 pairs of the first
+              source for each pair of the second. It needs `repeat`.
+        split: split of the source, a word in the names of tar and record files; tar
+            files whose names have numbers alone are in every split. Arrays have none,
+            and any word will do.
+        image_shape: (height, width, channels) of the images.
+        batch_size: number of pairs in a batch, over all shards.
+        tokenizer: callable from a string tensor (batch,) to a dict of `"token_ids"` and
+            `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
+            captions as strings.
+        augment: random changes of the images, which leave the captions as they are; see
+            `keras_moe.data.load`. Those that mix labels are refused. A flip makes
+            captions with "left" and "right" false.
+        shuffle: whether the order is random; None is True for splits that begin with
+            "train".
+        seed: seed of the order, of the captions and of the augmentation.
+        drop_remainder: whether to drop a last batch that is not full.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`: `repeat`, `start_batch`, `shard`, `exclude`,
+            `unreadable`, `captions`, `templates`.
+
+    Returns:
+        A `tf.data.Dataset` of `(inputs, ids)`. `inputs` is a dict of `"images"`,
+        float32 (batch, height, width, channels) in [-1, 1], and of `"token_ids"`, int32
+        (batch, tokens), with `"padding_mask"`, bool (batch, tokens); or without a
+        tokenizer of `"captions"`, strings (batch,). `ids` is a dict of `"image_ids"`
+        and `"text_ids"`, int32 (batch,), equal where pairs have one image, or one
+        caption.
 
     Example:
 
-    >>> from keras_moe.data import num_classes
-    >>> num_classes("digits")
-    10
+    >>> import numpy as np
+    >>> from keras_moe.data import load_pairs
+    >>> images = np.zeros((2, 8, 8, 3), "uint8")
+    >>> pairs = load_pairs((images, ["a cat", "a dog"]), "test", (8, 8, 3))
+    >>> inputs, ids = next(iter(pairs))
+    >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
+    ([b'a cat', b'a dog'], [0, 1])
     """
-    return count_classes(source, data_dir)
+    options = _made(PairOptions, options, "load_pairs")
+    loader = _Loader(
+        options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
+    )
+    if loader.mixes_labels:
+        raise ValueError(
+            "Expected augmentation of the images alone, which mixes no labels; "
+            f"received: augment={augment!r}"
+        )
+    is_mixture = isinstance(source, Mapping)
+    if is_mixture and not options.repeat:
+        raise ValueError(
+            "Expected repeat=True with a mixture, whose sources end at different "
+            f"batches; received: repeat=False, source={dict(source)}"
+        )
+    sizes = [batch_size]
+    if is_mixture:
+        sizes = list(batch_sizes(source, batch_size, loader.share.count).values())
+    choice = CaptionChoice(options.captions == "random")
+    datasets = []
+    opened = _open_pairs(source, split, options, data_dir, loader.image_shape)
+    for number, (examples, size) in enumerate(zip(opened, sizes)):
+        examples = _pairs(examples, source, split, options)
+        datasets.append(loader.batches(examples, choice, size, number))
+    return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)
+
+
+def _tokenized(dataset, tokenizer):
+    """The inputs and the ids of batches of images and texts."""
+    import tensorflow as tf
+
+    if tokenizer is not None and "captions" not in dataset.element_spec[1]:
+        raise ValueError(
+            "Expected tokenizer=None with stored tokens; received: "
+            f"tokenizer={tokenizer!r:.100}"
+        )
+
+    def arranged(images, texts):
+        texts = dict(texts)
+        ids = {name: texts.pop(name) for name in ("image_ids", "text_ids")}
+        if tokenizer is not None:
+            texts = tokenizer(texts["captions"])
+        return {"images": images, **texts}, ids
+
+    dataset = dataset.map(arranged, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def num_examples(
@@ -281,18 +517,126 @@ def num_examples(
         exclude: examples that are not counted; see `LoadOptions`.
         unreadable: treatment of images that cannot be read; see `LoadOptions`.
 
-    Raises:
-        ValueError: if the source or the split is not known.
-        ImportError: if TensorFlow, TensorFlow Datasets, scikit-learn or a package of
-            `keras-moe[emoji]` is needed and not installed.
-
     Example:
 
     >>> from keras_moe.data import num_examples
     >>> num_examples("digits", "test")
     450
     """
-    check_split(split)
-    check_tensorflow()
+    _check_split(split)
+    _check_tensorflow()
     examples = open_source(source, split, data_dir)
-    return examples.count - len(left_out(examples, source, split, exclude, unreadable))
+    return examples.count - len(left_out(examples, split, exclude, unreadable))
+
+
+def num_pairs(
+    source: Any, split: str, data_dir: str | None = None, **options: Any
+) -> int:
+    """The number of pairs in a pass of `load_pairs`.
+
+    Args:
+        source: source of `load_pairs`.
+        split: split of the source.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`.
+
+    Returns:
+        The number of images, or with `captions="all"` of all captions.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import num_pairs
+    >>> pairs = np.zeros((2, 8, 8, 3), "uint8"), ["a cat", ["a dog", "a puppy"]]
+    >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
+    (2, 3)
+    """
+    options = _made(PairOptions, options, "num_pairs")
+    opened = _open_pairs(source, split, options, data_dir)
+    return sum(_pairs(examples, source, split, options).count for examples in opened)
+
+
+def load_captions(
+    source: Any, split: str, data_dir: str | None = None, **options: Any
+) -> tuple[str, ...]:
+    """All captions of a source, without its images, such as to train a tokenizer.
+
+    Args:
+        source: source of `load_pairs`.
+        split: split of the source.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`. Images are not decoded: captions of images
+            that cannot be read count.
+
+    Returns:
+        Captions in the order of the source, one after the other where an image has
+        several. For a source of classes, those of each class once.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import load_captions
+    >>> images = np.zeros((2, 8, 8, 3), "uint8")
+    >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
+    ('a cat', 'a dog', 'a puppy')
+    """
+    options = _made(PairOptions, options, "load_captions")
+    captions: list[tuple[str, ...]] = []
+    for examples in _open_pairs(source, split, options, data_dir):
+        exclude = options.exclude_of(examples.name, source)
+        excluded = without_captions(examples, split, exclude, options.unreadable)
+        texts = examples.captions.texts
+        if texts is None:
+            skip = options.unreadable == "exclude"
+            captions += stored_captions(examples.without(excluded), skip)
+        elif examples.captions.of_classes:
+            captions += texts
+        else:
+            captions += [texts[i] for i in np.delete(np.arange(len(texts)), excluded)]
+    return tuple(caption for several in captions for caption in several)
+
+
+def _made(kind: type, options: dict[str, Any], owner: str) -> Any:
+    """The options of a function, whose names are checked."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    check_argument_names(options, known, owner)
+    return kind(**options)
+
+
+def _open_pairs(source, split, options, data_dir, image_shape=None) -> list[Examples]:
+    """The sources of pairs; their size does not matter to numbers and captions."""
+    _check_split(split)
+    _check_tensorflow()
+    asked = CaptionOptions(
+        every_caption=options.captions == "all",
+        templates=options.templates,
+        data_dir=data_dir,
+    )
+    if image_shape is not None:
+        asked = asked._replace(image_shape=image_shape)
+    return open_captioned(source, split, asked)
+
+
+def _pairs(examples, source, split, options) -> Examples:
+    """The pairs of a source that are not left out."""
+    exclude = options.exclude_of(examples.name, source)
+    excluded = left_out(examples, split, exclude, options.unreadable)
+    if options.captions != "all":
+        return examples.without(excluded)
+    pairs = every_caption(examples, excluded)
+    pairs.name = examples.name
+    return pairs
+
+
+def _check_split(split: Any) -> None:
+    if not isinstance(split, str):
+        raise ValueError(f"Expected the name of a split; received: split={split!r}")
+
+
+def _check_tensorflow() -> None:
+    try:
+        import tensorflow  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            'Input pipelines are tf.data: pip install "keras-moe[data]"'
+        ) from error

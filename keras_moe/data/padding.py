@@ -1,4 +1,4 @@
-"""Full batches alone, so that several devices can share each of them.
+"""Pads the last batch so that it divides evenly over devices.
 
 Axes: B batch, N examples, M examples with padding.
 """
@@ -20,43 +20,36 @@ def padded(
     num_examples: int | None = None,
     model: keras.Model | None = None,
 ) -> Any:
-    """Batches for `evaluate` and `validation_data` that are all full.
+    """Full batches for `evaluate` and `validation_data`.
 
-    A distribution splits each batch evenly over devices, which the last one of an epoch
-    seldom allows. Here it is filled with copies of its last example that have weight 0.
-    Keras divides a batch's loss by B, and averages over batches by B, padding included:
-    every real example therefore has weight M / N, and the epoch's loss is that of the N
-    examples alone. Averages of `weighted_metrics` do not depend on a factor of all
-    weights, and are exact, too; a metric that counts, such as `TruePositives`, counts
-    M / N for each example. The `metrics` of `compile` read no weights, and would take
-    padding for examples: they are refused if `model` is given. A `ContrastiveModel`
-    weighs pairs by itself, in its loss and in all of its metrics: both are exact, too,
-    but for the batches in which pairs are compared.
+    A distribution splits each batch evenly over devices, so the last batch is filled
+    with copies of its last example that have weight 0. Keras divides a batch's loss by
+    B and averages over batches by B, padding included: every real example therefore has
+    weight M / N, and the epoch's loss is that of the N examples. `weighted_metrics`
+    that are averages are exact, too; one that counts, such as `TruePositives`, counts
+    M / N for each example. The `metrics` of `compile` read no weights and would count
+    padding: they are refused if `model` is given. A `ContrastiveModel` weighs pairs in
+    its loss and all its metrics, which are exact but for the batches in which pairs are
+    compared.
 
-    No image sees another one at inference by default, so padding changes no prediction.
+    At inference no image sees another one by default, so padding changes no prediction.
     With `evaluation="official"` padding competes for capacity within its group:
-    predictions are exact for groups of real images alone, and for all groups if the
-    number of images in the last batch is a multiple of `examples_per_group`.
+    predictions are exact for groups without padding.
 
     Args:
         x: images, or a structure of arrays; or a `tf.data.Dataset` of batches
             `(images, labels)` or `(images, labels, sample_weight)`, of any sizes.
         y: labels, if `x` is made of arrays.
         sample_weight: (N,) weights, if `x` is made of arrays.
-        batch_size: B, a multiple of the number of devices that share a batch. None
-            takes that of the dataset, or 32 at most for arrays, rounded up to such a
-            multiple. Each of several processes gives its own examples, in batches for
-            its own devices.
+        batch_size: B, a multiple of the number of devices that share a batch; by
+            default that of the dataset, or at most 32 for arrays, rounded up to such a
+            multiple. Each process gives its own examples, in batches for its devices.
         num_examples: N of a dataset, which is read once to count if N is None.
         model: model whose compiled metrics are checked.
 
     Returns:
         A `tf.data.Dataset` of batches `(images, labels, weights)` with float32
         weights, or of `(images,)` where there are no labels.
-
-    Raises:
-        ValueError: if the devices do not divide the batch, there are no examples or no
-            end of them, or `model` has metrics that read no weights.
 
     Example:
 
@@ -90,10 +83,6 @@ def predictions(
 
     Returns:
         The outputs of `model.predict` for N examples.
-
-    Raises:
-        ValueError: if there are several processes, the devices do not divide the batch,
-            or there are no examples or no end of them.
 
     Example:
 
@@ -222,7 +211,7 @@ def _check_metrics(model):
     metrics = model.get_compile_config().get("metrics")
     if metrics:
         raise ValueError(
-            "Expected a model compiled with weighted_metrics=... in the place of "
+            "Expected a model compiled with weighted_metrics=... instead of "
             "metrics=..., which read no weights and would count padding; received: "
             f"metrics={metrics}"
         )

@@ -1,24 +1,216 @@
-"""TFRecord files of a split, written as a whole beside a file that describes them."""
+"""Writes TFRecord files of a split, beside a file that describes them."""
 
 import contextlib
 import errno
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_moe.checks import check_integer, check_path
+from keras_moe.data._captions import checked_captions, encoded
+from keras_moe.data._tfrecord import (
+    CAPTION_FILE,
+    CAPTIONS,
+    IMAGE,
+    LABEL,
+    LABEL_FILE,
+    SIDECAR,
+    TOKENS,
+)
+from keras_moe.data.json_schema import read_json
+from keras_moe.data.labels import LabelHierarchy
 from keras_moe.files import new_file, write_failed, write_json
 
-SIDECAR = "dataset.json"
 # How files of JPEG, PNG, GIF, BMP and WebP begin.
-_IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
+_IMAGE_FILE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
 
 
-def write_split(
+def write_tfrecords(
+    folder: str | os.PathLike,
+    split: str,
+    examples: Iterable[tuple[Any, Any]],
+    classes: Sequence[str] | int,
+    parents: Mapping[str, Sequence[str]] | None = None,
+    num_files: int = 1,
+) -> None:
+    """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
+
+    The files take their places when all are written; a write that fails leaves the
+    older ones. Splits are written one by one, with the same classes.
+
+    Args:
+        folder: path of the folder, which need not exist.
+        split: name of the split; the files are `split-00000-of-00002.tfrecord` and so
+            on.
+        examples: iterable of (image, label) or (image, labels): encoded bytes of a JPEG
+            or PNG file, or uint8 (height, width, 1 or 3); the number of a class, or a
+            list of such. Either every example has a list, or none.
+        classes: names of the classes, or their number.
+        parents: dict from a class to those above it; see `LabelHierarchy`.
+        num_files: number of files, to which examples are dealt out in turn.
+
+    Raises:
+        OSError: with the path and the bytes, if a file cannot be written.
+
+    Example:
+
+    ```python
+    write_tfrecords("photos", "train", [(jpeg_bytes, [0, 2])], ["a", "b", "c"])
+    batches = load("tfrecord:photos", "train", multi_label=True)
+    ```
+    """
+    folder = Path(folder)
+    settings: dict[str, Any] = {
+        "features": {"image": IMAGE, "label": LABEL},
+        "first_label": 0,
+    }
+    settings["classes"] = classes if isinstance(classes, int) else list(classes)
+    count = classes if isinstance(classes, int) else len(classes)
+    if parents is not None:
+        settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
+    sidecar = folder / SIDECAR
+    before = read_json(sidecar, LABEL_FILE) if sidecar.exists() else {}
+    for name in ("classes", "parents"):
+        if before and before.get(name) != settings.get(name):
+            raise ValueError(
+                f"Expected the {name} of {folder / SIDECAR}; "
+                f"received: {name}={settings.get(name)!r:.100}"
+            )
+
+    def write(parts):
+        counts, most = _write_labelled(parts, examples, count)
+        if before and ("max_labels" in before) != (most is not None):
+            raise ValueError(
+                f"Expected lists of labels in all splits of {folder / SIDECAR} or in "
+                f"none; received: split={split!r} {'with' if most else 'without'}"
+            )
+        if most is not None:
+            settings["max_labels"] = max(most, before.get("max_labels", 1))
+        return counts, settings
+
+    _write_split(folder, split, num_files, before.get("counts", {}), write)
+
+
+def _write_labelled(parts, examples, num_classes) -> tuple[list[int], int | None]:
+    """Numbers of examples, and the largest one of labels; None for single labels."""
+    most, is_list = 1, None
+
+    def records():
+        nonlocal most, is_list
+        for number, (image, labels) in enumerate(examples):
+            one = isinstance(labels, (int, np.integer))
+            try:
+                values = [int(labels)] if one else list(map(operator.index, labels))
+            except TypeError:  # The labels are no integers, or no list of such.
+                values = [-1]
+            if is_list is None:
+                is_list = not one
+            if is_list == one or not all(0 <= x < num_classes for x in values):
+                raise ValueError(
+                    f"Expected labels of {num_classes} classes, all alike numbers or "
+                    f"lists; received: {labels!r} of example {number}"
+                )
+            most = max(most, len(values))
+            yield {
+                IMAGE: [_encoded_image(image, number)],
+                LABEL: values,
+            }
+
+    counts = _write_records(parts, records())
+    return counts, most if is_list else None
+
+
+def write_pair_tfrecords(
+    folder: str | os.PathLike,
+    split: str,
+    pairs: Iterable[tuple[Any, Any]],
+    num_files: int = 1,
+    tokenizer: Callable[[Any], dict] | None = None,
+) -> None:
+    """Writes images and captions as TFRecord files, which `"tfrecord:FOLDER"` reads.
+
+    The files take their places when all are written; a write that fails leaves the
+    older ones. Splits are written one by one.
+
+    Args:
+        folder: path of the folder, which need not exist.
+        split: name of the split; the files are `split-00000-of-00002.tfrecord` and so
+            on.
+        pairs: iterable of (image, caption) or (image, captions): encoded bytes of a
+            JPEG or PNG file, or uint8 (height, width, 1 or 3); a string, or a sequence
+            of such.
+        num_files: number of files, to which pairs are dealt out in turn.
+        tokenizer: callable from a list of strings to `"token_ids"` and
+            `"padding_mask"`, arrays (captions, tokens), which are stored in place of
+            the captions: `load_pairs` then takes no tokenizer. None stores text.
+
+    Raises:
+        OSError: with the path and the bytes, if a file cannot be written.
+
+    Example:
+
+    ```python
+    write_pair_tfrecords("photos", "train", [(jpeg_bytes, ["a cat", "a pet"])])
+    batches = load_pairs("tfrecord:photos", "train", tokenizer=tokenizer)
+    ```
+    """
+    folder = Path(folder)
+    sidecar = folder / SIDECAR
+    before = read_json(sidecar, CAPTION_FILE) if sidecar.exists() else {}
+    settings: dict[str, Any] = {}
+
+    def records():
+        for number, (image, captions) in enumerate(pairs):
+            captions, fault = checked_captions(captions)
+            if fault is not None:
+                raise ValueError(
+                    f"Expected captions of each image; received: pair {number} has "
+                    f"{fault}"
+                )
+            texts, about = _stored_texts(captions, tokenizer)
+            if about != settings.setdefault("texts", about):
+                raise ValueError(
+                    f"Expected tokens of one length; received: {about} of pair "
+                    f"{number} after {settings['texts']}"
+                )
+            yield {IMAGE: [_encoded_image(image, number)], **texts}
+
+    def write(parts):
+        counts = _write_records(parts, records())
+        about = settings["texts"]
+        if before and {k: x for k, x in before.items() if k != "counts"} != about:
+            raise ValueError(
+                f"Expected the features and the length of {sidecar}; received: {about}"
+            )
+        return counts, about
+
+    _write_split(folder, split, num_files, before.get("counts", {}), write)
+
+
+def _stored_texts(captions, tokenizer) -> tuple[dict[str, list], dict[str, Any]]:
+    """The features of captions, and what `dataset.json` has about them."""
+    if tokenizer is None:
+        texts = {CAPTIONS: [encoded(caption) for caption in captions]}
+        return texts, {"features": {"image": IMAGE, "captions": CAPTIONS}}
+    tokens = tokenizer(list(captions))
+    rows = {key: np.asarray(tokens[key]) for key in TOKENS}
+    shapes = {rows[key].shape for key in TOKENS}
+    shape = rows["token_ids"].shape
+    if len(shapes) > 1 or len(shape) != 2 or shape[0] != len(captions):
+        raise ValueError(
+            "Expected a tokenizer with rows of tokens and of their mask for "
+            f"{len(captions)} captions; received: shapes {shapes}"
+        )
+    texts = {TOKENS[key]: rows[key].astype("int64").ravel().tolist() for key in TOKENS}
+    return texts, {"features": {"image": IMAGE, **TOKENS}, "max_length": shape[1]}
+
+
+def _write_split(
     folder: Path,
     split: str,
     num_files: int,
@@ -60,7 +252,7 @@ def write_split(
     write_json(folder / SIDECAR, {**settings, "counts": counts})
 
 
-def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
+def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
     """Writes records to files in turn, and returns the numbers of records."""
     import tensorflow as tf
 
@@ -91,12 +283,12 @@ def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[
     return counts
 
 
-def encoded_image(image: Any, number: int) -> bytes:
+def _encoded_image(image: Any, number: int) -> bytes:
     """The bytes of an image file: those that are there, or PNG of an array."""
     import tensorflow as tf
 
     if isinstance(image, bytes):
-        if not _IMAGE.match(image):
+        if not _IMAGE_FILE.match(image):
             raise ValueError(
                 "Expected the bytes of an image file; received: "
                 f"{len(image)} bytes, {image[:16]!r}, of example {number}"

@@ -13,16 +13,11 @@ import numpy as np
 from keras_moe import data
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.data.pairs.opening import (
-    EMOJI_OPTIONS,
-    SourceOptions,
-    is_emoji,
-    open_all,
-)
+from keras_moe.data.sources import has_captions
 from keras_moe.processes import process_shard
 from keras_moe.training.sections import Section
 
-_PAIR_OPTIONS = ("captions", "templates", "style", "language", "size")
+_PAIR_OPTIONS = ("captions", "templates")
 
 
 class Datasets(NamedTuple):
@@ -210,9 +205,6 @@ class PairData(DataConfig):
             `"random"` in training.
         templates: captions of a source of classes, with `{}` for the class's name: a
             string, a list of strings, or the path of a file. None for the name.
-        style: drawings of the emoji; None for OpenMoji's.
-        language: language of the emoji's names; None for English.
-        size: side at which emoji are drawn; None for that of the images.
         epoch_size: number of pairs in an epoch; None counts those of the source, for
             which archives are read once.
         test_source: the source of pairs to evaluate on, which has `test_split`; None
@@ -228,24 +220,18 @@ class PairData(DataConfig):
     source: str | dict = "digits"
     captions: str | None = None
     templates: str | Sequence | None = None
-    style: str | None = None
-    language: str | None = None
-    size: int | None = None
     epoch_size: int | None = None
     test_source: str | None = None
 
     def __post_init__(self):
         _check_source(self.source)
-        for name in ("style", "language", "test_source"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(
-                    f"Expected {name} to be a string or None; "
-                    f"received: {name}={value!r}"
-                )
-        for name in ("size", "epoch_size"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name))
+        if not isinstance(self.test_source, str | None):
+            raise ValueError(
+                "Expected test_source to be a string or None; "
+                f"received: test_source={self.test_source!r}"
+            )
+        if self.epoch_size is not None:
+            check_integer("epoch_size", self.epoch_size)
         # Checks the rest, as far as no data are needed.
         data.PairOptions(**self.pair_options())
         super().__post_init__()
@@ -253,13 +239,10 @@ class PairData(DataConfig):
     def replace(self, **changes: Any) -> "PairData":
         """Pairs with other settings.
 
-        Another `source` resets the splits and the test source, and options of the emoji
-        if it has none.
+        Another `source` resets the splits and the test source.
         """
         if changes.get("source", self.source) != self.source:
             changes = {"test_source": None, **changes}
-            if not any(is_emoji(name) for name in _sources(changes["source"])):
-                changes = {**dict.fromkeys(EMOJI_OPTIONS), **changes}
         return super().replace(**changes)
 
     def pair_options(self) -> dict[str, Any]:
@@ -283,19 +266,15 @@ class PairData(DataConfig):
         """The options of `keras_moe.data.load_pairs` for the pairs to evaluate on.
 
         They are the same in each evaluation, with the first of the captions if training
-        draws one. Templates are those of the classes in a mixture, and other options
-        those of its emoji.
+        draws one. Templates are those of the classes in a mixture.
         """
         options = self.pair_options()
         if options.get("captions", "random") == "random":
             options["captions"] = "first"
         source, split = self.evaluated_source, self.test_split
-        if "templates" in options and source != self.source:
-            (pairs,) = open_all(source, split, SourceOptions(data_dir=data_dir))
-            if not pairs.has_classes:
-                del options["templates"]
-        if source != self.source and not is_emoji(source):
-            options = {k: x for k, x in options.items() if k not in EMOJI_OPTIONS}
+        is_part = "templates" in options and source != self.source
+        if is_part and has_captions(source, split, data_dir):
+            del options["templates"]
         return options
 
     def datasets(

@@ -17,7 +17,7 @@ from keras_moe.cli.evaluate_pairs import (
     evaluate_pairs,
     find_pair_data,
 )
-from keras_moe.data.emoji import fonts
+from keras_moe.data import _emoji_pictures
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -160,22 +160,16 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
 def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
     # Any font will do: none is drawn.
     font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
-    monkeypatch.setattr(fonts, "NOTO_PLACES", (str(font),))
-    for arguments in (
-        ("--data", "emoji:noto"),
-        ("--data", "emoji", "--data-options", "style=noto"),
-    ):
-        pair_data = data_of(*arguments)
-        assert (pair_data.source, pair_data.options) == ("emoji", {"style": "noto"})
-        assert pair_data.class_source == "emoji:noto"
-        assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
-    pair_data = data_of(source="emoji", test_split="validation", language="de")
+    monkeypatch.setattr(_emoji_pictures, "NOTO_PLACES", (str(font),))
+    pair_data = data_of("--data", "emoji:noto")
+    assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
+    pair_data = data_of(source="emoji:language=de", test_split="validation")
     # Its classes have English names.
     assert pair_data.metrics == ("retrieval", "contrastive_accuracy")
-    assert pair_data.class_source == "emoji"
-    assert (pair_data.test_split, pair_data.options) == (
-        "validation", {"language": "de"},
-    )  # fmt: skip
+    assert (pair_data.source, pair_data.test_split) == (
+        "emoji:language=de",
+        "validation",
+    )
     with pytest.raises(ValueError, match="a mixture"):
         data_of(source={"emoji": 3, "digits": 1})
     run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
@@ -193,11 +187,7 @@ def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
         (("digits", "--data-options", "templates=a {}"), "reads --data-options templ"),
         (("digits", "--metrics", "few_shot", "--templates", "{}"), "reads --templates"),
         (("digits", "--train-split", "none"), "none"),
-        (
-            ("emoji", "--metrics", "zero_shot", "--data-options", "language=de"),
-            "no lan",
-        ),
-        (("emoji", "--metrics", "few_shot", "--data-options", "size=9"), "no size"),
+        (("emoji:language=de", "--metrics", "zero_shot"), "no lan"),
         (("{photos}", "--metrics", "zero_shot"), "."),
     ],
 )

@@ -216,7 +216,7 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
         changed = recipe.replace(**{f"data.{name}": x for name, x in changes.items()})
         return program_train.watchers(arguments, changed, None, model, None)
 
-    assert len(watch(source="emoji", style="noto")) == 1
+    assert len(watch(source="emoji:noto")) == 1
     assert pools == [("emoji:noto", "train"), ("emoji:noto", "test")]
     with pytest.raises(ValueError, match=r"--few-shot-data .* mixture"):
         watch(source={"emoji": 1, "digits": 1})

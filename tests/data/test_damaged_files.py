@@ -16,7 +16,7 @@ from keras_moe.data import (
     write_exclusion,
     write_tfrecords,
 )
-from keras_moe.data.exclusion import excluded_indices
+from keras_moe.data.selection import excluded_indices
 
 tf = pytest.importorskip("tensorflow")
 

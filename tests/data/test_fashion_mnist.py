@@ -7,7 +7,7 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 
-from keras_moe.data import class_names, fashion_mnist, load, num_classes, num_examples
+from keras_moe.data import _fashion_mnist, class_names, load, num_classes, num_examples
 
 pytestmark = pytest.mark.backend_free
 
@@ -37,7 +37,7 @@ def write(folder, images=IMAGES, labels=LABELS):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", str(tmp_path / "debian"))
+    monkeypatch.setattr(_fashion_mnist, "DEBIAN", str(tmp_path / "debian"))
     (tmp_path / "debian").mkdir()
     return tmp_path / "debian"
 
@@ -49,7 +49,7 @@ def test_batches_are_the_files(folder, tmp_path):
     expected = IMAGES["t10k"][..., None] / 127.5 - 1
     np.testing.assert_allclose(images, expected, atol=1e-6)
     np.testing.assert_array_equal(labels, LABELS["t10k"])
-    counts = {x: num_examples("fashion_mnist", x) for x in fashion_mnist.SPLITS}
+    counts = {x: num_examples("fashion_mnist", x) for x in _fashion_mnist.SPLITS}
     assert counts == {"train": 6, "test": 4, "all": 10}
     colours, _ = next(iter(load("fashion_mnist", "train", (14, 14, 3), batch_size=6)))
     assert colours.shape == (6, 14, 14, 3)
@@ -71,11 +71,11 @@ def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):
 
     def read(name, split, data_dir):
         asked.append((name, split, data_dir))
-        return fashion_mnist.in_memory(
+        return _fashion_mnist.in_memory(
             IMAGES["t10k"][..., None], LABELS["t10k"].astype("int32"), None
         )
 
-    monkeypatch.setattr(fashion_mnist.tfds, "read_examples", read)
+    monkeypatch.setattr(_fashion_mnist._tfds, "open_labelled", read)
     assert num_examples("fashion_mnist", "test", "here") == 4
     assert asked == [("fashion_mnist", "test", "here")]
 
@@ -87,7 +87,7 @@ def test_without_any_it_names_the_package(folder, monkeypatch, kind):
             raise HTTPError("http://localhost", 404, "no network", Message(), None)
         raise kind("no network")
 
-    monkeypatch.setattr(fashion_mnist.tfds, "read_examples", fail)
+    monkeypatch.setattr(_fashion_mnist._tfds, "open_labelled", fail)
     expected = OSError if kind is HTTPError else kind
     with pytest.raises(expected, match=r"dataset-fashion-mnist.*received.*no network"):
         num_examples("fashion_mnist", "test")
@@ -109,7 +109,7 @@ def test_damaged_files(folder, name, content, message):
     write(folder)
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"(?s)Expected.*{message}"):
-        fashion_mnist.read_pixels("test", folder)
+        _fashion_mnist.read_pixels("test", folder)
 
 
 def test_bad_split(folder):

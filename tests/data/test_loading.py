@@ -1,3 +1,10 @@
+"""Batches of images and labels: order, augmentation by name, starts anywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -5,29 +12,27 @@ import pytest
 from keras_moe.data import (
     RandAugment,
     RandomResizedCrop,
+    _pipeline,
     load,
     load_digits,
     num_classes,
+    num_examples,
 )
 from keras_moe.data.augmentation import _by_name
+from tests.pipelines import arrays, numbers, same, save
 
 tf = pytest.importorskip("tensorflow")
 
+
 SHAPE = (16, 16, 3)
-backend_free = pytest.mark.backend_free
 
 
-def arrays(dataset):
-    """All batches of one pass, joined."""
-    images, labels = zip(*dataset.as_numpy_iterator())
-    return np.concatenate(images), np.concatenate(labels)
+def digits(split="test", **options):
+    """All images and labels of a pass over the digits."""
+    return arrays(load("digits", split, SHAPE, **options))
 
 
-def same(first, second):
-    return all(np.array_equal(a, b) for a, b in zip(first, second))
-
-
-@backend_free
+@pytest.mark.backend_free
 @pytest.mark.parametrize("shape", [(16, 16, 3), (8, 8, 1), (20, 12, 1)])
 def test_digits_are_those_of_load_digits(shape):
     images, labels = arrays(load("digits", "test", shape))
@@ -38,7 +43,7 @@ def test_digits_are_those_of_load_digits(shape):
     assert labels.dtype == "int32"
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_batches():
     dataset = load("digits", "test", SHAPE, batch_size=64)
     assert len(dataset) == 8
@@ -49,35 +54,32 @@ def test_batches():
     assert full.element_spec[0].shape == (64, *SHAPE)
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_one_hot():
-    plain, hot = (
-        load("digits", "test", SHAPE),
-        load("digits", "test", SHAPE, one_hot=True),
-    )
-    np.testing.assert_array_equal(arrays(hot)[1], np.eye(10)[arrays(plain)[1]])
-    assert arrays(hot)[1].dtype == "float32"
+    labels = digits(one_hot=True)[1]
+    np.testing.assert_array_equal(labels, np.eye(10)[digits()[1]])
+    assert labels.dtype == "float32"
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_training_data_is_shuffled_by_seed_and_pass():
     dataset = load("digits", "train", SHAPE)
     first, second = arrays(dataset), arrays(dataset)
     assert not same(first, second)
-    assert same(first, arrays(load("digits", "train", SHAPE)))
-    assert not same(first, arrays(load("digits", "train", SHAPE, seed=1)))
-    ordered = arrays(load("digits", "train", SHAPE, shuffle=False))
+    assert same(first, digits("train"))
+    assert not same(first, digits("train", seed=1))
+    ordered = digits("train", shuffle=False)
     np.testing.assert_array_equal(ordered[1], load_digits("train")[1])
     # The same images, whatever the seed: the split does not depend on it.
-    for labels in (first[1], arrays(load("digits", "train", SHAPE, seed=1))[1]):
+    for labels in (first[1], digits("train", seed=1)[1]):
         np.testing.assert_array_equal(np.bincount(labels), np.bincount(ordered[1]))
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_other_splits_keep_their_order():
-    assert same(*[arrays(load("digits", "test", SHAPE)) for _ in range(2)])
+    assert same(*[digits() for _ in range(2)])
     shuffled = load("digits", "test", SHAPE, shuffle=True)
-    assert not same(arrays(shuffled), arrays(load("digits", "test", SHAPE)))
+    assert not same(arrays(shuffled), digits())
 
 
 AUGMENTATIONS = [
@@ -104,7 +106,7 @@ def test_every_name_works_with_every_backend(augment):
     assert first[0].min() >= -1
     assert first[0].max() <= 1
     # Something happens, and neither everything turns black nor white.
-    plain = arrays(load("digits", "test", SHAPE))[0]
+    plain = digits()[0]
     assert np.abs(first[0] - plain).mean() > 0.005
     assert abs(first[0].mean() - plain.mean()) < 0.3
     # Another pass and another seed give other images; the same seed gives the same.
@@ -117,8 +119,8 @@ def test_every_name_works_with_every_backend(augment):
 
 @pytest.mark.backend_free
 def test_flip_mirrors_about_half_of_the_images():
-    plain = arrays(load("digits", "test", SHAPE))[0]
-    flipped = arrays(load("digits", "test", SHAPE, augment="flip"))[0]
+    plain = digits()[0]
+    flipped = digits(augment="flip")[0]
     kept = np.isclose(flipped, plain, atol=1e-6).all((1, 2, 3))
     mirrored = np.isclose(flipped, plain[:, :, ::-1], atol=1e-6).all((1, 2, 3))
     assert (kept | mirrored).all()
@@ -128,9 +130,9 @@ def test_flip_mirrors_about_half_of_the_images():
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("augment", ["flip", "mixup"])
 def test_pixels_stay_float32_under_any_policy(policy, augment):
-    expected = arrays(load("digits", "test", SHAPE, augment=augment))
+    expected = digits(augment=augment)
     keras.config.set_dtype_policy(policy)
-    assert same(expected, arrays(load("digits", "test", SHAPE, augment=augment)))
+    assert same(expected, digits(augment=augment))
 
 
 def value_of(labels):
@@ -138,42 +140,26 @@ def value_of(labels):
     return labels @ np.linspace(-1, 1, 10)
 
 
-def by_class(images, labels):
-    """Replaces the images by one value per class."""
-    value = tf.cast(tf.argmax(labels, -1), "float32") * (255 / 9)
-    return tf.zeros_like(images) + value[:, None, None, None]
-
-
 def paint(data):
-    return {**data, "images": by_class(data["images"], data["labels"])}
+    """Replaces the images by one value per class."""
+    value = tf.cast(tf.argmax(data["labels"], -1), "float32") * (255 / 9)
+    return {**data, "images": 0 * data["images"] + value[:, None, None, None]}
 
 
-def painter():
-    # Plain functions may carry the attribute.
-    def function(data):
-        return paint(data)
-
-    function.mixes_labels = True
-    return function
+# Plain functions may carry the attribute.
+paint.mixes_labels = True
 
 
 def test_mixup_mixes_labels_like_images():
-    images, labels = arrays(
-        load("digits", "test", SHAPE, augment=[painter(), "mixup"], batch_size=90)
-    )
+    images, labels = digits(augment=[paint, "mixup"], batch_size=90)
     np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
     assert (np.count_nonzero(labels > 1e-3, axis=1) == 2).mean() > 0.2
-    np.testing.assert_allclose(
-        images,
-        np.broadcast_to(value_of(labels)[:, None, None, None], images.shape),
-        atol=1e-5,
-    )
+    expected = value_of(labels)[:, None, None, None]
+    np.testing.assert_allclose(images, expected + 0 * images, atol=1e-5)
 
 
 def test_cutmix_mixes_labels_like_areas():
-    images, labels = arrays(
-        load("digits", "test", SHAPE, augment=[painter(), "cutmix"], batch_size=90)
-    )
+    images, labels = digits(augment=[paint, "cutmix"], batch_size=90)
     np.testing.assert_allclose(labels.sum(1), 1, atol=1e-5)
     # A box has whole pixels: at most one row and one column more or less.
     np.testing.assert_allclose(
@@ -192,10 +178,7 @@ def test_cutmix_mixes_labels_like_areas():
         lambda: keras.layers.RandomErasing(seed=1),
         lambda: keras.layers.AutoContrast(),
         lambda: keras.layers.Pipeline(
-            [
-                keras.layers.RandomFlip(seed=1),
-                keras.layers.RandomBrightness(0.2, seed=2),
-            ]
+            [keras.layers.RandomFlip(seed=1), keras.layers.RandomBrightness(0.2)]
         ),
         lambda: keras.layers.Pipeline(
             [keras.layers.RandomFlip(seed=1), keras.layers.MixUp(seed=2)]
@@ -204,17 +187,17 @@ def test_cutmix_mixes_labels_like_areas():
     ids=["rotation", "zoom", "erasing", "contrast", "pipeline", "mixing pipeline"],
 )
 def test_layers_of_keras(layer):
-    made = [arrays(load("digits", "test", SHAPE, augment=layer())) for _ in range(2)]
+    made = [digits(augment=layer()) for _ in range(2)]
     assert same(*made)
     assert made[0][0].shape == (450, *SHAPE)
-    plain = arrays(load("digits", "test", SHAPE))
+    plain = digits()
     assert not np.array_equal(made[0][0], plain[0])
 
 
 @pytest.mark.backend_free
 def test_a_layer_that_is_used_again_starts_again():
     layer = keras.layers.RandomRotation(0.1, seed=1)
-    made = [arrays(load("digits", "test", SHAPE, augment=layer)) for _ in range(2)]
+    made = [digits(augment=layer) for _ in range(2)]
     assert same(*made)
     # And outside the pipeline it has its own generator as before.
     image = np.random.default_rng(0).uniform(size=(1, 8, 8, 1)).astype("float32")
@@ -224,14 +207,14 @@ def test_a_layer_that_is_used_again_starts_again():
 
 @pytest.mark.backend_free
 def test_functions_see_pixels():
-    plain = arrays(load("digits", "test", SHAPE))[0]
+    plain = digits()[0]
     seen = []
 
     def invert(images):
         seen.append(images.shape)
         return 255.0 - images
 
-    inverted = arrays(load("digits", "test", SHAPE, augment=invert))[0]
+    inverted = digits(augment=invert)[0]
     np.testing.assert_allclose(inverted, -plain, atol=1e-5)
     assert seen[0] == SHAPE
     # After a layer that mixes labels, in batches.
@@ -247,12 +230,12 @@ def test_functions_may_take_a_seed():
 
     first, again = (load("digits", "test", SHAPE, augment=noise) for _ in range(2))
     assert same(arrays(first), arrays(again))
-    assert not same(arrays(first), arrays(load("digits", "test", SHAPE)))
+    assert not same(arrays(first), digits())
 
 
 @pytest.mark.backend_free
 def test_what_leaves_the_range_is_clipped():
-    images, _ = arrays(load("digits", "test", SHAPE, augment=lambda x: 3 * x - 100))
+    images, _ = digits(augment=lambda x: 3 * x - 100)
     assert images.min() == -1
     assert images.max() == 1
 
@@ -260,11 +243,7 @@ def test_what_leaves_the_range_is_clipped():
 @pytest.mark.backend_free
 def test_layers_may_change_the_size():
     crop = keras.layers.RandomCrop(8, 12, seed=0)
-    assert arrays(load("digits", "test", SHAPE, augment=crop))[0].shape[1:] == (
-        8,
-        12,
-        3,
-    )
+    assert digits(augment=crop)[0].shape[1:] == (8, 12, 3)
 
 
 @pytest.mark.backend_free
@@ -281,7 +260,7 @@ def test_a_leading_crop_reads_the_full_size():
     # Single images are cropped as batches of one.
     assert [size for size in sizes if len(size) == 3] == [(8, 8, 3), SHAPE]
     # A layer that returns another size: the pipeline resizes its images.
-    images = arrays(load("digits", "test", SHAPE, augment=Spy(9, 9)))[0]
+    images = digits(augment=Spy(9, 9))[0]
     assert images.shape[1:] == SHAPE
 
 
@@ -308,8 +287,8 @@ def test_keras_cv_layers():
         keras_cv.layers.RandomBrightness(factor=0.2, value_range=(0, 255), seed=2),
         keras_cv.layers.MixUp(seed=3),
     ]
-    images, labels = arrays(load("digits", "test", SHAPE, augment=layers))
-    plain = arrays(load("digits", "test", SHAPE))[0]
+    images, labels = digits(augment=layers)
+    plain = digits()[0]
     assert images.shape == plain.shape
     assert images.dtype == labels.dtype == "float32"
     assert np.abs(images - plain).mean() > 0.01
@@ -318,7 +297,7 @@ def test_keras_cv_layers():
     assert (labels.max(1) < 1).any()
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_names_with_options_are_the_layers_with_these():
     def make(name, **options):
         return _by_name({"name": name, **options}, SHAPE, seed=3)
@@ -331,15 +310,14 @@ def test_names_with_options_are_the_layers_with_these():
     translation = make("translation", factor=0.3)
     assert translation.height_factor == translation.width_factor == 0.3
     weak, strong = (
-        arrays(load("digits", "test", SHAPE, augment={"name": "mixup", "alpha": a}))[1]
-        for a in (0.01, 100.0)
+        digits(augment={"name": "mixup", "alpha": a})[1] for a in (0.01, 100.0)
     )
     # The share of the first label: near 0 or 1, and near a half.
     assert np.median(weak.max(1)) > 0.95
     assert np.median(strong.max(1)) < 0.7
 
 
-@backend_free
+@pytest.mark.backend_free
 def test_folders_of_images(tmp_path):
     generator = np.random.default_rng(0)
     sizes = {"train/b": 3, "train/a": 2, "test/b": 1, "test/c": 1}
@@ -372,12 +350,7 @@ def test_folders_of_images(tmp_path):
         load(source, "empty")
 
 
-@backend_free
-def test_num_classes():
-    assert num_classes("digits") == 10
-
-
-@backend_free
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -417,7 +390,7 @@ def test_bad_input(arguments, message):
         load(**{"source": "digits", "split": "test", **arguments})
 
 
-@backend_free
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -431,3 +404,158 @@ def test_bad_input(arguments, message):
 def test_bad_layers(layer, message):
     with pytest.raises(ValueError, match=message):
         layer()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+GREY = (8, 8, 1)
+# 1347 images: 6 batches in an epoch, and 147 images left out.
+BATCH = 200
+AUGMENT = ["random_resized_crop", "flip", "rotation", "mixup"]
+
+
+def endless(start_batch=0, **options):
+    settings = {"image_shape": GREY, "batch_size": BATCH, "augment": AUGMENT}
+    return load(
+        "digits",
+        "train",
+        **{**settings, **options},
+        repeat=True,
+        start_batch=start_batch,
+    )
+
+
+def first(dataset, count):
+    return list(dataset.take(count).as_numpy_iterator())
+
+
+@pytest.mark.backend_free
+def test_a_later_start_gives_the_same_batches():
+    whole = first(endless(), 14)
+    # Within the first epoch, at the ends of epochs, in the third.
+    for start in (5, 6, 13):
+        assert same(first(endless(start), 14 - start), whole[start:])
+    # However often it was read, and whatever was drawn before.
+    dataset = endless(9)
+    tf.random.set_seed(1)
+    tf.random.uniform([])
+    assert same(first(dataset, 3), whole[9:12])
+    assert same(first(dataset, 3), whole[9:12])
+    # No batch comes twice.
+    assert len({images.tobytes() for images, _ in whole}) == 14
+
+
+@pytest.mark.backend_free
+def test_passes_in_runs_are_the_same(tmp_path, monkeypatch):
+    for number in range(23):
+        save(tmp_path / "train" / "ab"[number % 2] / f"{number}.png", number)
+    options = {"image_shape": GREY, "batch_size": 4, "repeat": True}
+
+    def batches(start=0):
+        dataset = load(f"folder:{tmp_path}", "train", start_batch=start, **options)
+        return numbers(dataset.take(20 - start))
+
+    whole = batches()
+    assert len({*map(str, whole)}) == 20
+    # Runs of one pass of five batches, and of two.
+    for size in (1, 21):
+        monkeypatch.setattr(_pipeline, "_EXAMPLES_OF_A_RUN", size)
+        for start in (0, 7, 13):
+            assert batches(start) == whole[start:]
+
+
+@pytest.mark.backend_free
+def test_an_epoch_has_every_image_at_most_once():
+    options = {"augment": None, "batch_size": 449}
+    assert num_examples("digits", "train") == 3 * 449
+    whole, _ = zip(*load("digits", "train", GREY, shuffle=False).as_numpy_iterator())
+    every = sorted(image.tobytes() for image in np.concatenate(whole))
+    orders = []
+    for epoch in range(2):
+        images, _ = zip(*first(endless(3 * epoch, **options), 3))
+        order = [image.tobytes() for image in np.concatenate(images)]
+        assert sorted(order) == every
+        orders.append(order)
+    assert orders[0] != orders[1]
+    # Each epoch leaves out other images that do not fill a batch.
+    seen = [
+        {
+            image.tobytes()
+            for images, _ in first(endless(6 * epoch), 6)
+            for image in images
+        }
+        for epoch in range(2)
+    ]
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.backend_free
+def test_seeds_differ():
+    assert not same(first(endless(), 2), first(endless(seed=1), 2))
+    plain = {"augment": None, "shuffle": False}
+    ordered = [first(endless(seed=seed, **plain), 7) for seed in (0, 1)]
+    assert same(*ordered)
+    assert same(ordered[0][6:], ordered[0][:1])
+
+
+PROCESS = """
+batches = load("digits", "train", (8, 8, 1), 200, ["random_resized_crop", "flip",
+    "rotation", "mixup"], repeat=True, start_batch=8)
+images, labels = zip(*batches.take(2).as_numpy_iterator())
+np.savez(sys.argv[1], images=np.stack(images), labels=np.stack(labels))
+"""
+
+
+@pytest.mark.backend_free
+def test_another_process_gives_the_same_batches(tmp_path):
+    path = tmp_path / "batches.npz"
+    subprocess.run(
+        [sys.executable, "-c", PROCESS, str(path)],
+        cwd=ROOT,
+        # The pipeline imports TensorFlow; another backend would come on top.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"},
+        check=True,
+    )
+    images, labels = zip(*first(endless(), 10)[8:])
+    with np.load(path) as actual:
+        np.testing.assert_array_equal(actual["images"], images)
+        np.testing.assert_array_equal(actual["labels"], labels)
+
+
+@pytest.mark.backend_free
+def test_seeking_reads_nothing():
+    # A million epochs later, as quickly as at the start.
+    assert len(first(endless(6_000_001), 1)) == 1
+
+
+@pytest.mark.backend_free
+def test_a_state_of_its_own_is_warned_of():
+    def noise(images):
+        return images + tf.random.uniform(tf.shape(images))
+
+    endless(augment=noise)
+    with pytest.warns(UserWarning, match="random state of their own"):
+        endless(3, augment=noise)
+
+
+def test_fit_takes_steps_of_it():
+    model = keras.Sequential(
+        [keras.Input(GREY), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+    model.compile("sgd", "mse")
+    history = model.fit(endless(4), epochs=3, steps_per_epoch=2, verbose=0).history
+    assert len(history["loss"]) == 3
+    assert int(model.optimizer.iterations) == 6
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_batch": 3}, "repeat=False, start_batch=3"),
+        ({"repeat": True, "start_batch": -1}, "start_batch=-1"),
+        ({"repeat": True, "batch_size": 451}, "450 examples.*batch_size=451"),
+    ],
+)
+def test_bad_starts(options, message):
+    with pytest.raises(ValueError, match=f"Expected.*received: .*{message}|{message}"):
+        load("digits", "test", GREY, **options)

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from keras_moe import data
-from keras_moe.data import openclipart
+from keras_moe.data import _openclipart
 
 pytestmark = pytest.mark.backend_free
 
@@ -83,7 +83,7 @@ def test_pictures_are_on_white_and_keep_their_proportions(root, tmp_path):
     # The packages show a picture in other categories by links.
     (root / "png" / "b" / "1.png").symlink_to("../a/1.png")
     write(root, "b/2", "Two", size=(20, 10), seed=2)
-    clip_art = openclipart.read_clip_art(str(root), "all")
+    clip_art = _openclipart.read_clip_art(str(root), "all")
     assert clip_art.images.shape == (2, 64, 64, 3)
     assert clip_art.categories.tolist() == ["a", "b"]
     wide, small = clip_art.images
@@ -104,16 +104,16 @@ def test_series_and_pictures_that_are_alike_have_one_split(root, tmp_path):
         word = "".join("abcdefghij"[int(digit)] for digit in str(number))
         write(root, f"c/{word}", word, seed=number)
     source = str(root)
-    everything = openclipart.read_clip_art(source, "all")
+    everything = _openclipart.read_clip_art(source, "all")
     series = np.array([name == "a" for name in everything.categories])
     copies = np.array([name == "b" for name in everything.categories])
     assert len(set(everything.splits[series])) == 1
     assert len(set(everything.splits[copies])) == 1
     others = everything.splits[~series & ~copies]
     assert all(4 <= (others == split).sum() <= 20 for split in ("validation", "test"))
-    parts = [openclipart.read_clip_art(source, x) for x in openclipart.SPLITS[:3]]
+    parts = [_openclipart.read_clip_art(source, x) for x in _openclipart.SPLITS[:3]]
     assert sum(len(part.images) for part in parts) == 160
-    for part, split in zip(parts, openclipart.SPLITS):
+    for part, split in zip(parts, _openclipart.SPLITS):
         assert set(part.splits) == {split}
 
 
@@ -147,14 +147,14 @@ def test_categories_are_classes(root, tmp_path):
 
 def test_pictures_are_read_once(root, tmp_path, monkeypatch):
     write(root, "a/1", "one", seed=1)
-    first = openclipart.read_clip_art(str(root), "all")
+    first = _openclipart.read_clip_art(str(root), "all")
     with monkeypatch.context() as patch:
-        patch.setattr(openclipart, "_rendered", None)
-        kept = openclipart.read_clip_art(str(tmp_path / "x"), "all")
+        patch.setattr(_openclipart, "_rendered", None)
+        kept = _openclipart.read_clip_art(str(tmp_path / "x"), "all")
         np.testing.assert_array_equal(kept.images, first.images)
         assert kept.captions.tolist() == first.captions.tolist()
     write(root, "a/2", "two", seed=2)
-    assert len(openclipart.read_clip_art(str(root), "all").images) == 2
+    assert len(_openclipart.read_clip_art(str(root), "all").images) == 2
 
 
 def test_bad_input(root, tmp_path):

@@ -11,31 +11,31 @@ import pytest
 
 from keras_moe.data import (
     LabelHierarchy,
+    _tfrecord,
     find_corrupt_files,
     find_unreadable,
     load,
+    load_captions,
+    load_pairs,
     num_classes,
     num_examples,
+    num_pairs,
     reading_errors,
-    tfrecord,
     write_pair_tfrecords,
     write_tfrecords,
 )
 from tests.disk import files_up_to
+from tests.pipelines import SHAPE, picture, png, rows
 
 tf = pytest.importorskip("tensorflow")
 
 pytestmark = pytest.mark.backend_free
 
-SHAPE = (4, 4, 1)
+
 CLASSES = ["animal", "bee", "cat", "rock"]
 PARENTS = {"bee": ["animal"], "cat": ["animal"]}
 # The labels of example n.
 SEVERAL = [[1], [2, 3], [], [3], [1, 2], [3, 1], [2]]
-
-
-def image(index):
-    return np.full((4, 4, 3), index, "uint8")
 
 
 def write(folder, count=23, num_files=3, labels=None, split="train", **options):
@@ -43,7 +43,7 @@ def write(folder, count=23, num_files=3, labels=None, split="train", **options):
     write_tfrecords(
         folder,
         split,
-        ((image(index), labels(index)) for index in range(count)),
+        ((picture(index), labels(index)) for index in range(count)),
         CLASSES,
         num_files=num_files,
         **options,
@@ -67,7 +67,7 @@ def read_all(source, **options):
         return read(source, **options)
 
 
-def numbers(batches):
+def flat(batches):
     return [number for images, _ in batches for number in images]
 
 
@@ -80,14 +80,14 @@ def test_written_files_are_read(tmp_path):
     # Dealt out to three files in turn.
     assert images == [n for file in range(3) for n in range(file, 23, 3)]
     assert labels == [n % 4 for n in images]
-    assert numbers(read(source, "test")) == [0, 1, 2, 3, 4]
-    assert numbers(read(f"tfrecord:{tmp_path}/*-of-00001*", "test")) == [0, 1, 2, 3, 4]
+    assert flat(read(source, "test")) == [0, 1, 2, 3, 4]
+    assert flat(read(f"tfrecord:{tmp_path}/*-of-00001*", "test")) == [0, 1, 2, 3, 4]
     # Without counts, the records are counted.
     settings = json.loads((tmp_path / "dataset.json").read_text())
     assert settings.pop("counts")["train-00001-of-00003.tfrecord"] == 8
     (tmp_path / "dataset.json").write_text(json.dumps(settings))
     assert num_examples(source, "train") == 23
-    shuffled = numbers(read(source, shuffle=True))
+    shuffled = flat(read(source, shuffle=True))
     assert sorted(shuffled) == list(range(23))
     assert shuffled != sorted(shuffled)
 
@@ -98,7 +98,7 @@ def test_files_of_others(tmp_path):
             feature = {
                 "jpg": tf.train.Feature(
                     bytes_list=tf.train.BytesList(
-                        value=[tf.io.encode_png(image(number)).numpy()]
+                        value=[tf.io.encode_png(picture(number)).numpy()]
                     )
                 ),
                 "cls": tf.train.Feature(int64_list=tf.train.Int64List(value=[number])),
@@ -130,18 +130,18 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     before = sorted(tmp_path.iterdir())
 
     def broken():
-        yield image(0), 1
-        yield image(1), 9
+        yield picture(0), 1
+        yield picture(1), 9
 
     with pytest.raises(ValueError, match="received: 9 of example 1"):
         write_tfrecords(tmp_path, "train", broken(), CLASSES)
     assert sorted(tmp_path.iterdir()) == before
-    assert len(numbers(read(source))) == 23
+    assert len(flat(read(source))) == 23
     # A write that succeeds replaces all files of the split.
     write(tmp_path, 4, 2)
-    assert sorted(numbers(read(source))) == [0, 1, 2, 3]
+    assert sorted(flat(read(source))) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
-        write_tfrecords(tmp_path, "test", [(image(0), 0)], ["a", "b"])
+        write_tfrecords(tmp_path, "test", [(picture(0), 0)], ["a", "b"])
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         assert caught.value.errno == errno.EFBIG
         assert Path(caught.value.filename).name in before
         assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
-    assert numbers(read(source, batch_size=23))[:3] == [0, 3, 6]
+    assert flat(read(source, batch_size=23))[:3] == [0, 3, 6]
 
 
 def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
     write(tmp_path, 4, 2)
-    records = [name for name in replaced if name != tfrecord.SIDECAR]
+    records = [name for name in replaced if name != _tfrecord.SIDECAR]
     assert sorted(records) == [f"train-0000{i}-of-00002.tfrecord" for i in range(2)]
     # The folder's entries, too, after the last of its files.
     assert synced[-1] == os.stat(tmp_path).st_ino
@@ -209,7 +209,7 @@ def test_a_record_without_an_image_is_named(tmp_path):
     source = write(tmp_path)
     path = tmp_path / "train-00002-of-00003.tfrecord"
     records = [x.numpy() for x in tf.data.TFRecordDataset(str(path))]
-    png = tf.io.encode_png(image(5)).numpy()
+    png = tf.io.encode_png(picture(5)).numpy()
     broken = png[:-20]
     for new, message in (
         (b"no example", "Expected a tf.train.Example with .*received: "),
@@ -224,7 +224,7 @@ def test_a_record_without_an_image_is_named(tmp_path):
         # The files one after the other, of which two have 8.
         assert find_unreadable(source, "train").tolist() == [17]
         with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}, record 1$"):
-            actual = numbers(read(source, unreadable="exclude"))
+            actual = flat(read(source, unreadable="exclude"))
         assert sorted(actual) == [n for n in range(23) if n != 5]
         # The number in the file is that of the file, whatever is left out before it.
         with pytest.raises(ValueError, match=f"{path}, record 1$"):
@@ -237,14 +237,14 @@ def test_a_record_without_an_image_is_named(tmp_path):
         (b"no image at all, but text", "25 bytes, b'no image at all,', of example 1"),
         (b"", "0 bytes"),
         ("photo.png", r"str of shape \(\) and dtype <U9, of example 1"),
-        (image(1) / 255, "dtype float64, of example 1"),
-        (image(1)[..., :2], r"shape \(4, 4, 2\)"),
-        (image(1)[..., 0], r"shape \(4, 4\)"),
+        (picture(1) / 255, "dtype float64, of example 1"),
+        (picture(1)[..., :2], r"shape \(4, 4, 2\)"),
+        (picture(1)[..., 0], r"shape \(4, 4\)"),
         (None, "NoneType"),
     ],
 )
 def test_what_is_no_image_is_not_written(tmp_path, other, message):
-    png = tf.io.encode_png(image(5)).numpy()
+    png = tf.io.encode_png(picture(5)).numpy()
     for write_one in (
         lambda x: write_tfrecords(tmp_path, "train", [(png, 0), (x, 1)], CLASSES),
         lambda x: write_pair_tfrecords(tmp_path, "train", [(png, "a"), (x, "b")]),
@@ -298,7 +298,7 @@ def test_folders_with_several_labels(tmp_path):
         listed = {}
         for index in range(count):
             name = f"images/{index}.png"
-            keras.utils.save_img(tmp_path / split / name, image(index), scale=False)
+            keras.utils.save_img(tmp_path / split / name, picture(index), scale=False)
             listed[name] = [CLASSES[label] for label in SEVERAL[index]]
         (tmp_path / split / "labels.json").write_text(json.dumps(listed))
     source = f"folder:{tmp_path}"
@@ -331,7 +331,7 @@ def sources(tmp_path_factory):
     for index in range(23):
         place = folder / "files" / "train" / CLASSES[index % 4]
         place.mkdir(parents=True, exist_ok=True)
-        keras.utils.save_img(place / f"{index}.png", image(index), scale=False)
+        keras.utils.save_img(place / f"{index}.png", picture(index), scale=False)
     return {"tfrecord": records, "folder": f"folder:{folder / 'files'}"}
 
 
@@ -341,13 +341,13 @@ def test_shards(sources, kind):
     # A pass in order: disjoint, complete, equally many batches.
     parts = [read(source, batch_size=6, shard=(i, 3)) for i in range(3)]
     assert [len(part) for part in parts] == [4, 4, 4]
-    assert sorted(n for part in parts for n in numbers(part)) == list(range(23))
+    assert sorted(n for part in parts for n in flat(part)) == list(range(23))
     options = {"batch_size": 6, "shuffle": True, "seed": 3}
     parts = [
         read(source, **options, drop_remainder=True, shard=(i, 3)) for i in range(3)
     ]
     assert [[len(x) for x, _ in part] for part in parts] == [[2, 2, 2]] * 3
-    seen = [n for part in parts for n in numbers(part)]
+    seen = [n for part in parts for n in flat(part)]
     assert len(set(seen)) == 18
     # And passes without end, from the middle.
     options["repeat"] = True
@@ -355,7 +355,7 @@ def test_shards(sources, kind):
     later = [read(source, **options, shard=(i, 3), start_batch=4) for i in range(3)]
     for part, rest in zip(whole, later):
         assert part[4:] == rest[:8]
-    epoch = [n for part in whole for n in numbers(part[:3])]
+    epoch = [n for part in whole for n in flat(part[:3])]
     assert len(set(epoch)) == 18
     if kind == "folder":
         # Batches are those of one host.
@@ -377,19 +377,19 @@ def test_shards_that_cannot_be(sources):
 @pytest.mark.parametrize("kind", ["tfrecord", "folder"])
 def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     source = sources[kind]
-    order = numbers(read(source))
+    order = flat(read(source))
     indices = [0, 5, 6, 7, 8, 9, 22, 5]
     kept = [n for i, n in enumerate(order) if i not in indices]
-    assert numbers(read(source, exclude=indices)) == kept
+    assert flat(read(source, exclude=indices)) == kept
     assert num_examples(source, "train", exclude=indices) == 16
     actual = [
         read(source, shuffle=True, batch_size=4, shard=(i, 2), exclude=indices)
         for i in range(2)
     ]
-    assert sorted(n for part in actual for n in numbers(part)) == sorted(kept)
+    assert sorted(n for part in actual for n in flat(part)) == sorted(kept)
     path = tmp_path / "duplicates.json"
     path.write_text(json.dumps({"split": "train", "count": 23, "indices": indices}))
-    assert numbers(read(source, exclude=path)) == kept
+    assert flat(read(source, exclude=path)) == kept
     path.write_text(json.dumps({"split": "train", "count": 24, "indices": indices}))
     with pytest.raises(ValueError, match="received: split='train', count=24"):
         read(source, exclude=path)
@@ -419,3 +419,173 @@ def test_bad_files(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             write(tmp_path / "other", **options)
+
+
+def captions_of(number):
+    return [f"{number} {letter}" for letter in "abc"[: 1 + number % 3]]
+
+
+@pytest.fixture
+def source(tmp_path):
+    pairs = [(png(i), captions_of(i)) for i in range(11)]
+    write_pair_tfrecords(tmp_path, "train", pairs, num_files=2)
+    return f"tfrecord:{tmp_path}"
+
+
+def test_captions_are_read_back(source):
+    shape = SHAPE
+    flat = {(i, text) for i in range(11) for text in captions_of(i)}
+    (batch,) = rows(load_pairs(source, "train", shape))
+    assert sorted(row[0] for row in batch) == list(range(11))
+    assert {row[:2] for row in batch} <= flat
+    assert sorted(load_captions(source, "train")) == sorted(text for _, text in flat)
+    every = load_pairs(source, "train", shape, captions="all")
+    (batch,) = rows(every)
+    assert len(batch) == num_pairs(source, "train", captions="all") == len(flat)
+    assert {row[:2] for row in batch} == flat
+    # Ids are equal for the captions of one image alone.
+    assert len({(r[0], r[2]) for r in batch}) == 11
+    assert {row[2] for row in batch} == {*range(11)}
+    assert len({row[3] for row in batch}) == len(flat)
+    first = rows(load_pairs(source, "train", shape, captions="first", shuffle=False))
+    assert [row[1] for row in first[0]] == [
+        captions_of(i)[0] for i in [*range(0, 11, 2), *range(1, 11, 2)]
+    ]
+
+
+@pytest.mark.parametrize("choice", ["random", "all"])
+def test_resumption_and_shards_of_captions(source, choice):
+    def batches(take, **options):
+        dataset = load_pairs(
+            source,
+            "train",
+            SHAPE,
+            4,
+            repeat=True,
+            captions=choice,
+            **options,
+        )
+        return rows(dataset, take)
+
+    whole = batches(7)
+    for start in (1, 5):
+        assert batches(7 - start, start_batch=start) == whole[start:]
+    # Record files are read in parts; pairs by offsets are rows of common batches.
+    parts = [batches(2, shard=(i, 2)) for i in range(2)]
+    seen = {row[:2] for part in parts for batch in part for row in batch}
+    assert all(len(batch) == 2 for part in parts for batch in part)
+    if choice == "all":
+        assert seen == {row[:2] for batch in whole[:2] for row in batch}
+    else:
+        assert len({image for image, _ in seen}) == 8
+
+
+def test_stored_tokens(tmp_path):
+    def tokenizer(captions):
+        ids = [[1 + int(text.split()[0]), ord(text[-1]), 0] for text in captions]
+        ids = np.array(ids)
+        return {
+            "token_ids": ids,
+            "padding_mask": np.array([[True, True, False]] * len(ids)),
+        }
+
+    pairs = [(png(i), captions_of(i)) for i in range(4)]
+    write_pair_tfrecords(tmp_path, "test", pairs, tokenizer=tokenizer)
+    source = f"tfrecord:{tmp_path}"
+    dataset = load_pairs(source, "test", SHAPE, captions="all")
+    inputs, ids = next(dataset.as_numpy_iterator())
+    expected = [[1 + i, ord(text[-1]), 0] for i in range(4) for text in captions_of(i)]
+    assert inputs["token_ids"].tolist() == expected
+    assert inputs["token_ids"].dtype == "int32"
+    assert inputs["padding_mask"].tolist() == [[True, True, False]] * len(expected)
+    assert len({*ids["text_ids"].tolist()}) == len(expected)
+    with pytest.raises(ValueError, match="tokenizer=None with stored tokens"):
+        load_pairs(source, "test", tokenizer=tokenizer)
+    with pytest.raises(
+        ValueError, match=r"^Expected captions as text; received: stored"
+    ):
+        load_captions(source, "test")
+    # Another split cannot have text, and nothing of it is left.
+    with pytest.raises(ValueError, match="the features and the length"):
+        write_pair_tfrecords(tmp_path, "train", pairs)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["dataset.json", "test-00000-of-00001.tfrecord"]
+
+
+def test_faults(tmp_path):
+    def example(image, captions):
+        lists = {"image/encoded": [image], "image/captions": captions}
+        features = {
+            name: tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+            for name, values in lists.items()
+        }
+        features = tf.train.Features(feature=features)
+        return tf.train.Example(features=features).SerializeToString()
+
+    path = tmp_path / "train.tfrecord"
+    good = [example(png(i), [b"a cat"]) for i in range(3)]
+    bad = [
+        example(png(9), []),
+        example(png(9), [b"fine", b" "]),
+        example(png(9), [b"caf\xe9"]),
+        example(b"no picture", [b"a dog"]),
+    ]
+    source = f"tfrecord:{path}"
+
+    def write(records):
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for record in records:
+                writer.write(record)
+
+    for number, record in enumerate(bad):
+        write([good[0], record])
+        choice = ("random", "all")[number % 2]
+        dataset = load_pairs(source, "train", SHAPE, captions=choice)
+        with pytest.raises(ValueError, match=r"Expected.*train\.tfrecord"):
+            rows(dataset)
+    write([good[0], *bad, *good[1:]])
+    options = {"captions": "all", "shuffle": False, "unreadable": "exclude"}
+    with pytest.warns(UserWarning, match="4 of 7 images"):
+        dataset = load_pairs(source, "train", SHAPE, **options)
+    assert [row[0] for row in rows(dataset)[0]] == [0, 1, 2]
+    with pytest.raises(ValueError, match="captions in UTF-8"):
+        load_captions(source, "train")
+    # The image of the last one alone is of no use.
+    captions = load_captions(source, "train", unreadable="exclude")
+    assert captions == ("a cat", "a dog", "a cat", "a cat")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 5)
+    with pytest.raises(ValueError, match=r"whole records.*train\.tfrecord"):
+        load_pairs(source, "train")
+
+
+def test_bad_arguments(tmp_path):
+    image = png(0)
+    flat = {"token_ids": [1], "padding_mask": [1]}
+    for pairs, options, message in (
+        ([(image, "")], {}, "pair 0 has an empty caption"),
+        ([(image, "a"), (image, [])], {}, "pair 1 has no caption"),
+        ([(image, b"\xff")], {}, "pair 0 has a caption that is not UTF-8"),
+        ([], {}, "examples to write; received: none"),
+        ([(image, "a")], {"num_files": 0}, "num_files=0"),
+        (
+            [(image, "a")],
+            {"tokenizer": lambda _: flat},
+            "rows of tokens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_pair_tfrecords(tmp_path, "train", pairs, **options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="letters and digits"):
+        write_pair_tfrecords(tmp_path, "../train", [(image, "a")])
+    write_pair_tfrecords(tmp_path, "train", [(image, "a")])
+    sidecar = tmp_path / "dataset.json"
+    content = json.loads(sidecar.read_text())
+    for features, message in (
+        ({"image": 7}, "dataset.json"),
+        ({"image": "jpg"}, "'jpg'.*image/encoded"),
+    ):
+        sidecar.write_text(json.dumps({**content, "features": features}))
+        with pytest.raises(ValueError, match=message):
+            load_pairs(f"tfrecord:{tmp_path}", "train")

@@ -278,26 +278,16 @@ def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
     inputs, _ = next(iter(of_digits.datasets(trained.model).test))
     assert inputs["captions"].numpy()[0].startswith(b"the digit")
     assert of_digits.replace(**{"data.source": "emoji"}).data.test_source is None
-    # Options of the emoji in a mixture are none of other sources.
-    mixture = {"source": {"emoji": 1, "digits": 1}, "language": "de"}
-    config = mine.data.replace(**mixture)
-    options = config.test_pair_options()
-    assert options == {"captions": "first", "language": "de"}
-    options = config.replace(test_source="digits").test_pair_options()
-    assert "language" not in options
 
 
 def test_settings_come_back(tmp_path):
-    mixed = {"tfds:coco_captions": 3, "emoji": 1.5}
+    mixed = {"tfds:coco_captions": 3, "emoji:noto,language=de,size=64": 1.5}
     mine = recipe(
         "x",
         data={
             "source": mixed,
             "captions": "all",
             "templates": ["a photo of a {}.", "{}"],
-            "style": "noto",
-            "language": "de",
-            "size": 64,
             "epoch_size": 100,
             "unreadable": "exclude",
         },
@@ -337,10 +327,7 @@ def test_settings_come_back(tmp_path):
         ({"data.source": {"emoji": True}}, "source={'emoji': True}"),
         ({"data.source": ["emoji"]}, r"source=\['emoji'\]"),
         ({"data.captions": "last"}, "captions='last'"),
-        ({"data.size": 0}, "size=0"),
         ({"data.epoch_size": 0}, "epoch_size=0"),
-        ({"data.style": 3}, "style=3"),
-        ({"data.language": 3}, "language=3"),
         ({"data.test_source": 3}, "test_source=3"),
     ],
 )

@@ -119,9 +119,9 @@ def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
         train(settings, verbose=0, checkpoint_dir=tmp_path / "run")
 
     searched = []
-    search = data.unreadable._unreadable
+    search = data.selection._unreadable
     monkeypatch.setattr(
-        data.unreadable,
+        data.selection,
         "_unreadable",
         lambda examples: searched.append(examples) or search(examples),
     )

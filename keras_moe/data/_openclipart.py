@@ -1,0 +1,281 @@
+"""The Open Clip Art Library's pictures, as Debian's packages have them.
+
+PATH/png/animals/mammals/bull_utrescu_.png     a picture; its first folder is its class
+PATH/svg/animals/mammals/bull_utrescu_.svg     the same, with its title and keywords
+"""
+
+import hashlib
+import os
+import re
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_moe.checks import check_one_of
+from keras_moe.data._captions import CaptionOptions, captioned_arrays
+from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._files import (
+    SPLITS,
+    cache_folder,
+    held_out_split,
+    kept_arrays,
+    with_progress,
+)
+from keras_moe.data.labels import Classes
+
+# The side of the pictures in pixels.
+SIDE = 64
+# Increase it to invalidate older caches.
+_VERSION = 1
+# Series of more pictures are trained on: one of them would be most of a test split.
+_LONGEST_SERIES = 50
+# A title of more pictures is that of a collection.
+_MOST_OF_ONE_TITLE = 5
+# The correlation of pixels above which pictures are alike.
+_ALIKE = 0.95
+# Pictures that are compared with all others at a time.
+_BLOCK = 512
+# The number of pictures below which a category is no class.
+_LEAST_OF_CLASS = 40
+_NO_CLASS = "unsorted"
+# Keywords that say nothing of the picture.
+_NO_KEYWORDS = ("", "hash", "unsorted", "magick")
+_BY_SOMEONE = re.compile(r"^clip ?art by .* - ")
+_PLACES = ("", "usr/share/openclipart")
+
+
+class ClipArt(NamedTuple):
+    """Pictures with their captions, in the order of their files."""
+
+    images: np.ndarray
+    captions: np.ndarray
+    categories: np.ndarray
+    splits: np.ndarray
+
+
+class _Description(NamedTuple):
+    """What an SVG says of its picture, in lower case."""
+
+    title: str
+    keywords: tuple[str, ...]
+    artist: str
+
+
+def read_clip_art(path: str, split: str) -> ClipArt:
+    """The pictures of a split, which are kept below `KERAS_HOME`, or `~/.keras`."""
+    check_one_of("split", split, SPLITS)
+    root = _root(path)
+    files = _files(root / "png", ".png")
+    sizes = [f"{name} {(root / 'png' / name).stat().st_size}" for name in files]
+    key = "\n".join([str(_VERSION), *sizes])
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+    path = cache_folder("openclipart") / f"{digest}.npz"
+    kinds = {name: ("U", ()) for name in ClipArt._fields}
+    kinds["images"] = ("u", (SIDE, SIDE, 3))
+    everything = ClipArt(
+        **kept_arrays(path, kinds, lambda: _rendered(root, files)._asdict())
+    )
+    if split == "all":
+        return everything
+    rows = everything.splits == split
+    return ClipArt(*(field[rows] for field in everything))
+
+
+def find_classes(path: str, data_dir: str | None = None) -> Classes:
+    """The categories with enough pictures, sorted."""
+    files = _files(_root(path) / "png", ".png")
+    counts = Counter(name.split("/")[0] for name in files)
+    names = tuple(
+        name
+        for name, count in sorted(counts.items())
+        if count >= _LEAST_OF_CLASS and name != _NO_CLASS
+    )
+    return Classes(len(names), names)
+
+
+def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
+    """The pictures of a split whose categories are classes, labelled by them."""
+    classes = find_classes(path)
+    if classes.count < 2:
+        raise ValueError(
+            f"Expected two categories of at least {_LEAST_OF_CLASS} pictures; "
+            f"received: {classes.names} in openclipart:{path}"
+        )
+    clip_art = read_clip_art(path, split)
+    rows = np.isin(clip_art.categories, classes.names)
+    labels = [classes.names.index(name) for name in clip_art.categories[rows]]
+    return in_memory(clip_art.images[rows], np.asarray(labels, "int32"), classes)
+
+
+def open_captioned(
+    path: str, split: str, options: CaptionOptions
+) -> IndexedExamples | None:
+    """The pictures of a split with captions; None where templates ask for classes."""
+    if options.templates is not None:
+        return None
+    clip_art = read_clip_art(path, split)
+    return captioned_arrays(clip_art.images, clip_art.captions.tolist())
+
+
+def _root(path: str) -> Path:
+    for place in _PLACES:
+        root = Path(path) / place
+        if path and (root / "png").is_dir() and (root / "svg").is_dir():
+            return root
+    raise ValueError(
+        "Expected a folder with png and svg of the Debian packages openclipart-png and "
+        f"openclipart-svg; received: source='openclipart:{path}'"
+    )
+
+
+def _files(folder: Path, suffix: str) -> list[str]:
+    """Files below a folder's folders, as sorted relative paths.
+
+    Links, by which the packages show pictures in several categories, are left out.
+    """
+    found = []
+    for place, _, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        if below != ".":
+            found += [f"{below}/{name}" for name in files if name.endswith(suffix)]
+    return sorted(name for name in found if not (folder / name).is_symlink())
+
+
+def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
+    """Reads all pictures and what is said of them, with a progress bar."""
+    if not files:
+        raise ValueError(f"Expected PNG files in folders below {root / 'png'}")
+    # Pillow warns of palettes, and of sizes below those that it refuses.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
+        pictures = threads.map(lambda name: _picture(root / "png" / name), files)
+        images = list(with_progress(pictures, "Reading openclipart", len(files)))
+    files = [name for name, image in zip(files, images) if image is not None]
+    images = np.stack([image for image in images if image is not None])
+    described = [_described(root / "svg" / name[:-4]) for name in files]
+    titles = Counter(one.title for one in described)
+    captions, series = [], []
+    for name, one in zip(files, described):
+        is_own = one.title and titles[one.title] <= _MOST_OF_ONE_TITLE
+        title = one.title if is_own else _of_file(name, one.artist)
+        captions.append(_caption(title, one))
+        # Titles of a series differ in numbers.
+        series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
+    splits = _splits(files, _joined(series, images))
+    categories = [name.split("/")[0] for name in files]
+    return ClipArt(images, *map(np.asarray, (captions, categories, splits)))
+
+
+def _picture(path: Path) -> np.ndarray | None:
+    """A picture on white, (64, 64, 3), which keeps its proportions.
+
+    None if Pillow takes it for a decompression bomb; one has 231 million pixels.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            'Pillow reads the pictures: pip install "keras-moe[emoji]"'
+        ) from error
+    try:
+        with Image.open(path) as file:
+            picture = file.convert("RGBA")
+    except Image.DecompressionBombError:
+        return None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"Expected a PNG in {path}; received: {error}") from error
+    picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS, reducing_gap=2.0)
+    canvas = Image.new("RGBA", (SIDE, SIDE), "white")
+    corner = (SIDE - picture.width) // 2, (SIDE - picture.height) // 2
+    canvas.alpha_composite(picture, corner)
+    return np.asarray(canvas.convert("RGB"))
+
+
+def _described(path: Path) -> _Description:
+    """The metadata of an SVG, empty where there are none."""
+    title, artist, keywords, above = "", "", [], []
+    try:
+        for event, element in ElementTree.iterparse(f"{path}.svg", ("start", "end")):
+            tag = element.tag.rpartition("}")[2]
+            if event == "start":
+                above.append(tag)
+                continue
+            above.pop()
+            text = " ".join((element.text or "").lower().replace("_", " ").split())
+            if tag == "metadata":
+                break
+            elif tag == "title" and above[-1:] == ["Work"]:
+                title = _BY_SOMEONE.sub("", text)
+            elif tag == "title" and "creator" in above:
+                artist = text
+            elif tag == "li" and "subject" in above:
+                keywords.append(text)
+    except (FileNotFoundError, ElementTree.ParseError):
+        pass
+    return _Description(title, tuple(keywords), artist)
+
+
+def _of_file(name: str, artist: str) -> str:
+    """The words of a file's name, whose end may be that of its artist."""
+    words = re.split(r"[\W_]+", Path(name).stem.lower())
+    words = [word for word in words if word]
+    artists = artist.split()
+    while len(words) > 1 and (
+        words[-1].isdigit() or any(x.startswith(words[-1]) for x in artists)
+    ):
+        words.pop()
+    return " ".join(words)
+
+
+def _caption(title: str, description: _Description) -> str:
+    """A title and the keywords that say something else."""
+    said = [title]
+    for keyword in description.keywords:
+        is_new = keyword not in (*said, description.artist, *_NO_KEYWORDS)
+        if is_new and not {*keyword.split()} <= {*title.split()}:
+            said.append(keyword)
+    return ", ".join(said)
+
+
+def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
+    """A number for each picture, equal for those of one series or of one look.
+
+    What is like a picture of a series belongs to the series, and so on.
+    """
+    small = images.reshape(len(images), SIDE // 2, 2, SIDE // 2, 2, 3).mean((2, 4))
+    pixels = small.reshape(len(images), -1).astype("float32")
+    pixels -= pixels.mean(axis=1, keepdims=True)
+    pixels /= np.maximum(np.linalg.norm(pixels, axis=1, keepdims=True), 1e-3)
+    places: dict[str, int] = {}
+    first = [places.setdefault(name, row) for row, name in enumerate(series)]
+    links = [*enumerate(first)]
+    for start in range(0, len(pixels), _BLOCK):
+        alike = pixels[start : start + _BLOCK] @ pixels.T > _ALIKE
+        links += [(start + row, other) for row, other in np.argwhere(alike).tolist()]
+    group = list(range(len(images)))
+
+    def head(row):
+        while group[row] != row:
+            group[row] = row = group[group[row]]
+        return row
+
+    for row, other in links:
+        row, other = head(row), head(other)
+        group[max(row, other)] = min(row, other)
+    return np.asarray([head(row) for row in range(len(images))])
+
+
+def _splits(files: Sequence[str], groups: np.ndarray) -> list[str]:
+    """The split of each picture, which its group has drawn by its first file."""
+    sizes = np.bincount(groups)
+    of_group = {}
+    for group in np.unique(groups).tolist():
+        split = held_out_split(files[group].encode("utf-8", "surrogateescape"))
+        of_group[group] = "train" if sizes[group] > _LONGEST_SERIES else split
+    return [of_group[group] for group in groups.tolist()]

@@ -1,0 +1,244 @@
+"""Batches of examples: passes over the data, decoding, augmentation and batching."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from keras_moe.data._examples import Examples, Share
+from keras_moe.data.augmentation import RandomResizedCrop, Step
+from keras_moe.data.reading import map_or_name
+
+# Files are read without end in runs of whole passes, of at least so many examples. A
+# run in which nothing can be read ends with an error. Starting one takes milliseconds.
+_EXAMPLES_OF_A_RUN = 20_000
+
+
+class BatchSettings(NamedTuple):
+    """How `batches` makes batches of examples.
+
+    Fields:
+        image_shape: (height, width, channels).
+        steps: augmentation.
+        targets: function from the features of an example, without its image, and from
+            its key to what goes with the images in a batch.
+        share: the host's part.
+        shuffle: whether the order is random.
+        seed: seed of the order and the augmentation.
+        drop_remainder: whether to drop a last batch that is not full.
+        start_batch: first batch of passes without end; None for a single pass.
+    """
+
+    image_shape: tuple[int, int, int]
+    steps: list[Step]
+    targets: Callable[[dict[str, Any], Any], Any]
+    share: Share
+    shuffle: bool
+    seed: int
+    drop_remainder: bool
+    start_batch: int | None
+
+
+def batches(examples: Examples, settings: BatchSettings) -> Any:
+    """A `tf.data.Dataset` of batches (images, targets), images in [-1, 1].
+
+    Each example carries a key of two integers: one for the pass over the data, and one
+    for its position therein. All randomness of an augmentation follows from the key.
+    """
+    import tensorflow as tf
+
+    # Augmentation works on batches from the first step on that mixes labels.
+    first_mixer = [step.mixes_labels for step in settings.steps] + [True]
+    per_image = list(enumerate(settings.steps))[: first_mixer.index(True)]
+    per_batch = list(enumerate(settings.steps))[len(per_image) :]
+    # A crop comes first only where it sees the image at its full size.
+    crop = per_image.pop(0) if per_image and per_image[0][1].crop else None
+    # Steps that need no order are one function: an image is still in the cache.
+    is_stateless = [step.is_stateless for _, step in per_image] + [False]
+    at_once = per_image[: is_stateless.index(False)]
+    one_by_one = per_image[len(at_once) :]
+
+    def prepare(placed, number_of_pass):
+        position, item = placed
+        key = tf.stack([number_of_pass, position])
+        features = examples.read(item)
+        stored = features.pop("image")
+        pixels = _pixels(tf, examples, item, stored, key, crop, settings.image_shape)
+        targets = settings.targets(features, key)
+        for number, step in at_once:
+            pixels, targets = step.function(pixels, targets, key_seed(key, number))
+        if not one_by_one and not per_batch:
+            pixels = scaled(pixels)
+        return pixels, targets, key
+
+    def scaled(images):
+        if not all(step.keeps_range for step in settings.steps):
+            images = tf.clip_by_value(images, 0.0, 255.0)
+        return images * (1 / 127.5) - 1.0
+
+    if settings.start_batch and not all(step.is_stateless for step in settings.steps):
+        warnings.warn(
+            "Augmentations with a random state of their own do not continue where they "
+            "were: these batches differ from those of an uninterrupted run",
+            stacklevel=4,
+        )
+    dataset = _prepared(tf, examples, settings, prepare)
+    dataset = _augmented(tf, dataset, one_by_one)
+    dataset = dataset.batch(
+        settings.share.batch_size, drop_remainder=settings.drop_remainder
+    )
+    dataset = _augmented(tf, dataset, per_batch)
+    if one_by_one or per_batch:
+        dataset = dataset.map(
+            lambda x, y, _: (scaled(x), y), num_parallel_calls=tf.data.AUTOTUNE
+        )
+    else:
+        dataset = dataset.map(lambda x, y, _: (x, y))
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def _pixels(tf, examples, item, stored, key, crop, image_shape):
+    """The pixels of an image at the size of the batch, cropped first if asked for."""
+    height, width, channels = image_shape
+    number, step = (None, None) if crop is None else crop
+    seed = None if crop is None else key_seed(key, number)
+    # A subclass of the crop may have its own call, which sees the whole image.
+    if (
+        crop is not None
+        and examples.encoded_channels is not None
+        and type(step.crop).__call__ is RandomResizedCrop.__call__
+    ):
+        pixels = examples.decoded(
+            item,
+            stored,
+            lambda stored: step.crop.decode(
+                stored, examples.decode, examples.encoded_channels, seed
+            ),
+        )
+        pixels = _to_channels(tf, pixels, channels)
+    else:
+        pixels = tf.cast(examples.decoded(item, stored), "float32")
+        pixels = _to_channels(tf, pixels, channels)
+        if crop is not None:
+            pixels, _ = step.function(pixels, None, seed)
+    return tf.image.resize(pixels, (height, width))
+
+
+class _Passes:
+    """One pass over the examples, or passes without end, in the order of the settings.
+
+    An element is ((position, item), number of the pass). `runs` is a data set of
+    numbers, and `elements` the elements of a run; its `count` is finite for files.
+    """
+
+    def __init__(self, tf: Any, examples: Examples, settings: BatchSettings):
+        self.tf, self.examples, self.settings = tf, examples, settings
+        share = settings.share
+        per_pass, rest = divmod(examples.count, share.batch_size * share.count)
+        self.length = per_pass * share.batch_size
+        self.endless = settings.start_batch is not None
+        if self.endless:
+            first, batches_before = divmod(settings.start_batch, per_pass)
+            self.first, self.skipped = first, batches_before * share.batch_size
+            # In memory nothing fails, and one run is enough.
+            whole = -(-_EXAMPLES_OF_A_RUN // self.length)
+            self.passes = 2**40 if examples.place is None else whole
+            self.runs = tf.data.Dataset.range(tf.int64.max)
+            self.cardinality = tf.data.INFINITE_CARDINALITY
+            return
+        if not settings.drop_remainder:
+            begin, end = share.bounds(rest)
+            self.length += end - begin
+        # The number differs in every pass over the data set, and not by process.
+        self.runs = tf.data.Dataset.random(
+            seed=settings.seed, rerandomize_each_iteration=True
+        ).take(1)
+        self.cardinality = self.length
+
+    def count(self, run: Any) -> Any:
+        """The number of elements of a run."""
+        if not self.endless:
+            return self.length
+        return self.passes * self.length - self._skipped(run)
+
+    def elements(self, run: Any, start: Any) -> Any:
+        """The elements of a run from one of them on."""
+        if not self.endless:
+            return self._one_pass(run, start)
+        start += self._skipped(run)
+        begin = self.first + run * self.passes
+        current = begin + start // self.length
+        numbers = self.tf.data.Dataset.range(current, begin + self.passes)
+        return numbers.flat_map(
+            lambda number: self._one_pass(
+                number, self.tf.where(number == current, start % self.length, 0)
+            )
+        )
+
+    def _skipped(self, run):
+        return self.tf.where(run == 0, self.tf.constant(self.skipped, "int64"), 0)
+
+    def _one_pass(self, number, start):
+        tf, settings = self.tf, self.settings
+        seed = tf.stack([tf.constant(settings.seed, "int64"), number])
+        order = seed if settings.shuffle else None
+        dataset = self.examples.pass_over(settings.share, order, start, self.length)
+        # Zipping, since a map here would not run in parallel.
+        number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
+        return tf.data.Dataset.zip((dataset, number_of_pass))
+
+
+def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable):
+    """`prepare` of all elements of the passes, in parallel and in order."""
+    passes = _Passes(tf, examples, settings)
+
+    def one_run(run):
+        elements = passes.elements(run, tf.constant(0, "int64"))
+        if examples.place is None:
+            return elements.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        return map_or_name(
+            elements, passes.count(run), prepare, lambda n: passes.elements(run, n)
+        )
+
+    dataset = passes.runs.flat_map(one_run)
+    return dataset.apply(tf.data.experimental.assert_cardinality(passes.cardinality))
+
+
+def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
+    """Applies numbered steps to images or to batches."""
+    # Each has a map, since only those without a random state may run in parallel.
+    for number, step in steps:
+
+        def apply(images, targets, key, step=step, number=number):
+            # A batch has the key of its first image.
+            seed = key_seed(tf.reshape(key, [-1, 2])[0], number)
+            return (*step.function(images, targets, seed), key)
+
+        parallel = tf.data.AUTOTUNE if step.is_stateless else None
+        dataset = dataset.map(apply, num_parallel_calls=parallel)
+    return dataset
+
+
+def key_seed(key: Any, number: int) -> Any:
+    """The seed of a step: steps share the key of an image, but not their seeds."""
+    import tensorflow as tf
+
+    return tf.stack([_mixed(tf, key, "int32"), number])
+
+
+def _mixed(tf, seed, dtype="int64"):
+    """One random number made from the two of a seed."""
+    return tf.random.stateless_uniform([], seed, None, None, dtype)
+
+
+def _to_channels(tf, pixels, channels: int):
+    own = pixels.shape[-1]
+    if own == channels:
+        return pixels
+    if own == 1:
+        return tf.repeat(pixels, channels, axis=-1)
+    if (own, channels) == (3, 1):
+        return tf.image.rgb_to_grayscale(pixels)
+    raise ValueError(
+        "Expected as many channels as the images have, or grey images, or one channel; "
+        f"received: image_shape with {channels} channels for images with {own}"
+    )

@@ -1,0 +1,173 @@
+"""Emoji with their names: real pairs of images and text without a download."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.checks import check_image_shape, check_one_of
+from keras_moe.data._captions import CaptionOptions, captioned_arrays
+from keras_moe.data._emoji_names import (
+    LANGUAGES,
+    all_emoji,
+    captions,
+    code_of,
+    split_of,
+    subgroups,
+)
+from keras_moe.data._emoji_pictures import STYLES, pictures
+from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._files import SPLITS
+from keras_moe.data.labels import Classes
+
+EMOJI_CREDIT = (
+    "Emoji: OpenMoji, the open-source emoji and icon project (openmoji.org), "
+    "CC BY-SA 4.0"
+)
+# The side of the pictures with labels, which a pipeline resizes: its bilinear resizing
+# to 32 pixels is then a mean of four.
+_SIDE = 64
+
+
+class EmojiPairs(NamedTuple):
+    """Pictures of emoji with their captions, in Unicode's order.
+
+    Fields:
+        images: (N, height, width, 3), uint8, on white.
+        captions: names in the chosen language, each of one emoji, such as `"woman
+            firefighter: dark skin tone"`.
+        codes: code points, such as `"1F469-1F3FF-200D-1F692"`.
+        subgroups: Unicode's subgroups, such as `"person-role"`.
+        groups: Unicode's groups, such as `"People & Body"`.
+        bases: code points of the emoji without modifiers.
+        modifiers: English names of the modifiers, such as `("woman", "dark skin
+            tone")`.
+    """
+
+    images: np.ndarray
+    captions: tuple[str, ...]
+    codes: tuple[str, ...]
+    subgroups: tuple[str, ...]
+    groups: tuple[str, ...]
+    bases: tuple[str, ...]
+    modifiers: tuple[tuple[str, ...], ...]
+
+
+def load_emoji(
+    split: str,
+    image_shape: tuple[int, int, int] = (32, 32, 3),
+    style: str = "openmoji",
+    language: str = "en",
+    seed: int = 0,
+) -> EmojiPairs:
+    """Loads emoji and their names as pairs of images and captions.
+
+    An emoji is a base, such as a firefighter, and modifiers: gender, hair, direction,
+    skin tones. Splits are made by concept, which is an emoji whatever its skin tones:
+    a tenth of the concepts is in `"validation"`, a tenth in `"test"`, the others are in
+    `"train"`. A woman firefighter may be in `"test"` with all her skin tones while a
+    man firefighter is in `"train"`, and so may an avocado, of which `"train"` has
+    nothing. Splits are the same in every language and style.
+
+    Of emoji that a style draws alike, within 4 of 255 on average, the one with fewest
+    modifiers stays: no picture is in two splits, and no caption names what its picture
+    does not show. Pictures are rendered when a size is first asked for, and are kept
+    below `KERAS_HOME`, or `~/.keras`.
+
+    OpenMoji's pictures are under CC BY-SA 4.0: `EMOJI_CREDIT` belongs under every
+    picture that shows them. Noto's are a second style of the same emoji, to evaluate
+    models that were not trained on it.
+
+    Args:
+        split: `"train"`, `"validation"`, `"test"` or `"all"`.
+        image_shape: (height, width, 3).
+        style: `"openmoji"`, or `"noto"`, whose font is the Debian package
+            `fonts-noto-color-emoji`; it lacks the newest emoji.
+        language: one of ar, de, en, es, fa, fr, id, it, ja, ko, pt, ru, tr and zh.
+        seed: seed of the splits; one seed keeps them disjoint.
+
+    Returns:
+        Images (N, height, width, 3), uint8 in [0, 255], and N entries of each other
+        field of `EmojiPairs`.
+
+    Example:
+
+    ```python
+    train, test = load_emoji("train"), load_emoji("test")
+    print(test.captions[0], test.images.shape)
+    ```
+    """
+    check_one_of("split", split, SPLITS)
+    check_one_of("style", style, STYLES)
+    check_one_of("language", language, LANGUAGES)
+    check_image_shape(image_shape)
+    if image_shape[-1] != 3:
+        raise ValueError(
+            f"Expected 3 channels for emoji; received: image_shape={tuple(image_shape)}"
+        )
+    names = captions(language)
+    # Of emoji that are drawn alike the first stays.
+    by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))
+    drawn = pictures(style, [one.text for one in by_modifiers], tuple(image_shape))
+    rows = {by_modifiers[p].text: row for row, p in enumerate(drawn.places.tolist())}
+    chosen = [
+        one
+        for one in all_emoji()
+        if one.text in rows
+        and one.text in names
+        and split in ("all", split_of(one.parts, seed))
+    ]
+    return EmojiPairs(
+        drawn.images[[rows[one.text] for one in chosen]],
+        tuple(names[one.text] for one in chosen),
+        tuple(code_of(one.text) for one in chosen),
+        tuple(one.subgroup for one in chosen),
+        tuple(one.group for one in chosen),
+        tuple(code_of(one.parts.base) for one in chosen),
+        tuple(one.parts.modifiers for one in chosen),
+    )
+
+
+def find_classes(name: str, data_dir: str | None = None) -> Classes:
+    """The subgroups, which are the classes, in Unicode's order."""
+    return Classes(len(subgroups()), tuple(subgroups()))
+
+
+def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
+    """The emoji of a split, labelled by their subgroups."""
+    options = _source_options(name)
+    side = options.get("size", _SIDE)
+    pairs = load_emoji(split, (side, side, 3), options.get("style", STYLES[0]))
+    classes = find_classes(name)
+    number = {subgroup: index for index, subgroup in enumerate(classes.names)}
+    labels = np.asarray([number[subgroup] for subgroup in pairs.subgroups], "int32")
+    return in_memory(pairs.images, labels, classes)
+
+
+def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExamples:
+    """The emoji of a split with their names, drawn at the size of the batches."""
+    own = _source_options(name)
+    size = own.pop("size", None)
+    height, width, _ = options.image_shape
+    pairs = load_emoji(split, (size or height, size or width, 3), **own)
+    return captioned_arrays(pairs.images, pairs.captions)
+
+
+def _source_options(name: str) -> dict[str, Any]:
+    """The options in the name of a source, such as "noto,language=de,size=72"."""
+    options: dict[str, Any] = {}
+    for part in filter(None, name.split(",")):
+        key, _, value = part.rpartition("=")
+        options[key or "style"] = value
+    known = {"style": STYLES, "language": LANGUAGES, "size": None}
+    for key, value in options.items():
+        check_one_of("an option of emoji", key, tuple(known))
+        if key != "size":
+            check_one_of(key, value, known[key])
+        elif not value.isdecimal() or int(value) < 1:
+            raise ValueError(
+                "Expected a positive size of the pictures; received: "
+                f"source='emoji:{name}'"
+            )
+    if "size" in options:
+        options["size"] = int(options["size"])
+    return options

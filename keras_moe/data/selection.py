@@ -1,0 +1,333 @@
+"""Which examples of a split are used: exclusion, unreadable images, oversampling."""
+
+import numbers
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_moe.checks import check_one_of
+from keras_moe.data import _folder, _tfrecord
+from keras_moe.data._examples import Examples
+from keras_moe.data.json_schema import Integer, ListOf, Record, Text, read_json
+from keras_moe.data.reading import attempt, reading_errors
+from keras_moe.data.sources import open_source
+from keras_moe.files import write_json
+
+UNREADABLE = ("raise", "exclude")
+_FILE = Record(
+    {
+        "split": Text(),
+        "source": Text(),
+        "count": Integer(0, 2**63 - 1),
+        "indices": ListOf(Integer(0, 2**63 - 1)),
+    },
+    required=("split", "count", "indices"),
+    others=True,
+)
+
+
+def write_exclusion(
+    path: str | os.PathLike,
+    source: str,
+    split: str,
+    count: int,
+    indices: Any,
+    **notes: Any,
+) -> None:
+    """Writes a file of examples to leave out, for `exclude` of `keras_moe.data.load`.
+
+    Args:
+        path: path of the JSON file.
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split of the source.
+        count: number of all examples of the split.
+        indices: indices of the examples to leave out, such as `find_unreadable`
+            returns.
+        **notes: further entries of the file, such as the way the examples were chosen;
+            JSON-serialisable.
+
+    Example:
+
+    >>> from keras_moe.data import find_unreadable, num_examples, write_exclusion
+    >>> count, bad = num_examples("digits", "test"), find_unreadable("digits", "test")
+    >>> write_exclusion("unreadable.json", "digits", "test", count, bad)
+    >>> num_examples("digits", "test", exclude="unreadable.json")
+    450
+    """
+    about = {"source": source, "split": split, "count": count, **notes}
+    write_json(Path(path), {**about, "indices": np.asarray(indices).tolist()})
+
+
+def find_unreadable(
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> np.ndarray:
+    """Finds the images of a split that cannot be read or decoded, by reading all.
+
+    Args:
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split.
+        data_dir: folder of TensorFlow Datasets.
+        progress: function that is called with the number of images that are done, and
+            the number of all images.
+
+    Returns:
+        Sorted indices, int64: for `exclude` of `keras_moe.data.load`, or for
+        `write_exclusion`.
+
+    Example:
+
+    >>> from keras_moe.data import find_unreadable
+    >>> len(find_unreadable("digits", "test"))
+    0
+    """
+    examples = open_source(source, split, data_dir)
+    return np.array([index for index, _ in _unreadable(examples, progress)], "int64")
+
+
+def find_corrupt_files(source: str) -> list[str]:
+    """The files of a source that cannot be read.
+
+    It reads all of them: images are decoded, and TFRecord files are read to their end.
+    Missing images that a `labels.json` names count, too; splits without images do not
+    matter. `find_unreadable` is for the images within TFRecord files.
+
+    Args:
+        source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
+            files.
+
+    Example:
+
+    ```python
+    find_corrupt_files("folder:photos")
+    find_corrupt_files("photos/train-*.tfrecord")
+    ```
+    """
+    kind, _, path = source.partition(":")
+    if kind == "folder":
+        examples, paths = _folder.read_files(path)
+        if examples is not None:
+            paths += [_text(place) for _, place in _unreadable(examples)]
+        return sorted(paths)
+    return _tfrecord.corrupt_files(path if kind == "tfrecord" else source)
+
+
+def excluded_examples(
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    exclude: Any = (),
+    unreadable: str = "raise",
+) -> np.ndarray:
+    """The examples that `load` leaves out, for several calls of it.
+
+    Args:
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split.
+        data_dir: folder of TensorFlow Datasets.
+        exclude: examples to leave out; see `LoadOptions`.
+        unreadable: treatment of images that cannot be read; see `LoadOptions`.
+
+    Returns:
+        Sorted indices, int64, which `exclude` takes in the place of both arguments.
+
+    Example:
+
+    >>> from keras_moe.data import excluded_examples
+    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
+    [3, 7]
+    """
+    examples = open_source(source, split, data_dir)
+    return left_out(examples, split, exclude, unreadable)
+
+
+def left_out(
+    examples: Examples, split: str, exclude: Any, unreadable: str
+) -> np.ndarray:
+    """Sorted indices of the examples that `exclude` and `unreadable` leave out."""
+    check_unreadable(unreadable)
+    indices = without_captions(examples, split, exclude, unreadable)
+    if unreadable == "raise":
+        return indices
+    rest = examples.without(indices)
+    bad = _unreadable(rest)
+    if not bad:
+        return indices
+    source = examples.name
+    names = ", ".join(_text(place) for _, place in bad[:5])
+    message = (
+        f"{len(bad)} of {rest.count} images of {source!r}, split={split!r} "
+        f"cannot be read and are left out: {names}{', ...' if len(bad) > 5 else ''}"
+    )
+    # With one place, whoever calls, Python shows it once for several calls.
+    warnings.warn(message, stacklevel=1)
+    if len(bad) == rest.count:
+        raise ValueError(
+            f"Expected images that can be read in {source!r}, split={split!r}; "
+            f"received: {rest.count} that cannot, such as {names}"
+        )
+    left = np.delete(np.arange(examples.count), indices)
+    return np.union1d(indices, left[[int(index) for index, _ in bad]])
+
+
+def without_captions(
+    examples: Examples, split: str, exclude: Any, unreadable: str
+) -> np.ndarray:
+    """Sorted indices of `exclude`, and of examples with unusable captions."""
+    source, count = examples.name, examples.count
+    indices = excluded_indices(exclude, source, split, count)
+    info = examples.captions
+    faults = sorted({*info.faults} - {*indices.tolist()}) if info else []
+    if not faults:
+        return indices
+    where = f"{source!r}, split={split!r}"
+    some = "; ".join(info.faults[index] for index in faults[:5])
+    some += "; ..." if len(faults) > 5 else ""
+    if unreadable == "raise" or len(faults) + len(indices) == count:
+        raise ValueError(
+            f'Expected images with captions in {where}, or unreadable="exclude" '
+            f"with some; received: {len(faults)} faults in {count} images: {some}"
+        )
+    warnings.warn(
+        f"{len(faults)} of {count} images of {where} have no image or no usable "
+        f"caption and are left out: {some}",
+        stacklevel=1,
+    )
+    return np.union1d(indices, np.array(faults, "int64"))
+
+
+def check_unreadable(unreadable: str) -> None:
+    """Raises ValueError unless a treatment of images is known."""
+    check_one_of("unreadable", unreadable, UNREADABLE)
+
+
+def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
+    """The indices of `exclude`, an argument of `load`, sorted and each once."""
+    what = f"exclude={exclude!r:.100}"
+    files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
+    is_list = isinstance(files, (list, tuple)) and files
+    if is_list and all(isinstance(file, (str, os.PathLike)) for file in files):
+        exclude = [i for file in files for i in _indices(file, source, split, count)]
+    indices = np.asarray(exclude if exclude is not None else [0.5])
+    if not indices.size:
+        return np.zeros(0, "int64")
+    if (
+        indices.ndim != 1
+        or not np.issubdtype(indices.dtype, np.integer)
+        or not 0 <= indices.min() <= indices.max() < count
+        or len(np.unique(indices)) == count
+    ):
+        raise ValueError(
+            f"Expected indices of some of {count} examples; received: {what}"
+        )
+    return np.unique(indices).astype("int64")
+
+
+def _indices(path, source, split, count) -> list[int]:
+    """The indices in a file, if it is for this split."""
+    content = read_json(Path(path), _FILE)
+    same = content["split"] == split and content["count"] == count
+    if not same or not _may_be(source, content.get("source", source)):
+        raise ValueError(
+            f"Expected {path} to be of split={split!r} with {count} examples of "
+            f"{source!r}; received: split={content['split']!r}, "
+            f"count={content['count']!r}, source={content.get('source')!r}"
+        )
+    return content["indices"]
+
+
+def _may_be(source, other):
+    """Whether two names may be of one data set: folders may have moved."""
+    kinds = [str(name).partition(":")[0] for name in (source, other)]
+    return kinds[0] == kinds[1] and (
+        kinds[0] in ("folder", "tfrecord") or source == other
+    )
+
+
+def _text(place: bytes) -> str:
+    return place.decode(errors="surrogateescape")
+
+
+def _unreadable(
+    examples: Examples, progress: Callable | None = None
+) -> list[tuple[int, bytes]]:
+    """Positions and places of the images that cannot be read or decoded."""
+    import tensorflow as tf
+
+    if examples.place is None:
+        return []
+
+    def checked(position, item):
+        def readable(item):
+            # The result depends on the pixels, which would not be decoded otherwise.
+            return tf.size(examples.decode(examples.read(item)["image"])) > 0
+
+        is_good = attempt(readable, item, lambda *_: tf.constant(False))
+        return position, examples.place(item), is_good
+
+    dataset = examples.all_items()
+    dataset = dataset.map(checked, num_parallel_calls=tf.data.AUTOTUNE)
+    bad, done = [], 0
+    with reading_errors():
+        for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
+            bad += [(index, place) for index, place, good in zip(*columns) if not good]
+            done += len(columns[0])
+            if progress is not None:
+                progress(done, examples.count)
+    return bad
+
+
+def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
+    """Indices of all examples, among which a subpopulation has `count` places.
+
+    The members' numbers of places differ by one at most.
+
+    Args:
+        members: boolean (N,), True for examples of the subpopulation.
+        count: number of places of the subpopulation, such as the size of another one;
+            not less than its number of members.
+        seed: seed of the order, and of the members that get one place more.
+
+    Returns:
+        int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
+        training data.
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix J.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import oversample
+    >>> indices = oversample([True, False, False, False], count=3)
+    >>> np.bincount(indices).tolist()
+    [3, 1, 1, 1]
+    """
+    members = np.asarray(members)
+    if members.ndim != 1 or members.dtype != bool:
+        raise ValueError(
+            "Expected booleans, one for each example; received: "
+            f"shape={members.shape}, dtype={members.dtype}"
+        )
+    if not isinstance(count, numbers.Integral):
+        raise ValueError(f"Expected count to be an integer; received: count={count!r}")
+    examples = np.flatnonzero(members)
+    if not 0 < len(examples) <= count:
+        raise ValueError(
+            "Expected at least one member, and no more than count; received: "
+            f"{len(examples)} members, count={count}"
+        )
+    generator = np.random.default_rng(seed)
+    whole, rest = divmod(count, len(examples))
+    places = [
+        np.repeat(examples, whole),
+        generator.choice(examples, rest, replace=False),
+    ]
+    indices = np.concatenate([np.flatnonzero(~members), *places])
+    return generator.permutation(indices)

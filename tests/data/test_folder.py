@@ -1,0 +1,461 @@
+"""Folders of images: what is read, what is reported, and what cannot be read."""
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+import warnings
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from keras_moe.data import (
+    _files,
+    excluded_examples,
+    find_corrupt_files,
+    find_unreadable,
+    load,
+    load_captions,
+    load_pairs,
+    num_examples,
+    num_pairs,
+    reading_errors,
+    write_exclusion,
+)
+from tests.pipelines import SHAPE, numbers, rows, save
+
+tf = pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+GREY = (4, 4, 1)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Images 0 to 9 of each of two classes, of which two cannot be read."""
+    for number in range(20):
+        save(tmp_path / "train" / "ab"[number // 10] / f"{number % 10}.png", number)
+    (tmp_path / "train" / "a" / "3.png").write_bytes(b"")
+    whole = (tmp_path / "train" / "b" / "5.png").read_bytes()
+    (tmp_path / "train" / "b" / "5.png").write_bytes(whole[:-20])
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["folder", "tfrecord"])
+def test_nul_in_a_path_is_named(kind):
+    source = f"{kind}:a\0b"
+    calls = (
+        lambda: load(source, "train", GREY),
+        lambda: num_examples(source, "train"),
+        lambda: find_corrupt_files(source),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"received: source='{source}'"):
+            call()
+
+
+def test_animations(tmp_path):
+    """TensorFlow reads the first picture of a GIF, and no animated WebP."""
+    for name in "ab":
+        save(tmp_path / "train" / name / "0.png", 0)
+    pictures = [PIL.Image.new("RGB", (4, 4), (n, n, n)) for n in (7, 9)]
+    for name, kind in (("c", "gif"), ("d", "webp")):
+        path = tmp_path / "train" / name / f"0.{kind}"
+        path.parent.mkdir()
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], lossless=True)
+    source = f"folder:{tmp_path}"
+    batches = load(source, "train", GREY, 1, shuffle=False)
+    assert numbers(batches.take(3)) == [[0], [0], [7]]
+    if ".webp" in _files.image_suffixes():
+        with pytest.raises(ValueError, match=f"received: {path}$"), reading_errors():
+            numbers(batches)
+
+
+@pytest.mark.parametrize("augment", [None, "random_resized_crop"])
+def test_an_image_that_cannot_be_read_is_named(photos, augment):
+    batches = load(f"folder:{photos}", "train", GREY, 1, augment, shuffle=False)
+    name = photos / "train" / "a" / "3.png"
+    assert len(list(batches.take(3))) == 3
+    with pytest.raises(tf.errors.InvalidArgumentError, match=str(name)):
+        list(batches)
+    message = f"can be decoded; received: {name}$"
+    with pytest.raises(ValueError, match=message), reading_errors():
+        list(batches)
+
+
+@pytest.mark.parametrize(
+    ("broken", "options", "whole"),
+    [
+        ([0], {}, 0),
+        ([19], {}, 6),
+        # The other images of the last batch do not fill it.
+        ([19], {"drop_remainder": True, "batch_size": 10}, 1),
+        (range(20), {"shuffle": True}, 0),
+        # Image 6 is met in the fifth pass, and the run goes on in the fourth.
+        ([6], {"repeat": True, "start_batch": 23}, 3),
+    ],
+)
+def test_a_damaged_image_is_named_wherever_it_is(tmp_path, broken, options, whole):
+    for number in range(20):
+        save(tmp_path / "train" / "ab"[number // 10] / f"{number % 10}.png", number)
+    settings = {"image_shape": GREY, "batch_size": 3, "shuffle": False, **options}
+    batches = load(f"folder:{tmp_path}", "train", **settings)
+    names = [tmp_path / "train" / "ab"[n // 10] / f"{n % 10}.png" for n in broken]
+    for name in names:
+        name.write_bytes(b"no image")
+    with reading_errors():
+        iterator = batches.as_numpy_iterator()
+        for _ in range(whole):
+            next(iterator)
+    with pytest.raises(ValueError, match="can be decoded") as error, reading_errors():
+        next(iterator)
+    assert str(error.value).rpartition(" ")[2] in map(str, names)
+
+
+def test_a_run_ends_where_no_image_can_be_read_any_more(photos):
+    batches = load(
+        f"folder:{photos}", "train", GREY, 1, shuffle=False, repeat=True, start_batch=0
+    )
+    iterator = batches.as_numpy_iterator()
+    next(iterator)
+    for file in (photos / "train").rglob("*.png"):
+        file.unlink()
+    with pytest.raises(ValueError, match="a file that can be read"), reading_errors():
+        collections.deque(itertools.islice(iterator, 100_000), maxlen=0)
+
+
+def test_an_augmentation_that_fails_is_not_a_damaged_image(photos):
+    def fails(images):
+        return tf.debugging.check_numerics(images / 0.0, "NaN of an augmentation")
+
+    batches = load(f"folder:{photos}", "train", GREY, 1, fails, shuffle=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="NaN of an augmentation"):
+        list(batches)
+
+
+def test_a_file_that_is_gone_is_named(photos):
+    batches = load(f"folder:{photos}", "train", GREY, 1, shuffle=False)
+    name = photos / "train" / "a" / "0.png"
+    name.unlink()
+    message = f"can be read; received: {name}$"
+    with pytest.raises(ValueError, match=message), reading_errors():
+        list(batches)
+
+
+def test_corrupt_files_of_folders_are_found(photos):
+    source = f"folder:{photos}"
+    save(photos / "test" / "a" / "0.png", 0)
+    (photos / "test" / "a" / "1.png").write_bytes(b"GIF89a")
+    assert find_corrupt_files(source) == [
+        str(photos / name)
+        for name in ("test/a/1.png", "train/a/3.png", "train/b/5.png")
+    ]
+    assert find_unreadable(source, "train").tolist() == [3, 15]
+    # A split without images, and one with an empty folder of a class.
+    (photos / "extra").mkdir()
+    (photos / "later" / "a").mkdir(parents=True)
+    assert len(find_corrupt_files(source)) == 3
+
+
+def test_files_that_are_listed_and_missing_are_corrupt(tmp_path):
+    save(tmp_path / "train" / "0.png", 0)
+    (tmp_path / "train" / "1.png").write_bytes(b"no image")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "labels.json").write_text('{"gone.png": ["a"]}')
+    labels = {f"{name}.png": ["a"] for name in (2, 1, 0)}
+    (tmp_path / "train" / "labels.json").write_text(json.dumps(labels))
+    assert find_corrupt_files(f"folder:{tmp_path}") == [
+        str(tmp_path / name) for name in ("test/gone.png", "train/1.png", "train/2.png")
+    ]
+    with pytest.raises(ValueError, match=r"received: '\S+\.png'"):
+        load(f"folder:{tmp_path}", "train", GREY, 1)
+    for path in (tmp_path / "test").iterdir():
+        path.write_text('{"../0.png": ["a"]}')
+    with pytest.raises(ValueError, match=r"received: '\.\./0\.png'"):
+        find_corrupt_files(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, turned):
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def other(place):
+        with scan(place) as entries:
+            yield sorted(entries, key=lambda entry: entry.name, reverse=turned)
+
+    monkeypatch.setattr(os, "scandir", other)
+    save(tmp_path / "m" / "0.png", 0)
+    # Two names of one folder.
+    (tmp_path / "z").symlink_to("m")
+    assert _files.files_below(tmp_path) == [tmp_path / "m" / "0.png"]
+
+
+def test_what_is_left_out_is_told_once(photos):
+    source, options = f"folder:{photos}", {"unreadable": "exclude"}
+    with warnings.catch_warnings(record=True) as report:
+        warnings.simplefilter("default")
+        num_examples(source, "train", **options)
+        load(source, "train", GREY, **options)
+        excluded_examples(source, "train", **options)
+    assert ["cannot be read" in str(x.message) for x in report] == [True]
+
+
+def test_images_that_cannot_be_read_are_left_out(photos):
+    source, options = f"folder:{photos}", {"unreadable": "exclude", "shuffle": False}
+    left = [n for n in range(20) if n not in (3, 15)]
+    message = r"2 of 20 images of .*train/a/3\.png, .*train/b/5\.png$"
+    with pytest.warns(UserWarning, match=message):
+        assert numbers(load(source, "train", GREY, 18, **options)) == [left]
+    with pytest.warns(UserWarning, match=message):
+        assert num_examples(source, "train", unreadable="exclude", exclude=[0]) == 17
+    # Found once, for all runs.
+    path = photos / "unreadable.json"
+    unreadable = find_unreadable(source, "train")
+    write_exclusion(path, source, "train", 20, unreadable)
+    assert numbers(load(source, "train", GREY, 18, shuffle=False, exclude=path)) == [
+        left
+    ]
+    other = photos / "other.json"
+    write_exclusion(other, source, "train", 20, [0, 3], note="mine")
+    assert num_examples(source, "train", exclude=[path, other]) == 17
+    with pytest.raises(ValueError, match="unreadable='skip'"):
+        load(source, "train", GREY, unreadable="skip")
+    for file in (photos / "train").rglob("*.png"):
+        file.write_bytes(b"no image")
+    with (
+        pytest.warns(UserWarning, match=r"20 of 20 images.*, \.\.\.$"),
+        pytest.raises(ValueError, match="received: 20 that cannot, such as "),
+    ):
+        load(source, "train", GREY, unreadable="exclude")
+
+
+@pytest.mark.filterwarnings("ignore:2 of 20 images")
+def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
+    options = {"repeat": True, "seed": 3, "unreadable": "exclude", "augment": "flip"}
+
+    def batches(start=0, shard=(0, 1)):
+        dataset = load(
+            f"folder:{photos}",
+            "train",
+            GREY,
+            6,
+            start_batch=start,
+            shard=shard,
+            **options,
+        )
+        return numbers(dataset.take(9 - start))
+
+    whole = batches()
+    assert sorted(n for batch in whole[:3] for n in batch) == [
+        n for n in range(20) if n not in (3, 15)
+    ]
+    for start in (1, 5, 6):
+        assert batches(start) == whole[start:]
+    parts = [batches(4, (index, 2)) for index in range(2)]
+    assert [[*a, *b] for a, b in zip(*parts)] == whole[4:]
+
+
+def test_folders_within_those_of_classes(tmp_path):
+    for number, name in enumerate(["a/x/1", "a/0", "a/y/z/2", "b/0"]):
+        save(tmp_path / "train" / f"{name}.png", number)
+    os.symlink(tmp_path / "train" / "a", tmp_path / "train" / "a" / "y" / "again")
+    save(tmp_path / "train" / "a" / ".hidden" / "3.png", 9)
+    actual = load(f"folder:{tmp_path}", "train", GREY, 4, shuffle=False)
+    # In the order of the paths.
+    assert numbers(actual) == [[1, 0, 2, 3]]
+
+
+def test_links_and_pipes_lead_nowhere_else(tmp_path):
+    outside = tmp_path / "outside"
+    save(outside / "0.png", 0)
+    root = tmp_path / "photos"
+    save(root / "train" / "a" / "0.png", 0)
+    save(root / "train" / "b" / "0.png", 1)
+    # Reading a pipe would wait for a writer.
+    os.mkfifo(root / "train" / "a" / "1.png")
+    actual = load(f"folder:{root}", "train", GREY, 2, shuffle=False)
+    assert numbers(actual) == [[0, 1]]
+    for target in ("/", outside, outside / "0.png"):
+        link = root / "train" / "a" / "link.png"
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match=r"links to stay within .*link\.png"):
+            load(f"folder:{root}", "train", GREY, 2)
+        link.unlink()
+    (root / "train" / "c").symlink_to(outside)
+    with pytest.raises(ValueError, match="links to stay within"):
+        load(f"folder:{root}", "train", GREY, 2)
+
+
+def test_other_files_are_reported(tmp_path):
+    save(tmp_path / "train" / "a" / "0.png", 0)
+    save(tmp_path / "train" / "b" / "0.png", 1)
+    save(tmp_path / "train" / "0.png", 2)
+    for name in ("a/1.tif", "a/x/2.TIF", "b/labels.json", "b/README"):
+        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(b"")
+    message = (
+        r"5 files in .*train are not among its images "
+        r"\(1 \.json, 1 \.png, 2 \.tif, 1 no suffix\), such as .*train/0\.png"
+    )
+    with pytest.warns(UserWarning, match=message):
+        assert num_examples(f"folder:{tmp_path}", "train") == 2
+    # Those that a file of labels does not list, too.
+    listed = tmp_path / "listed" / "train"
+    for number in range(3):
+        save(listed / f"{number}.png", number)
+    labels = {"0.png": ["a"], "1.png": ["b"]}
+    (listed / "labels.json").write_text(json.dumps(labels))
+    with pytest.warns(UserWarning, match=r"1 files .*1 \.png.*2\.png"):
+        assert num_examples(f"folder:{listed.parent}", "train") == 2
+    (listed / "labels.json").write_text(json.dumps({**labels, "2.tif": ["a"]}))
+    (listed / "2.tif").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"labels\.json; received: '2\.tif'"):
+        num_examples(f"folder:{listed.parent}", "train")
+
+
+@pytest.mark.skipif(not hasattr(tf.io, "decode_webp"), reason="TensorFlow is too old")
+def test_webp(tmp_path):
+    for number in range(2):
+        save(tmp_path / "train" / "ab"[number] / "0.webp", 100 * number)
+    actual = load(f"folder:{tmp_path}", "train", GREY, 2, shuffle=False)
+    np.testing.assert_allclose(numbers(actual), [[0, 100]], atol=2)
+
+
+def test_files_that_cannot_be_read_are_named_where_they_are_met(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(90):
+        folder = tmp_path / "test" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 255, (9, 8, 3), "uint8")
+        encoded = tf.io.encode_jpeg(pixels).numpy()
+        (folder / f"{number:02}.jpg").write_bytes(encoded)
+    options = {"image_shape": (4, 4, 3), "batch_size": 1, "augment": "flip"}
+    whole = load(f"folder:{tmp_path}", "test", **options)
+    expected = [images for images, _ in whole.as_numpy_iterator()]
+    assert len(expected) == len(whole) == 90
+
+    # Image 25 of the second class is number 70 in the order of the folders.
+    damaged = tmp_path / "test" / "b" / "51.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:90])
+    batches = load(f"folder:{tmp_path}", "test", **options).as_numpy_iterator()
+    for _, images in zip(range(70), expected):
+        np.testing.assert_array_equal(next(batches)[0], images)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"decoded.*b/51\.jpg"):
+        next(batches)
+
+
+def read(folder, **options):
+    """The images, the captions and the ids of the images of one batch of pairs."""
+    dataset = load_pairs(f"folder:{folder}", "train", SHAPE, shuffle=False, **options)
+    return [list(column) for column in [*zip(*rows(dataset)[0])][:3]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, name in enumerate(["a.png", "sub/b.png", "ü.png"]):
+        save(tmp_path / "train" / name, number)
+    return tmp_path
+
+
+def test_csv_and_jsonl(folder):
+    file = folder / "train/captions.csv"
+    # Another column, a comma, a line break in quotes, and a second caption.
+    text = 'id,image,caption\n7,sub/b.png,"a bee,\nflying"\n8,a.png,an ant\n'
+    text += "9,sub/b.png,a bumblebee\n10,ü.png,größer\n"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    expected = [[1, 1, 0, 2], ["a bee,\nflying", "a bumblebee", "an ant", "größer"]]
+    pixels, captions, ids = read(folder, captions="all")
+    assert [pixels, captions] == expected
+    assert ids == [0, 0, 1, 2]
+    source = f"folder:{folder}"
+    assert load_captions(source, "train") == tuple(captions)
+    assert num_pairs(source, "train") == 3
+    file.unlink()
+    lines = [
+        {"file_name": "sub/b.png", "captions": ["a bee,\nflying", "a bumblebee"]},
+        {"image": "a.png", "caption": "an ant"},
+        {"image": "ü.png", "text": "größer"},
+    ]
+    content = "\n".join(map(json.dumps, lines)) + "\n\n"
+    (folder / "train/captions.jsonl").write_text(content)
+    assert read(folder, captions="all")[:2] == expected
+    file.write_text("image,caption\n")
+    with pytest.raises(ValueError, match=r"one file of captions in .*captions\.jsonl"):
+        read(folder)
+
+
+def test_one_image_by_two_paths_within_the_folder(folder):
+    (folder / "train/captions.csv").write_text(
+        "image,caption\n./a.png, an ant \na.png,another\nsub//b.png,b\nü.png,u\n"
+    )
+    pixels, captions, ids = read(folder, captions="all")
+    assert (pixels, captions) == ([0, 0, 1, 2], ["an ant", "another", "b", "u"])
+    assert ids == [0, 0, 1, 2]
+    # A split does not lead out of its folder.
+    (folder / "other/class").mkdir(parents=True)
+    for split in ("../train", ".", "sub/../train"):
+        with pytest.raises(ValueError, match="Expected"):
+            load_pairs(f"folder:{folder / 'other'}", split, SHAPE)
+    with pytest.raises(ValueError, match="Expected"):
+        load_pairs(f"folder:{folder}", "other/../train", SHAPE)
+
+
+def test_faults_of_captions_are_named_or_left_out(folder):
+    file = folder / "train/captions.jsonl"
+    entries = [
+        b'{"image": "a.png", "caption": "an ant"}',
+        b'{"image": "gone.png", "caption": "a ghost"}',
+        b'{"image": "sub/b.png", "caption": "caf\xe9"}',
+        b"{not JSON",
+        b'{"image": "bad.png", "caption": "noise"}',
+    ]
+    file.write_bytes(b"\n".join(entries))
+    (folder / "train/bad.png").write_bytes(b"no picture")
+    source = f"folder:{folder}"
+    with pytest.raises(ValueError, match="4 faults in 6 images") as error:
+        load_pairs(source, "train", SHAPE)
+    for message in (
+        r"gone.png is not there",
+        r"sub/b.png has a caption that is not UTF-8",
+        r"captions.jsonl, line 4 names no image",
+        r"ü.png has no caption",
+    ):
+        assert message in str(error.value)
+    with pytest.warns(UserWarning, match="of 6 images") as warned:
+        pixels, captions, ids = read(folder, unreadable="exclude")
+    assert (pixels, captions) == ([0], ["an ant"])
+    assert ids == [0]
+    messages = [str(warning.message) for warning in warned]
+    assert any(x.startswith("4 of 6 images") for x in messages)
+    assert any("1 of 2 images" in x and "bad.png" in x for x in messages)
+    assert num_pairs(source, "train", exclude=[1, 2, 3, 5]) == 2
+    # The image that cannot be decoded ends the pass, by its name.
+    with pytest.raises(ValueError, match=r"can be decoded.*bad\.png"):
+        read(folder, exclude=[1, 2, 3, 5])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("captions.csv", "picture,caption\na.png,an ant\n", "one column.*'picture'"),
+        ("captions.csv", "", "column"),
+        ("captions.csv", "image,caption,caption\na.png,x,y\n", "one column.*'caption'"),
+        ("captions.csv", "image,caption\na.png,a cat, asleep\n", "line 2 has more"),
+        ("captions.csv", 'image,caption\na.png,"a\nü.png,b\n', "rows of a CSV file"),
+        ("captions.csv", 'image,"caption\na.png,a\n', "rows of a CSV file"),
+        ("captions.csv", "image,caption\n../a.png,an ant\n", r"'\.\./a\.png'.*line 2"),
+        ("captions.jsonl", '{"image": "/a.png", "caption": "x"}', "'/a.png' in line 1"),
+        ("captions.csv", "image,caption\na.png\n", "a.png has no caption"),
+        ("captions.jsonl", '{"image": "a.png", "caption": 7}', "caption: 7"),
+        ("captions.jsonl", '{"image": "a.png", "captions": []}', "a.png has no"),
+        ("captions.jsonl", "[" * 100_000, "line 1 names no image"),
+    ],
+)
+def test_bad_files_of_captions(folder, name, content, message):
+    (folder / "train" / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read(folder)

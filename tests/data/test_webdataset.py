@@ -1,0 +1,249 @@
+"""Tar files of images and captions."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from keras_moe.data import load_captions, load_pairs, num_pairs
+from tests.pipelines import SHAPE, png, rows
+
+tf = pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+
+def write_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                archive.addfile(content)
+                continue
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def examples(numbers):
+    """The members of some pairs, as WebDataset writes them."""
+    members = {}
+    for i in numbers:
+        members[f"{i:04}.png"] = png(i)
+        members[f"{i:04}.txt"] = f"number {i}\n".encode()
+    return members
+
+
+def test_members_are_pairs(tmp_path):
+    members = {
+        "a/1.seg.png": b"another image of the example",
+        "a/1.json": json.dumps({"caption": "from JSON", "width": 4}).encode(),
+        "a/1.txt": "größer".encode(),
+        "a/1.PNG": png(1),
+        "b/1.jpg": tf.io.encode_jpeg(tf.fill([4, 4, 3], np.uint8(2))).numpy(),
+        "b/1.json": json.dumps({"captions": ["two", "deux"]}).encode(),
+        "README": b"no example",
+    }
+    folder = tarfile.TarInfo("c")
+    folder.type = tarfile.DIRTYPE
+    write_tar(tmp_path / "photos-test-0.tar", {**members, "c": folder})
+    write_tar(tmp_path / "photos-test-1.tar", examples([3]))
+    write_tar(tmp_path / "photos-train.tar", examples(range(9)))
+    source = f"webdataset:{tmp_path}"
+    dataset = load_pairs(source, "test", SHAPE, captions="all")
+    (batch,) = rows(dataset)
+    first = [(1, "größer", 0, 0), (2, "two", 1, 1), (2, "deux", 1, 2)]
+    assert batch == [*first, (3, "number 3", 2, 3)]
+    assert load_captions(source, "test") == ("größer", "two", "deux", "number 3")
+    assert num_pairs(f"webdataset:{tmp_path}/photos-*.tar", "train") == 9
+    with pytest.raises(ValueError, match=r"the split as a word.*'valid'"):
+        load_pairs(source, "valid")
+
+
+def test_order_shards_and_resumption(tmp_path):
+    # Names of numbers alone are in every split.
+    for number in range(3):
+        numbers = range(5 * number, 5 * number + 5)
+        write_tar(tmp_path / f"{number:05}.tar", examples(numbers))
+
+    def batches(take, **options):
+        dataset = load_pairs(
+            f"webdataset:{tmp_path}",
+            "train",
+            SHAPE,
+            4,
+            repeat=True,
+            **options,
+        )
+        return rows(dataset, take)
+
+    whole = batches(7)
+    assert all(row[1] == f"number {row[0]}" for batch in whole for row in batch)
+    assert len({row[0] for batch in whole[:3] for row in batch}) == 12
+    # The order mixes the files.
+    assert len({row[0] // 5 for row in whole[0] + whole[1]}) == 3
+    assert batches(3, start_batch=4) == whole[4:]
+    parts = [batches(4, shard=(i, 2)) for i in range(2)]
+    assert [first + second for first, second in zip(*parts)] == whole[:4]
+
+
+def test_a_tar_that_is_cut_off(tmp_path):
+    members = examples(range(3))
+    whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
+    path = tmp_path / "train.tar"
+    source = f"webdataset:{path}"
+    options = {"unreadable": "exclude", "shuffle": False}
+    # Within content, within a header, and between members: each has 2 x 1,024 bytes.
+    for size in (4 * 1024 + 530, 4 * 1024 + 100, 4 * 1024):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"train\.tar is cut off behind 0001\.txt"):
+            load_pairs(source, "train", SHAPE)
+        with pytest.warns(UserWarning, match=r"1 of 3 images.*train\.tar is cut off"):
+            dataset = load_pairs(source, "train", SHAPE, **options)
+        assert [row[0] for row in rows(dataset)[0]] == [0, 1]
+    # The image is there, and its caption is cut off.
+    path.write_bytes(whole[: 3 * 1024 + 100])
+    with pytest.raises(ValueError, match=r"2 faults.*0001 has no caption.*is cut off"):
+        load_pairs(source, "train", SHAPE)
+    # Content behind the end is as good as cut off.
+    path.write_bytes(whole + whole)
+    with pytest.raises(ValueError, match=r"behind 0002\.txt \(content behind its end"):
+        load_pairs(source, "train", SHAPE)
+    path.write_bytes(whole + bytes(4096))
+    assert num_pairs(source, "train") == 3
+    # One shard that is empty, or cut off in its first header, is no reason to stop.
+    (tmp_path / "train-0.tar").write_bytes(b"")
+    (tmp_path / "train-1.tar").write_bytes(whole[:300])
+    (tmp_path / "train-2.tar").write_bytes(whole[:520])
+    shards = f"webdataset:{tmp_path}/train*.tar"
+    with pytest.warns(UserWarning, match=r"3 of 6 images.*train-0\.tar is cut off"):
+        assert num_pairs(shards, "train", unreadable="exclude") == 3
+    # A size below zero would lead back to the same header.
+    header = tarfile.TarInfo("7.png").tobuf(tarfile.GNU_FORMAT)
+    size = (256**12 - 512).to_bytes(12, "big")
+    header = header[:124] + size + header[136:148] + b" " * 8 + header[156:]
+    checksum = b"%06o\0 " % sum(header)
+    path.write_bytes(header[:148] + checksum + header[156:] + bytes(1024))
+    with pytest.raises(ValueError, match=r"unexpected end of data"):
+        load_pairs(source, "train", SHAPE)
+    # A file that shrinks later on is named, too.
+    path.write_bytes(whole)
+    dataset = load_pairs(source, "train", SHAPE)
+    path.write_bytes(whole[:600])
+    with pytest.raises(ValueError, match=r"not changed since.*train\.tar"):
+        rows(dataset)
+
+
+def test_headers_are_read_once(tmp_path, monkeypatch):
+    path = write_tar(tmp_path / "train.tar", examples(range(2)))
+    source = f"webdataset:{path}"
+    assert num_pairs(source, "train") == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile, "open", None)
+        assert load_captions(source, "train") == ("number 0", "number 1")
+    write_tar(path, examples(range(20)))
+    assert num_pairs(source, "train") == 20
+
+
+def test_faults(tmp_path):
+    path = tmp_path / "train.tar"
+    members = {
+        **examples([0]),
+        "1.png": png(1),
+        "2.txt": b"no image",
+        "3.png": png(3),
+        "3.json": b"{broken",
+        "4.png": png(4),
+        "4.txt": b"caf\xe9",
+        "5.png": png(5),
+        "5.txt": b" \n",
+        "6.jpg": b"no picture",
+        "6.txt": b"noise",
+        "7.png": png(7),
+        "7.jpg": b"another image",
+        "7.txt": b"seven",
+        "8.json": b'\xef\xbb\xbf{"caption": "eight"}',
+        "8.png": png(8),
+        "9.png": png(9),
+        "9.txt": b"\xef\xbb\xbfnine",
+        "10.png": png(10),
+        "10.PNG": png(11),
+        "10.txt": b"ten",
+    }
+    write_tar(path, members)
+    source = f"webdataset:{path}"
+    with pytest.raises(ValueError, match="7 faults in 11 images") as error:
+        load_pairs(source, "train")
+    for message in (
+        "1 has no caption",
+        "2 has a caption and no image",
+        "3 has no JSON object",
+        "4 has a caption that is not UTF-8",
+        "5 has an empty caption",
+    ):
+        assert f"{path}: {message}" in str(error.value)
+    with pytest.warns(UserWarning, match="are left out") as warned:
+        dataset = load_pairs(source, "train", SHAPE, unreadable="exclude")
+    counts = [str(warning.message).partition(" images")[0] for warning in warned]
+    assert counts == ["7 of 11", "1 of 4"]
+    kept = [(0, "number 0"), (8, "eight"), (9, "nine")]
+    assert sorted(row[:2] for row in rows(dataset)[0]) == kept
+    with pytest.raises(ValueError, match="2 faults in 11 images") as error:
+        load_pairs(source, "train", exclude=[1, 2, 3, 4, 5])
+    for message in ("7 has several images: .jpg, .png", "10 has several members .png"):
+        assert f"{path}: {message}" in str(error.value)
+
+
+def test_members_that_lead_out_of_the_archive(tmp_path):
+    link = tarfile.TarInfo("7.png")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    hard = tarfile.TarInfo("8.png")
+    hard.type, hard.linkname = tarfile.LNKTYPE, "0000.png"
+    device = tarfile.TarInfo("9.png")
+    device.type = tarfile.CHRTYPE
+    for name, content in (
+        ("/etc/0.png", b"x"),
+        ("../0.png", b"x"),
+        ("a/../../0.txt", b"x"),
+        ("..\\0.txt", b"x"),
+        ("7.png", link),
+        ("8.png", hard),
+        ("9.png", device),
+    ):
+        path = tmp_path / "train.tar"
+        write_tar(path, {**examples([0]), name: content})
+        with pytest.raises(ValueError, match="inside the archive") as error:
+            load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
+        assert f"received: {name!r} in {path}" in str(error.value)
+
+
+@pytest.mark.parametrize("number", ["x", "1,x"])
+def test_damaged_numbers_of_sparse_files(tmp_path, number):
+    path = tmp_path / "train-0.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("0.txt")
+        member.pax_headers = {"GNU.sparse.map": number}
+        archive.addfile(member)
+    with pytest.raises(ValueError, match=r"Expected images .*train-0\.tar.*damaged"):
+        load_captions(f"webdataset:{tmp_path}", "train")
+
+
+def test_other_files(tmp_path):
+    path = tmp_path / "train.tar"
+    write_tar(path, examples([0]), "w:gz")
+    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train")
+    # Compressed, and smaller than a header.
+    path.write_bytes(b"\x1f\x8b" + bytes(100))
+    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
+    path.write_bytes(b"no tar file" * 100)
+    with pytest.raises(ValueError, match=r"Expected a tar file.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train")
+    write_tar(path, {"README": b"nothing"})
+    with pytest.raises(ValueError, match=r"Expected images with captions.*without any"):
+        load_pairs(f"webdataset:{path}", "train")
+    with pytest.raises(ValueError, match="a glob that matches some"):
+        load_pairs(f"webdataset:{tmp_path}/nothing-*.tar", "train")
