@@ -25,7 +25,6 @@ def ramps(height, width):
     return np.stack([rows, columns], axis=-1).astype("float32")
 
 
-@pytest.mark.backend_free
 def test_the_whole_image_is_resized_as_tensorflow_does():
     images = photographs(size=(16, 16))
     crop = RandomResizedCrop(9, 23, scale=(1, 1), ratio=(1, 1))
@@ -34,7 +33,6 @@ def test_the_whole_image_is_resized_as_tensorflow_does():
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("size", [(40, 40), (60, 30)])
 def test_crops_have_the_area_the_shape_and_the_pixels_they_should(size):
     crop = RandomResizedCrop(200, 200, scale=(0.2, 0.6), ratio=(0.5, 2.0))
@@ -62,7 +60,6 @@ def test_crops_have_the_area_the_shape_and_the_pixels_they_should(size):
     np.testing.assert_allclose(steps, np.stack([height, width], -1) / 2, atol=0.02)
 
 
-@pytest.mark.backend_free
 def test_images_of_a_batch_are_cropped_differently_and_repeatably():
     images = np.repeat(photographs(1), 3, axis=0)
     crop = RandomResizedCrop(8, 8)
@@ -73,7 +70,6 @@ def test_images_of_a_batch_are_cropped_differently_and_repeatably():
     assert crop(images[0], (0, 1)).shape == (8, 8, 3)
 
 
-@pytest.mark.backend_free
 def test_a_shape_that_does_not_fit_falls_back_to_the_centre():
     # Nothing of the whole area of a tall image is wide.
     crop = RandomResizedCrop(10, 10, scale=(1, 1), ratio=(1, 2))
@@ -220,7 +216,6 @@ def photograph(seed, height=75, width=110, channels=3):
     return tf.cast(tf.clip_by_value(image, 0, 255), "uint8")
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_part_of_a_jpeg_is_decoded_as_the_whole(channels):
     crop = RandomResizedCrop(32, 24)
@@ -235,7 +230,6 @@ def test_a_part_of_a_jpeg_is_decoded_as_the_whole(channels):
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.backend_free
 def test_pipelines_crop_alike(tmp_path):
     images = [photograph(seed, 60 + seed, 90 - seed) for seed in range(12)]
     encoders = (tf.io.encode_jpeg, tf.io.encode_png)
@@ -262,7 +256,6 @@ def test_pipelines_crop_alike(tmp_path):
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.backend_free
 def test_jpeg_files_in_the_colours_of_printing(tmp_path):
     """Files of cyan, magenta, yellow and black are cropped, and decoded, as RGB."""
     from PIL import Image
@@ -285,7 +278,6 @@ def test_jpeg_files_in_the_colours_of_printing(tmp_path):
         assert np.abs((images[0] + 1) * 127.5 - pixels).mean() < 20
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("mixer", [None, "cutmix"])
 def test_images_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, mixer):
     for number in range(90):

@@ -22,8 +22,6 @@ from tests.pipelines import png, rows
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 SHAPE = (4, 4, 1)
 

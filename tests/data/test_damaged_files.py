@@ -20,8 +20,6 @@ from keras_moe.data.selection import excluded_indices
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 CLASSES = ["animal", "bee", "cat"]
 PARENTS = {"bee": ["animal"], "cat": ["animal"]}
 SHAPE = (2, 2, 1)

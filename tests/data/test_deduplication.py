@@ -11,8 +11,6 @@ from keras_moe.data.digits import read_pixels
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 COUNT = 150
 
 

@@ -7,8 +7,6 @@ import pytest
 from keras_moe.data import load_digits
 from keras_moe.data.digits import read_pixels
 
-pytestmark = pytest.mark.backend_free
-
 
 def rows(images):
     return {image.tobytes() for image in images}

@@ -33,9 +33,6 @@ from keras_moe.data._emoji_names import (
 )
 from keras_moe.data._files import cache_folder
 
-pytestmark = pytest.mark.backend_free
-
-
 TONES = ("light", "medium-light", "medium", "medium-dark", "dark")
 
 

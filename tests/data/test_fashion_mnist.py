@@ -9,8 +9,6 @@ import pytest
 
 from keras_moe.data import _fashion_mnist, class_names, load, num_classes, num_examples
 
-pytestmark = pytest.mark.backend_free
-
 RNG = np.random.default_rng(0)
 IMAGES = {
     "train": RNG.integers(0, 256, (6, 28, 28), "uint8"),

@@ -28,8 +28,6 @@ from tests.pipelines import SHAPE, numbers, rows, save
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 GREY = (4, 4, 1)
 
 

@@ -10,8 +10,6 @@ from tests.pipelines import in_pipeline
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 COLOUR = {**PLAIN, "value_range": (0, 255)}
 

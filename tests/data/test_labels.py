@@ -6,8 +6,6 @@ import pytest
 
 from keras_moe.data import LabelHierarchy
 
-pytestmark = pytest.mark.backend_free
-
 CLASSES = ["animal", "beagle", "cat", "dog", "pet", "rock"]
 PARENTS = {"beagle": ["dog"], "dog": ["animal", "pet"], "cat": ["animal", "pet"]}
 

@@ -32,7 +32,6 @@ def digits(split="test", **options):
     return arrays(load("digits", split, SHAPE, **options))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("shape", [(16, 16, 3), (8, 8, 1), (20, 12, 1)])
 def test_digits_are_those_of_load_digits(shape):
     images, labels = arrays(load("digits", "test", shape))
@@ -43,7 +42,6 @@ def test_digits_are_those_of_load_digits(shape):
     assert labels.dtype == "int32"
 
 
-@pytest.mark.backend_free
 def test_batches():
     dataset = load("digits", "test", SHAPE, batch_size=64)
     assert len(dataset) == 8
@@ -54,14 +52,12 @@ def test_batches():
     assert full.element_spec[0].shape == (64, *SHAPE)
 
 
-@pytest.mark.backend_free
 def test_one_hot():
     labels = digits(one_hot=True)[1]
     np.testing.assert_array_equal(labels, np.eye(10)[digits()[1]])
     assert labels.dtype == "float32"
 
 
-@pytest.mark.backend_free
 def test_training_data_is_shuffled_by_seed_and_pass():
     dataset = load("digits", "train", SHAPE)
     first, second = arrays(dataset), arrays(dataset)
@@ -75,7 +71,6 @@ def test_training_data_is_shuffled_by_seed_and_pass():
         np.testing.assert_array_equal(np.bincount(labels), np.bincount(ordered[1]))
 
 
-@pytest.mark.backend_free
 def test_other_splits_keep_their_order():
     assert same(*[digits() for _ in range(2)])
     shuffled = load("digits", "test", SHAPE, shuffle=True)
@@ -92,6 +87,7 @@ AUGMENTATIONS = [
 ]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("augment", AUGMENTATIONS, ids=str)
 def test_every_name_works_with_every_backend(augment):
     def make(seed):
@@ -117,7 +113,6 @@ def test_every_name_works_with_every_backend(augment):
     assert same(second, arrays(again))
 
 
-@pytest.mark.backend_free
 def test_flip_mirrors_about_half_of_the_images():
     plain = digits()[0]
     flipped = digits(augment="flip")[0]
@@ -194,7 +189,6 @@ def test_layers_of_keras(layer):
     assert not np.array_equal(made[0][0], plain[0])
 
 
-@pytest.mark.backend_free
 def test_a_layer_that_is_used_again_starts_again():
     layer = keras.layers.RandomRotation(0.1, seed=1)
     made = [digits(augment=layer) for _ in range(2)]
@@ -205,7 +199,6 @@ def test_a_layer_that_is_used_again_starts_again():
     assert not np.array_equal(one, other)
 
 
-@pytest.mark.backend_free
 def test_functions_see_pixels():
     plain = digits()[0]
     seen = []
@@ -223,7 +216,6 @@ def test_functions_see_pixels():
     assert seen[0].rank == 4
 
 
-@pytest.mark.backend_free
 def test_functions_may_take_a_seed():
     def noise(images, seed):
         return images + tf.random.stateless_uniform(tf.shape(images), seed, 0, 100)
@@ -233,20 +225,17 @@ def test_functions_may_take_a_seed():
     assert not same(arrays(first), digits())
 
 
-@pytest.mark.backend_free
 def test_what_leaves_the_range_is_clipped():
     images, _ = digits(augment=lambda x: 3 * x - 100)
     assert images.min() == -1
     assert images.max() == 1
 
 
-@pytest.mark.backend_free
 def test_layers_may_change_the_size():
     crop = keras.layers.RandomCrop(8, 12, seed=0)
     assert digits(augment=crop)[0].shape[1:] == (8, 12, 3)
 
 
-@pytest.mark.backend_free
 def test_a_leading_crop_reads_the_full_size():
     sizes = []
 
@@ -264,6 +253,7 @@ def test_a_leading_crop_reads_the_full_size():
     assert images.shape[1:] == SHAPE
 
 
+@pytest.mark.every_backend
 def test_fit_takes_the_pipeline():
     model = keras.Sequential(
         [keras.Input(SHAPE), keras.layers.Flatten(), keras.layers.Dense(10)]
@@ -297,7 +287,6 @@ def test_keras_cv_layers():
     assert (labels.max(1) < 1).any()
 
 
-@pytest.mark.backend_free
 def test_names_with_options_are_the_layers_with_these():
     def make(name, **options):
         return _by_name({"name": name, **options}, SHAPE, seed=3)
@@ -317,7 +306,6 @@ def test_names_with_options_are_the_layers_with_these():
     assert np.median(strong.max(1)) < 0.7
 
 
-@pytest.mark.backend_free
 def test_folders_of_images(tmp_path):
     generator = np.random.default_rng(0)
     sizes = {"train/b": 3, "train/a": 2, "test/b": 1, "test/c": 1}
@@ -350,7 +338,6 @@ def test_folders_of_images(tmp_path):
         load(source, "empty")
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -390,7 +377,6 @@ def test_bad_input(arguments, message):
         load(**{"source": "digits", "split": "test", **arguments})
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -428,7 +414,6 @@ def first(dataset, count):
     return list(dataset.take(count).as_numpy_iterator())
 
 
-@pytest.mark.backend_free
 def test_a_later_start_gives_the_same_batches():
     whole = first(endless(), 14)
     # Within the first epoch, at the ends of epochs, in the third.
@@ -444,7 +429,6 @@ def test_a_later_start_gives_the_same_batches():
     assert len({images.tobytes() for images, _ in whole}) == 14
 
 
-@pytest.mark.backend_free
 def test_passes_in_runs_are_the_same(tmp_path, monkeypatch):
     for number in range(23):
         save(tmp_path / "train" / "ab"[number % 2] / f"{number}.png", number)
@@ -463,7 +447,6 @@ def test_passes_in_runs_are_the_same(tmp_path, monkeypatch):
             assert batches(start) == whole[start:]
 
 
-@pytest.mark.backend_free
 def test_an_epoch_has_every_image_at_most_once():
     options = {"augment": None, "batch_size": 449}
     assert num_examples("digits", "train") == 3 * 449
@@ -488,7 +471,6 @@ def test_an_epoch_has_every_image_at_most_once():
     assert seen[0] != seen[1]
 
 
-@pytest.mark.backend_free
 def test_seeds_differ():
     assert not same(first(endless(), 2), first(endless(seed=1), 2))
     plain = {"augment": None, "shuffle": False}
@@ -505,7 +487,6 @@ np.savez(sys.argv[1], images=np.stack(images), labels=np.stack(labels))
 """
 
 
-@pytest.mark.backend_free
 def test_another_process_gives_the_same_batches(tmp_path):
     path = tmp_path / "batches.npz"
     subprocess.run(
@@ -521,13 +502,11 @@ def test_another_process_gives_the_same_batches(tmp_path):
         np.testing.assert_array_equal(actual["labels"], labels)
 
 
-@pytest.mark.backend_free
 def test_seeking_reads_nothing():
     # A million epochs later, as quickly as at the start.
     assert len(first(endless(6_000_001), 1)) == 1
 
 
-@pytest.mark.backend_free
 def test_a_state_of_its_own_is_warned_of():
     def noise(images):
         return images + tf.random.uniform(tf.shape(images))
@@ -547,7 +526,6 @@ def test_fit_takes_steps_of_it():
     assert int(model.optimizer.iterations) == 6
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,8 +7,6 @@ from PIL import Image, ImageDraw
 from keras_moe import data
 from keras_moe.data import _openclipart
 
-pytestmark = pytest.mark.backend_free
-
 SVG = """<?xml version="1.0"?>
 <svg xmlns="http://www.w3.org/2000/svg"><title>not this one</title><metadata>
 <rdf:RDF xmlns:cc="http://web.resource.org/cc/"

@@ -83,7 +83,6 @@ def test_pairs_are_weighed_in_loss_and_metrics(traced):
     assert actual == pytest.approx(first, rel=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "make", [lambda: IMAGES, lambda: dataset(IMAGES, LABELS, batch_size=5)]
 )
@@ -94,7 +93,6 @@ def test_predictions_have_no_padding(model, make):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_validation_while_training(model):
     batches = padded(dataset(IMAGES, LABELS), model=model)
     history = model.fit(
@@ -105,7 +103,6 @@ def test_validation_while_training(model):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_groups_of_real_images_are_as_they_were():
     model = classifier(eval_capacity_factor=0.5, examples_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)
@@ -117,7 +114,6 @@ def test_groups_of_real_images_are_as_they_were():
     np.testing.assert_allclose(actual[:10], whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_batch_sizes():
     def sizes(batches):
         return [len(batch[0]) for batch in batches]
@@ -128,7 +124,6 @@ def test_batch_sizes():
     assert padded(dataset(IMAGES), num_examples=11).cardinality() == 3
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,7 +140,6 @@ def test_what_does_not_fit_is_refused(arguments, message):
         padded(**arguments)
 
 
-@pytest.mark.backend_free
 def test_datasets_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="repeats"):
         padded(dataset(IMAGES).repeat())
@@ -153,7 +147,6 @@ def test_datasets_that_do_not_fit_are_refused():
         padded(dataset(IMAGES), LABELS)
 
 
-@pytest.mark.backend_free
 def test_metrics_that_would_count_padding_are_refused(model):
     padded(IMAGES, LABELS, model=model)
     plain = models.from_preset("vit_s16", num_classes=3, **SMALL)
@@ -161,7 +154,6 @@ def test_metrics_that_would_count_padding_are_refused(model):
         padded(IMAGES, LABELS, model=plain)
 
 
-@pytest.mark.backend_free
 def test_processes_make_equally_many_batches(monkeypatch):
     # Another process has 3 batches of 4 where this one has 5 examples.
     monkeypatch.setattr(padding, "_of_all_processes", lambda *_: (3, 5 + 11, 2))

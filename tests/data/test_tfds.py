@@ -20,8 +20,6 @@ from tests.pipelines import arrays, rows, same
 tfds = pytest.importorskip("tensorflow_datasets")
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 LABELS = ["ant", "bee", "cat", "dog"]
 COUNTS = {"train": 30, "test": 9}

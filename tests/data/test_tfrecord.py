@@ -29,8 +29,6 @@ from tests.pipelines import SHAPE, picture, png, rows
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 CLASSES = ["animal", "bee", "cat", "rock"]
 PARENTS = {"bee": ["animal"], "cat": ["animal"]}

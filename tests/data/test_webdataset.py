@@ -12,8 +12,6 @@ from tests.pipelines import SHAPE, png, rows
 
 tf = pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 def write_tar(path, members, mode="w"):
     with tarfile.open(path, mode) as archive:
