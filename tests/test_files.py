@@ -214,7 +214,7 @@ WRITERS = {
     "cli/comparison.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
     "cli/timm_outputs.py": "a temporary folder for another process",
-    "data/kept_arrays.py": "arrays go into a file of `files.new_file`",
+    "data/_files.py": "arrays go into a file of `files.new_file`",
     "models/conversion/sources.py": "Keras downloads to a folder of its own",
     "training/checkpoints.py": "a checkpoint is moved away before it is deleted",
 }
