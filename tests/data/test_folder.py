@@ -208,7 +208,7 @@ def test_images_that_cannot_be_read_are_left_out(photos):
     message = r"2 of 20 images of .*train/a/3\.png, .*train/b/5\.png$"
     with pytest.warns(UserWarning, match=message):
         assert numbers(load(source, "train", GREY, 18, **options)) == [left]
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message.replace("20", "19")):
         assert num_examples(source, "train", unreadable="exclude", exclude=[0]) == 17
     # Found once, for all runs.
     path = photos / "unreadable.json"

@@ -414,17 +414,21 @@ def first(dataset, count):
     return list(dataset.take(count).as_numpy_iterator())
 
 
+def same_batches(some, others):
+    return all(same(x, y) for x, y in zip(some, others, strict=True))
+
+
 def test_a_later_start_gives_the_same_batches():
     whole = first(endless(), 14)
     # Within the first epoch, at the ends of epochs, in the third.
     for start in (5, 6, 13):
-        assert same(first(endless(start), 14 - start), whole[start:])
+        assert same_batches(first(endless(start), 14 - start), whole[start:])
     # However often it was read, and whatever was drawn before.
     dataset = endless(9)
     tf.random.set_seed(1)
     tf.random.uniform([])
-    assert same(first(dataset, 3), whole[9:12])
-    assert same(first(dataset, 3), whole[9:12])
+    assert same_batches(first(dataset, 3), whole[9:12])
+    assert same_batches(first(dataset, 3), whole[9:12])
     # No batch comes twice.
     assert len({images.tobytes() for images, _ in whole}) == 14
 
@@ -472,14 +476,17 @@ def test_an_epoch_has_every_image_at_most_once():
 
 
 def test_seeds_differ():
-    assert not same(first(endless(), 2), first(endless(seed=1), 2))
+    assert not same_batches(first(endless(), 2), first(endless(seed=1), 2))
     plain = {"augment": None, "shuffle": False}
     ordered = [first(endless(seed=seed, **plain), 7) for seed in (0, 1)]
-    assert same(*ordered)
-    assert same(ordered[0][6:], ordered[0][:1])
+    assert same_batches(*ordered)
+    assert same_batches(ordered[0][6:], ordered[0][:1])
 
 
 PROCESS = """
+import sys
+import numpy as np
+from keras_moe.data import load
 batches = load("digits", "train", (8, 8, 1), 200, ["random_resized_crop", "flip",
     "rotation", "mixup"], repeat=True, start_batch=8)
 images, labels = zip(*batches.take(2).as_numpy_iterator())
