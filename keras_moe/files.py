@@ -52,46 +52,39 @@ def check_free_space(path: str | os.PathLike, size: int) -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
-    """Opens a new file that replaces `path` once everything is written."""
+def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
+    """Opens a new file that replaces `path` once everything is written.
+
+    Without room for `size` bytes nothing is written.
+    """
     path = Path(path)
+    check_free_space(path, size)
     part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with open(part, "x+b", buffering=0) as file:
+        with open(part, "xb") as file:
             yield file
-            if durable:
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
-        if durable:
-            sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         if error.filename is not None:
             raise
-        size = part.stat().st_size if part.exists() else 0
-        raise write_failed(error, path, size) from error
+        written = part.stat().st_size if part.exists() else 0
+        raise write_failed(error, path, max(size, written)) from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def write_all(file: BinaryIO, data: Any) -> None:
-    """Writes all of a buffer to an unbuffered file, which may take a part at a time."""
-    rest = memoryview(data).cast("B")
-    while len(rest):
-        rest = rest[file.write(rest) :]
-
-
-def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> None:
+def write_bytes(path: str | os.PathLike, data: Any) -> None:
     """Writes a file whole, or leaves the one that is there."""
-    with new_file(path, durable) as file:
-        try:
-            write_all(file, data)
-        except OSError as error:
-            raise write_failed(error, path, memoryview(data).nbytes) from error
+    with new_file(path, memoryview(data).nbytes) as file:
+        file.write(data)
 
 
-def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
+def write_text(path: str | os.PathLike, text: str) -> None:
     """Writes a text in UTF-8 as `write_bytes` does."""
-    write_bytes(path, text.encode(), durable)
+    write_bytes(path, text.encode())
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

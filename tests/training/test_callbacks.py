@@ -293,7 +293,7 @@ def test_settings_come_back(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_all", full)
+        patched.setattr(files.os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             changed(mine, epochs=99).save(tmp_path / "mine.json")
     assert training.load_recipe(tmp_path / "mine.json") == mine

@@ -102,7 +102,7 @@ def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
     else:
         figure.savefig(content, format=kind)
     target = path if Path(path).suffix else f"{path}.{kind}"
-    write_bytes(target, content.getbuffer(), durable=False)
+    write_bytes(target, content.getbuffer())
     return figure
 
 
