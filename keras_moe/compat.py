@@ -1,10 +1,9 @@
-"""Parts of Keras and KerasHub that are not public, and why each is needed.
+"""Private parts of Keras and KerasHub, and why each is needed.
 
-Nothing else in the package imports from `keras.src` or `keras_hub.src`. Every entry
-says which public way is missing. Checked with Keras 3.15.1 and KerasHub 0.32.0. The
-functions that need KerasHub import it when they are called: the core needs Keras only.
-`PRIVATE_METHODS` lists the private methods that subclasses override or call; a test
-compares them with the installed versions.
+Nothing else in the package imports from `keras.src` or `keras_hub.src`. Checked with
+Keras 3.15.1 and KerasHub 0.32.0. Functions that need KerasHub import it when they are
+called: the core needs Keras only. `PRIVATE_METHODS` lists the private methods that
+subclasses override or call; a test compares them with the installed versions.
 """
 
 import collections
@@ -18,22 +17,21 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-# Keras hands an implicit mask on to calls of one tensor only: a layer of several inputs
-# has to read it from its tensor.
+# Keras passes an implicit mask to calls with one tensor only: a layer with several
+# inputs has to read it from the tensor.
 from keras.src.backend.common.masking import get_keras_mask
 
-# Inside a layer's call, a public layer cannot read its variables in their own dtype:
-# `AutocastScope(None)` switches the automatic cast off. Which scope there is, nothing
-# public says.
+# Inside a layer's call, only `AutocastScope(None)` gives variables in their own dtype,
+# and nothing public tells which scope is active.
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 
-# Initializers that scale by fans compute them within their calls alone.
+# Initializers that scale by fans compute them inside their calls.
 from keras.src.initializers.random_initializers import compute_fans
 
 # Keras changes the bases of a class when it builds the first model of it.
 from keras.src.models.model import inject_functional_model_class
 
-# Stores copy arrays that they have read, and offer no buffer to read them into.
+# Stores copy the arrays that they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 
 # `keras.saving.save_weights` asks this way before it replaces a file.
@@ -165,7 +163,7 @@ def clear_losses(layer: keras.layers.Layer) -> None:
 
 @contextlib.contextmanager
 def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
-    """Lets a built layer take further weights, as low-rank pairs.
+    """Lets a built layer add weights, such as LoRA adapters.
 
     Keras locks a layer when it is built, and its own layers unlock themselves.
     """
@@ -185,7 +183,7 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
 
 
 def hands_on(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
-    """Whether Keras hands arguments to a layer's `call`, outside of a `RematScope`."""
+    """Whether Keras passes arguments to a layer's `call`, outside of a `RematScope`."""
     takes = layer._call_has_training_arg or "training" not in names
     return takes and layer._remat_mode is None
 
@@ -202,24 +200,24 @@ def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
 def is_state_of_steps(name: str) -> bool:
     """Whether an attribute of a model is what JAX's trainer keeps of its last step.
 
-    Keras looks into each attribute for layers and weights. In this one, which is new at
-    each step, there are arrays alone.
+    Keras searches each new attribute for layers and weights; this one, which is new at
+    each step, only has arrays.
     """
     return name == "_jax_state"
 
 
 def mark_loss_as_built(model: keras.Model) -> None:
-    """Says that a compiled model's loss needs no building.
+    """Marks a compiled model's loss as built.
 
     `train_on_batch` runs a symbolic step before each real one until Keras's container
-    of the loss is built, which a `compute_loss` of one's own never calls.
+    of the loss is built, which a custom `compute_loss` never calls.
     """
     model._compile_loss.built = True
 
 
 def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
-    """Gives a compiled model another metric of its loss, a mean weighted by batches."""
-    # Not as an attribute that Keras looks into: it would be there twice.
+    """Gives a compiled model another metric for its loss, a mean over batches."""
+    # Not `setattr`: Keras would track the metric twice.
     object.__setattr__(model, "_loss_tracker", metric)
 
 
@@ -235,11 +233,8 @@ def has_seed_generator(layer: keras.layers.Layer) -> bool:
 def replaced_seed_generator(
     layer: keras.layers.Layer, generator: keras.random.SeedGenerator
 ) -> Iterator[None]:
-    """Makes a layer for `tf.data` draw from another generator.
-
-    A layer makes its generator for `tf.data` itself, and takes none.
-    """
-    # The instance's dict, so that Keras does not take it for state to track.
+    """Makes a layer for `tf.data` draw from another generator than its own."""
+    # In the instance's dict, where Keras does not track it.
     layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
     try:
         yield
@@ -253,7 +248,7 @@ def replaced_seed_generator(
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The averages that an optimizer keeps of its weights, in the weights' order.
 
-    `finalize_variable_values` is the public way: it overwrites the weights for good.
+    The public `finalize_variable_values` overwrites the weights with them for good.
     """
     return list(optimizer._model_variables_moving_average)
 
@@ -261,8 +256,7 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
 def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """The number of batches that an optimizer has seen.
 
-    The public `iterations` counts updates, which take several batches where gradients
-    are accumulated.
+    The public `iterations` counts updates, each of several batches with accumulation.
     """
     return optimizer._iterations
 

@@ -21,8 +21,8 @@ class NonFiniteLoss(ValueError):
 
     Args:
         step: number of steps made when it was seen.
-        message: words of the error.
-        since: the first step that may be to blame.
+        message: the error's message.
+        since: the first step that may have caused it.
 
     Example:
 
@@ -38,7 +38,7 @@ class NonFiniteLoss(ValueError):
 
 
 class NonFinite(NamedTuple):
-    """The first value that is not finite, and its place.
+    """The first value that is not finite, and where it is.
 
     Attributes:
         what: `"weights"`, before the step; `"inputs"` of the model; `"input"` or
@@ -61,8 +61,8 @@ class NonFinite(NamedTuple):
 class StopOnNonFinite(ProgressCallback):
     """Raises `NonFiniteLoss` when the loss of training is NaN or Inf.
 
-    The loss is that of `fit`'s logs, which is fetched from the device anyway, on JAX
-    by a thread of its own while the next steps are computed.
+    The loss is that of `fit`'s logs, which is fetched from the device anyway, on JAX in
+    a separate thread while the next steps are computed.
 
     Args:
         first_step: number of steps made before `fit`.
@@ -100,7 +100,7 @@ class StopOnNonFinite(ProgressCallback):
             raise NonFiniteLoss(
                 step,
                 f"Expected a finite loss; received: loss={loss} in step {step}",
-                # Logs of several steps are looked at side by side.
+                # Several threads look at the logs of several steps.
                 since=step - _MARGIN,
             )
 
@@ -110,17 +110,15 @@ def locate_non_finite(
 ) -> NonFinite | None:
     """Finds where a training step first has NaN or Inf.
 
-    The model is called op by op as in training, and every layer's inputs and outputs
-    are looked at, nested ones before those that they are in. Layers that the backward
-    pass recomputes (`rematerialize=True`) are looked at from outside only.
-
-    The model is left as it was.
+    Calls the model op by op as in training, and checks every layer's inputs and
+    outputs, inner layers first. Layers that the backward pass recomputes
+    (`rematerialize=True`) are checked from outside only. The model is left as it was.
 
     Args:
         model: compiled, with the weights from before the step.
         x: the batch's inputs.
         y: its targets.
-        gradients: whether to look at the gradients, too, if the loss is finite. This
+        gradients: whether to check the gradients, too, if the loss is finite, which
             compiles a step.
 
     Returns:
@@ -170,7 +168,7 @@ def first_non_finite_step(
     step: int = 0,
     verbose: Any = 0,
 ) -> tuple[int, NonFinite] | None:
-    """Repeats the steps before an error, and looks closely at the last ones."""
+    """Repeats the steps before an error, and checks the last ones layer by layer."""
     bar = keras.utils.Progbar(
         error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )
@@ -211,7 +209,7 @@ class _Watch:
 
     def __init__(self):
         self.first = None
-        # Layers in the order in which they came to their end, and their paths.
+        # Layers in the order in which they finished, and their paths.
         self.order = []
         self._within = []
 
@@ -229,7 +227,7 @@ class _Watch:
             yield
         finally:
             for layer in layers:
-                # The method of the class shows again.
+                # The class's method is visible again.
                 del layer.call
 
     def _watched(self, layer, call):
@@ -252,7 +250,7 @@ class _Watch:
 
 
 class GradientProbe(keras.optimizers.Optimizer):
-    """Puts each weight's gradient in the weight's place."""
+    """Replaces each weight by its gradient."""
 
     def __init__(self):
         super().__init__(learning_rate=1.0)

@@ -301,7 +301,7 @@ def _all_callbacks(run, checkpoint, step, callbacks):
         Progress().hand_to(callbacks)
         return callbacks
     if run.best is not None:
-        # Unless the checkpoint has a state of its own.
+        # Unless the checkpoint has its state.
         run.best.count_from(len(checkpoint.history.get("loss", ())))
     return checkpoint.around(callbacks)
 

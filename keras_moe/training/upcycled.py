@@ -84,7 +84,7 @@ def carry_state(dense: Any, sparse: Any) -> int:
         carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer)
     dense_paths = [weight.path for weight in own_variables(dense, trainable=True)]
     sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
-    places = {path: place for place, path in enumerate(dense_paths)}
+    indices = {path: index for index, path in enumerate(dense_paths)}
     for name, slots in vars(dense).items():
         # A kind of slot is a list with one for each trainable variable.
         if isinstance(slots, keras.Variable):
@@ -96,13 +96,13 @@ def carry_state(dense: Any, sparse: Any) -> int:
             continue
         for path, slot in zip(sparse_paths, getattr(sparse, name)):
             end = None
-            if path not in places:
+            if path not in indices:
                 end = next((end for end in _TILED if path.endswith(end)), None)
             if end is not None:
                 path = path.removesuffix(end) + _TILED[end]
-            if path not in places:
+            if path not in indices:
                 continue  # A router's.
-            value = keras.ops.convert_to_numpy(slots[places[path]])
+            value = keras.ops.convert_to_numpy(slots[indices[path]])
             if end is not None:
                 value = np.broadcast_to(value, slot.shape)
             slot.assign(value)
@@ -393,7 +393,7 @@ def modality_reports(
 
 
 def preserves(backbone: keras.Model, blocks: Any, noise: float) -> bool:
-    """Whether the theory says that a sparse backbone does what the dense one did."""
+    """Whether in theory a sparse backbone computes what the dense one did."""
     layers = [backbone.get_layer(name).feed_forward for name in blocks]
     return not layers or (noise == 0 and all(map(_preserves, layers)))
 
@@ -414,5 +414,5 @@ def _preserves(layer):
     factor = router.eval_capacity_factor
     if factor is None:
         return router.serves_every_token(False)
-    # So large a capacity drops nobody.
+    # So large a capacity drops no token.
     return factor * router.num_selected_experts >= router.num_experts

@@ -77,7 +77,7 @@ MOE_ARGUMENTS = (
     "mask_padding",
     "seed",
 )
-# Arguments of `upcycle` that each tower may have of its own.
+# Arguments of `upcycle` that may differ by tower.
 _OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset")
 
 
@@ -221,7 +221,7 @@ def _new_blocks(dense_model, sparse_model, overrides):
 
 
 def _check_inputs(backbone, inputs):
-    """Raises ValueError unless the inputs fit, with one example at least."""
+    """Raises ValueError unless the inputs fit, with at least one example."""
     if isinstance(backbone.input, dict):
         if not isinstance(inputs, dict):
             raise ValueError(
@@ -265,7 +265,7 @@ def _names_of(tower, names):
 
 
 def _as_own(model):
-    """Returns the model itself, or the equal of a model of KerasHub."""
+    """The model itself, or a converted model of KerasHub."""
     if registry.is_registered(type(getattr(model, "backbone", model))):
         return model
     if not is_convertible(model):
@@ -274,7 +274,7 @@ def _as_own(model):
             "or SigLIP of KerasHub; received: "
             f"{model if isinstance(model, str) else type(model).__name__}"
         )
-    # A pair gives its images' tower.
+    # Of an image-text model the image tower.
     return convert(model, tower="image")[0]
 
 
@@ -294,7 +294,7 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
 
 
 def _with_experts(cls, config, arguments):
-    # Whatever experts a dense model's config names, the copies of an MLP are others.
+    # Without settings of experts that the dense model does not have.
     config = {name: value for name, value in config.items() if name != "moe"}
     return apply_overrides(cls, config, arguments)
 
@@ -311,8 +311,8 @@ def _freeze(dense_model, sparse_model):
 
 
 def _compile(dense_model, sparse_model):
-    """Compiles as the dense model was, with an optimizer of its own."""
-    # Keras would not compile a task, which has a `compile` of its own, from a config.
+    """Compiles like the dense model, with a new optimizer."""
+    # Keras cannot compile a model with a custom `compile` from a config.
     config = dict(dense_model.get_compile_config() or {})
     config.pop("loss", None)
     try:
@@ -357,7 +357,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
         check_argument_names(own, (*_OF_TOWERS, *MOE_ARGUMENTS), "towers")
         overrides[name] = _expert_overrides(families[name], **{**arguments, **own})
         if "seed" not in own:
-            # That of all towers is the pair's: each derives one of its own from it.
+            # Each tower derives its seed from the whole model's.
             overrides[name].pop("seed", None)
     return overrides
 
