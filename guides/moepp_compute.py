@@ -73,7 +73,7 @@ test = images, labels = data.load_digits("test", (16, 16, 1))
 # %%
 model = models.from_preset("moepp_digits")
 kinds, moe = model.backbone.expert_types, model.backbone.moe
-K = moe.num_selected_experts
+K = moe.router_arguments["num_selected_experts"]
 for kind, count in kinds._asdict().items():
     print(f"{kind:>8}: {count} experts")
 _, accuracy = model.evaluate(*test, verbose=0)

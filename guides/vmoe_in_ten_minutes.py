@@ -116,12 +116,12 @@ models.describe("vmoe_digits", num_classes=10).print(console)
 # %%
 images = test[0]
 routing = keras.Model(model.input, model.routing).predict(images, verbose=0)
-moe = model.backbone.moe
+selected = model.backbone.moe.router_arguments["num_selected_experts"]
 for block, record in routing.items():
     print(block, "gates", record.gates.shape)
 analysis.print_statistics(
     {
-        block: analysis.routing_statistics(record, moe.num_selected_experts)
+        block: analysis.routing_statistics(record, selected)
         for block, record in routing.items()
     },
     console,

@@ -70,9 +70,9 @@ console = Console(width=100, force_jupyter=False)
 # Three things make it a citizen of the library:
 #
 # - `register_router` gives it a name, which every preset takes;
-# - `get_config` has its argument, so that saved models know it;
-# - `from_moe_config` takes from the encoder what the router must know, here the number
-#   of tokens of an image. Tokens of several images come in one group while training.
+# - its constructor has its argument, which works as an override of a preset, here the
+#   number of tokens of an image: while training, a group has tokens of several images;
+# - `get_config` has the argument, too, so that saved models know it.
 
 
 # %%
@@ -81,14 +81,10 @@ console = Console(width=100, force_jupyter=False)
 class PlaceRouter(routers.TokenChoiceRouter):
     """Each token goes to the experts of its place in the image."""
 
-    def __init__(self, num_experts, tokens_per_image, **kwargs):
+    # 17: the 4 x 4 patches of a digit, and the class token.
+    def __init__(self, num_experts, tokens_per_image=17, **kwargs):
         super().__init__(num_experts, **kwargs)
         self.tokens_per_image = tokens_per_image
-
-    @classmethod
-    def from_moe_config(cls, config, site, **arguments):
-        arguments = {"tokens_per_image": site.num_tokens, **arguments}
-        return super().from_moe_config(config, site, **arguments)
 
     def allocate(self, affinity, gates, **kwargs):
         tokens = ops.arange(ops.shape(affinity)[1]) % self.tokens_per_image
@@ -272,10 +268,10 @@ models.describe("pool_digits", num_classes=10).print(console)
 # blocks, LoRA, int8 and the rest.
 
 # %%
-pools = {
-    name: trained("pool_digits", router=name)
-    for name in ("places", "softmax_token_choice", "soft")
-}
+OURS = {"router": "places", "tokens_per_image": 8 * 8}
+pools = {"places": trained("pool_digits", **OURS)}
+for name in ("softmax_token_choice", "soft"):
+    pools[name] = trained("pool_digits", router=name)
 results = Table("router", "test accuracy", title="pool_digits")
 for name, model in pools.items():
     _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
@@ -308,7 +304,7 @@ print(f"tokens_per_image={loaded_router.tokens_per_image}, same predictions: {sa
 recipe = training.Recipe(
     "pool_digits_places",
     data={"source": "digits", "batch_size": 64},
-    model={"preset": "pool_digits", "router": "places"},
+    model={"preset": "pool_digits", **OURS},
     schedule={"epochs": 1 if SMALL else 6, "learning_rate": 3e-3, "warmup_steps": 10},
 )
 history = training.train(recipe, verbose=0).history

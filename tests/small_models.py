@@ -8,6 +8,7 @@ from keras_moe import models
 
 # One block with experts: what is asked of a router or of training compiles once.
 ONE_BLOCK = {"num_layers": 1, "moe_layers": [0]}
+ONE_EXPERT_PER_TOKEN = {"name": "softmax_token_choice", "num_selected_experts": 1}
 # A V-MoE whose image is not square.
 SMALL = {
     "image_shape": (16, 8, 2),
@@ -58,12 +59,17 @@ def small_pairs_model(captions: list[str]) -> Any:
         num_heads=2,
         mlp_dim=16,
         projection_dim=4,
-        moe={"num_experts": 4, "num_selected_experts": 1},
+        moe={"num_experts": 4, "router": ONE_EXPERT_PER_TOKEN},
     )
     return models.ContrastiveModel(with_weights(backbone), tokenizer)
 
 
 def flat_config(model: Any) -> dict:
-    """A model's config with the fields of its `moe` beside the other arguments."""
+    """A model's config by flat name, as presets and overrides have it."""
     config = model.get_config()
-    return {**config, **(config["moe"] or {})}
+    moe = config["moe"] or {}
+    flat = {**config, **moe}
+    if isinstance(moe.get("router"), dict):
+        flat |= {**moe["router"], "name": config["name"]}
+        flat["router"] = moe["router"]["name"]
+    return flat

@@ -94,10 +94,10 @@ def exclude_experts(model: Any, experts: Any) -> Any:
             f"Expected a model with MoE blocks; received: {type(model).__name__} "
             "without"
         )
-    options = getattr(model, "backbone", model).moe.router_options or {}
-    before = options.get("excluded_experts", ())
+    arguments = getattr(model, "backbone", model).moe.router_arguments
+    before = arguments.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, expert_types)}
-    return model.with_router_options(excluded_experts=sorted(excluded))
+    return model.with_router_arguments(excluded_experts=sorted(excluded))
 
 
 def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:

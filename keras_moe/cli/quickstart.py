@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     save_and_load(model, folder, test_images)
     # At inference no token is dropped; these are the drops at the training capacity.
     limited = models.from_preset(str(folder), task="backbone", evaluation="official")
-    selected = limited.moe.num_selected_experts
+    selected = limited.moe.router_arguments["num_selected_experts"]
     statistics = {
         name: analysis.routing_statistics(routing, selected)
         for name, routing in predict_routing(limited, test_images).items()

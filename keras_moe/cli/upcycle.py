@@ -11,14 +11,14 @@ from keras_moe.cli.result import Result
 from keras_moe.cli.targets import check_target
 from keras_moe.files import write_json
 from keras_moe.models.preset_folder import staged
-from keras_moe.training.upcycling import MOE_ARGUMENTS
+from keras_moe.training.upcycling import free_arguments
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Upcycles, and saves the model with its report."""
     check_target(args.source, args.output)
     overrides = dict(args.set)
-    check_argument_names(overrides, MOE_ARGUMENTS, "MoE layers")
+    check_argument_names(overrides, free_arguments(), "MoE layers")
     towers = [args.towers] if isinstance(args.towers, str) else args.towers
     model, report = training.upcycle(
         models.from_preset(args.source),

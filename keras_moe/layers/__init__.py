@@ -11,12 +11,11 @@ from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.masked_pooling import MaskedPooling
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_config import MoEConfig
-from keras_moe.layers.moe_layers import resolve_moe_layers
+from keras_moe.layers.moe_config import MoEConfig, resolve_moe_layers
 from keras_moe.layers.multilinear_experts import MultilinearExperts
 from keras_moe.layers.mumoe import MuMoE
 from keras_moe.layers.mumoe_block import MuMoEBlock
-from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config, updated_moe
+from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.patch_embedding import (
     PatchEmbedding,
@@ -73,5 +72,4 @@ __all__ = [
     "resize_positions",
     "resolve_moe_layers",
     "sincos_table",
-    "updated_moe",
 ]

@@ -20,7 +20,7 @@ from keras_moe.checks import (
 from keras_moe.layers import activations
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
 from keras_moe.layers.mlp import MLP
-from keras_moe.layers.moe_layers import check_num_layers
+from keras_moe.layers.moe_config import check_num_layers
 from keras_moe.layers.mumoe_config import moe_config
 
 # Each block draws at this many sites: the block's dropout, the token mixer, the

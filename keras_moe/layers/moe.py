@@ -46,7 +46,7 @@ class MoE(keras.layers.Layer):
     `constant_experts` a mixture of it and a trained vector. By name the router is then
     a `PathwayAwareRouter`, which limits capacity by kind. It has defaults of its own
     (gamma 1.1, no noise): to compare with a layer without these experts, make both
-    routers with the same options, by `keras_moe.routers.of_types`.
+    routers with the same options, by `keras_moe.routers.get`.
 
     Args:
         router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
@@ -126,7 +126,7 @@ class MoE(keras.layers.Layer):
         counts = (zero_experts, copy_experts, constant_experts)
         if isinstance(router, str):
             types = expert_types(self.experts.num_experts, *(c or 0 for c in counts))
-            router = routers.of_types(router, types)
+            router = routers.get(router, types)
         self.router = layer_argument(router, "router")
         types = self.router.expert_types
         if types.ffn != self.experts.num_experts:

@@ -1,116 +1,110 @@
 """Which blocks of an encoder are mixtures of experts, and of what: one description.
 
-Axes: N tokens, S group_size, E experts, C capacity, K selected experts, H mlp.
+Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 """
 
 import dataclasses
-from typing import Any
+import re
+from typing import Any, Self
 
 import keras
 import numpy as np
 
-from keras_moe import losses
+from keras_moe import losses, routers
 from keras_moe.checks import (
+    check_argument_names,
     check_bool,
-    check_disjoint,
     check_integer,
     check_one_of,
-    check_positive,
 )
-from keras_moe.layers import activations, pruning_config
-from keras_moe.layers.block_config import BlockConfig
+from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
-from keras_moe.routers.pruned import pruned_router
-from keras_moe.routers.registry import (
-    router_class,
-    router_class_for_types,
-    router_name,
-)
-from keras_moe.routers.router import Router, RouterSite
+from keras_moe.routers.names import class_for_types, router_name, split_router
+from keras_moe.routers.pruned import METHODS, pruned_router
+from keras_moe.routers.router import Router, router_arguments
 
-# Stands for the default of the router's class.
+# Stands for a default that depends on the router or the blocks.
 AUTO = "auto"
-EVALUATIONS = ("batch_invariant", "official")
-# A router that is a layer has these among its own arguments.
-_ROUTING_FIELDS = (
-    "router_options",
-    "num_selected_experts",
-    "capacity_factor",
-    "evaluation",
-    "eval_capacity_factor",
-    "eval_capacity",
-    "dropless",
-    "capacity_rounding",
-    "capacity_multiple_of",
-    "priority",
-    "noise_std",
-    "num_modalities",
-    "expert_pools",
+# The largest published models have a tenth of these; a description of ten times as
+# many, or a mistyped number, would take minutes.
+MAX_LAYERS = 1000
+# Arguments of routers that follow from an encoder and from a config's own fields.
+_NOT_OF_ROUTER = (
+    "num_experts",
+    "zero_experts",
+    "copy_experts",
+    "constant_experts",
+    "gating_residual",
+    "seed",
 )
+
+
+class BlockConfig:
+    """The base of `MoEConfig` and `MuMoEConfig`: frozen dataclasses with
+    `moe_layers`.
+    """
+
+    moe_layers: Any
+    # The number of modalities that routers tell apart, by `modality_ids`.
+    modality_count = None
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """The names of the config's fields."""
+        return [field.name for field in dataclasses.fields(cls)]
+
+    def replace(self, **changes: Any) -> Self:
+        """A config with other values for some fields."""
+        check_argument_names(changes, self.field_names(), type(self).__name__)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict:
+        """The fields as plain values, from which `from_dict` makes an equal config."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, config: dict) -> Self:
+        """A config of `to_dict`'s result; missing fields have their defaults."""
+        check_argument_names(config, cls.field_names(), cls.__name__)
+        return cls(**config)
+
+    def for_layers(self, num_layers: int) -> Self:
+        """The config with the indices of an encoder's blocks, if it has indices."""
+        if self.moe_layers is None or isinstance(self.moe_layers, str):
+            return self
+        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
+        return self.replace(moe_layers=list(indices))
+
+    def _set(self, **values):
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig(BlockConfig):
     """The mixtures of experts of an encoder: which blocks, what experts, which router.
 
-    Every backbone takes one as `moe`, or its fields as a dict. `from_preset` and the
-    programs take the fields as overrides, by their names alone.
+    Every backbone takes one as `moe`, or its fields as a dict. Presets, `from_preset`
+    and the programs name the fields, and the router's arguments beside them, flatly:
+    `from_preset("vmoe_b32", num_experts=8, num_selected_experts=1)`.
 
     Args:
         moe_layers: blocks that are MoE: indices from 0, `"every_2"`, `"last_2"`, or
             None for a dense encoder that keeps the other fields; see
             `keras_moe.layers.resolve_moe_layers`.
         num_experts: E.
-        router: name of a router, `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
-            `"softmax_expert_choice"`, `"sinkhorn_expert_choice"`,
-            `"sparsity_constrained_expert_choice"`, `"soft"` or one of
-            `keras_moe.routers.register_router`; or a subclass of `Router`; or a router,
-            of which each block gets a copy with a seed of its own. Its arguments say
-            all about routing, and the fields about it are then refused.
-        router_options: further arguments of the router's class, such as
-            `{"affinity": SinkhornAffinity(iterations=50)}`; they override those that
-            follow from the fields. A capacity among them is the router's own: K has
-            no part in that of expert choice and soft routing.
-        num_selected_experts: K, experts per token; with expert choice and soft routing,
-            where no token selects, a factor of the capacity.
+        router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
+            `keras_moe.routers.get`), or a dict of the `"name"` and the router's
+            arguments, `{"name": "softmax_token_choice", "num_selected_experts": 1}`.
+            These are arguments of the class (`keras_moe.routers.TokenChoiceRouter`
+            and so on) but for its numbers of experts, `gating_residual` and `seed`. A
+            subclass of `Router`, or a router, of which each block gets a copy with
+            its own seed, is kept in this form, too.
         expert_mlp_dim: H of each expert; None takes the encoder's `mlp_dim`.
-        capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
-            that all cost alike: with expert choice and soft routing, too, a token has
-            K c slots on average. `"auto"` is the router's own default: 1.05 for token
-            choice, 1.1 for MoE++'s router, 1.0 for the others. Switch's and CLIP-UP's
-            factor has no K in it: with K = 2 their 2.0 is 1.0 here, and their 4.0 2.0.
-        evaluation: competition of tokens at inference, where there is neither noise nor
-            dropout. `"batch_invariant"`: each image is a group, so that its result
-            does not depend on the batch; token choice serves every token, unless a
-            capacity for inference is set. `"official"`: the groups and the capacity
-            of training, as the papers and their released code evaluate, or the
-            capacity that is set for inference. None is `"batch_invariant"`, unless
-            a capacity for inference is set: then `"official"`, with a warning. Soft
-            routing does not depend on it.
-        eval_capacity_factor: c at inference; None leaves it to `evaluation`. Soft
-            routing, whose slots are weights, takes none.
-        eval_capacity: C itself at inference, a number of tokens, instead of
-            `eval_capacity_factor`; MoE++'s router, whose capacities differ by kind of
-            expert, takes none.
-        dropless: whether token choice serves every token while training, too.
-        capacity_rounding: `"ceil"` or `"round"`; `"auto"` is the router's own default,
-            as released: `"round"` for soft routing, else `"ceil"`.
-        capacity_multiple_of: number of which capacities are multiples: they are
-            rounded up where groups are larger than an image, which they never are
-            with soft routing. V-MoE's presets have 4, as its released code has.
-        priority: order in which token choice serves tokens when experts are full:
-            `"first_come"`, `"max_gate"` (batch priority routing), `"sum_gates"`,
-            `"shuffled"`, or modality ids such as `[1, 0]`; see
-            `keras_moe.routers.TokenChoiceRouter`.
-        noise_std: standard deviation of the sparse routers' training noise, times E;
-            None is the router's own: 1.0 for softmax routers, 0.0 for those with
-            transport plans and for MoE++'s, as published. Soft routing has its
-            own in `router_options`.
-        examples_per_group: number of images that compete for an expert's capacity; None
-            takes the whole batch. With soft routing each image is by itself.
+        examples_per_group: number of examples that compete for an expert's capacity;
+            None takes the whole batch. With soft routing each example is a group.
         auxiliary_losses: dict from name to weight or to options, such as
             `{"load_balance": {"weight": 0.01, "choices": "all"}}` or
             `keras_moe.losses.LIMOE_LOSSES["limoe_b16"]`; see `keras_moe.losses.get`.
@@ -121,15 +115,14 @@ class MoEConfig(BlockConfig):
         shared_expert_initialization: whether all experts of a layer start from one
             draw; `"auto"` is True, as in V-MoE, except with MoE++'s router.
         dispatcher: `"index"` or `"einsum"`.
-        zero_experts: number of MoE++'s experts that give 0, beside the `num_experts`;
-            see `keras_moe.layers.MoE`. With experts of these three kinds the router is
-            a `PathwayAwareRouter`, and all that is left to `"auto"` or None follows
-            *MoE++*: capacity factor 1.1, no noise, gating residuals, the balance loss
-            of weight 0.01, each expert drawn by itself.
+        zero_experts: number of MoE++'s experts that give 0, in addition to the
+            `num_experts`; see `keras_moe.layers.MoE`. With experts of these three types
+            a token choice router is a `PathwayAwareRouter`, and what is left open
+            follows *MoE++*: capacity factor 1.1, no noise, gating residuals, the
+            balance loss of weight 0.01, each expert drawn by itself.
         copy_experts: number of experts that give the token.
         constant_experts: number of experts that mix the token with a trained vector, or
             `"auto"`.
-        tau: capacity of one of the `num_experts` over that of one of these experts.
         gating_residual: whether a map of each MoE block's logits is added to those of
             the next, by MoE++'s router; `"auto"` is True with zero-computation
             experts in several blocks.
@@ -139,10 +132,6 @@ class MoEConfig(BlockConfig):
             8 D / 3.
         expert_use_bias: whether the experts' layers have biases.
         expert_activation: activation of the experts; None takes the encoder's.
-        num_modalities: number of modalities with a kernel of their own in each router,
-            which then need `modality_ids`; None has one kernel.
-        expert_pools: numbers of the experts that serve each modality, a list for each,
-            none of them in two; None lets every expert serve every modality.
         pruning: dict with `"kept_experts"`, the numbers of the experts that are left of
             the `num_experts`, by the block's name; `"method"`, see
             `keras_moe.routers.pruned.PrunedTokenChoiceRouter`; and `"removed"`, whether
@@ -150,8 +139,9 @@ class MoEConfig(BlockConfig):
             writes it; None has all experts.
 
     Raises:
-        ValueError: if a field is out of range; what depends on the router's class is
-            checked where the layers are made.
+        ValueError: if a field or an argument of the router is unknown, or a field is
+            out of range; the values of the router's arguments are checked where the
+            layers are made.
 
     Reference:
         *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in Vision
@@ -160,7 +150,7 @@ class MoEConfig(BlockConfig):
     Example:
 
     >>> from keras_moe.layers import MoEConfig
-    >>> moe = MoEConfig(num_experts=8, router="soft")
+    >>> moe = MoEConfig(num_experts=8, router={"name": "soft", "num_slots": 2})
     >>> MoEConfig.from_dict(moe.to_dict()) == moe
     True
     >>> moe.replace(num_experts=16).num_experts
@@ -170,18 +160,7 @@ class MoEConfig(BlockConfig):
     moe_layers: Any = "every_2"
     num_experts: int = 32
     router: Any = "softmax_token_choice"
-    router_options: dict | None = None
-    num_selected_experts: int = 2
     expert_mlp_dim: int | None = None
-    capacity_factor: Any = AUTO
-    evaluation: str | None = None
-    eval_capacity_factor: float | None = None
-    eval_capacity: int | None = None
-    dropless: bool = False
-    capacity_rounding: str = AUTO
-    capacity_multiple_of: int | None = None
-    priority: Any = "first_come"
-    noise_std: float | None = None
     examples_per_group: int | None = 8
     auxiliary_losses: Any = AUTO
     expert_dropout: float = 0.0
@@ -190,78 +169,85 @@ class MoEConfig(BlockConfig):
     zero_experts: int = 0
     copy_experts: int = 0
     constant_experts: Any = 0
-    tau: float = 0.75
     gating_residual: Any = AUTO
     gated_experts: bool = False
     expert_use_bias: bool = True
     expert_activation: Any = None
-    num_modalities: int | None = None
-    expert_pools: Any = None
     pruning: dict | None = None
 
     def __post_init__(self):
-        for name in ("examples_per_group", "expert_mlp_dim", "num_modalities"):
+        for name in ("examples_per_group", "expert_mlp_dim"):
             if getattr(self, name) is not None:
                 self._set(**{name: check_integer(name, getattr(self, name))})
-        for name in ("dropless", "gated_experts", "expert_use_bias"):
+        for name in ("gated_experts", "expert_use_bias"):
             check_bool(name, getattr(self, name))
         for name in ("gating_residual", "shared_expert_initialization"):
             if getattr(self, name) != AUTO:
                 check_bool(name, getattr(self, name))
-        if self.evaluation is not None:
-            check_one_of("evaluation", self.evaluation, EVALUATIONS)
         if isinstance(self.auxiliary_losses, str):
             check_one_of("auxiliary_losses", self.auxiliary_losses, (AUTO,))
-        check_positive("tau", self.tau)
-        # Plain values of the config's own: the caller's may change, or not be JSON.
+        router = self.router
+        if isinstance(router, Router):
+            self._take_counts(router)
+            router = _router_as_dict(router)
+        # Plain copies: the caller's values may change, or not be JSON.
         self._set(
             moe_layers=plain_moe_layers(self.moe_layers),
-            router=plain_router(self.router),
-            router_options=_plain_options(self.router_options),
+            num_experts=self.expert_types.ffn,
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
-            expert_pools=plain_value(self.expert_pools),
-            pruning=pruning_config.plain_pruning(self.pruning),
-            priority=_plain_priority(self.priority),
-            **{
-                name: plain_value(getattr(self, name))
-                for name in ("num_selected_experts", "eval_capacity", "noise_std")
-            },
+            pruning=_plain_pruning(self.pruning),
+            router=self._plain_router(router),
         )
-        if isinstance(self.router, dict):
-            self._take_from_router()
-        check_disjoint("expert_pools", self.expert_pools)
-        # `expert_types` checks the counts.
-        self._set(num_experts=self.expert_types.ffn)
 
-    def _take_from_router(self):
+    def _take_counts(self, router):
         """Takes the counts of experts from a router that is a layer."""
-        for name in _ROUTING_FIELDS:
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                raise ValueError(
-                    f"Expected {name} among the arguments of the router itself, since "
-                    f"router is a layer; received: {name}={value!r}"
-                )
-        router = keras.saving.deserialize_keras_object(self.router)
-        expert_types = router.expert_types
-        if self.num_experts not in (type(self).num_experts, expert_types.ffn):
+        types = router.expert_types
+        if self.num_experts not in (type(self).num_experts, types.ffn):
             raise ValueError(
-                f"Expected the num_experts={expert_types.ffn} of the router; received: "
+                f"Expected the num_experts={types.ffn} of the router; received: "
                 f"num_experts={self.num_experts}"
             )
         if self.gating_residual == AUTO:
             self._set(gating_residual=router.gating_residual)
         self._set(
-            num_experts=expert_types.ffn,
-            zero_experts=expert_types.zero,
-            copy_experts=expert_types.copy,
-            constant_experts=expert_types.constant,
+            num_experts=types.ffn,
+            zero_experts=types.zero,
+            copy_experts=types.copy,
+            constant_experts=types.constant,
         )
 
-    def _set(self, **values):
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def _plain_router(self, router):
+        """The name of a router, or a dict of it and the given arguments."""
+        name, arguments = split_router(router)
+        cls, defaults = self._router_defaults(name)
+        check_argument_names(arguments, list(defaults), f"{cls.__name__} in an encoder")
+        arguments = {
+            key: value
+            for key, value in plain_value(arguments).items()
+            if value is not None or defaults[key] is not None
+        }
+        name = name if isinstance(name, str) else router_name(name)
+        return {"name": name, **arguments} if arguments else name
+
+    def _router_defaults(self, name):
+        """The class of this config's routers, and the arguments it leaves open."""
+        cls, named = class_for_types(
+            name, self.expert_types, self.gating_residual is True
+        )
+        defaults = {**router_arguments(cls), **named}
+        return cls, {k: v for k, v in defaults.items() if k not in _NOT_OF_ROUTER}
+
+    @property
+    def router_class(self) -> type[Router]:
+        """The class of the blocks' routers."""
+        return self._router_defaults(split_router(self.router)[0])[0]
+
+    @property
+    def router_arguments(self) -> dict[str, Any]:
+        """The router's arguments, defaults included."""
+        name, arguments = split_router(self.router)
+        return {**self._router_defaults(name)[1], **arguments}
 
     @property
     def expert_types(self) -> ExpertTypes:
@@ -276,20 +262,7 @@ class MoEConfig(BlockConfig):
     @property
     def modality_count(self) -> int | None:
         """M if the routers tell modalities apart, which then need `modality_ids`."""
-        if isinstance(self.router, dict):
-            router = keras.saving.deserialize_keras_object(self.router)
-            return router.modality_count
-        fields = {**dataclasses.asdict(self), **(self.router_options or {})}
-        if fields["num_modalities"] is not None:
-            return fields["num_modalities"]
-        if fields["expert_pools"] is not None:
-            return len(fields["expert_pools"])
-        # Where tokens do not choose, none is served before another.
-        cls, _ = router_class(self.router)
-        is_by_modality = isinstance(fields["priority"], (list, tuple))
-        if is_by_modality and getattr(cls, "side", None) == "token":
-            return len(fields["priority"])
-        return None
+        return routers.get(self.router, self.expert_types, seed=0).modality_count
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
@@ -299,16 +272,13 @@ class MoEConfig(BlockConfig):
 
         Returns:
             An `MLP` or an `MoE` for each block.
-
-        Raises:
-            ValueError: if the fields do not fit the router or the encoder; a dense
-                encoder refuses the same.
         """
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         residual = self._has_residual(len(indices))
-        pruning_config.check_pruned_blocks(self.pruning, indices)
+        _check_pruned_blocks(self.pruning, indices)
         first = min(indices, default=0)
         if not indices:
+            # A dense encoder refuses the same.
             self._moe(encoder, 0, residual, is_first=True)
         return [
             self._moe(encoder, index, residual, is_first=index == first)
@@ -319,7 +289,7 @@ class MoEConfig(BlockConfig):
 
     def _has_residual(self, num_moe_layers):
         if self.gating_residual == AUTO:
-            return self.expert_types.zero_computation > 0 and num_moe_layers > 1
+            return bool(self.expert_types.zero_computation) and num_moe_layers > 1
         if self.gating_residual and num_moe_layers == 1:
             raise ValueError(
                 "Expected at least two MoE blocks for gating_residual=True, which adds "
@@ -328,34 +298,18 @@ class MoEConfig(BlockConfig):
             )
         return self.gating_residual
 
-    def make_router(
-        self, site: RouterSite, gating_residual: bool | None = None
-    ) -> Router:
-        """The router of one block, not built.
-
-        Args:
-            site: place of the block.
-            gating_residual: whether the encoder's routers add the logits of the one
-                before, so that all are of one class; None is `site.gating_residual`.
-        """
-        if isinstance(self.router, dict):
-            return keras.saving.deserialize_keras_object(self.router).at_site(site)
-        if gating_residual is None:
-            gating_residual = site.gating_residual
-        cls, arguments = router_class_for_types(
-            self.router, self.expert_types, gating_residual
-        )
-        return cls.from_moe_config(self, site, **arguments)
-
     def _moe(self, encoder, index, residual, is_first):
-        site = RouterSite(
-            encoder.num_tokens, encoder.seed_of(index, 3), residual and not is_first
-        )
-        router = self.make_router(site, residual)
-        kept = pruning_config.kept_experts_of(self.pruning, index)
-        if kept is not None:
+        arguments = {"seed": encoder.seed_of(index, 3)}
+        if residual:
+            arguments["gating_residual"] = not is_first
+        router = routers.get(self.router, self.expert_types, **arguments)
+        kept = (self.pruning or {"kept_experts": {}})["kept_experts"]
+        if f"block_{index}" in kept:
             router = pruned_router(
-                router, kept, self.pruning["method"], self.pruning["removed"]
+                router,
+                kept[f"block_{index}"],
+                self.pruning["method"],
+                self.pruning["removed"],
             )
         shared = self.shared_expert_initialization
         if shared == AUTO:
@@ -363,6 +317,9 @@ class MoEConfig(BlockConfig):
         auxiliary_losses = self.auxiliary_losses
         if auxiliary_losses == AUTO:
             auxiliary_losses = router.default_auxiliary_losses()
+        group_size = None
+        if self.examples_per_group is not None:
+            group_size = self.examples_per_group * encoder.num_tokens
         return MoE(
             router,
             Experts(
@@ -377,8 +334,7 @@ class MoEConfig(BlockConfig):
                 dtype=encoder.dtype,
                 name="experts",
             ),
-            group_size=self.examples_per_group
-            and self.examples_per_group * encoder.num_tokens,
+            group_size=group_size,
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
             dtype=encoder.dtype,
@@ -386,40 +342,12 @@ class MoEConfig(BlockConfig):
         )
 
 
-def plain_router(router: Any) -> str | dict:
-    """A router as its name, or as the config of a layer."""
-    if isinstance(router, dict):
-        router = keras.saving.deserialize_keras_object(router)
-    if isinstance(router, Router):
-        return keras.saving.serialize_keras_object(router)
-    router_class(router)
-    return router if isinstance(router, str) else router_name(router)
-
-
-def _plain_priority(priority):
-    """A priority as its name, or as a list of modality ids."""
-    priority = plain_value(priority)
-    return list(priority) if isinstance(priority, tuple) else priority
-
-
-def _plain_options(options):
-    """Options whose values are plain data, as a config needs them."""
-    if options is None:
-        return None
-    if not isinstance(options, dict):
-        raise ValueError(
-            "Expected router_options to be None or a dict of arguments; "
-            f"received: router_options={options!r}"
-        )
-    return plain_value(options)
-
-
 def plain_value(value: Any) -> Any:
     """A copy of plain data, or the config of a Keras object, at any depth."""
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain_value(each) for each in value)
+        return [plain_value(each) for each in value]
     if isinstance(value, (np.ndarray, np.generic)):
         # NumPy's numbers are not JSON.
         return value.tolist()
@@ -428,9 +356,149 @@ def plain_value(value: Any) -> Any:
     return keras.saving.serialize_keras_object(value)
 
 
+def _router_as_dict(router):
+    """A router's class and arguments."""
+    names = {*router_arguments(type(router))} - {*_NOT_OF_ROUTER}
+    config = router.get_config()
+    return {"name": type(router), **{k: v for k, v in config.items() if k in names}}
+
+
 def _plain_losses(auxiliary_losses):
     if isinstance(auxiliary_losses, dict):
         losses.get(auxiliary_losses)
     if isinstance(auxiliary_losses, (str, dict)):
         return plain_value(auxiliary_losses)
     return losses.serialize(losses.get(auxiliary_losses))
+
+
+def _plain_pruning(pruning):
+    """The field `pruning` with its defaults, as plain data."""
+    if pruning is None:
+        return None
+    if not isinstance(pruning, dict) or not isinstance(
+        pruning.get("kept_experts"), dict
+    ):
+        raise ValueError(
+            "Expected pruning to be None, or a dict with kept_experts, a dict from "
+            f"blocks to experts; received: pruning={pruning!r}"
+        )
+    check_argument_names(pruning, ["method", "kept_experts", "removed"], "pruning")
+    kept = {
+        name: [check_integer("kept_experts", expert, 0) for expert in experts]
+        for name, experts in pruning["kept_experts"].items()
+    }
+    return {
+        "method": check_one_of("method", pruning.get("method", METHODS[0]), METHODS),
+        "kept_experts": kept,
+        "removed": check_bool("removed", pruning.get("removed", True)),
+    }
+
+
+def _check_pruned_blocks(pruning, indices):
+    """Checks that all pruned blocks are mixtures of experts."""
+    names = [f"block_{index}" for index in indices]
+    for name in (pruning or {"kept_experts": ()})["kept_experts"]:
+        if name not in names:
+            raise ValueError(
+                f"Expected the names of MoE blocks, among {names}; "
+                f"received: pruning of {name!r}"
+            )
+
+
+def check_num_layers(num_layers: Any) -> int:
+    """`num_layers`, if it is an integer of at least 1 and at most `MAX_LAYERS`."""
+    if check_integer("num_layers", num_layers) > MAX_LAYERS:
+        raise ValueError(
+            f"Expected num_layers to be at most {MAX_LAYERS}; "
+            f"received: num_layers={num_layers}"
+        )
+    return int(num_layers)
+
+
+def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
+    """The indices of the blocks whose feed-forward layer is a mixture of experts.
+
+    Args:
+        moe_layers: None or an empty sequence for a dense network; indices from 0;
+            `"every_n"` for blocks n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5, ...);
+            or `"last_n"` for the last n of `"every_2"`.
+        num_layers: the number of blocks.
+
+    Returns:
+        Sorted indices.
+
+    Raises:
+        ValueError: if an index is out of range or twice there, if more blocks are
+            asked for than there are, or if the name is unknown.
+
+    Reference:
+        *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2",
+        "Last 2").
+
+    Example:
+
+    >>> from keras_moe.layers import resolve_moe_layers
+    >>> resolve_moe_layers("every_2", 6), resolve_moe_layers("last_2", 8)
+    ((1, 3, 5), (5, 7))
+    """
+    if moe_layers is None:
+        return ()
+    if isinstance(moe_layers, str):
+        match = re.fullmatch(r"(every|last)_([1-9]\d*)", moe_layers)
+        if not match:
+            raise ValueError(
+                "Expected moe_layers to be indices, 'every_n' or 'last_n'; "
+                f"received: moe_layers={moe_layers!r}"
+            )
+        count = int(match[2])
+        if match[1] == "every":
+            indices = tuple(range(count - 1, num_layers, count))
+        else:
+            indices = tuple(range(1, num_layers, 2))
+            indices = indices[-count:] if count <= len(indices) else ()
+        if not indices:
+            raise ValueError(
+                f"Expected moe_layers that fit num_layers={num_layers}; "
+                f"received: moe_layers={moe_layers!r}"
+            )
+        return indices
+    try:
+        indices = [
+            check_integer("moe_layers", index, -num_layers) for index in moe_layers
+        ]
+    except TypeError:
+        raise ValueError(
+            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
+            f"received: moe_layers={moe_layers!r}"
+        ) from None
+    if not indices:
+        raise ValueError(
+            "Expected moe_layers=None for a model without MoE blocks; "
+            f"received: moe_layers={list(moe_layers)}"
+        )
+    indices = tuple(sorted(indices))
+    if len(set(indices)) < len(indices):
+        raise ValueError(
+            f"Expected each block once; received: moe_layers={list(moe_layers)}"
+        )
+    if indices and not 0 <= indices[0] <= indices[-1] < num_layers:
+        raise ValueError(
+            f"Expected moe_layers between 0 and num_layers - 1 = {num_layers - 1}; "
+            f"received: moe_layers={list(moe_layers)}"
+        )
+    return indices
+
+
+def plain_moe_layers(moe_layers: Any) -> Any:
+    """`moe_layers` as a config keeps them: indices as a list."""
+    if moe_layers is None or isinstance(moe_layers, str):
+        return moe_layers
+    try:
+        indices = list(moe_layers)
+    except TypeError:
+        raise ValueError(
+            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
+            f"received: moe_layers={moe_layers!r}"
+        ) from None
+    # NumPy's integers are not JSON.
+    return [int(i) if isinstance(i, np.integer) else i for i in indices]

@@ -8,17 +8,19 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, check_integer
+from keras_moe.checks import check_integer
 from keras_moe.layers import activations
-from keras_moe.layers.block_config import BlockConfig
-from keras_moe.layers.moe_config import MoEConfig, plain_router
-from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.layers.moe_config import (
+    BlockConfig,
+    MoEConfig,
+    plain_moe_layers,
+    resolve_moe_layers,
+)
 from keras_moe.layers.mumoe_block import MuMoEBlock
 
-# Selects this kind of config in the place of a router's name.
+# Selects this config instead of a router's name.
 MUMOE = "mumoe"
-# Field -> argument of `MuMoEBlock`; in `router_options`, too, these have the layer's
-# names.
+# Field -> argument of `MuMoEBlock`.
 _BLOCK_ARGUMENTS = {
     "factorization": "factorization",
     "rank": "rank",
@@ -48,9 +50,6 @@ class MuMoEConfig(BlockConfig):
         expert_use_bias: whether the experts have biases.
         expert_noise: noise between the experts, see
             `keras_moe.layers.MultilinearExperts`.
-
-    Raises:
-        ValueError: if a field is out of range.
 
     Reference:
         *Multilinear Mixture of Experts*, section 4.3.
@@ -87,18 +86,12 @@ class MuMoEConfig(BlockConfig):
             num_experts=levels[0] if len(levels) == 1 else list(levels),
             expert_activation=activations.plain(self.expert_activation),
         )
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self._set(**values)
 
     @property
     def router(self) -> str:
         """`"mumoe"`, by which overrides select this kind of config."""
         return MUMOE
-
-    @property
-    def router_options(self) -> dict:
-        """The arguments of `MuMoEBlock` by their own names."""
-        return {name: getattr(self, f) for f, name in _BLOCK_ARGUMENTS.items()}
 
     def to_dict(self) -> dict:
         """The fields as plain values, and `"router": "mumoe"`."""
@@ -106,24 +99,8 @@ class MuMoEConfig(BlockConfig):
 
     @classmethod
     def from_dict(cls, config: dict) -> "MuMoEConfig":
-        """A config of `to_dict`'s result; fields that are left out have their defaults.
-
-        Args:
-            config: values by field. `router_options`, a dict of `MuMoEBlock`'s
-                arguments, stands for the fields of these arguments.
-
-        Raises:
-            ValueError: as `replace`.
-        """
-        config = {name: value for name, value in config.items() if name != "router"}
-        options = config.pop("router_options", None) or {}
-        check_argument_names(
-            options, list(_BLOCK_ARGUMENTS.values()), "MuMoEBlock in an encoder"
-        )
-        for field, name in _BLOCK_ARGUMENTS.items():
-            if name in options:
-                config[field] = options[name]
-        return super().from_dict(config)
+        """A config of `to_dict`'s result; missing fields have their defaults."""
+        return super().from_dict({k: v for k, v in config.items() if k != "router"})
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
@@ -189,49 +166,3 @@ def moe_config(moe: Any) -> MoEConfig | MuMoEConfig | None:
         )
     is_mumoe = moe.get("router") == MUMOE
     return (MuMoEConfig if is_mumoe else MoEConfig).from_dict(moe)
-
-
-def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
-    """A config with other fields, also where `router` changes its kind.
-
-    Args:
-        moe: argument of `moe_config`; None is a dense encoder.
-        changes: new values by field, of either kind. Another router drops
-            `router_options`. Another kind keeps the blocks, and the number, size and
-            activation of their experts.
-
-    Returns:
-        The config; None for a dense encoder whose fields all have their defaults.
-
-    Raises:
-        ValueError: if the resulting kind has no such field, or a value is out of range.
-
-    Example:
-
-    >>> from keras_moe.layers import MoEConfig, updated_moe
-    >>> updated_moe(MoEConfig(num_experts=8), {"router": "mumoe"}).num_experts
-    8
-    """
-    moe = moe_config(moe)
-    if moe is None:
-        moe = MoEConfig(moe_layers=None)
-    fields = moe.to_dict()
-    router = changes.get("router", moe.router)
-    if router != MUMOE:
-        # A class or a layer, too, may be the router that is there.
-        router = plain_router(router)
-        changes = {**changes, "router": router} if "router" in changes else changes
-    cls = MuMoEConfig if router == MUMOE else MoEConfig
-    is_other_kind = not isinstance(moe, cls)
-    if router != moe.router or "router_options" in changes:
-        # The options are another router's, or are replaced as a whole; so are the
-        # fields that stand for options of muMoE.
-        fields.pop("router_options", None)
-        if is_other_kind or isinstance(moe, MuMoEConfig):
-            for name in _BLOCK_ARGUMENTS:
-                fields.pop(name, None)
-    if is_other_kind:
-        fields = {name: fields[name] for name in cls.field_names() if name in fields}
-        fields.pop("router", None)
-    changed = cls.from_dict({**fields, **changes})
-    return None if changed == MoEConfig(moe_layers=None) else changed

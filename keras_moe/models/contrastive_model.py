@@ -84,7 +84,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     >>> backbone = LIMoEBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,
     ...     hidden_dim=8, num_layers=2, num_heads=2, mlp_dim=16, projection_dim=4,
-    ...     moe={"num_experts": 4, "num_selected_experts": 1},
+    ...     moe={"num_experts": 4},
     ... )
     >>> model = ContrastiveModel(backbone)
     >>> token_ids = np.array([[1, 7, 19, 0], [1, 5, 6, 19]])

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_bool, check_one_of
+from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
 from keras_moe.routers.pruned import METHODS, checked_kept
 
@@ -52,32 +53,19 @@ def copied(
     return new
 
 
-def config_with_router_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A model's config, whose routers have other options."""
+def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
+    """A model's config, whose routers have other arguments."""
     config = model.get_config()
-    backbone = config["backbone"]["config"] if "backbone" in config else config
-    towers = [backbone]
-    if "moe" not in backbone:
-        # A pair's towers have routers of their own.
-        towers = [x for x in backbone.values() if isinstance(x, dict)]
-    towers = [tower for tower in towers if tower.get("moe") is not None]
+    towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
+    towers = [tower for tower in towers.values() if tower["moe"] is not None]
     if not towers:
         raise ValueError(
-            "Expected a model with MoE blocks, whose routers have options; "
+            "Expected a model with MoE blocks, whose routers have arguments; "
             f"received: {type(model).__name__} without"
         )
     for tower in towers:
-        tower["moe"] = _with_options(tower["moe"], options)
+        tower["moe"] = updated_moe(tower["moe"], arguments).to_dict()
     return config
-
-
-def _with_options(moe, options):
-    router = moe["router"]
-    if isinstance(router, dict):
-        arguments = {**router["config"], **options}
-        return {**moe, "router": {**router, "config": arguments}}
-    before = moe.get("router_options") or {}
-    return {**moe, "router_options": {**before, **options}}
 
 
 _UNPRUNED = {"kept_experts": {}, "removed": False}

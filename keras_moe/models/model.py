@@ -17,7 +17,7 @@ from keras_moe.compat import (
 )
 from keras_moe.models import registry
 from keras_moe.models.copying import (
-    config_with_router_options,
+    config_with_router_arguments,
     copied,
     with_kept_experts,
 )
@@ -172,12 +172,12 @@ class MoEModel(Exportable, TorchParameters):
         """The costs of the model part by part, as `models.describe` has a preset's."""
         return Blueprint.of_model(self).describe()
 
-    def with_router_options(self, **options: Any) -> Any:
-        """A new model whose routers have other options, and the same weights.
+    def with_router_arguments(self, **arguments: Any) -> Any:
+        """A new model whose routers have other arguments, and the same weights.
 
         Its optimizer starts afresh.
         """
-        return copied(self, config_with_router_options(self, options))
+        return copied(self, config_with_router_arguments(self, arguments))
 
     def with_kept_experts(
         self,

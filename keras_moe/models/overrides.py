@@ -1,7 +1,8 @@
-"""Owners of arguments: a backbone's constructor, or the config of its mixtures.
+"""Owners of arguments: a backbone, the config of its mixtures, or their router.
 
-Presets, programs and recipes name arguments flatly, such as `num_experts=8`; a
-backbone's config keeps the fields of `MoEConfig` in `moe`. Here, and nowhere else, flat
+Presets, programs and recipes name arguments flatly, such as `num_experts=8` and
+`num_selected_experts=1`; a backbone's config keeps the fields of `MoEConfig` in `moe`,
+and the arguments of the router in its field `router`. Here, and nowhere else, flat
 names find their owner.
 """
 
@@ -9,15 +10,96 @@ import inspect
 from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
-from keras_moe.layers import MoEConfig, moe_config, updated_moe
+from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config
+from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.registry import backbone_class
+from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router
+from keras_moe.routers.names import router_class, split_router
+from keras_moe.routers.router import router_arguments
 
-# The keys of `router_options` are no flat names: the encoder has an `activation`, too.
-MOE_FIELDS = (*MoEConfig.field_names(),)
 # Arguments of every Keras model.
 _MODEL_ARGUMENTS = ("name", "trainable", "dtype")
 # The arguments among these that go to a task and not to its backbone.
 _OUTERMOST = ("name", "trainable")
+# Fields that muMoE and other mixtures have in common.
+_OF_EVERY_MIXTURE = ("moe_layers", "num_experts", "expert_mlp_dim", "expert_activation")
+# Arguments that mean the same for each router: another router keeps those that it has.
+_OF_EVERY_ROUTER = (
+    "num_selected_experts",
+    "capacity_factor",
+    "evaluation",
+    "eval_capacity_factor",
+    "eval_capacity",
+    "dropless",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "priority",
+    "noise_std",
+    "tau",
+    "num_modalities",
+    "expert_pools",
+)
+
+
+# One argument of a group leaves no room for another one.
+_EXCLUSIVE = (
+    ("dropless", "capacity", "capacity_factor", "num_slots"),
+    ("eval_capacity", "eval_capacity_factor"),
+)
+
+
+def moe_names() -> list[str]:
+    """The flat names of mixtures and of registered routers."""
+    names = [*MoEConfig.field_names(), *MuMoEConfig.field_names()]
+    for cls in (PathwayAwareRouter, *(cls for cls, _ in ROUTERS.values())):
+        names += router_arguments(cls)
+    return list(dict.fromkeys(name for name in names if name != "seed"))
+
+
+def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
+    """A mixture's config with new values by flat name, of fields and of the router.
+
+    A router's name keeps the arguments that all routers share, and drops the others of
+    another router. A dict, or a router, is complete. A switch to or from `"mumoe"`
+    keeps the blocks, and the number, size and activation of their experts. A dense
+    encoder whose fields all have their defaults is None.
+    """
+    before = moe_config(moe) or MoEConfig(moe_layers=None)
+    fields, router = before.to_dict(), changes.get("router")
+    is_mumoe = (before.router if router is None else router) == MUMOE
+    if is_mumoe != isinstance(before, MuMoEConfig):
+        fields = {name: fields[name] for name in _OF_EVERY_MIXTURE}
+    if is_mumoe:
+        changed = MuMoEConfig.from_dict({**fields, **changes})
+    else:
+        if isinstance(before, MuMoEConfig):
+            before = MoEConfig()
+        names = MoEConfig.field_names()
+        fields |= {name: value for name, value in changes.items() if name in names}
+        of_router = {name: x for name, x in changes.items() if name not in names}
+        changed = _with_router(before, fields, router, of_router)
+    return None if changed == MoEConfig(moe_layers=None) else changed
+
+
+def _with_router(before, fields, router, arguments):
+    """A `MoEConfig` of fields and a router, which may be None for the one before."""
+    old_name, kept = split_router(before.router)
+    # Types of experts, too, decide on the router's class.
+    changed = MoEConfig.from_dict({**fields, "router": router or old_name})
+    name, own = split_router(changed.router)
+    if isinstance(router, (dict, Router)):
+        kept = {}
+    elif name != old_name:
+        selected = before.router_arguments.get("num_selected_experts")
+        kept = {"num_selected_experts": selected, **kept}
+        _, named = router_class(name)
+        shared = {*_OF_EVERY_ROUTER} - {*named}
+        kept = {k: v for k, v in kept.items() if k in shared}
+    kept = {k: v for k, v in kept.items() if k in changed.router_arguments}
+    for group in _EXCLUSIVE:
+        if any(arguments.get(name) for name in group):
+            kept = {k: v for k, v in kept.items() if k not in group}
+    return changed.replace(router={"name": name, **kept, **own, **arguments})
 
 
 def override_names(cls: type) -> list[str]:
@@ -26,7 +108,7 @@ def override_names(cls: type) -> list[str]:
     for family in tower_families(cls).values():
         names.update(dict.fromkeys(override_names(family)))
     if not tower_families(cls):
-        names.update(dict.fromkeys(MOE_FIELDS))
+        names.update(dict.fromkeys(moe_names()))
     return list(names)
 
 
@@ -57,11 +139,11 @@ def nested_config(cls: type, config: dict) -> dict:
     }
     if tower_families(cls):
         return {**config, **towers}
-    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
-    fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
+    own, of_moe = {*argument_names(cls), *_MODEL_ARGUMENTS}, moe_names()
+    fields = {k: v for k, v in config.items() if k not in own and k in of_moe}
     if not fields:
         return dict(config)
-    config = {k: v for k, v in config.items() if k in own or k not in MOE_FIELDS}
+    config = {k: v for k, v in config.items() if k not in fields}
     moe = updated_moe(config.get("moe"), fields)
     return {**config, "moe": moe and moe.to_dict()}
 
@@ -93,7 +175,7 @@ def _tower_configs(cls, config, shared, overrides):
     for name, family in tower_families(cls).items():
         own = override_names(family)
         if with_experts and name not in with_experts:
-            own = [each for each in own if each not in MOE_FIELDS]
+            own = [each for each in own if each not in moe_names()]
         fitting = {k: v for k, v in shared.items() if k in own}
         tower = apply_overrides(family, towers[name], fitting)
         if name in overrides:
@@ -159,11 +241,13 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
                 f"{next(iter(tower_families(cls)))}={{{name!r}: {value!r}}}); "
                 f"received: {name}={value!r}"
             )
-        if name in MOE_FIELDS:
+        if name in moe_names():
+            moe = f"{{{name!r}: {value!r}}}"
+            if name not in (*MoEConfig.field_names(), *MuMoEConfig.field_names()):
+                moe = f"{{'router': {{'name': ..., {name!r}: {value!r}}}}}"
             raise ValueError(
                 f"Expected {name} in the config of the experts, such as "
-                f"{cls.__name__}(moe={{{name!r}: {value!r}}}) or "
-                f"moe=MoEConfig({name}={value!r}); received: {name}={value!r}"
+                f"{cls.__name__}(moe={moe}); received: {name}={value!r}"
             )
     own = argument_names(cls)
     check_argument_names(kwargs, ["name", "trainable"], cls.__name__, own)

@@ -8,18 +8,10 @@ from typing import Any
 from keras_moe.layers import MoEConfig, MoEEncoderBlock, moe_config
 from keras_moe.models.overrides import complete_config
 from keras_moe.routers import SoftRouter
-from keras_moe.routers.registry import router_class
+from keras_moe.routers.names import split_router
 
 _ZERO_COMPUTATION = ("zero_experts", "copy_experts", "constant_experts")
 _SIZES = ("image_shape", "patch_size", "max_length")
-# The number of slots follows from these, beside the size of an image or a text.
-_FIELDS = (
-    "num_experts",
-    "num_selected_experts",
-    "capacity_factor",
-    "capacity_rounding",
-    "router_options",
-)
 
 
 def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
@@ -45,19 +37,14 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
         )
     if not _is_soft(now):
         return config
-    options = dict(now.router_options or before.router_options or {})
-    now = now.replace(router_options=options or None)
     saved = complete_config(cls, saved)
-    config = {**config, "moe": now.to_dict()}
     sizes = {name: saved[name] for name in _SIZES if name in saved}
     expected = _num_slots(cls, saved)
     received = _num_slots(cls, complete_config(cls, {**config, **sizes}))
     if received not in (expected, None):
-        changed = [
-            f"{name}={getattr(now, name)!r}"
-            for name in _FIELDS
-            if getattr(now, name) != getattr(before, name)
-        ]
+        old = {"num_experts": before.num_experts, **before.router_arguments}
+        new = {"num_experts": now.num_experts, **now.router_arguments}
+        changed = [f"{name}={new[name]!r}" for name in new if new[name] != old[name]]
         raise ValueError(
             f"Expected arguments that keep the {expected} slots of each expert, which "
             f"are weights of a soft router; received: {', '.join(changed)}, which make "
@@ -65,27 +52,29 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
         )
     complete = complete_config(cls, config)
     is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in sizes)
-    if options.get("num_slots") is None and is_resized:
-        options.pop("capacity_factor", None)
-        options["num_slots"] = expected
-    return {**config, "moe": now.replace(router_options=options or None).to_dict()}
+    name, arguments = split_router(now.router)
+    if arguments.get("num_slots") is None and is_resized:
+        arguments.pop("capacity_factor", None)
+        router = {"name": name, **arguments, "num_slots": expected}
+        config = {**config, "moe": now.replace(router=router).to_dict()}
+    return config
 
 
 def _is_soft(moe: Any) -> bool | None:
-    """Whether a config's routers are soft; None where there are no slots to compare."""
-    if not isinstance(moe, MoEConfig) or isinstance(moe.router, dict):
+    """Whether a config's routers are soft; None if there are no slots to compare."""
+    if not isinstance(moe, MoEConfig):
         return None
-    return issubclass(router_class(moe.router)[0], SoftRouter)
+    return issubclass(moe.router_class, SoftRouter)
 
 
 def _num_slots(cls, config):
     """The slots of each expert of a soft router, or None without MoE blocks."""
-    options = moe_config(config["moe"]).router_options or {}
-    if options.get("num_slots") is not None:
-        return options["num_slots"]
     blocks = cls.unbuilt_blocks(**config)
     soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
-    return soft and soft.feed_forward.router.slots_per_expert
+    if soft is None:
+        return None
+    num_tokens = sum(cls.sequence_lengths(**config))
+    return soft.feed_forward.router.group_capacity(num_tokens)
 
 
 def _sizes(size):

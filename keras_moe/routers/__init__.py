@@ -7,9 +7,8 @@ from keras_moe.routers.affinities import (
     SparsityConstrainedAffinity,
 )
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
-from keras_moe.routers.names import get, of_types
+from keras_moe.routers.names import ROUTERS, get, register_router
 from keras_moe.routers.pathway_aware import PathwayAwareRouter
-from keras_moe.routers.registry import ROUTERS, register_router
 from keras_moe.routers.router import Router
 from keras_moe.routers.soft import SoftRouter
 from keras_moe.routers.sparse_router import SparseRouter
@@ -28,6 +27,5 @@ __all__ = [
     "SparsityConstrainedAffinity",
     "TokenChoiceRouter",
     "get",
-    "of_types",
     "register_router",
 ]

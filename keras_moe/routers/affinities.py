@@ -102,9 +102,6 @@ class SinkhornAffinity(Affinity):
         tolerance: error of the experts' masses as a share of S / E, at which iterations
             stop; see `keras_moe.ops.sinkhorn`.
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Example:
 
     >>> from keras_moe.routers import ExpertChoiceRouter, SinkhornAffinity
@@ -144,9 +141,6 @@ class SparsityConstrainedAffinity(Affinity):
         solver: argument of `keras_moe.ops.sparse_transport`.
         iterations: steps of the solver; None takes its default.
         learning_rate: learning rate of `solver="adam"`.
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Example:
 
@@ -197,14 +191,7 @@ BY_NAME = {
 
 
 def get(identifier: Any) -> Affinity:
-    """The affinity of an identifier.
-
-    Args:
-        identifier: name, serialised config, or `Affinity`.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
+    """The affinity of a name, a serialised config or an `Affinity`."""
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     if isinstance(identifier, dict):
@@ -218,9 +205,5 @@ def get(identifier: Any) -> Affinity:
 
 
 def serialize(affinity: Affinity) -> dict:
-    """The config from which `get` makes an equal affinity.
-
-    Args:
-        affinity: `Affinity` to serialise.
-    """
+    """The config from which `get` makes an equal affinity."""
     return keras.saving.serialize_keras_object(affinity)

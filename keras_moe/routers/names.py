@@ -1,29 +1,98 @@
 """Routers by name: one argument switches between them."""
 
+from collections.abc import Callable
 from typing import Any
 
+import keras
+
+from keras_moe.checks import check_argument_names, nearest
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.routers.registry import router_class, router_class_for_types
-from keras_moe.routers.router import Router
+from keras_moe.routers.expert_choice import ExpertChoiceRouter
+from keras_moe.routers.pathway_aware import PathwayAwareRouter
+from keras_moe.routers.router import Router, router_arguments
+from keras_moe.routers.soft import SoftRouter
+from keras_moe.routers.token_choice import TokenChoiceRouter
+
+# Name -> (class, arguments): the routers of *Routers in Vision Mixture of Experts*,
+# sections 2.1 to 2.6, one that only its released code has, and registered ones.
+ROUTERS: dict[str, tuple[type, dict]] = {
+    "softmax_token_choice": (TokenChoiceRouter, {"affinity": "softmax"}),
+    "sinkhorn_token_choice": (TokenChoiceRouter, {"affinity": "sinkhorn"}),
+    "sparsity_constrained_token_choice": (
+        TokenChoiceRouter,
+        {"affinity": "sparsity_constrained"},
+    ),
+    "softmax_expert_choice": (ExpertChoiceRouter, {"affinity": "softmax"}),
+    "sinkhorn_expert_choice": (ExpertChoiceRouter, {"affinity": "sinkhorn"}),
+    "sparsity_constrained_expert_choice": (
+        ExpertChoiceRouter,
+        {"affinity": "sparsity_constrained"},
+    ),
+    "soft": (SoftRouter, {}),
+}
 
 
-def get(name: str, num_experts: int, **options: Any) -> Router:
+def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
+    """Registers a class of routers under a name, as a decorator.
+
+    The name then works in `keras_moe.routers.get`, in `MoEConfig(router=...)` and as
+    an override of any preset.
+
+    Args:
+        name: name of the router; a class may have several.
+        **arguments: arguments of the class that the name stands for.
+
+    Returns:
+        A decorator that returns the class unchanged.
+
+    Raises:
+        ValueError: if another class has the name, or the class is no `Router`.
+
+    Example:
+
+    >>> from keras_moe import routers
+    >>> @routers.register_router("one_hot_token_choice", num_selected_experts=1)
+    ... class OneHot(routers.TokenChoiceRouter):
+    ...     pass
+    >>> routers.get("one_hot_token_choice", num_experts=4).num_selected_experts
+    1
+    >>> del routers.ROUTERS["one_hot_token_choice"]
+    """
+
+    def register(cls):
+        if not (isinstance(cls, type) and issubclass(cls, Router)):
+            raise ValueError(f"Expected a subclass of Router; received: {cls!r}")
+        registered = ROUTERS.get(name, (cls, {}))[0]
+        if registered.__qualname__ != cls.__qualname__:
+            raise ValueError(
+                f"Expected a new name of a router; received: name={name!r}, which "
+                f"stands for {registered.__name__}"
+            )
+        ROUTERS[name] = (cls, arguments)
+        return cls
+
+    return register
+
+
+def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
     """Makes a router from its name.
 
     Args:
-        name: registered name: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
+        router: registered name: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
             `"sparsity_constrained_token_choice"`, `"softmax_expert_choice"`,
             `"sinkhorn_expert_choice"`, `"sparsity_constrained_expert_choice"`,
-            `"soft"`, or one of `register_router`.
-        num_experts: E.
-        **options: arguments of the router's class.
+            `"soft"`, or one of `register_router`; or a dict of `"name"` and arguments
+            of the router's class; or the class.
+        num_experts: E, or `keras_moe.ops.ExpertTypes` for experts of several types.
+        **arguments: further arguments of the router's class.
 
     Returns:
-        A `TokenChoiceRouter`, an `ExpertChoiceRouter`, a `SoftRouter` or a router of a
-        registered class.
+        A router. For zero-computation experts, or if `gating_residual` is given, it is
+        a `PathwayAwareRouter`.
 
     Raises:
-        ValueError: if the name is unknown or an argument is out of range.
+        ValueError: if the name or an argument is unknown, or an argument is out of
+            range.
 
     Reference:
         *Routers in Vision Mixture of Experts*, sections 2.1 to 2.6.
@@ -35,33 +104,80 @@ def get(name: str, num_experts: int, **options: Any) -> Router:
     >>> type(router).__name__, type(router.affinity).__name__
     ('ExpertChoiceRouter', 'SinkhornAffinity')
     """
-    cls, arguments = router_class(name)
-    return cls(num_experts, **{**arguments, **options})
+    types = num_experts
+    if not isinstance(num_experts, ExpertTypes):
+        types = ExpertTypes(num_experts)
+    name, own = split_router(router)
+    has_residual = "gating_residual" in arguments
+    cls, named = class_for_types(name, types, has_residual)
+    arguments = {**named, **own, **arguments}
+    if types.zero_computation:
+        arguments |= {
+            "zero_experts": types.zero,
+            "copy_experts": types.copy,
+            "constant_experts": types.constant,
+        }
+    names = [*router_arguments(cls), "name", "trainable", "dtype"]
+    check_argument_names(arguments, names, cls.__name__)
+    total = types.total if types.zero_computation else types.ffn
+    return cls(total, **arguments)
 
 
-def of_types(name: str, expert_types: ExpertTypes, **options: Any) -> Router:
-    """Makes a router from its name for experts of several kinds.
+def split_router(router: Any) -> tuple[Any, dict]:
+    """The name or class of a router, and its arguments."""
+    if not isinstance(router, dict):
+        return router, {}
+    if "name" not in router:
+        raise ValueError(
+            "Expected router to be a name or a dict with the router's 'name' and "
+            f"arguments; received: router={router!r}"
+        )
+    return router["name"], {k: v for k, v in router.items() if k != "name"}
 
-    Args:
-        name: name as for `get`; with zero-computation experts a token choice router.
-        expert_types: number of experts of each type.
-        **options: arguments of the router's class.
 
-    Returns:
-        The router of `get`; with zero-computation experts or `gating_residual=True` a
-        `PathwayAwareRouter` with its affinity.
-
-    Raises:
-        ValueError: as `get`, or if experts do not choose tokens of several kinds.
-
-    Example:
-
-    >>> from keras_moe import ops, routers
-    >>> expert_types = ops.ExpertTypes(ffn=8, zero=1, copy=1, constant=2)
-    >>> routers.of_types("softmax_token_choice", expert_types, tau=0.5).num_experts
-    12
-    """
-    cls, arguments = router_class_for_types(
-        name, expert_types, options.get("gating_residual", False)
+def router_class(router: Any) -> tuple[type, dict]:
+    """The class of a router and the arguments that its name stands for."""
+    if isinstance(router, str) and router in ROUTERS:
+        return ROUTERS[router]
+    cls = router
+    if isinstance(router, str):
+        cls = keras.saving.get_registered_object(router)
+    if isinstance(cls, type) and issubclass(cls, Router):
+        return cls, {}
+    names = list(ROUTERS)
+    hint = nearest(router, names) if isinstance(router, str) else ", ".join(names)
+    raise ValueError(
+        f"Expected router to be one of {tuple(names)}, or a subclass of Router; "
+        f"received: router={router!r} ({hint})"
     )
-    return cls(expert_types.total, **{**arguments, **options})
+
+
+def router_name(cls: type) -> str:
+    """The name from which `router_class` finds a class."""
+    for name, (registered, arguments) in ROUTERS.items():
+        if registered is cls and not arguments:
+            return name
+    name = keras.saving.get_registered_name(cls)
+    if keras.saving.get_registered_object(name) is not cls:
+        raise ValueError(
+            "Expected a class of routers that is registered with Keras or by "
+            f"register_router, so that a config can name it; received: {cls}"
+        )
+    return name
+
+
+def class_for_types(
+    router: Any, types: ExpertTypes, has_residual: bool
+) -> tuple[type, dict]:
+    """The class and arguments of a router for experts of several types."""
+    cls, arguments = router_class(router)
+    if not types.zero_computation and not has_residual:
+        return cls, arguments
+    if cls is TokenChoiceRouter:
+        cls = PathwayAwareRouter
+    if not issubclass(cls, PathwayAwareRouter):
+        raise ValueError(
+            "Expected a token choice router for zero-computation experts and gating "
+            f"residuals; received: router={router!r}"
+        )
+    return cls, arguments

@@ -1,4 +1,4 @@
-"""The router of MoE++: experts of several kinds, and gating residuals.
+"""The router of MoE++: experts of several types, and gating residuals.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
@@ -18,16 +18,12 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
-from keras_moe.routers.modalities import both
-from keras_moe.routers.registry import register_pathway_aware
+from keras_moe.routers.sparse_router import both_masks
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 ZERO_GATES = ("keep", "remove")
-# Arguments of token choice that do not apply to experts of several kinds.
-_NOT_HERE = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
 
-@register_pathway_aware(TokenChoiceRouter)
 @keras.saving.register_keras_serializable("keras_moe")
 class PathwayAwareRouter(TokenChoiceRouter):
     """Token choice among feed-forward and zero-computation experts, as in MoE++.
@@ -35,7 +31,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     The experts stand in the order FFN, zero, copy, constant. Only FFN experts have
     slots or rows; a `HeterogeneousPlan` has the tokens that the others serve in place.
 
-    While training, equation 8 limits what an expert serves by its kind; a choice that
+    While training, equation 8 limits what an expert serves by its type; a choice that
     overflows is dropped. At inference every token is served by default, also in groups
     of very few tokens.
 
@@ -47,7 +43,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     (it is inference code), which is what inference does here.
 
     Args:
-        num_experts: E, of all kinds together.
+        num_experts: E, of all types together.
         num_selected_experts: K, experts per token.
         zero_experts: number of the experts that give 0.
         copy_experts: number of the experts that give the token back.
@@ -62,27 +58,14 @@ class PathwayAwareRouter(TokenChoiceRouter):
             are scaled before they route, or None; the next layer gets them unscaled.
         zero_gates: gates of zero experts, `"keep"`, or `"remove"` to count them as 0
             before gates are normalised.
-        affinity: argument of `TokenChoiceRouter`.
-        combine: argument of `TokenChoiceRouter`.
-        normalize_gates: argument of `TokenChoiceRouter`.
-        capacity_factor: gamma; 1.1 without this and without `dropless`.
-        eval_capacity_factor: gamma at inference; None serves every token.
-        batch_invariant: argument of `TokenChoiceRouter`.
-        dropless: whether every token is served while training, too.
-        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
-        capacity_multiple_of: divisor of the FFN experts' capacity, which is rounded up
-            to a multiple of it unless each image is a group, or None.
-        priority: argument of `TokenChoiceRouter`.
-        excluded_experts: argument of `TokenChoiceRouter`; the next layer's gating
-            residual gets their logits all the same.
-        noise_std: standard deviation of the training noise, times `num_experts`; None
-            is MoE++'s, 0.0.
-        noisy_combine: argument of `TokenChoiceRouter`.
-        kernel_initializer: initializer of the kernels.
         residual_initializer: initializer of the map of previous logits. With zeros the
             router begins like one without it.
-        seed: seed of the noise.
-        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
+        noise_std: standard deviation of the training noise, times `num_experts`; None
+            is MoE++'s, 0.0.
+        **kwargs: arguments of `TokenChoiceRouter` but for `capacity`, `eval_capacity`,
+            `num_modalities` and `expert_pools`: there is one kernel, and each type of
+            experts has its own capacity. `capacity_factor` is the paper's gamma, 1.1 by
+            default. Excluded experts' logits still reach the next layer's residual.
 
     Call arguments:
         tokens: (G, S, D).
@@ -95,10 +78,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
     Output shape:
         `(plan, Routing)`: a `HeterogeneousPlan`; without zero-computation experts the
         plans of `TokenChoiceRouter`.
-
-    Raises:
-        ValueError: if an argument is out of range, there is no FFN expert, or
-            `previous_logits` are missing, not wanted, or of another number of experts.
 
     Reference:
         *MoE++*, equations 1, 6 and 8.
@@ -116,6 +95,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     default_capacity_factor = 1.1
     # MoE++ draws each expert by itself.
     shares_expert_initialization = False
+    refused_arguments = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
     def __init__(
         self,
@@ -129,53 +109,22 @@ class PathwayAwareRouter(TokenChoiceRouter):
         gate_hidden_dim: int | None = None,
         logits_norm_std: float | None = None,
         zero_gates: str = "keep",
-        affinity: Any = "softmax",
-        combine: str = "softmax",
-        normalize_gates: str | None = None,
-        capacity_factor: float | None = None,
-        eval_capacity_factor: float | None = None,
-        batch_invariant: bool | None = None,
-        dropless: bool = False,
-        capacity_rounding: str = "ceil",
-        capacity_multiple_of: int | None = None,
-        priority: Any = "first_come",
-        excluded_experts: Any = (),
-        noise_std: float | None = None,
-        noisy_combine: bool | None = None,
-        kernel_initializer: Any = "lecun_normal",
         residual_initializer: Any = "zeros",
-        seed: int | None = None,
+        noise_std: float | None = None,
         **kwargs,
     ):
-        for name in _NOT_HERE:
+        for name in self.refused_arguments:
             value = kwargs.pop(name, None)
             if value is not None:
                 raise ValueError(
                     "Expected arguments of PathwayAwareRouter, which has one kernel, "
-                    "and whose types of experts have capacities of their own, by "
-                    "capacity_factor and eval_capacity_factor; "
-                    f"received: {name}={value!r}"
+                    "and a capacity for each type of experts by capacity_factor and "
+                    f"eval_capacity_factor; received: {name}={value!r}"
                 )
-        if capacity_factor is None and not dropless:
-            capacity_factor = self.default_capacity_factor
         super().__init__(
             num_experts,
-            num_selected_experts=num_selected_experts,
-            affinity=affinity,
-            combine=combine,
-            normalize_gates=normalize_gates,
-            capacity_factor=capacity_factor,
-            eval_capacity_factor=eval_capacity_factor,
-            batch_invariant=batch_invariant,
-            dropless=dropless,
-            capacity_rounding=capacity_rounding,
-            capacity_multiple_of=capacity_multiple_of,
-            priority=priority,
-            excluded_experts=excluded_experts,
+            num_selected_experts,
             noise_std=0.0 if noise_std is None else noise_std,
-            noisy_combine=noisy_combine,
-            kernel_initializer=kernel_initializer,
-            seed=seed,
             **kwargs,
         )
         # "auto" needs the number of FFN experts.
@@ -206,14 +155,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.residual_initializer = check_initializer(
             "residual_initializer", residual_initializer
         )
-
-    @classmethod
-    def own_fields(cls, config, site):
-        return {
-            **super().own_fields(config, site),
-            "tau": config.tau,
-            "gating_residual": site.gating_residual,
-        }
 
     def default_auxiliary_losses(self):
         return {"heterogeneous_balance": 0.01}
@@ -249,7 +190,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         logits = ops.matmul(hidden, self.kernel)
         if self.gating_residual:
             logits = logits + ops.matmul(previous_logits, self.residual_kernel)
-        mask = both(mask, self.known_tokens(modality_ids))
+        mask = both_masks(mask, self.known_tokens(modality_ids))
         return self.route(logits, None, mask, training, modality_ids)
 
     def scale_logits(self, logits: Any) -> Any:
@@ -296,7 +237,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
         """The capacities of an FFN and of a zero-computation expert (equation 8).
 
-        Both are None where every token is served.
+        Both are None if every token is served.
         """
         if self.serves_every_token(training):
             return None, None
@@ -304,7 +245,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             num_tokens,
             self.expert_types,
             self.tau,
-            self.capacity_factor if training else self.eval_capacity_factor,
+            self.limits(training)[0],
             self.num_selected_experts,
             rounding=self.capacity_rounding,
             multiple_of=self.multiple_of(training),
@@ -328,11 +269,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return min(balanced, self.expert_types.ffn)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         hidden = self.gate_hidden_dim
         shapes = {"kernel": (hidden or shape[-1], self.num_experts)}
         if hidden is not None:
@@ -361,7 +297,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     def get_config(self):
         config = super().get_config()
-        for name in _NOT_HERE:
+        for name in self.refused_arguments:
             del config[name]
         config.update(
             zero_experts=self.expert_types.zero,

@@ -19,14 +19,12 @@ from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing, SoftPlan
-from keras_moe.routers.registry import register_router
 from keras_moe.routers.router import Router
 
 # The epsilon of the released code.
 EPSILON = 1e-6
 
 
-@register_router("soft")
 @keras.saving.register_keras_serializable("keras_moe")
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, outputs of slots.
@@ -42,8 +40,7 @@ class SoftRouter(Router):
         capacity_factor: C = S K c / E, instead of `num_slots`; 1.0 without either. C
             then follows from the tokens with which the router is built.
         num_selected_experts: K of the capacity. No token selects K experts: the papers'
-            formula has 1, the default. Backbones pass theirs on, so that all routers
-            cost alike.
+            formula has 1, the default.
         capacity_rounding: rounding of the capacity, `"ceil"`, or `"round"` as in the
             released code, whose sparse routers have `"ceil"`. C is not rounded up to
             multiples, like that of sparse routers if each image is a group.
@@ -63,10 +60,6 @@ class SoftRouter(Router):
 
     Output shape:
         `(SoftPlan, Routing)`; see their attributes.
-
-    Raises:
-        ValueError: if an argument is out of range, or the number of tokens is not
-            known while C depends on it.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equations 10 and 11; *From Sparse to
@@ -122,39 +115,6 @@ class SoftRouter(Router):
         self.scale_initializer = check_initializer(
             "scale_initializer", scale_initializer
         )
-
-    @classmethod
-    def from_moe_config(cls, config, site, **arguments):
-        options = {**arguments, **cls.checked_options(config)}
-        cls.check_not_dropless(config)
-        cls.check_no_modalities(config)
-        cls.check_no_eval_capacity(config)
-        factor = config.capacity_factor
-        if factor == "auto":
-            factor = cls.default_capacity_factor
-        is_own = any(
-            options.get(name) is not None for name in ("capacity_factor", "num_slots")
-        )
-        if factor is None and not is_own:
-            raise ValueError(
-                "Expected capacity_factor, or a capacity or number of slots in "
-                f"router_options, for router={config.router!r}; "
-                "received: capacity_factor=None"
-            )
-        fields = {"seed": site.seed}
-        if config.capacity_rounding != "auto":
-            fields["capacity_rounding"] = config.capacity_rounding
-        if not is_own:
-            fields["num_selected_experts"] = config.num_selected_experts
-        arguments = {**fields, **options}
-        if arguments.get("num_slots") is None:
-            # A number of slots gives the weights a shape before they are built. The
-            # seed keeps this router from drawing one.
-            factor = arguments.pop("capacity_factor", None) or factor
-            sizes = {**arguments, "capacity_factor": factor, "seed": 0}
-            slots = cls(config.num_experts, **sizes).group_capacity(site.num_tokens)
-            arguments["num_slots"] = slots
-        return cls(config.num_experts, **arguments)
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """The slots per expert C for images of `num_tokens` tokens."""
@@ -258,11 +218,6 @@ class SoftRouter(Router):
         return f"soft, C={self.slots_per_expert}"
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         shapes = {"slots": (dim, self.num_experts, self.group_capacity(num_tokens))}
         if self.normalize:
@@ -270,12 +225,8 @@ class SoftRouter(Router):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image: logits, dispatch and combine.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
+        # Logits, dispatch and combine.
         flops = 6 * num_tokens * dim * self.total_slots(num_tokens)
         return Cost.all_active(self.weight_shapes(shape), flops)
 

@@ -1,8 +1,10 @@
 """The base class of token and expert choice: logits, affinity and combine weights.
 
-Axes: G groups, S group_size, E experts, D hidden, M modalities.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden,
+M modalities.
 """
 
+import warnings
 from typing import Any
 
 import keras
@@ -10,6 +12,7 @@ from keras import ops
 
 from keras_moe.checks import (
     check_bool,
+    check_disjoint,
     check_initializer,
     check_integer,
     check_one_of,
@@ -19,15 +22,10 @@ from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing
 from keras_moe.routers import affinities
-from keras_moe.routers.modalities import (
-    allowed_experts,
-    both,
-    check_pools,
-    known_tokens,
-)
 from keras_moe.routers.router import Router
 
 COMBINES = ("softmax", "affinity")
+EVALUATIONS = ("batch_invariant", "official")
 
 
 class SparseRouter(Router):
@@ -39,7 +37,7 @@ class SparseRouter(Router):
     gradient passes through a transport solver.
 
     The paper has noise in equation 1, softmax token choice, and none in equations 7 to
-    9, transport plans. Its released code takes noise for Sinkhorn as an option: experts
+    9, transport plans. Its released code has an option of noise for Sinkhorn: experts
     then combine with the softmax of the noisy logits and tokens with that of the clean
     ones. It has no noise for the sparsity-constrained plan, which follows Sinkhorn
     here.
@@ -48,17 +46,25 @@ class SparseRouter(Router):
 
     Args:
         num_experts: E.
+        num_selected_experts: K of the capacity.
         affinity: name of the affinity, `"softmax"`, `"sinkhorn"` or
-            `"sparsity_constrained"`, or an affinity with arguments of its own such as
+            `"sparsity_constrained"`, or an affinity with arguments such as
             `SinkhornAffinity(iterations=50)`.
         combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
             itself, through which gradients then flow (the ablation of section 3.4).
         normalize_gates: normalisation of the combine weights, see the subclass.
-        capacity_factor: c, the slots over the assignments.
+        capacity_factor: c, with C = S K c / E; None is the class's default.
         capacity: C itself, a number of tokens, instead of `capacity_factor`.
+        evaluation: groups and capacity at inference. `"batch_invariant"`: each example
+            is a group, so that its result does not depend on the batch. `"official"`:
+            the groups and, unless another one is given, the capacity of training, as
+            the papers and their released code evaluate. None is `"batch_invariant"`,
+            or `"official"` with a warning if a capacity at inference is given.
+        eval_capacity_factor: c at inference; None leaves it to `evaluation`.
+        eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
         capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
-        capacity_multiple_of: divisor of the capacity, which is rounded up to a multiple
-            of it, or None.
+        capacity_multiple_of: number to a multiple of which the capacity is rounded up,
+            unless each example is a group, or None. The released V-MoEs have 4.
         noise_std: standard deviation of the training noise, times `num_experts`; 1.0 in
             V-MoE, which is noise of 1 / E. None is the affinity's default: 1.0
             for softmax, 0.0 for transport plans.
@@ -67,15 +73,12 @@ class SparseRouter(Router):
             clean where tokens choose by a transport plan, else noisy. The plan itself
             as combine weights (`combine="affinity"`) is the noisy one.
         kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
-        num_modalities: M; each modality then has a kernel of its own over the shared
+        num_modalities: M; each modality then has its own kernel over the shared
             experts, and calls take `modality_ids`. None has one kernel for all.
-        expert_pools: experts of each modality, those that its tokens may go to; no
+        expert_pools: experts of each modality, which serve its tokens alone; no
             expert is in two pools. None lets all tokens go to all experts.
         seed: seed of the noise.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Reference:
         *Routers in Vision Mixture of Experts*, sections 2.1 to 2.5; *LIMoE*, appendix
@@ -83,9 +86,9 @@ class SparseRouter(Router):
 
     Example:
 
-    >>> from keras_moe.routers import SparseRouter, TokenChoiceRouter
-    >>> issubclass(TokenChoiceRouter, SparseRouter)
-    True
+    >>> from keras_moe.routers import TokenChoiceRouter
+    >>> TokenChoiceRouter(num_experts=8, affinity="sinkhorn").noise_std
+    0.0
     """
 
     # The side that chooses: "token" or "expert".
@@ -95,11 +98,15 @@ class SparseRouter(Router):
     def __init__(
         self,
         num_experts: int,
+        num_selected_experts: int = 1,
         affinity: Any = "softmax",
         combine: str = "softmax",
         normalize_gates: str | None = None,
         capacity_factor: float | None = None,
         capacity: int | None = None,
+        evaluation: str | None = None,
+        eval_capacity_factor: float | None = None,
+        eval_capacity: int | None = None,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         noise_std: float | None = None,
@@ -130,121 +137,47 @@ class SparseRouter(Router):
         self.normalize_gates = check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
         )
-        if capacity is not None:
-            capacity = check_integer("capacity", capacity)
-            if capacity_factor is not None:
-                raise ValueError(
-                    "Expected capacity or capacity_factor, not both; received: "
-                    f"capacity={capacity}, capacity_factor={capacity_factor}"
-                )
-        elif capacity_factor is not None:
-            check_positive("capacity_factor", capacity_factor)
-        check_one_of("capacity_rounding", capacity_rounding, sorted(ROUNDINGS))
-        if capacity_multiple_of is not None:
-            check_integer("capacity_multiple_of", capacity_multiple_of)
-        if num_modalities is not None:
-            check_integer("num_modalities", num_modalities)
+        # Private: a public `num_selected_experts` marks token choice.
+        self._selected = check_integer("num_selected_experts", num_selected_experts)
+        _check_capacity("", capacity_factor, capacity)
+        if capacity is None and capacity_factor is None:
+            capacity_factor = self.default_capacity_factor
         self.capacity_factor = capacity_factor
         self.capacity = capacity
-        self.capacity_rounding = capacity_rounding
+        self._set_evaluation(evaluation, eval_capacity_factor, eval_capacity)
+        self.capacity_rounding = check_one_of(
+            "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
+        )
+        if capacity_multiple_of is not None:
+            check_integer("capacity_multiple_of", capacity_multiple_of)
         self.capacity_multiple_of = capacity_multiple_of
         self.kernel_initializer = check_initializer(
             "kernel_initializer", kernel_initializer
         )
+        if num_modalities is not None:
+            check_integer("num_modalities", num_modalities)
         self.num_modalities = num_modalities
-        self.expert_pools = check_pools(expert_pools, num_modalities, num_experts)
+        self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
 
-    @classmethod
-    def from_moe_config(cls, config, site, **arguments):
-        # A name's arguments are its own as much as the options are.
-        options = {**arguments, **cls.checked_options(config)}
-        fields = {
-            "seed": site.seed,
-            "capacity_multiple_of": config.capacity_multiple_of,
-            **cls.capacity_fields(config, options),
-            **cls.evaluation_fields(config, options),
-        }
-        for name in ("noise_std", "num_modalities", "expert_pools"):
-            if getattr(config, name) is not None:
-                fields[name] = getattr(config, name)
-        fields = {**fields, **cls.own_fields(config, site), **options}
-        capacities = (fields["eval_capacity_factor"], fields["eval_capacity"])
-        if config.evaluation == "official" and capacities == (None, None):
-            # The papers evaluate with the capacity of training.
-            fields["eval_capacity_factor"] = fields["capacity_factor"]
-            fields["eval_capacity"] = fields.get("capacity")
-        return cls(config.expert_types.total, **fields)
-
-    @classmethod
-    def own_fields(cls, config: Any, site: Any) -> dict:
-        """The fields of a `MoEConfig` that this class has beside its base's.
-
-        Args:
-            config: `keras_moe.layers.MoEConfig` of the encoder.
-            site: `RouterSite` of the block.
-        """
-        cls.check_not_dropless(config)
-        return {}
-
-    @classmethod
-    def capacity_fields(cls, config: Any, options: dict) -> dict:
-        """The arguments that limit the experts' capacity.
-
-        A capacity among `options` is the router's own, in which K has no part where
-        experts choose; the config's factors count the K choices of each token.
-
-        Args:
-            config: `keras_moe.layers.MoEConfig` of the encoder.
-            options: checked `router_options`.
-        """
-        dropless = options.get("dropless", config.dropless)
-        factor = config.capacity_factor
-        if factor == "auto":
-            factor = cls.default_capacity_factor
-        is_own = any(
-            options.get(name) is not None for name in ("capacity", "capacity_factor")
-        )
-        if factor is None and not dropless and not is_own:
-            raise ValueError(
-                "Expected capacity_factor, or a capacity or number of slots in "
-                f"router_options, for router={config.router!r}; "
-                "received: capacity_factor=None"
-            )
-        fields = {"eval_capacity_factor": config.eval_capacity_factor}
-        is_own_at_inference = options.get("eval_capacity_factor") is not None
-        if cls.side == "token" or not (is_own or is_own_at_inference):
-            fields["num_selected_experts"] = config.num_selected_experts
+    def _set_evaluation(self, evaluation, factor, capacity):
+        _check_capacity("eval_", factor, capacity)
+        if evaluation is not None:
+            check_one_of("evaluation", evaluation, EVALUATIONS)
+        elif factor is None and capacity is None:
+            evaluation = "batch_invariant"
         else:
-            selected = config.num_selected_experts
-            if not is_own and factor is not None:
-                factor *= selected
-            if config.eval_capacity_factor is not None:
-                fields["eval_capacity_factor"] = config.eval_capacity_factor * selected
-        if options.get("capacity") is not None or dropless:
-            factor = None
-        if config.capacity_rounding != "auto":
-            fields["capacity_rounding"] = config.capacity_rounding
-        return {"capacity_factor": factor, **fields}
-
-    @classmethod
-    def evaluation_fields(cls, config: Any, options: dict) -> dict:
-        """The arguments that say how tokens compete at inference.
-
-        Args:
-            config: `keras_moe.layers.MoEConfig` of the encoder.
-            options: checked `router_options`.
-        """
-        fields = {"eval_capacity": config.eval_capacity}
-        if config.evaluation is None:
-            return fields
-        batch_invariant = config.evaluation == "batch_invariant"
-        if options.get("batch_invariant") not in (None, batch_invariant):
-            raise ValueError(
-                "Expected evaluation, or batch_invariant in router_options, not both; "
-                f"received: evaluation={config.evaluation!r}, "
-                f"batch_invariant={options['batch_invariant']}"
+            evaluation = "official"
+            warnings.warn(
+                f"eval_capacity_factor={factor}, eval_capacity={capacity} make the "
+                "result of an example depend on the other examples of its group at "
+                "inference. Set evaluation='official' to have that, or "
+                "evaluation='batch_invariant' to limit the capacity within each "
+                "example.",
+                stacklevel=5,
             )
-        return {**fields, "batch_invariant": batch_invariant}
+        self.evaluation = evaluation
+        self.eval_capacity_factor = factor
+        self.eval_capacity = capacity
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -256,13 +189,7 @@ class SparseRouter(Router):
         self.kernel = self.add_kernel("kernel", shape, initializer)
 
     def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
-        """Adds a weight that stays float32 under every dtype policy.
-
-        Args:
-            name: name of the weight.
-            shape: shape of the weight.
-            initializer: initializer of the weight.
-        """
+        """Adds a weight that stays float32 under every dtype policy."""
         return self.add_weight(
             name=name,
             shape=shape,
@@ -281,10 +208,9 @@ class SparseRouter(Router):
         known = self.known_tokens(modality_ids)
         logits, allowed = self._logits(tokens, modality_ids), None
         if self.expert_pools is not None:
-            pools = self.expert_pools
-            allowed = allowed_experts(modality_ids, known, pools, self.num_experts)
+            allowed = self._allowed_experts(modality_ids, known)
             logits = ops.where(allowed, logits, -float("inf"))
-        mask = both(mask, known)
+        mask = both_masks(mask, known)
         return self.route(logits, allowed, mask, training, modality_ids)
 
     @property
@@ -301,15 +227,37 @@ class SparseRouter(Router):
     def known_tokens(self, modality_ids: Any) -> Any:
         """The tokens (G, S) of known modalities, or None if there are no others.
 
-        Args:
-            modality_ids: integers (G, S), or None.
-
-        Raises:
-            ValueError: if the router tells modalities apart, and there are no ids.
+        A graph cannot raise for an unknown modality: its tokens are not routed.
         """
         if self.modality_count is None:
             return None
-        return known_tokens(modality_ids, self.modality_count, self.by_modality())
+        if modality_ids is None:
+            raise ValueError(
+                "Expected modality_ids of shape (groups, tokens), since the router "
+                f"has {self.by_modality()}; received: modality_ids=None"
+            )
+        modality_ids = ops.cast(modality_ids, "int32")
+        return ops.logical_and(modality_ids >= 0, modality_ids < self.modality_count)
+
+    def _logits(self, tokens, modality_ids):
+        if self.num_modalities is None:
+            return ops.matmul(tokens, self.kernel)
+        logits = 0.0
+        for modality in range(self.num_modalities):
+            own = ops.matmul(tokens, self.kernel[modality])
+            is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
+            logits = logits + ops.where(is_own, own, 0.0)
+        return logits
+
+    def _allowed_experts(self, modality_ids, known):
+        """The experts that each token may go to, boolean (G, S, E)."""
+        allowed = ops.expand_dims(ops.logical_not(known), -1)
+        for modality, pool in enumerate(self.expert_pools):
+            in_pool = [expert in pool for expert in range(self.num_experts)]
+            is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
+            own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
+            allowed = ops.logical_or(allowed, own)
+        return allowed
 
     def route(
         self,
@@ -366,16 +314,6 @@ class SparseRouter(Router):
         """The logits as they route; `Routing.logits` keeps them as they come."""
         return logits
 
-    def _logits(self, tokens, modality_ids):
-        if self.num_modalities is None:
-            return ops.matmul(tokens, self.kernel)
-        logits = 0.0
-        for modality in range(self.num_modalities):
-            own = ops.matmul(tokens, self.kernel[modality])
-            is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
-            logits = logits + ops.where(is_own, own, 0.0)
-        return logits
-
     def allocate(
         self,
         affinity: Any,
@@ -388,25 +326,38 @@ class SparseRouter(Router):
         raise NotImplementedError
 
     def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:
-        """The largest number of pairs of the choosing side, for sparse affinities.
-
-        Args:
-            num_tokens: tokens of the group.
-            training: whether the capacity is that of training.
-        """
+        """The largest number of pairs of the choosing side, for sparse affinities."""
         raise NotImplementedError
+
+    def groups_per_example(self, training: bool | None) -> bool:
+        return not training and self.evaluation == "batch_invariant"
+
+    def limits(self, training: bool | None) -> tuple[float | None, int | None]:
+        """The capacity factor and the capacity; both are None if nothing limits."""
+        own = (self.eval_capacity_factor, self.eval_capacity)
+        if training or (own == (None, None) and self.evaluation == "official"):
+            return self.capacity_factor, self.capacity
+        return own
+
+    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+        """The capacity C for groups of `num_tokens`, or None if it is unlimited."""
+        factor, capacity = self.limits(training)
+        if factor is None:
+            return capacity
+        return self.capacity_of(
+            num_tokens, factor, self._selected, self.multiple_of(training)
+        )
+
+    def multiple_of(self, training: bool | None) -> int | None:
+        """The number whose multiples capacities are, or None."""
+        # Rounded up to a multiple, an example's few slots would be twice as many.
+        by_example = self.groups_per_example(training)
+        return None if by_example else self.capacity_multiple_of
 
     def capacity_of(
         self, num_tokens: Any, factor: float, selected: int, multiple_of: int | None
     ) -> Any:
-        """The capacity C of a group.
-
-        Args:
-            num_tokens: tokens of the group.
-            factor: c.
-            selected: K.
-            multiple_of: divisor of C, which is rounded up to a multiple of it, or None.
-        """
+        """The capacity C of a group: `num_tokens` K c / E, rounded."""
         return expert_capacity(
             num_tokens,
             self.num_experts,
@@ -417,11 +368,6 @@ class SparseRouter(Router):
         )
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         kernel = (shape[-1], self.num_experts)
         if self.num_modalities:
             kernel = (self.num_modalities, *kernel)
@@ -430,11 +376,15 @@ class SparseRouter(Router):
     def get_config(self):
         config = super().get_config()
         config.update(
+            num_selected_experts=self._selected,
             affinity=affinities.serialize(self.affinity),
             combine=self.combine,
             normalize_gates=self.normalize_gates,
             capacity_factor=self.capacity_factor,
             capacity=self.capacity,
+            evaluation=self.evaluation,
+            eval_capacity_factor=self.eval_capacity_factor,
+            eval_capacity=self.eval_capacity,
             capacity_rounding=self.capacity_rounding,
             capacity_multiple_of=self.capacity_multiple_of,
             noisy_combine=self.noisy_combine,
@@ -443,6 +393,57 @@ class SparseRouter(Router):
             expert_pools=self.expert_pools,
         )
         return config
+
+
+def both_masks(mask: Any, known: Any) -> Any:
+    """The tokens (G, S) that two masks have in common; None has all."""
+    if mask is None or known is None:
+        return known if mask is None else mask
+    return ops.logical_and(mask, known)
+
+
+def is_sequence(value: Any) -> bool:
+    return not isinstance(value, (str, dict)) and hasattr(value, "__iter__")
+
+
+def _check_capacity(prefix, factor, capacity):
+    if factor is not None:
+        check_positive(f"{prefix}capacity_factor", factor)
+    if capacity is not None:
+        check_integer(f"{prefix}capacity", capacity)
+    if factor is not None and capacity is not None:
+        raise ValueError(
+            f"Expected {prefix}capacity or {prefix}capacity_factor, not both; "
+            f"received: {prefix}capacity={capacity}, "
+            f"{prefix}capacity_factor={factor}"
+        )
+
+
+def _check_pools(expert_pools, num_modalities, num_experts):
+    """The experts of each modality as sorted lists."""
+    if expert_pools is None:
+        return None
+    if not is_sequence(expert_pools) or not all(map(is_sequence, expert_pools)):
+        raise ValueError(
+            "Expected expert_pools to be a sequence of experts for each modality; "
+            f"received: expert_pools={expert_pools!r}"
+        )
+    pools = [
+        sorted({check_integer("expert_pools", expert, minimum=0) for expert in pool})
+        for pool in expert_pools
+    ]
+    if num_modalities is not None and len(pools) != num_modalities:
+        raise ValueError(
+            f"Expected a pool for each of num_modalities={num_modalities}; "
+            f"received: expert_pools={expert_pools}"
+        )
+    if not pools or not all(pool and pool[-1] < num_experts for pool in pools):
+        raise ValueError(
+            "Expected for each modality at least one expert between 0 and num_experts "
+            f"- 1 = {num_experts - 1}; received: expert_pools={expert_pools}"
+        )
+    check_disjoint("expert_pools", pools)
+    return pools
 
 
 def _each(initializer):

@@ -411,7 +411,7 @@ def _preserves(layer):
         return False
     if router.expert_types.zero_computation:
         return False
-    factor = router.eval_capacity_factor
+    factor = router.limits(False)[0]
     if factor is None:
         return router.serves_every_token(False)
     # So large a capacity drops no token.

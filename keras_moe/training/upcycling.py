@@ -12,7 +12,6 @@ import numpy as np
 from keras_moe.checks import (
     argument_names,
     check_argument_names,
-    check_bool,
     check_integer,
     check_not_negative,
     check_one_of,
@@ -22,7 +21,7 @@ from keras_moe.layers.expert_coefficients import check_levels, total_experts
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.conversion import is_convertible
-from keras_moe.models.overrides import apply_overrides, tower_families
+from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training.upcycled import (
     UpcyclingReport,
@@ -50,32 +49,18 @@ UPCYCLING_PRESETS = {
 }
 
 
-# Arguments of a backbone that an upcycled model may take.
-MOE_ARGUMENTS = (
-    "router_options",
-    "num_selected_experts",
-    "capacity_factor",
-    "evaluation",
-    "eval_capacity_factor",
-    "eval_capacity",
-    "dropless",
-    "capacity_rounding",
-    "capacity_multiple_of",
-    "priority",
-    "noise_std",
-    "examples_per_group",
-    "auxiliary_losses",
-    "expert_dropout",
-    "dispatcher",
-    "zero_experts",
-    "copy_experts",
-    "constant_experts",
-    "tau",
-    "gating_residual",
-    "num_modalities",
-    "expert_pools",
-    "mask_padding",
-    "seed",
+# The dense model decides on these, or arguments of `upcycle` do.
+_NOT_FREE = (
+    "moe_layers",
+    "num_experts",
+    "router",
+    "normalize_gates",
+    "expert_mlp_dim",
+    "expert_activation",
+    "expert_use_bias",
+    "gated_experts",
+    "shared_expert_initialization",
+    "pruning",
 )
 # Arguments of `upcycle` that may differ by tower.
 _OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset")
@@ -87,7 +72,7 @@ def upcycle(
     moe_layers: Any = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
-    normalize_gates: bool | None = None,
+    normalize_gates: bool | str | None = None,
     preset: str | None = None,
     carry_optimizer: bool = False,
     images: Any = None,
@@ -112,16 +97,16 @@ def upcycle(
         num_experts: E, at least 2; with muMoE also one number for each level.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: a router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
-            all start as the best approximation of the MLP that the ranks in
-            `router_options` can hold (a truncated singular value decomposition); the
-            report has the difference.
+            all start as the best approximation of the MLP that `rank`
+            can hold (a truncated singular value decomposition); the report has the
+            difference.
         noise: standard deviation of normal noise on each expert's weights, relative to
             the standard deviation of the weight, so that experts differ at once. With
             muMoE, noise on the first level's expert factors.
         normalize_gates: divide a token's combine weights by their sum after routing.
             With K = 1 that makes each of them 1, and auxiliary losses alone train the
-            router. None does, unless the preset says otherwise.
-            `router_options={"normalize_gates": ...}` overrides it.
+            router. None does, unless the preset says otherwise; `"before"` divides
+            before routing.
         preset: None; or `"clip_up"`, the settings of *CLIP-UP*'s main results: K = 2,
             gates as they are, capacity factor 1.0 (2.0 as Switch and the paper count,
             without K), first come first served, no noise, the auxiliary losses load
@@ -328,6 +313,12 @@ def _compile(dense_model, sparse_model):
 # Arguments
 
 
+def free_arguments() -> list[str]:
+    """Arguments of a backbone that an upcycled model may take."""
+    names = [name for name in moe_names() if name not in _NOT_FREE]
+    return [*names, "mask_padding", "seed"]
+
+
 def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
     """Overrides that make a dense backbone sparse, by tower."""
     families = tower_families(backbone)
@@ -354,7 +345,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
                 "Expected a dict of arguments for each tower; received: "
                 f"towers[{name!r}]={own!r}"
             )
-        check_argument_names(own, (*_OF_TOWERS, *MOE_ARGUMENTS), "towers")
+        check_argument_names(own, [*_OF_TOWERS, *free_arguments()], "towers")
         overrides[name] = _expert_overrides(families[name], **{**arguments, **own})
         if "seed" not in own:
             # Each tower derives its seed from the whole model's.
@@ -375,24 +366,24 @@ def _expert_overrides(
         raise ValueError(
             f"Expected at least two experts; received: num_experts={num_experts}"
         )
-    check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
+    check_argument_names(moe_arguments, free_arguments(), "MoE layers")
     settings = upcycling_settings(preset, router)
     normalizes = settings.pop("normalize_gates", True)
     if normalize_gates is not None:
-        normalizes = check_bool("normalize_gates", normalize_gates)
+        normalizes = check_one_of(
+            "normalize_gates", normalize_gates, (True, False, "before", "after")
+        )
     moe_arguments = {**settings, **moe_arguments}
     if "mask_padding" not in argument_names(cls):
         # Images have no padding.
         moe_arguments.pop("mask_padding", None)
-    options = dict(moe_arguments.pop("router_options", None) or {})
     is_soft = not is_mumoe and issubclass(ROUTERS[router][0], SoftRouter)
     if normalizes and not is_mumoe and not is_soft:
-        options.setdefault("normalize_gates", "after")
+        moe_arguments["normalize_gates"] = "after" if normalizes is True else normalizes
     return {
         "moe_layers": moe_layers,
         "num_experts": num_experts,
         "router": router,
-        "router_options": options,
         **moe_arguments,
     }
 

@@ -96,10 +96,10 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
 def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
-    excluded = twice.backbone.moe.router_options["excluded_experts"]
+    excluded = twice.backbone.moe.router_arguments["excluded_experts"]
     kinds = twice.backbone.expert_types
     of_copy = range(kinds.total)[kinds.slices()["copy"]]
-    before = once.backbone.moe.router_options["excluded_experts"]
+    before = once.backbone.moe.router_arguments["excluded_experts"]
     assert excluded == sorted({*before, *of_copy})
     assert len(excluded) > len(before)
 
@@ -177,9 +177,7 @@ def test_every_kind_is_ablated():
 def test_what_cannot_be_removed_is_refused():
     model = classifier()
     inputs = images(24, *SHAPE)
-    mumoe = models.ViTBackbone.from_config(
-        {**SMALL, "router": "mumoe", "router_options": {"rank": 4}}
-    )
+    mumoe = models.ViTBackbone.from_config({**SMALL, "router": "mumoe", "rank": 4})
     mumoe = models.ViTImageClassifier(mumoe, CLASSES)
     soft = models.ViTBackbone.from_config({**SMALL, "router": "soft"})
     soft = models.ViTImageClassifier(soft, CLASSES)

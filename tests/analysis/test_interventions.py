@@ -166,7 +166,8 @@ def mumoe_mixer(levels, **options):
                 "moe_layers": "every_1",
                 "router": "mumoe",
                 "num_experts": levels,
-                "router_options": {"activation": "softmax", **options},
+                "gate_activation": "softmax",
+                **options,
             },
         ),
         CLASSES,
@@ -318,7 +319,7 @@ def test_edits_add_up_are_saved_and_keep_the_training(tmp_path):
 def test_steering_adds_the_centre_before_the_experts(router):
     sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "router": router}
     if router == "mumoe":
-        sizes |= {"num_experts": (2, 2), "router_options": {"rank": 4}}
+        sizes |= {"num_experts": (2, 2), "rank": 4}
     model = with_weights(models.ViTBackbone.from_config(sizes))
     for weight in model.weights:
         if "moving_variance" in weight.path:
@@ -413,7 +414,7 @@ def test_bad_arguments_are_refused():
         {
             **{**SMALL, "num_layers": 1, "moe_layers": [0]},
             "router": "mumoe",
-            "router_options": {"rank": 4},
+            "rank": 4,
         }
     )
     inputs = images(24, *SHAPE)

@@ -11,7 +11,7 @@ from keras_moe.analysis import (
     tag_tokens,
 )
 from keras_moe.analysis.plots.usage import group_table
-from tests.small_models import with_weights
+from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
 
 pytestmark = pytest.mark.backend_free
 
@@ -83,7 +83,7 @@ def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
     backbone = models.LIMoEBackbone(
         image_shape=(8, 8, 3), patch_size=4, vocabulary_size=520, max_length=8,
         hidden_dim=8, num_layers=1, num_heads=2, mlp_dim=8, projection_dim=4,
-        moe={"moe_layers": [0], "num_experts": 2, "num_selected_experts": 1},
+        moe={"moe_layers": [0], "num_experts": 2, "router": ONE_EXPERT_PER_TOKEN},
     )  # fmt: skip
     with pytest.warns(UserWarning, match="more than max_length"):
         tags = tag_tokens(tokenizer, CAPTIONS, tag)

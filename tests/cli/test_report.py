@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from tests.small_models import with_weights
+from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
 
 pytest.importorskip("tensorflow")
 
@@ -68,7 +68,7 @@ def test_pairs_of_a_folder(program, tmp_path):
         vocabulary_size=520,
         max_length=12,
         projection_dim=6,
-        moe={"num_experts": 2, "num_selected_experts": 1, "moe_layers": [1]},
+        moe={"num_experts": 2, "router": ONE_EXPERT_PER_TOKEN, "moe_layers": [1]},
         **SMALL,
     )
     folder = tmp_path / "preset"

@@ -54,7 +54,7 @@ def test_published_settings(upcycle, tmp_path):
     assert upcycle(tmp_path / "clip_up", *arguments).status == 0
     config = models.from_preset(str(tmp_path / "clip_up")).backbone.get_config()
     assert config["moe"]["auxiliary_losses"] == {"load_balance": 0.01, "router_z": 1e-4}
-    assert not config["moe"]["router_options"]
+    assert "normalize_gates" not in config["moe"]["router"]
 
 
 def test_one_tower_of_a_pair(program, mistake, tmp_path):

@@ -42,8 +42,6 @@ def vit(**arguments):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: vit(capacity_factor=None), "capacity_factor=None"),
-        (lambda: vit(router="soft", capacity_factor=None), "capacity_factor=None"),
         (lambda: vit(expert_mlp_dim=0), "expert_mlp_dim=0"),
         (
             lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}),
@@ -59,13 +57,10 @@ def vit(**arguments):
             "head_dtype='flot32'",
         ),
         (
-            lambda: vit(router="soft", router_options={"slot_initializer": "normall"}),
+            lambda: vit(router="soft", slot_initializer="normall"),
             "initializer of Keras.*received: slot_initializer='normall'",
         ),
-        (
-            lambda: vit(router_options={"kernel_initializer": 3}),
-            "kernel_initializer=3",
-        ),
+        (lambda: vit(kernel_initializer=3), "kernel_initializer=3"),
         (lambda: PerExpert({"a": 1}), r"initializer=\{'a': 1\}"),
         (lambda: PatchEmbedding(8, 2, kernel_initializer=None), "_initializer=None"),
         (lambda: TokenEmbedding(8, 2, "glort"), "embeddings_initializer='glort'"),
@@ -84,7 +79,7 @@ def vit(**arguments):
             lambda: vit(shared_expert_initialization=1),
             "shared_expert_initialization=1",
         ),
-        (lambda: vit(router_options={"normalize_gates": 1}), "normalize_gates=1"),
+        (lambda: vit(normalize_gates=1), "normalize_gates=1"),
         (lambda: SelfAttention(2, 4, query_key_norm="x"), "query_key_norm='x'"),
         (lambda: SelfAttention(2, 4, seed=-1), "seed=-1"),
         (lambda: MLP(4, seed=-1), "seed=-1"),

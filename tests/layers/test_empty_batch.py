@@ -92,7 +92,7 @@ def options_of(name):
             {"eval_capacity_factor": 1.0, "priority": "max_gate"},
             {"dropless": True, "auxiliary_losses": {"router_z": 0.1}},
         ]
-    return [{}, {"eval_capacity_factor": 1.0, "batch_invariant": False}]
+    return [{}, {"eval_capacity_factor": 1.0, "evaluation": "official"}]
 
 
 def check(layer, training):
@@ -114,7 +114,7 @@ def test_moe(name, group_size):
 
 @pytest.mark.parametrize("options", [{}, {"dropless": True}])
 def test_moe_plus_plus(options):
-    router = routers.of_types(
+    router = routers.get(
         "softmax_token_choice", ExpertTypes(4, 1, 1, 2), seed=0, **options
     )
     losses = {"heterogeneous_balance": 0.1}

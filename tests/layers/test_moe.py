@@ -308,7 +308,7 @@ def test_one_program_for_all_batches(kind):
         "dropless": lambda: TokenChoiceRouter(4, 2, dropless=True, **quiet),
         "capacity": lambda: TokenChoiceRouter(4, 2, **quiet),
         "expert choice": lambda: ExpertChoiceRouter(4, **quiet),
-        "MoE++": lambda: routers.of_types(
+        "MoE++": lambda: routers.get(
             "softmax_token_choice", expert_types(4, 1, 1, 2), **quiet
         ),
     }[kind]()

@@ -16,8 +16,8 @@ from keras_moe.layers import (
     MuMoEConfig,
     SelfAttention,
     moe_config,
-    updated_moe,
 )
+from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import (
     ROUTERS,
     PathwayAwareRouter,
@@ -33,19 +33,15 @@ pytestmark = pytest.mark.backend_free
 NOT_DEFAULT = {
     "moe_layers": [0, 2],
     "num_experts": 6,
-    "router": "sinkhorn_token_choice",
-    "router_options": {"normalize_gates": "after"},
-    "num_selected_experts": 3,
+    "router": {
+        "name": "sinkhorn_token_choice",
+        "num_selected_experts": 3,
+        "evaluation": "official",
+        "priority": "sum_gates",
+        "normalize_gates": "after",
+        "tau": 0.5,
+    },
     "expert_mlp_dim": 5,
-    "capacity_factor": 1.5,
-    "evaluation": "official",
-    "eval_capacity_factor": 2.0,
-    "eval_capacity": 7,
-    "dropless": True,
-    "capacity_rounding": "round",
-    "capacity_multiple_of": 2,
-    "priority": "sum_gates",
-    "noise_std": 0.5,
     "examples_per_group": None,
     "auxiliary_losses": {"router_z": 0.1},
     "expert_dropout": 0.1,
@@ -54,13 +50,10 @@ NOT_DEFAULT = {
     "zero_experts": 1,
     "copy_experts": 2,
     "constant_experts": "auto",
-    "tau": 0.5,
     "gating_residual": True,
     "gated_experts": True,
     "expert_use_bias": False,
     "expert_activation": "silu",
-    "num_modalities": 2,
-    "expert_pools": [[0, 1], [2]],
     "pruning": {
         "method": "router_pred_skip",
         "kept_experts": {"block_1": [0, 2]},
@@ -80,6 +73,10 @@ MUMOE_NOT_DEFAULT = {
     "expert_use_bias": False,
     "expert_noise": 0.5,
 }
+
+
+def named(**arguments):
+    return {"name": "softmax_token_choice", **arguments}
 
 
 def blocks(moe, num_layers=3, **arguments):
@@ -115,17 +112,17 @@ def test_a_config_says_which_blocks_are_mixtures():
     assert [type(layer) for layer in blocks(MoEConfig(moe_layers=None))] == [MLP] * 3
 
 
-def test_routers_take_what_concerns_them():
-    moe = MoEConfig(moe_layers="every_1", num_experts=4, capacity_factor=2.0)
+def test_routers_get_their_arguments_and_a_seed():
+    moe = MoEConfig(moe_layers="every_1", num_experts=4)
     for name, (cls, _) in ROUTERS.items():
-        router = blocks(moe.replace(router=name), seed=3)[1].router
+        named = {"name": name, "capacity_factor": 2.0}
+        router = blocks(moe.replace(router=named), seed=3)[1].router
         assert type(router) is cls
+        assert router.capacity_factor == 2.0
         # The block's own: 3 + 4 x (1 + 1) + 3.
         assert router.seed == 14
-    soft = blocks(moe.replace(router="soft"))[0].router
-    # 9 tokens x K = 2 x c = 2 / 4 experts.
-    assert soft.slots_per_expert == 9
-    aware = blocks(moe.replace(zero_experts=1, tau=0.5))
+    named = {"name": "softmax_token_choice", "tau": 0.5}
+    aware = blocks(moe.replace(zero_experts=1, router=named))
     assert all(type(layer.router) is PathwayAwareRouter for layer in aware)
     assert [layer.router.gating_residual for layer in aware] == [False, True, True]
     assert {layer.router.tau for layer in aware} == {0.5}
@@ -195,9 +192,12 @@ def test_a_name_is_taken_once():
     [
         (lambda: MoEConfig(num_experts=0), "num_experts=0"),
         (lambda: MoEConfig(router="softmax"), "router='softmax'.*nearest"),
-        (lambda: MoEConfig(router_options=3), "router_options=3"),
+        (lambda: MoEConfig(router={"num_slots": 3}), "router={'num_slots': 3}"),
+        (lambda: MoEConfig(router=named(dropls=True)), "nearest: dropless"),
+        (lambda: MoEConfig(router=named(seed=1)), "seed=1"),
+        (lambda: MoEConfig(router=named(num_experts=1)), "num_experts=1"),
         (lambda: MoEConfig(moe_layers=2), "moe_layers=2"),
-        (lambda: MoEConfig(dropless=1), "dropless=1"),
+        (lambda: blocks(MoEConfig(router=named(dropless=1))), "dropless=1"),
         (lambda: MoEConfig(auxiliary_losses="all"), "auxiliary_losses='all'"),
         (lambda: MoEConfig(auxiliary_losses={"loads": 1}), "nearest: load"),
         (lambda: MoEConfig().replace(num_expert=3), "nearest: num_experts"),
@@ -208,10 +208,10 @@ def test_a_name_is_taken_once():
         (lambda: updated_moe(None, {"experts": 3}), "experts=3"),
         (lambda: blocks(MoEConfig(moe_layers=[3])), "moe_layers"),
         (
-            lambda: blocks(MoEConfig(router_options={"tau": 2})),
+            lambda: MoEConfig(router=named(tau=2)),
             "TokenChoiceRouter in an encoder; received: tau=2",
         ),
-        (lambda: blocks(MoEConfig(router="soft", num_modalities=2)), "modalities=2"),
+        (lambda: updated_moe(None, {"router": "soft", "dropless": True}), "SoftRouter"),
     ],
 )
 def test_bad_values_are_refused(make, message):
@@ -220,29 +220,54 @@ def test_bad_values_are_refused(make, message):
     assert "Expected" in str(error.value)
 
 
-def test_another_router_drops_the_options_of_the_one_before():
-    moe = MoEConfig(num_experts=8, tau=0.5, router_options={"combine": "softmax"})
-    changed = updated_moe(moe, {"router": "soft"})
-    assert (changed.router_options, changed.num_experts) == (None, 8)
-    mumoe = updated_moe(moe, {"router": "mumoe", "router_options": {"rank": 3}})
+def test_another_router_drops_arguments_that_only_the_one_before_has():
+    router = named(num_selected_experts=3, combine="affinity", priority="max_gate")
+    moe = MoEConfig(num_experts=8, router=router)
+    changed = updated_moe(moe, {"router": "softmax_expert_choice"})
+    assert changed.router == {
+        "name": "softmax_expert_choice",
+        "num_selected_experts": 3,
+    }
+    # K is 2 for tokens that choose, and then for any other router.
+    changed = updated_moe({"num_experts": 8}, {"router": "soft", "num_slots": 2})
+    assert changed.router == {"name": "soft", "num_selected_experts": 2, "num_slots": 2}
+    assert changed.num_experts == 8
+    mumoe = updated_moe(moe, {"router": "mumoe", "rank": 3})
     assert (mumoe.num_experts, mumoe.rank, mumoe.moe_layers) == (8, 3, "every_2")
-    assert updated_moe(mumoe, {"router_options": {"input_norm": True}}).rank != 3
     assert updated_moe(mumoe, {"num_experts": 4}).rank == 3
-    assert updated_moe(mumoe, {"router": "soft"}).tau == MoEConfig().tau
     assert updated_moe(None, {}) is None
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
 
 
-def test_the_same_router_in_another_form_keeps_its_options():
+def test_a_router_without_zero_computation_experts_drops_their_arguments():
+    moe = MoEConfig(zero_experts=1, router=named(tau=0.5, dropless=True))
+    assert updated_moe(moe, {"zero_experts": 0}).router == named(dropless=True)
+
+
+def test_one_limit_takes_the_place_of_another():
+    moe = MoEConfig(router=named(capacity_factor=1.05, eval_capacity_factor=2.0))
+    for changes in ({"dropless": True}, {"capacity": 8}):
+        changed = updated_moe(moe, changes)
+        assert changed.router == named(eval_capacity_factor=2.0, **changes)
+    changed = updated_moe(moe, {"eval_capacity": 8})
+    assert changed.router == named(capacity_factor=1.05, eval_capacity=8)
+
+
+def test_a_dict_or_a_layer_is_a_complete_router():
+    moe = MoEConfig(router=named(num_selected_experts=3))
+    changed = updated_moe(moe, {"router": named(combine="affinity")})
+    assert changed.router == named(combine="affinity")
+    own = updated_moe(moe, {"num_experts": 4, "router": TokenChoiceRouter(4, 1)})
+    assert own.router_arguments["num_selected_experts"] == 1
+
+
+def test_the_same_router_in_another_form_keeps_its_arguments():
     name = "keras_moe>TokenChoiceRouter"
-    moe = MoEConfig(router=name, router_options={"combine": "affinity"})
+    moe = MoEConfig(router={"name": name, "combine": "affinity"})
     for same in (name, TokenChoiceRouter):
         changed = updated_moe(moe, {"router": same, "num_experts": 8})
         assert changed == moe.replace(num_experts=8)
-    assert updated_moe(moe, {"router": SoftRouter}).router_options is None
-    own = MoEConfig(router=TokenChoiceRouter(4, 1), num_experts=4)
-    for same in (TokenChoiceRouter(4, 1), own.router):
-        assert updated_moe(own, {"router": same}) == own
+    assert "combine" not in updated_moe(moe, {"router": SoftRouter}).router
     with pytest.raises(ValueError, match="router='hard'"):
         updated_moe(moe, {"router": "hard"})
 
@@ -259,7 +284,8 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
 
 def test_only_routers_tell_modalities_apart():
     assert MuMoEConfig().modality_count is MoEConfig().modality_count is None
-    assert MoEConfig(expert_pools=[[0], [1, 2]], num_experts=3).modality_count == 2
+    pools = named(num_selected_experts=1, expert_pools=[[0], [1, 2]])
+    assert MoEConfig(router=pools, num_experts=3).modality_count == 2
 
 
 def test_losses_may_be_objects():
@@ -279,13 +305,12 @@ def test_numpy_integers_become_plain():
 
 
 def test_configs_share_nothing_with_what_they_are_made_of():
-    mine, options = {"router_z": 0.5}, {"expert_pools": np.array([[0], [1]])}
-    moe = MoEConfig(auxiliary_losses=mine, router_options=options)
-    mine["router_z"] = 7.0
+    mine, router = {"router_z": 0.5}, named(expert_pools=np.array([[0], [1]]))
+    moe = MoEConfig(auxiliary_losses=mine, router=router)
+    mine["router_z"], router["dropless"] = 7.0, True
     assert moe.auxiliary_losses == {"router_z": 0.5}
-    assert json.loads(json.dumps(moe.to_dict()))["router_options"] == {
-        "expert_pools": [[0], [1]]
-    }
+    plain = json.loads(json.dumps(moe.to_dict()))
+    assert plain["router"] == named(expert_pools=[[0], [1]])
 
 
 def test_arguments_of_a_name_override_the_defaults_of_fields():
@@ -299,16 +324,14 @@ def test_arguments_of_a_name_override_the_defaults_of_fields():
         del ROUTERS["one_expert"]
 
 
-def test_a_router_that_is_a_layer_says_all_about_routing():
+def test_a_router_that_is_a_layer_has_the_counts_of_experts():
     aware = PathwayAwareRouter(6, zero_experts=1, copy_experts=1, gating_residual=True)
     moe = moe_config(MoEConfig(moe_layers="every_1", router=aware).to_dict())
     assert moe.expert_types == aware.expert_types
     residuals = [layer.router.gating_residual for layer in blocks(moe)]
     assert residuals == [False, True, True]
-    with pytest.raises(ValueError, match=r"capacity_factor=2\.0"):
-        moe.replace(capacity_factor=2.0)
     with pytest.raises(ValueError, match="num_experts=5"):
-        moe.replace(num_experts=5)
+        MoEConfig(num_experts=5, router=aware)
 
 
 def test_the_number_of_layers_is_checked_first():

@@ -7,11 +7,11 @@ from keras import ops
 from keras_moe.layers import (
     AttentionPooling,
     MaskedPooling,
-    MoEConfig,
     SelfAttention,
     TextPositions,
     TokenEmbedding,
 )
+from keras_moe.routers import TokenChoiceRouter
 from tests.gradients import gradient
 
 to_numpy = ops.convert_to_numpy
@@ -134,7 +134,7 @@ def test_weights_of_longer_texts_load(tmp_path):
         (lambda: TextPositions(0), "max_length=0"),
         (lambda: TextPositions(5)(TOKENS), r"shape=\(2, 6, 1\)"),
         (
-            lambda: MoEConfig(num_experts=4, expert_pools=[[0, 1], [1, 2]]),
+            lambda: TokenChoiceRouter(4, expert_pools=[[0, 1], [1, 2]]),
             r"expert_pools=\[\[0, 1\], \[1, 2\]\]",
         ),
     ],

@@ -100,7 +100,7 @@ def test_soft_moe_presets():
         assert kinds[f"block_{blocks[0] - 1}"] == "dense"
         config = builtin_presets()[f"soft_moe_{name}"]["config"]
         assert config["query_key_norm"]
-        assert config["router_options"] == {"num_slots": 1}
+        assert config["num_slots"] == 1
 
 
 # MLP-Mixer
@@ -184,14 +184,12 @@ def test_every_argument_round_trips(kind):
     supplied = {
         **MOE,
         "router": "sinkhorn_expert_choice",
-        "router_options": {"capacity_multiple_of": 2},
+        "capacity_multiple_of": 2,
         "num_selected_experts": 1,
         "expert_mlp_dim": 5,
         "capacity_factor": 1.5,
         "eval_capacity_factor": 2.0,
         "capacity_rounding": "round",
-        "capacity_multiple_of": None,
-        "priority": "sum_gates",
         "noise_std": 0.5,
         "auxiliary_losses": {"router_z": 0.1},
         "expert_dropout": 0.1,
@@ -289,7 +287,7 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
         {"num_selected_experts": 1},
         {"capacity_factor": 4.0},
         {"num_selected_experts": 1, "image_shape": (32, 16, 3)},
-        {"router_options": {"num_slots": 1}},
+        {"num_slots": 1},
     ],
 )
 def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
@@ -378,7 +376,7 @@ def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
         str(tmp_path / "saved"), num_classes=2, capacity_factor=2.0
     )
     assert isinstance(model, ViTImageClassifier)
-    assert model.backbone.moe.capacity_factor == 2.0
+    assert model.backbone.moe.router_arguments["capacity_factor"] == 2.0
     np.testing.assert_array_equal(
         model.backbone.predict(images(), verbose=0),
         backbone.predict(images(), verbose=0),

@@ -97,7 +97,7 @@ def test_every_source_refuses_alike(sources, kind, overrides, options, message):
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_another_router_has_its_own_options(sources, tmp_path, is_saved):
     config = {**SIZES, "moe_layers": [1], "num_experts": 4, "router": "soft"}
-    config["router_options"] = {"num_slots": 3}
+    config["num_slots"] = 3
     models.register_presets({"soft_of_tests": {**OUTSIDE, "config": config}})
     source = "soft_of_tests"
     if is_saved:

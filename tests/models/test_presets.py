@@ -280,7 +280,8 @@ def test_any_argument_can_be_overridden():
     )  # fmt: skip
     config = model.backbone.get_config()
     assert config["image_shape"] == (32, 16, 3)
-    assert (config["moe"]["num_experts"], config["moe"]["capacity_factor"]) == (4, 2.0)
+    moe = config["moe"]
+    assert (moe["num_experts"], moe["router"]["capacity_factor"]) == (4, 2.0)
     assert list(model.routing) == ["block_0"]
     assert (model.pooling, model.dropout, model.name) == ("average", 0.1, "mine")
     assert model.backbone.dtype_policy.name == "mixed_bfloat16"
@@ -335,7 +336,7 @@ def test_a_new_head_keeps_the_backbone(saved):
 def test_overrides_of_a_saved_task_keep_its_weights(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), capacity_factor=3.0, priority="sum_gates")
-    assert model.backbone.moe.capacity_factor == 3.0
+    assert model.backbone.moe.router_arguments["capacity_factor"] == 3.0
     np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
 
 
@@ -864,7 +865,7 @@ def test_models_are_built_in_several_threads():
 
 
 @pytest.mark.backend_free
-def test_a_dense_model_has_no_router_options():
+def test_a_dense_model_has_no_router_arguments():
     dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
     with pytest.raises(ValueError, match="ViTBackbone without"):
-        dense.with_router_options(normalize_gates="after")
+        dense.with_router_arguments(normalize_gates="after")

@@ -29,7 +29,11 @@ TOKENS = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
 MASK = np.array([[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6], "bool")
 MOES = {
     "dense": None,
-    "moe": MoEConfig(moe_layers=[1], num_experts=4, noise_std=0.0),
+    "moe": MoEConfig(
+        moe_layers=[1],
+        num_experts=4,
+        router={"name": "softmax_token_choice", "noise_std": 0.0},
+    ),
     "mumoe": MuMoEConfig(moe_layers=[1], num_experts=4),
     "moepp": MoEConfig(moe_layers="every_1", num_experts=4, zero_experts=1),
 }
@@ -96,7 +100,13 @@ def test_causal_attention_sees_the_past_alone():
 
 def test_modality_ids_reach_the_routers():
     moe = MoEConfig(
-        moe_layers=[1], num_experts=4, num_modalities=2, expert_pools=[[0, 1], [2, 3]]
+        moe_layers=[1],
+        num_experts=4,
+        router={
+            "name": "softmax_token_choice",
+            "num_modalities": 2,
+            "expert_pools": [[0, 1], [2, 3]],
+        },
     )
     model = model_of(moe, ids=True)
     ids = np.array([[0, 0, 0, 1, 1, 1]] * 3, "int32")

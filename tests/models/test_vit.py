@@ -7,14 +7,15 @@ from keras import ops
 
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe, from_preset
-from keras_moe.routers import SinkhornAffinity, SparsityConstrainedAffinity, registry
-from tests.small_models import ONE_BLOCK, SMALL
+from keras_moe.routers import ROUTERS as ALL_ROUTERS
+from keras_moe.routers import SinkhornAffinity, SparsityConstrainedAffinity
+from tests.small_models import ONE_BLOCK, SMALL, flat_config
 
 to_numpy = ops.convert_to_numpy
 # The package's own: other tests register further ones.
 ROUTERS = [
     name
-    for name, (cls, _) in registry.ROUTERS.items()
+    for name, (cls, _) in ALL_ROUTERS.items()
     if cls.__module__.startswith("keras_moe.")
 ]
 
@@ -35,13 +36,12 @@ NOT_DEFAULT = {
     "layer_norm_epsilon": 1e-5,
     "moe_layers": [0, 1],
     "router": "sparsity_constrained_token_choice",
-    "router_options": {"combine": "affinity", "affinity": SinkhornAffinity(7)},
+    "combine": "affinity",
+    "affinity": SinkhornAffinity(7),
     "num_selected_experts": 3,
     "expert_mlp_dim": 24,
-    "capacity_factor": 1.5,
     "evaluation": "batch_invariant",
     "eval_capacity_factor": 2.0,
-    "eval_capacity": None,
     "dropless": True,
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
@@ -94,12 +94,11 @@ def plain(config):
 def test_every_argument_of_the_backbone_round_trips():
     backbone = ViTBackbone.from_config(NOT_DEFAULT)
     config = backbone.get_config()
-    flat = {**config, **config["moe"]}
-    # With zero-computation experts a router has one kernel, and cannot be pruned.
-    elsewhere = {"moe", "num_modalities", "expert_pools", "pruning"}
-    assert {*NOT_DEFAULT, *elsewhere} == set(flat)
+    flat = flat_config(backbone)
+    # With zero-computation experts a router cannot be pruned.
+    assert {*NOT_DEFAULT, "moe", "pruning", "name"} == {*flat, "name"}
     for name, value in NOT_DEFAULT.items():
-        if name not in ("dtype", "router_options"):
+        if name not in ("dtype", "affinity"):
             assert plain(flat)[name] == plain(value), name
     again = ViTBackbone.from_config(plain(config))
     assert plain(again.get_config()) == plain(config)
@@ -433,7 +432,8 @@ def test_all_routers_cost_alike():
     slots = {}
     for name in ROUTERS:
         backbone = ViTBackbone.from_config(
-            {**SMALL, "router": name, "capacity_factor": 1.5, "capacity_multiple_of": 4}
+            {**SMALL, "capacity_factor": 1.5, "router": name}
+            | ({} if name == "soft" else {"capacity_multiple_of": 4})
         )
         moe = backbone.get_layer("block_1").feed_forward
         # 72 tokens, K = 2, c = 1.5, E = 4; soft routing has images of 9 tokens.
@@ -487,12 +487,12 @@ def test_which_losses_auto_means():
         ({"zero_experts": 1, "eval_capacity": 2}, "eval_capacity=2"),
         ({"expert_use_bias": 1}, "expert_use_bias=1"),
         ({"shared_expert_initialization": "no"}, "_initialization='no'"),
-        ({"router": "soft", "dropless": True}, "router='soft'"),
+        ({"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
+        ({"router": "soft", "num_modalities": 2}, "SoftRouter.*num_modalities=2"),
         ({"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
-        ({"router_options": {"slots": 3}}, "slots=3"),
-        ({"router_options": {"num_modalities": 2}}, "num_modalities=2"),
-        ({"router_options": {"num_experts": 2}}, "num_experts=2"),
-        ({"router_options": 3}, "router_options=3"),
+        ({"slots": 3}, "slots=3"),
+        ({"router": {"num_slots": 3}}, "the router's 'name'"),
+        ({"router": {"name": "soft", "num_experts": 2}}, "num_experts=2"),
         ({"auxiliary_losses": "all"}, "auxiliary_losses='all'"),
     ],
 )
@@ -506,14 +506,12 @@ def test_routers_refuse_what_they_cannot_do(arguments, message):
 def test_options_reach_the_router_and_round_trip():
     options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
     backbone = ViTBackbone.from_config(
-        {**SMALL, "router": "sinkhorn_expert_choice", "router_options": options}
+        {**SMALL, "router": "sinkhorn_expert_choice", **options}
     )
     again = ViTBackbone.from_config(plain(backbone.get_config()))
     router = again.get_layer("block_1").feed_forward.router
     assert (router.affinity.iterations, router.noise_std) == (9, 0.25)
-    soft = ViTBackbone.from_config(
-        {**SMALL, "router": "soft", "router_options": {"num_slots": 3}}
-    )
+    soft = ViTBackbone.from_config({**SMALL, "router": "soft", "num_slots": 3})
     assert soft.get_layer("block_1").feed_forward.router.slots.shape == (16, 4, 3)
 
 
@@ -524,7 +522,7 @@ def test_noise_is_the_routers_own_unless_it_is_set():
             {**SMALL, "auxiliary_losses": None, **arguments}
         )
         again = ViTBackbone.from_config(plain(backbone.get_config()))
-        assert again.moe.noise_std == arguments.get("noise_std")
+        assert again.moe.router_arguments["noise_std"] == arguments.get("noise_std")
         router = again.get_layer("block_1").feed_forward.router
         return router.noise_std, router.noisy_combine
 
@@ -537,7 +535,7 @@ def test_noise_is_the_routers_own_unless_it_is_set():
     assert noise(zero_experts=1) == (0.0, True)
     options = {"noisy_combine": True}
     router = "sinkhorn_token_choice"
-    assert noise(router=router, router_options=options) == (0.0, True)
+    assert noise(router=router, **options) == (0.0, True)
 
 
 @pytest.mark.backend_free
@@ -547,7 +545,7 @@ def test_presets_follow_their_router(router):
     backbone = from_preset(
         "vmoe_digits", task="backbone", **overrides, load_weights=False
     )
-    assert backbone.moe.noise_std is None
+    assert backbone.moe.router_arguments["noise_std"] is None
     actual = backbone.get_layer("block_1").feed_forward.router.noise_std
     assert actual == (1.0 if router.startswith("softmax") else 0.0)
 
@@ -567,7 +565,7 @@ def test_exported_models_serve_any_batch(router, tmp_path):
         # Newton's linear solver is not among what TensorFlow can run for JAX.
         options = {"affinity": SparsityConstrainedAffinity(solver="adam")}
     backbone = ViTBackbone.from_config(
-        {**SMALL, **ONE_BLOCK, "router": router, "router_options": options}
+        {**SMALL, **ONE_BLOCK, "router": router, **options}
     )
     backbone.export(tmp_path / "model", format="tf_saved_model", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "model")

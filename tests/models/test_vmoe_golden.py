@@ -20,8 +20,7 @@ POOLINGS = {"token": "class_token", "gap": "average", "map": "map"}
 def router_arguments(router):
     """The backbone's arguments for the reference's router."""
     if "num_slots" in router:
-        slots = {"num_slots": router["num_slots"]}
-        return {"router": "soft", "router_options": slots}
+        return {"router": "soft", "num_slots": router["num_slots"]}
     capacity_factor = router["dispatcher"]["capacity_factor"]
     # The reference evaluates in the groups of training, with their capacity.
     arguments = {

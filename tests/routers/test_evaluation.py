@@ -20,6 +20,7 @@ from tests.gradients import one_program
 from tests.small_models import flat_config
 
 backend_free = pytest.mark.backend_free
+EVALUATIONS = ("batch_invariant", "official")
 to_numpy = ops.convert_to_numpy
 SMALL = {
     "image_shape": (8, 8, 3),
@@ -53,7 +54,7 @@ def capacity_cases():
 def test_a_number_at_inference_is_the_reference_s_capacity(case):
     arrays, config = golden.load(case)
     capacity = int(arrays["outputs/capacity"])
-    evaluation = {"eval_capacity": capacity, "batch_invariant": False}
+    evaluation = {"eval_capacity": capacity, "evaluation": "official"}
     gates = arrays["inputs/gates"][None]
     if "02_" in case:
         router = ExpertChoiceRouter(gates.shape[-1], **evaluation)
@@ -82,52 +83,45 @@ def test_a_number_at_inference_is_the_reference_s_capacity(case):
 
 @backend_free
 @pytest.mark.parametrize(
-    ("arguments", "spelt_out"),
+    ("arguments", "limits"),
     [
-        ({"capacity_factor": 0.5}, {"eval_capacity_factor": 0.5}),
-        ({}, {"eval_capacity_factor": 1.05}),
-        ({"router_options": {"capacity": 3}}, {"eval_capacity": 3}),
-        ({"eval_capacity_factor": 4.0}, {}),
-        ({"eval_capacity": 7}, {}),
-        ({"zero_experts": 1}, {"eval_capacity_factor": 1.1}),
-        ({"router": "softmax_expert_choice"}, {}),
-        ({"router": "soft"}, {}),
-        ({"dropless": True}, {}),
+        ({"capacity_factor": 0.5}, (0.5, None)),
+        ({}, (1.05, None)),
+        ({"capacity": 3}, (None, 3)),
+        ({"eval_capacity_factor": 4.0}, (4.0, None)),
+        ({"eval_capacity": 7}, (None, 7)),
+        ({"zero_experts": 1}, (1.1, None)),
+        ({"router": "softmax_expert_choice"}, (1.0, None)),
+        ({"dropless": True}, (None, None)),
     ],
 )
-def test_the_official_evaluation_is_one_argument(arguments, spelt_out):
-    actual = router_of(evaluation="official", **arguments).get_config()
-    if arguments.get("router") != "soft":
-        spelt_out = {**spelt_out, "router_options": {
-            **arguments.get("router_options", {}), "batch_invariant": False
-        }}  # fmt: skip
-    expected = router_of(**{**arguments, **spelt_out}).get_config()
-    if "router" in arguments:
-        # Experts choose with the capacity of training already.
-        expected["eval_capacity_factor"] = actual["eval_capacity_factor"] = None
-    assert actual == expected
-    assert not actual.get("batch_invariant", False)
+def test_the_official_evaluation_has_the_capacity_of_training(arguments, limits):
+    router = router_of(evaluation="official", **arguments)
+    assert router.limits(training=False) == limits
+    assert not router.groups_per_example(training=False)
 
 
 @backend_free
 @pytest.mark.parametrize("name", ["softmax_token_choice", "softmax_expert_choice"])
 def test_dependence_on_the_batch_is_never_silent(name):
-    with pytest.warns(UserWarning, match="eval_capacity=3 make the result of an image"):
+    with pytest.warns(
+        UserWarning, match="eval_capacity=3 make the result of an example"
+    ):
         assert not get(name, 4, eval_capacity=3).groups_per_example(False)
     with pytest.warns(UserWarning, match="eval_capacity_factor=2.0"):
-        assert not router_of(router=name, eval_capacity_factor=2.0).batch_invariant
+        assert not router_of(router=name, eval_capacity_factor=2.0).groups_per_example(
+            False
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for batch_invariant in (True, False):
-            router = get(name, 4, eval_capacity=3, batch_invariant=batch_invariant)
-            assert router.groups_per_example(False) == batch_invariant
+        for evaluation in EVALUATIONS:
+            router = get(name, 4, eval_capacity=3, evaluation=evaluation)
+            by_example = evaluation == "batch_invariant"
+            assert router.groups_per_example(False) == by_example
             again = type(router).from_config(router.get_config())
             assert again.get_config() == router.get_config()
-        assert router_of(router=name).batch_invariant
-        assert router_of(
-            router=name, evaluation="batch_invariant", eval_capacity=2
-        ).batch_invariant
-    for wrong in ({"eval_capacity": 1.5}, {"batch_invariant": "no"}):
+        assert router_of(router=name).groups_per_example(False)
+    for wrong in ({"eval_capacity": 1.5}, {"evaluation": "no"}):
         with pytest.raises(ValueError, match="Expected"):
             get(name, 4, **wrong)
 
@@ -137,20 +131,20 @@ def test_capacity_within_each_image(name):
     draw = np.random.default_rng(0)
     tokens = draw.normal(size=(4, 6, 8)).astype("float32")
     by_evaluation = {}
-    for batch_invariant in (True, False):
-        router = get(name, 4, eval_capacity=2, batch_invariant=batch_invariant)
+    for evaluation in EVALUATIONS:
+        router = get(name, 4, eval_capacity=2, evaluation=evaluation)
         moe = MoE(router, Experts(4, 16), group_size=12)
         moe.build(tokens.shape)
-        moe.set_weights(by_evaluation[True][0].get_weights() if by_evaluation else
-                        moe.get_weights())  # fmt: skip
+        if by_evaluation:
+            moe.set_weights(by_evaluation["batch_invariant"][0].get_weights())
         together, routing = map(to_numpy, moe(tokens)[0:1]), moe(tokens)[1]
-        by_evaluation[batch_invariant] = moe, next(together), to_numpy(routing[4])
-    moe, together, dispatched = by_evaluation[True]
+        by_evaluation[evaluation] = moe, next(together), to_numpy(routing[4])
+    moe, together, dispatched = by_evaluation["batch_invariant"]
     alone = np.concatenate([to_numpy(moe(tokens[i : i + 1])[0]) for i in range(4)])
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
     # Two tokens an expert for each image, and for each group of two images.
     assert dispatched.astype(bool).sum(axis=1).max() == 2
-    per_group = by_evaluation[False][2].astype(bool).reshape(2, 12, 4).sum(axis=1)
+    per_group = by_evaluation["official"][2].astype(bool).reshape(2, 12, 4).sum(axis=1)
     assert per_group.max() == 2
 
 
@@ -175,7 +169,7 @@ def test_routers_and_backbones_have_the_same_defaults():
     cases = {
         "softmax_token_choice": TokenChoiceRouter(4),
         "softmax_expert_choice": ExpertChoiceRouter(4, num_selected_experts=2),
-        "soft": SoftRouter(4, num_slots=2, num_selected_experts=2),
+        "soft": SoftRouter(4, num_selected_experts=2),
     }
     for name, alone in cases.items():
         mine, expected = router_of(router=name).get_config(), alone.get_config()
@@ -200,36 +194,8 @@ def test_k_is_a_factor_of_every_capacity():
     soft = SoftRouter(4, capacity_factor=1.5, num_selected_experts=2)
     assert soft.group_capacity(48) == 36
     assert SoftRouter.from_config(soft.get_config()).group_capacity(48) == 36
-    # A capacity among the router's own arguments is as the router has it by itself.
-    own = router_of(
-        router="softmax_expert_choice", router_options={"capacity_factor": 1.5}
-    )
-    assert own.group_capacity(48, True) == 18
-    # The backbone's own factors have K all the same.
-    both = router_of(
-        router="softmax_expert_choice",
-        router_options={"capacity_factor": 1.5},
-        eval_capacity_factor=1.5,
-        evaluation="official",
-    )
-    assert both.group_capacity(48, True) == 18
-    assert both.group_capacity(48, False) == 36
-    at_inference = router_of(
-        router="softmax_expert_choice",
-        capacity_factor=1.5,
-        evaluation="official",
-        router_options={"eval_capacity_factor": 1.5},
-    )
-    assert at_inference.group_capacity(48, True) == 36
-    assert at_inference.group_capacity(48, False) == 18
     described = describe("vmoe_b32", router="softmax_expert_choice")
     assert described.parts[2].kind == "MoE 32, c=2.1"
-
-
-@backend_free
-def test_groups_are_said_once():
-    with pytest.raises(ValueError, match="evaluation='official', batch_invariant=True"):
-        router_of(evaluation="official", router_options={"batch_invariant": True})
 
 
 @backend_free

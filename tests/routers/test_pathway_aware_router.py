@@ -10,7 +10,7 @@ from keras_moe.routers import (
     PathwayAwareRouter,
     SinkhornAffinity,
     TokenChoiceRouter,
-    of_types,
+    get,
 )
 
 to_numpy = ops.convert_to_numpy
@@ -207,11 +207,11 @@ def test_routing_is_float32(dtype):
             "\\(1, 40, 4\\)",
         ),
         (
-            lambda: of_types("soft", ExpertTypes(4, zero=1)),
+            lambda: get("soft", ExpertTypes(4, zero=1)),
             "router='soft'",
         ),
         (
-            lambda: of_types("softmax_expert_choice", ExpertTypes(4, copy=1)),
+            lambda: get("softmax_expert_choice", ExpertTypes(4, copy=1)),
             "router='softmax_expert_choice'",
         ),
     ],
@@ -224,7 +224,7 @@ def test_bad_arguments_are_refused(make, message):
 @pytest.mark.backend_free
 def test_by_name_every_token_choice_router_takes_kinds():
     for name in ("softmax", "sinkhorn", "sparsity_constrained"):
-        router = of_types(f"{name}_token_choice", ExpertTypes(4, 1, 1, 2), tau=0.5)
+        router = get(f"{name}_token_choice", ExpertTypes(4, 1, 1, 2), tau=0.5)
         assert isinstance(router, PathwayAwareRouter)
         assert router.num_experts == 8
         assert type(router.affinity).__name__.lower().startswith(name.split("_")[0])

@@ -59,7 +59,7 @@ def test_orders_by_hand(priority, expected):
 
 def test_orders_hold_at_inference_where_it_has_a_capacity():
     for priority, expected in ((TEXT_FIRST, [1, 3]), ("shuffled", [0, 1])):
-        router = router_of(priority, eval_capacity=2, batch_invariant=False)
+        router = router_of(priority, eval_capacity=2, evaluation="official")
         assert served(router, training=False) == expected
 
 
@@ -179,6 +179,10 @@ def test_moe_layers_of_any_group_size_and_experts_of_several_kinds():
         aware(tokens, training=True)
 
 
+def named(**arguments):
+    return {"name": "softmax_token_choice", **arguments}
+
+
 @pytest.mark.backend_free
 def test_a_config_takes_them_to_each_block():
     for priority, expected in (
@@ -186,9 +190,9 @@ def test_a_config_takes_them_to_each_block():
         (np.array(IMAGE_FIRST), [0, 1]),
         ("shuffled", "shuffled"),
     ):
-        moe = MoEConfig(moe_layers=[0], num_experts=4, priority=priority)
+        moe = MoEConfig(moe_layers=[0], num_experts=4, router=named(priority=priority))
         plain = json.loads(json.dumps(moe.to_dict()))
-        assert plain["priority"] == expected
+        assert plain["router"]["priority"] == expected
         moe = MoEConfig.from_dict(plain)
         assert moe.modality_count == (None if isinstance(priority, str) else 2)
         spec = EncoderSpec(num_layers=1, num_tokens=4, mlp_dim=8, moe=moe)
@@ -196,13 +200,12 @@ def test_a_config_takes_them_to_each_block():
         router = block.feed_forward.router
         again = TokenChoiceRouter.from_config(router.get_config())
         assert router.priority == again.priority == expected
-    assert MoEConfig(expert_pools=[[0], [1]]).modality_count == 2
-    assert MoEConfig(router_options={"num_modalities": 3}).modality_count == 3
+    pools = named(num_selected_experts=1, expert_pools=[[0], [1]])
+    assert MoEConfig(router=pools).modality_count == 2
+    assert MoEConfig(router=named(num_modalities=3)).modality_count == 3
     own = TokenChoiceRouter(4, priority=TEXT_FIRST)
     assert MoEConfig(router=own).modality_count == 2
     assert MoEConfig().modality_count is None
-    chosen = MoEConfig(router="softmax_expert_choice", priority=TEXT_FIRST)
-    assert chosen.modality_count is None
 
 
 @pytest.mark.backend_free

@@ -78,10 +78,10 @@ def test_gates_and_choices_follow_the_definitions(method):
     [
         {"normalize_gates": "before"},
         {"normalize_gates": "after"},
-        {"eval_capacity_factor": 1.0, "batch_invariant": False},
+        {"eval_capacity_factor": 1.0, "evaluation": "official"},
         {
             "eval_capacity": 2,
-            "batch_invariant": False,
+            "evaluation": "official",
             "normalize_gates": "after",
             "priority": "max_gate",
         },
@@ -97,7 +97,7 @@ def test_removed_experts_change_no_output(method, affinity, options):
 
 
 def test_the_einsum_dispatcher_takes_smaller_plans():
-    options = {"eval_capacity_factor": 1.0, "batch_invariant": False}
+    options = {"eval_capacity_factor": 1.0, "evaluation": "official"}
     router = TokenChoiceRouter(6, num_selected_experts=2, **options)
     outputs = []
     for dispatcher in ("index", "einsum"):

@@ -49,7 +49,7 @@ def test_golden_expert_choice(case, monkeypatch):
         capacity_factor=dispatcher.get("capacity_factor"),
         capacity_multiple_of=4 if "capacity" not in dispatcher else None,
         noise_std=config["noise_std"],
-        batch_invariant=False,
+        evaluation="official",
     )
     tokens = arrays["inputs/x"]
     router.build(tokens.shape)
@@ -97,7 +97,7 @@ def transport_router(config):
         "noise_std": 0.0,
     }
     if config["side"] == "expert":
-        return ExpertChoiceRouter(config["E"], batch_invariant=False, **arguments)
+        return ExpertChoiceRouter(config["E"], evaluation="official", **arguments)
     priority = config["dispatcher"]["batch_priority"]
     return TokenChoiceRouter(
         config["E"],
@@ -147,7 +147,7 @@ def test_golden_transport_with_training_noise(case, monkeypatch):
         "noise_std": config["noise_std"],
     }
     if config["side"] == "expert":
-        router = ExpertChoiceRouter(config["E"], batch_invariant=False, **options)
+        router = ExpertChoiceRouter(config["E"], evaluation="official", **options)
     else:
         router = TokenChoiceRouter(config["E"], config["K"], **options)
     set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
@@ -246,7 +246,7 @@ def test_an_image_is_by_itself_at_inference(name):
 def test_expert_choice_may_choose_from_the_whole_batch():
     tokens = images(batch=4)
     plain = moe("softmax_expert_choice")
-    shared = moe("softmax_expert_choice", batch_invariant=False)
+    shared = moe("softmax_expert_choice", evaluation="official")
     _, routing = call(plain, tokens)
     np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=1), 2.0)
     _, routing = call(shared, tokens)
@@ -289,7 +289,7 @@ EXTREMES = {
         {
             "num_selected_experts": 4,
             "capacity": 1,
-            "batch_invariant": False,
+            "evaluation": "official",
             "num_slots": 1,
         },
         (2, 6, 8),

@@ -35,7 +35,7 @@ def case(request, monkeypatch):
         capacity_factor=dispatcher.get("capacity_factor"),
         eval_capacity_factor=dispatcher.get("capacity_factor"),
         eval_capacity=dispatcher.get("capacity"),
-        batch_invariant=False,
+        evaluation="official",
         capacity_multiple_of=4,
         priority="max_gate" if dispatcher["batch_priority"] else "first_come",
         noise_std=config["noise_std"],

@@ -110,11 +110,11 @@ def official_passes(
             "group_size": moe.examples_per_group * model.backbone.output.shape[1],
             "dropout_rate": moe.expert_dropout,
             "router": {
-                "num_selected_experts": moe.num_selected_experts,
+                "num_selected_experts": moe.router_arguments["num_selected_experts"],
                 "importance_loss_weight": 0.005,
                 "load_loss_weight": 0.005,
                 "dispatcher": {
-                    "capacity_factor": moe.capacity_factor,
+                    "capacity_factor": moe.router_arguments["capacity_factor"],
                     "batch_priority": False,
                     **dispatcher,
                 },

@@ -63,7 +63,7 @@ def layers(
     return _timed(
         {
             "dropless": layer(dropless=True),
-            "capacity": layer(**limited, batch_invariant=False),
+            "capacity": layer(**limited, evaluation="official"),
             "experts": (
                 Experts(num_experts, mlp_dim),
                 (1, num_experts, capacity, dim),
@@ -95,7 +95,7 @@ def moe_plus_plus(
         ("MoE++", (1, 1, 2), {"tau": tau}),
         ("vanilla", (0, 0, 0), {}),
     ):
-        router = routers.of_types(
+        router = routers.get(
             "softmax_token_choice",
             expert_types(num_experts, *counts),
             **options,
@@ -116,7 +116,9 @@ def vision_transformers(
     """
     sizes = VARIANTS["vit/S"].config() | {"patch_size": 32}
     moe = MoEConfig(
-        moe_layers="last_2", num_experts=num_experts, num_selected_experts=selected
+        moe_layers="last_2",
+        num_experts=num_experts,
+        router={"name": "softmax_token_choice", "num_selected_experts": selected},
     )
     blocks = sizes["num_layers"]
     width = sizes["mlp_dim"] * (blocks + 2 * (selected - 1)) // blocks

@@ -145,7 +145,10 @@ def backbone_runs(source: UpcycledPairs, config: dict) -> dict[str, list]:
 def evaluated_with_capacity(recipe: Recipe) -> Recipe:
     """The recipe, whose models keep their capacity at evaluation unless it says."""
     config = config_of(recipe)
-    own = [config[tower]["moe"]["evaluation"] for tower in configurations.TOWERS]
+    own = [
+        configurations.router_arguments(config[tower])["evaluation"]
+        for tower in configurations.TOWERS
+    ]
     if own != [None, None]:
         return recipe
     return recipe.replace(**{"model.evaluation": "official"})

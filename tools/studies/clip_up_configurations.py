@@ -62,9 +62,14 @@ def entropy_losses(backbone: str, own: dict, num_experts: int) -> Overrides:
     }
 
 
+def router_arguments(tower: dict) -> dict:
+    """The arguments of the routers of a tower's config."""
+    return MoEConfig.from_dict(tower["moe"]).router_arguments
+
+
 def capacity_configurations(config: dict) -> dict[str, Overrides]:
     """Overrides by capacity factor as the paper counts it, of appendix B.2."""
-    own = config["image"]["moe"]["capacity_factor"]
+    own = router_arguments(config["image"])["capacity_factor"]
     return {
         f"capacity {name}": {} if factor == own else {"model.capacity_factor": factor}
         for name, factor in CAPACITIES.items()
@@ -73,12 +78,9 @@ def capacity_configurations(config: dict) -> dict[str, Overrides]:
 
 def gate_configurations(config: dict) -> dict[str, Overrides]:
     """Overrides by normalisation of the gates, of appendix B.3."""
-    options = config["image"]["moe"]["router_options"] or {}
-    own = options.get("normalize_gates")
+    own = router_arguments(config["image"])["normalize_gates"]
     return {
-        f"gates {name}": {}
-        if value == own
-        else {"model.router_options": {**options, "normalize_gates": value}}
+        f"gates {name}": {} if value == own else {"model.normalize_gates": value}
         for name, value in GATES.items()
     }
 

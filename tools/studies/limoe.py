@@ -58,7 +58,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
     def new_part(name):
         if name == "pruning":
-            counts = kept_counts(base.moe.num_experts, base.moe.num_selected_experts)
+            selected = base.moe.router_arguments["num_selected_experts"]
+            counts = kept_counts(base.moe.num_experts, selected)
             return Pruning(study, pairs, rows[name], counts, args.seeds)
         cls, title = PARTS[name]
         runs = {

@@ -75,7 +75,7 @@ class Base(NamedTuple):
 
         Rows that two parts have in common are then one run.
         """
-        own = self.moe.to_dict()
+        own = {**self.moe.to_dict(), **self.moe.router_arguments}
         return {
             name: {f"model.{k}": v for k, v in overrides.items() if own[k] != v}
             for name, overrides in configurations.items()
@@ -213,8 +213,9 @@ def expert_configurations(base: Base) -> dict[int, dict[str, Any]]:
     """
     counts = [round(share * base.moe.num_experts) for share in EXPERTS]
     rows = {}
+    selected = base.moe.router_arguments["num_selected_experts"]
     for count in counts:
-        if count > base.moe.num_selected_experts:
+        if count > selected:
             minima = (max(1.0, x * count) for x in (EXPERTS_TEXT, EXPERTS_IMAGE))
             losses = base.losses(thresholds=thresholds(*minima))
             rows[str(count)] = {"num_experts": count, "auxiliary_losses": losses}

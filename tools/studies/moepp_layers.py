@@ -14,10 +14,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_moe import routers
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import ExpertTypes
 from keras_moe.ops.kernels.execution import forward
-from keras_moe.routers import of_types
 from tools.benchmark.timing import interleaved
 
 # Whether the layer trains.
@@ -52,7 +52,7 @@ def layer_for(
 ) -> MoE:
     """A built MoE layer of these experts."""
     options = {} if not expert_types.zero_computation else {"tau": tau}
-    router = of_types(
+    router = routers.get(
         "softmax_token_choice",
         expert_types,
         num_selected_experts=sizes.selected,

@@ -152,7 +152,7 @@ class Training(Part):
         ).predict(images, batch_size=self.digits.batch_size, verbose=0)
         backbone = model.backbone
         kinds, routing = backbone.expert_types, outputs["routing"]
-        selected = backbone.moe.num_selected_experts
+        selected = backbone.moe.router_arguments["num_selected_experts"]
         loads = analysis.load_by_type(routing, kinds, selected)
         scores = {
             block: analysis.routing_scores(record) for block, record in routing.items()

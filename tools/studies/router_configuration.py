@@ -60,22 +60,17 @@ class Configuration:
             router=self.labels["router"],
             num_selected_experts=self.labels["selected"],
             seed=seed,
-            **{
-                **self.task.overrides,
-                "router_options": self.router_options() or None,
-                **overrides,
-            },
+            **{**self.task.overrides, **self.combine(), **overrides},
         )
         steps = args.epochs * self.task.steps_per_epoch
         compile_with_cosine(model, steps, args.learning_rate)
         model.optimizer.build(model.trainable_variables)
         return model
 
-    def router_options(self, **options) -> dict:
-        """The router's arguments: the user's, the combine weights and `options`."""
-        if self.labels["combine"] != "softmax":
-            options["combine"] = self.labels["combine"]
-        return {**(self.task.overrides.get("router_options") or {}), **options}
+    def combine(self) -> dict:
+        """The combine weights, if they are not the softmax."""
+        combine = self.labels["combine"]
+        return {} if combine == "softmax" else {"combine": combine}
 
     def as_in_training(self) -> dict:
         """Arguments that make inference group tokens and limit experts so."""

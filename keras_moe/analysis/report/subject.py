@@ -75,7 +75,7 @@ def _block(model, backbone, key, default):
     if router is None or hasattr(layer, "ablated"):
         return block
     side = getattr(router, "side", None)
-    invariant = getattr(router, "batch_invariant", True)
+    invariant = router.groups_per_example(False)
     return block._replace(
         block=_name_of(backbone, key, layer, model.routing),
         kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
@@ -115,10 +115,4 @@ def _name_of(backbone, key, layer, keys):
 
 def _capacity_factor(router, side):
     """The capacity factor at inference."""
-    if side == "token":
-        return router.eval_capacity_factor
-    if side != "expert":
-        return None
-    if router.eval_capacity_factor is not None:
-        return router.eval_capacity_factor
-    return router.capacity_factor
+    return None if side is None else router.limits(False)[0]

@@ -194,8 +194,7 @@ def _moe(file, path, name):
     rules[f"{path}/router/slots"] = Direct(f"{name}Router/mu")
     if has_scale:
         rules[f"{path}/router/scale"] = Direct(f"{name}Router/scale")
-    options = {"num_slots": num_slots, "normalize": has_scale}
-    return rules, {"router": "soft", "router_options": options}
+    return rules, {"router": "soft", "num_slots": num_slots, "normalize": has_scale}
 
 
 def _vit_spec(file, prefix, name, overrides):

@@ -140,7 +140,7 @@ def test_models_of_vmoes_code(tmp_path, case):
     )
     if "soft" in case:
         assert report.scheme == "Soft MoE (Google)"
-        assert report.arguments["router_options"]["num_slots"] == 3
+        assert report.arguments["num_slots"] == 3
 
 
 def parameters_of(arrays):

@@ -182,7 +182,9 @@ def test_steps_are_shared_as_in_the_paper():
 
 
 def test_one_transformer_has_twice_the_experts():
-    moe = MoEConfig(num_experts=8, capacity_factor=1.0).to_dict()
+    moe = MoEConfig(
+        num_experts=8, router={"name": "softmax_token_choice", "capacity_factor": 1.0}
+    ).to_dict()
     tower = {"image_shape": [32, 32, 3], "patch_size": 8, "activation": "gelu"}
     tower |= {"hidden_dim": 64, "num_layers": 4, "num_heads": 4, "mlp_dim": 192}
     texts = {"vocabulary_size": 1000, "max_length": 16}
@@ -198,10 +200,7 @@ def test_one_transformer_has_twice_the_experts():
     assert list(capacities.values()) == [{}, {"model.capacity_factor": 2.0}]
     gates = list(clip_up.gate_configurations(config).values())
     assert gates[0] == {}
-    assert [x["model.router_options"]["normalize_gates"] for x in gates[1:]] == [
-        "before",
-        "after",
-    ]
+    assert [x["model.normalize_gates"] for x in gates[1:]] == ["before", "after"]
 
 
 def test_entropy_losses_weigh_the_same_in_both_backbones():
