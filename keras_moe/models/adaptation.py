@@ -66,9 +66,6 @@ def load_pairs(
     Args:
         backbone: backbone with or without pairs.
         filepath: path of a file that `save_pairs` has written.
-
-    Raises:
-        ValueError: if the file is damaged, or its pairs do not fit the backbone's.
     """
     _check_name(filepath)
     with checked_weights(filepath), h5py.File(filepath, "r") as file:

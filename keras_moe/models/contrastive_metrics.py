@@ -31,9 +31,6 @@ class ContrastiveAccuracy(keras.metrics.Mean):
         name: name of the metric.
         dtype: dtype of the metric's variables.
 
-    Raises:
-        ValueError: if `chunk_size` is below 1.
-
     Example:
 
     >>> import numpy as np

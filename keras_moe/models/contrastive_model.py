@@ -69,10 +69,6 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
         (B, P).
 
-    Raises:
-        ValueError: if the backbone is of another kind, the tokenizer has more ids or
-            longer rows than the backbone, or the images are of another size.
-
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*, figure
         3; *Multimodal Contrastive Learning with LIMoE*, section 2.
@@ -173,16 +169,12 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         """Configures training; see `MoETask.compile`.
 
         Args:
-            optimizer: optimizer as in `MoETask.compile`.
+            optimizer: as in `MoETask.compile`.
             loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
             metrics: metrics that read the dict of outputs, such as
                 `ContrastiveAccuracy`; `"auto"` for none.
             **kwargs: arguments of `keras.Model.compile`. `weighted_metrics` are further
                 metrics of this kind.
-
-        Raises:
-            ValueError: if the loss is of another kind, or reads a bias that the model
-                does not have, or a metric is none.
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
@@ -259,12 +251,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return super().call(inputs, training=training, mask=mask)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """A layer by name, also by modality; see `PairBackbone.get_layer`.
-
-        Args:
-            name: name of the layer, such as `"text/block_1"`.
-            index: index of the layer, in the place of its name.
-        """
+        """A layer by name or index; `"text/block_1"` is one of a modality."""
         if "/" in str(name):
             return self.backbone.get_layer(name)
         return super().get_layer(name, index)
@@ -277,14 +264,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """The contrastive loss of a batch, and the auxiliary losses.
+        """The contrastive loss of a batch plus the auxiliary losses.
 
-        Args:
-            x: inputs of the batch.
-            y: None, or a dict of ids; see `ContrastiveLoss`.
-            y_pred: outputs of the model.
-            sample_weight: None, or float (B,).
-            training: whether the model is trained.
+        `y` is None or a dict of ids, see `ContrastiveLoss`.
         """
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
         return sum(self.losses, self.loss(y, outputs, one_weight(sample_weight)))
@@ -297,17 +279,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
-        """Adds a batch to the metrics.
-
-        Args:
-            x: inputs of the batch.
-            y: None, or a dict of ids.
-            y_pred: outputs of the model.
-            sample_weight: None, or float (B,).
-
-        Returns:
-            The values so far, by name.
-        """
+        """Adds a batch to the metrics, and returns their values by name."""
         self._loss_of_pairs.weigh(one_weight(sample_weight))
         self._metrics_of_pairs.update(y, y_pred, sample_weight)
         return self.get_metrics_result()
@@ -322,7 +294,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def encode_images(
         self, images: Any, batch_size: int = 32, verbose: Any = 0
     ) -> np.ndarray:
-        """Embeds images.
+        """Embeds images as unit vectors, float32 (B, P).
 
         Args:
             images: images (B, height, width, channels) as the model takes them; or with
@@ -330,12 +302,6 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 of the model's size count as prepared.
             batch_size: images per batch.
             verbose: argument of `keras.Model.predict`: 1 shows the progress.
-
-        Returns:
-            Unit vectors, float32 (B, P).
-
-        Raises:
-            ValueError: if the images do not fit.
         """
         if self.image_preprocessor is not None and not self._is_prepared(images):
             images = self.image_preprocessor(images)
@@ -351,20 +317,13 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def encode_text(
         self, texts: Any, batch_size: int = 32, verbose: Any = 0
     ) -> np.ndarray:
-        """Embeds texts.
+        """Embeds texts as unit vectors, float32 (B, P).
 
         Args:
             texts: captions, one string or several, for a model with a tokenizer; or a
                 dict of `"token_ids"` and `"padding_mask"`, integers (B, N).
             batch_size: texts per batch.
             verbose: argument of `keras.Model.predict`: 1 shows the progress.
-
-        Returns:
-            Unit vectors, float32 (B, P).
-
-        Raises:
-            ValueError: if a caption is no string, there is no tokenizer for captions,
-                or the texts do not fit the backbone.
         """
         if not isinstance(texts, dict):
             if not isinstance(self.preprocessor, TextTokenizer):
@@ -380,18 +339,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return self._encode("text", texts, batch_size, verbose)
 
     def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
-        """The scaled similarities of images and texts, the logits of the loss.
+        """The scaled similarities (B, C) of B images and C texts: the loss's logits.
 
-        Args:
-            images: images as in `encode_images`, or their embeddings (B, P).
-            texts: texts as in `encode_text`, or their embeddings (C, P).
-            batch_size: examples per batch.
-
-        Returns:
-            float32 (B, C).
-
-        Raises:
-            ValueError: as `encode_images` and `encode_text`.
+        Both may be given as embeddings (B, P) and (C, P).
         """
         if not _are_embeddings(images):
             images = self.encode_images(images, batch_size)
@@ -427,20 +377,12 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return np.concatenate(outputs)
 
     def save_assets(self, dir_path: str) -> None:
-        """Saves the tokenizer's vocabulary to the folder of a `.keras` file.
-
-        Args:
-            dir_path: folder.
-        """
+        """Saves the tokenizer's vocabulary to the folder of a `.keras` file."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.save_assets(dir_path)
 
     def load_assets(self, dir_path: str) -> None:
-        """Reads what `save_assets` has written.
-
-        Args:
-            dir_path: folder.
-        """
+        """Reads what `save_assets` has written."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.load_assets(dir_path)
 

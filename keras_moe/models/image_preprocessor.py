@@ -49,9 +49,6 @@ class ImagePreprocessor:
             shorter side this share (timm's `crop_pct`).
         class_names: names of the classes in order, or None.
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Example:
 
     >>> import numpy as np
@@ -190,15 +187,7 @@ class ImagePreprocessor:
         return replace(self, **changes)
 
     def check_model(self, image_shape: tuple, num_classes: int | None = None) -> None:
-        """Checks that it is a model's.
-
-        Args:
-            image_shape: shape of the model's images.
-            num_classes: number of the model's classes, or None where it has none.
-
-        Raises:
-            ValueError: if the images or the names are another model's.
-        """
+        """Raises ValueError if images or class names do not fit a model."""
         if tuple(image_shape) != self.image_shape:
             raise ValueError(
                 f"Expected a preprocessor of image_shape={tuple(image_shape)}; "
@@ -222,11 +211,7 @@ class ImagePreprocessor:
         return cls(**config)
 
     def save_to_preset(self, preset_dir: str) -> None:
-        """Writes nothing: the preset's `task.json` holds the preprocessor.
-
-        Args:
-            preset_dir: the preset's folder.
-        """
+        """Writes nothing: the preset's `task.json` holds the preprocessor."""
 
 
 def _is_number(value):

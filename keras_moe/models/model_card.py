@@ -65,10 +65,6 @@ class ModelCard:
             `"openai/clip-vit-base-patch32"`.
         tags: tags beside `"keras"` and, with experts, `"mixture-of-experts"`.
 
-    Raises:
-        ValueError: if a text is none, a figure is no number, or the picture is of a
-            kind that pages do not show.
-
     Example:
 
     >>> import tempfile
@@ -124,13 +120,7 @@ class ModelCard:
                 )
 
     def write(self, model: keras.Model, folder: Path, name: str) -> None:
-        """Writes the page and its picture.
-
-        Args:
-            model: backbone or task.
-            folder: folder of the preset.
-            name: title where the card has none.
-        """
+        """Writes the page and its picture into a preset's folder."""
         picture = None
         if self.picture is not None:
             picture = f"card{Path(self.picture).suffix.lower()}"
@@ -138,13 +128,7 @@ class ModelCard:
         write_text(folder / CARD, self.text(model, self.name or name, picture))
 
     def text(self, model: keras.Model, name: str, picture: str | None = None) -> str:
-        """The page as Markdown, with the metadata that Hugging Face reads.
-
-        Args:
-            model: backbone or task.
-            name: title of the page.
-            picture: name of the picture beside the page, or None.
-        """
+        """The page as Markdown, with the metadata that Hugging Face reads."""
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
             f"# {_line(name)}",
@@ -309,10 +293,6 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     Args:
         uri: `"hf://USER/MODEL"` or `"kaggle://USER/MODEL/FRAMEWORK/VARIATION"`.
         preset_dir: folder that `save_to_preset` has written.
-
-    Raises:
-        ValueError: if `uri` is neither, or the folder is no whole preset.
-        ImportError: if the service's library is not installed.
 
     Example:
 

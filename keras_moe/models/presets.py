@@ -93,9 +93,6 @@ class Blueprint:
 
         Args:
             model: backbone of a registered family, or task around one.
-
-        Raises:
-            ValueError: if its family is not registered.
         """
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
@@ -233,10 +230,6 @@ def resolve(
             model that is yet to get its head.
         tower: `"image"` or `"text"` for one tower of published weights of pairs; None
             for that of `cls` or `task`, and where they imply none for all of them.
-
-    Raises:
-        ValueError: if the source is unknown or not whole, an argument is unknown, or
-            the arguments contradict each other.
 
     Example:
 

@@ -46,10 +46,6 @@ def register_backbone(
     Returns:
         The class, or the decorator where `presets` come first.
 
-    Raises:
-        ValueError: if Keras does not know the class, another class has its name, or a
-            preset is not whole.
-
     Example:
 
     >>> import keras
@@ -89,10 +85,6 @@ def register_task(cls: type) -> type:
     Args:
         cls: a task, which is registered as Keras serialisable, too.
 
-    Raises:
-        ValueError: if Keras does not know the class, another class has its name, or
-            `backbone_cls` or `task_name` is missing.
-
     Example:
 
     >>> import keras
@@ -129,10 +121,6 @@ def register_presets(presets: Mapping[str, dict]) -> None:
             model of this config, or its handle; `results`, a list of dicts with the
             `metric`, `value`, `data` and `split` of a figure; the `license` of the
             weights; and `attribution`, the authors and licence of the training data.
-
-    Raises:
-        ValueError: if an entry is missing or unknown, or a different
-            preset of the name exists.
 
     Example:
 

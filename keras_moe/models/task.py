@@ -41,9 +41,6 @@ class MoETask(MoEModel):
         routing: symbolic `Routing` of each MoE block, by the block's name.
         **kwargs: arguments of `keras_hub.models.Task`.
 
-    Raises:
-        TypeError: if a subclass is defined with the bases in another order.
-
     Example:
 
     >>> import keras_hub
@@ -127,11 +124,7 @@ class MoETask(MoEModel):
 
     @classmethod
     def from_config(cls, config: dict) -> Any:
-        """A task of `get_config`'s arguments.
-
-        Args:
-            config: result of `get_config`.
-        """
+        """A task of `get_config`'s arguments."""
         config = dict(config)
         if isinstance(config.get("preprocessor"), dict):
             # KerasHub takes layers alone.
@@ -173,10 +166,7 @@ class MoETask(MoEModel):
     def compile_from_config(self, config: dict) -> None:
         """Compiles a loaded model as it was saved.
 
-        Keras does not compile a loaded model whose class has a `compile` of its own.
-
-        Args:
-            config: result of `get_compile_config`.
+        Keras does not compile a loaded model whose class overrides `compile`.
         """
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
@@ -188,18 +178,13 @@ class MoETask(MoEModel):
         return None
 
     def default_metrics(self, loss: Any) -> list:
-        """The metrics of `compile(metrics="auto")`.
-
-        Args:
-            loss: loss that the model is trained with.
-        """
+        """The metrics of `compile(metrics="auto")` with this loss."""
         return []
 
     def check_labels(self, labels: Any) -> None:
         """Raises ValueError if labels do not fit the task; here all pass.
 
-        Args:
-            labels: labels of `fit` or `evaluate`, which may be no arrays.
+        They may be anything that `fit` takes, not just arrays.
         """
 
     def _check_inputs(self, inputs, labels=None):
@@ -242,13 +227,9 @@ class MoETask(MoEModel):
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
-        """Freezes the backbone but for low-rank pairs; the head stays trainable.
+        """Freezes the backbone except for low-rank pairs; the head stays trainable.
 
-        Call it before the first `fit`, or compile again.
-
-        Args:
-            rank: rank of the pairs.
-            target_layer_names: argument of the backbone's `enable_lora`.
+        Call it before the first `fit`, or compile again. See the backbone's method.
         """
         self.backbone.enable_lora(rank, target_layer_names)
 

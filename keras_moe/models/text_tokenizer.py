@@ -59,9 +59,6 @@ class TextTokenizer:
         lower_case: whether captions are lower-cased before; CLIP's tokenizer does so in
             any case.
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
         section 2.4.
@@ -129,13 +126,9 @@ class TextTokenizer:
         """CLIP's tokenizer, with 49,408 byte pairs.
 
         Args:
-            vocabulary: file or folder; see
-                `keras_moe.models.byte_pairs.clip_byte_pairs`. None takes what
-                the package open_clip_torch ships.
+            vocabulary: file of merges, or folder with `vocab.json` and `merges.txt`.
+                None takes what the package open_clip_torch ships.
             max_length: N.
-
-        Raises:
-            ValueError: if there is no such vocabulary.
         """
         pairs = clip_byte_pairs(check_path("vocabulary", vocabulary))
         return cls._of_byte_pairs(pairs, max_length)
@@ -144,17 +137,13 @@ class TextTokenizer:
     def trained(
         cls, captions: Iterable[str], vocabulary_size: int, max_length: int = 77
     ) -> "TextTokenizer":
-        """A tokenizer as CLIP's, of the most frequent byte pairs of captions.
+        """A tokenizer like CLIP's, of the most frequent byte pairs of captions.
 
         Args:
             captions: texts to train on.
             vocabulary_size: largest number of tokens, at least 515: the bytes, the same
                 at the end of a word, two special tokens, and pairs.
             max_length: N.
-
-        Raises:
-            ValueError: if `vocabulary_size` is smaller, captions are no strings, or
-                their words have one letter each.
         """
         pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
         return cls._of_byte_pairs(pairs, max_length)
@@ -183,9 +172,6 @@ class TextTokenizer:
             vocabulary: file of a model that SentencePiece has written, or its bytes.
             max_length: N.
             lower_case: whether captions are lower-cased, as for LIMoE and SigLIP.
-
-        Raises:
-            ValueError: if the file is none of SentencePiece's.
         """
         if isinstance(vocabulary, bytes):
             proto, source = vocabulary, f"{len(vocabulary)} bytes"
@@ -272,9 +258,6 @@ class TextTokenizer:
             B lists of N strings, in the order of the ids. A part of a character, which
             is no text by itself, has its string of the vocabulary.
 
-        Raises:
-            ValueError: if an id is not in the vocabulary.
-
         Example:
 
         >>> from keras_moe.models import TextTokenizer
@@ -314,15 +297,7 @@ class TextTokenizer:
         return [*start, *ids[:left], *end], len(ids) > left
 
     def check_fits(self, backbone: Any) -> None:
-        """Checks that a backbone can read the tokenizer's ids.
-
-        Args:
-            backbone: `TextBackbone`, or another with `vocabulary_size` and
-                `max_length`.
-
-        Raises:
-            ValueError: if the vocabulary or a row is larger than the backbone's.
-        """
+        """Raises ValueError if ids or rows are larger than a backbone takes."""
         for name in ("vocabulary_size", "max_length"):
             mine, largest = getattr(self, name), getattr(backbone, name)
             if mine > largest:
@@ -332,15 +307,9 @@ class TextTokenizer:
                 )
 
     def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
-        """Saves the tokenizer and its vocabulary to a preset's folder.
+        """Saves the tokenizer and its vocabulary to a folder, with or without a model.
 
-        Their SHA-256 is in its `metadata.json`, and loading compares it.
-
-        Args:
-            preset_dir: folder, with or without a model.
-
-        Raises:
-            OSError: if a file cannot be written.
+        The SHA-256 of their files is in `metadata.json`, and loading compares it.
         """
         folder = Path(preset_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
@@ -350,14 +319,7 @@ class TextTokenizer:
 
     @classmethod
     def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
-        """Reads the tokenizer of a preset.
-
-        Args:
-            preset: folder or handle that `save_to_preset` has written to.
-
-        Raises:
-            ValueError: if the preset has no tokenizer of this class.
-        """
+        """Reads the tokenizer from a folder or handle of `save_to_preset`."""
         preset = os.fspath(preset)
         try:
             config = load_json(preset, TOKENIZER)
@@ -378,15 +340,7 @@ class TextTokenizer:
         return tokenizer
 
     def load_preset_assets(self, preset: str) -> None:
-        """Reads the vocabulary of a preset.
-
-        Args:
-            preset: folder or handle.
-
-        Raises:
-            ValueError: naming the files, if one is damaged, missing, or not the one
-                that was saved.
-        """
+        """Reads the vocabulary of a preset, a folder or handle."""
         assets = self.tokenizer.file_assets or ()
         compare_tokenizer(preset)
         with _explained(f"a vocabulary in {' and '.join(assets)} of {preset}"):
@@ -408,11 +362,7 @@ class TextTokenizer:
 
     @classmethod
     def from_config(cls, config: dict) -> "TextTokenizer":
-        """A tokenizer of `get_config`'s arguments, without its vocabulary.
-
-        Args:
-            config: arguments of the constructor.
-        """
+        """A tokenizer of `get_config`'s arguments, without its vocabulary."""
         tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
         return cls(**{**config, "tokenizer": tokenizer})
 
