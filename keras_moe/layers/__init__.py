@@ -2,7 +2,7 @@
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.class_token import ClassToken
-from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
+from keras_moe.layers.encoder_block import EncoderBlock, LayerScale, MoEEncoderBlock
 from keras_moe.layers.encoder_spec import EncoderConfig, EncoderSpec
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
@@ -45,6 +45,7 @@ __all__ = [
     "ExpertCoefficients",
     "Experts",
     "LayerNorm",
+    "LayerScale",
     "LogitScale",
     "MaskedPooling",
     "MoE",

@@ -25,10 +25,65 @@ from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
 from keras_moe.ops.cost import Cost, under
+from keras_moe.ops.initializers import FastInitializer
 
 # Added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.
 _DEPTH_SEED = 1_000_003
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class LayerScale(keras.layers.Layer):
+    """Multiplies each channel by a learned factor.
+
+    Args:
+        initial_value: initial value of all factors; timm's default is 1e-5, DINOv2's
+            1.0.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Input shape:
+        (..., D).
+
+    Output shape:
+        (..., D).
+
+    Reference:
+        *Going deeper with Image Transformers*, equation 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import LayerScale
+    >>> LayerScale(0.5)(np.ones((1, 2), "float32")).tolist()
+    [[0.5, 0.5]]
+    """
+
+    def __init__(self, initial_value: float = 1e-5, **kwargs):
+        super().__init__(**kwargs)
+        self.initial_value = check_positive("layer_scale_initial_value", initial_value)
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(
+            name="scale",
+            shape=(input_shape[-1],),
+            initializer=FastInitializer(
+                keras.initializers.Constant(self.initial_value)
+            ),
+        )
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+    def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
+        """The shapes of the trained weights by path."""
+        return {"scale": (shape[-1],)}
+
+    def cost(self, shape: tuple) -> Cost:
+        """The cost for tokens of one image."""
+        return Cost.all_active(self.weight_shapes(shape))
+
+    def get_config(self):
+        return {**super().get_config(), "initial_value": self.initial_value}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -49,6 +104,8 @@ class EncoderBlock(keras.layers.Layer):
         stochastic_depth: share of the examples for which training leaves out a residual
             branch, drawn for each branch; the other examples' branches are divided
             by the share that is kept.
+        layer_scale_initial_value: initial value of a learned factor for each channel of
+            both residual branches, as in CaiT and DINOv2; None for no factors.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -88,6 +145,7 @@ class EncoderBlock(keras.layers.Layer):
         seed: int | None = None,
         rematerialize: bool = False,
         stochastic_depth: float = 0.0,
+        layer_scale_initial_value: float | None = None,
         **kwargs,
     ):
         # Tokens are cast in `call`; logits that an MoE block may get stay float32.
@@ -119,12 +177,19 @@ class EncoderBlock(keras.layers.Layer):
             dtype=self.dtype_policy,
             name="stochastic_depth",
         )
+        self.layer_scale_initial_value = layer_scale_initial_value
+        self.mixer_scale = self.feed_forward_scale = None
+        if layer_scale_initial_value is not None:
+            self.mixer_scale, self.feed_forward_scale = (
+                LayerScale(
+                    layer_scale_initial_value, dtype=self.dtype_policy, name=name
+                )
+                for name in ("mixer_scale", "feed_forward_scale")
+            )
 
     def build(self, input_shape):
-        self.mixer_norm.build(input_shape)
-        build_once(self.token_mixer, input_shape)
-        self.feed_forward_norm.build(input_shape)
-        build_once(self.feed_forward, input_shape)
+        for part in self._parts:
+            build_once(part, input_shape)
 
     def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
         """The tokens, and a list with the record of a token mixer that has experts.
@@ -142,7 +207,14 @@ class EncoderBlock(keras.layers.Layer):
             if self.mixes_by_experts:
                 x, *records = x
         x = dropped_out(self.dropout_layer, x, training)
-        return tokens + dropped_out(self.depth_layer, x, training), tuple(records)
+        tokens = self._residual(tokens, x, self.mixer_scale, training)
+        return tokens, tuple(records)
+
+    def _residual(self, tokens, branch, scale, training):
+        """Adds a residual branch to the tokens."""
+        if scale is not None:
+            branch = inner_call(scale, branch)
+        return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
         """Mixes the tokens of each run by themselves."""
@@ -206,7 +278,7 @@ class EncoderBlock(keras.layers.Layer):
         tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
         x = inner_call(self.feed_forward_norm, tokens)
         x = inner_call(self.feed_forward, x, training=training)
-        return tokens + dropped_out(self.depth_layer, x, training)
+        return self._residual(tokens, x, self.feed_forward_scale, training)
 
     def compute_output_spec(
         self, tokens, mask=None, modality_ids=None, boundaries=(), training=None
@@ -235,8 +307,15 @@ class EncoderBlock(keras.layers.Layer):
     @property
     def _parts(self):
         """The layers with weights."""
-        norms = (self.mixer_norm, self.feed_forward_norm)
-        return (norms[0], self.token_mixer, norms[1], self.feed_forward)
+        parts = (
+            self.mixer_norm,
+            self.token_mixer,
+            self.mixer_scale,
+            self.feed_forward_norm,
+            self.feed_forward,
+            self.feed_forward_scale,
+        )
+        return [part for part in parts if part is not None]
 
     def get_config(self):
         config = super().get_config()
@@ -248,6 +327,7 @@ class EncoderBlock(keras.layers.Layer):
             seed=self.seed,
             rematerialize=self.rematerialize,
             stochastic_depth=self.stochastic_depth,
+            layer_scale_initial_value=self.layer_scale_initial_value,
         )
         return config
 
@@ -268,6 +348,8 @@ class MoEEncoderBlock(EncoderBlock):
         stochastic_depth: share of the examples for which training leaves out a residual
             branch, drawn for each branch; the other examples' branches are divided
             by the share that is kept.
+        layer_scale_initial_value: initial value of a learned factor for each channel of
+            both residual branches, as in CaiT and DINOv2; None for no factors.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -337,11 +419,8 @@ class MoEEncoderBlock(EncoderBlock):
             **fixed,
             **_present(previous_logits=previous_logits),
         )
-        return (
-            tokens + dropped_out(self.depth_layer, x, training),
-            routing,
-            *mixer_records,
-        )
+        tokens = self._residual(tokens, x, self.feed_forward_scale, training)
+        return tokens, routing, *mixer_records
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
         """The tokens after the block as if one muMoE expert's weights were zero.
@@ -361,8 +440,10 @@ class MoEEncoderBlock(EncoderBlock):
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
         x = inner_call(self.feed_forward_norm, tokens)
         if mixer:
-            return tokens + inner_call(self.feed_forward, x, training=False)[0]
-        return tokens + self.feed_forward.ablated(x, experts)
+            x, _ = inner_call(self.feed_forward, x, training=False)
+        else:
+            x = self.feed_forward.ablated(x, experts)
+        return self._residual(tokens, x, self.feed_forward_scale, False)
 
     def compute_output_spec(
         self,

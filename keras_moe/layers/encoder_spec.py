@@ -46,6 +46,8 @@ class EncoderConfig:
             the first block. Training drops residual branches for whole examples; see
             `keras_moe.layers.EncoderBlock`.
         layer_norm_epsilon: epsilon of all normalisations.
+        layer_scale_initial_value: initial value of a learned factor for each channel of
+            both residual branches of a block, as in DINOv2; None for no factors.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
             mixtures of experts, and of what; None for a dense model.
         rematerialize: whether training keeps only the blocks' inputs for the gradient:
@@ -67,6 +69,7 @@ class EncoderConfig:
     dropout_rate: float = 0.0
     stochastic_depth: float = 0.0
     layer_norm_epsilon: float = 1e-6
+    layer_scale_initial_value: float | None = None
     moe: Any = None
     rematerialize: bool = False
     seed: int | None = None
@@ -84,6 +87,8 @@ class EncoderConfig:
         check_dropout("dropout_rate", self.dropout_rate)
         check_dropout("stochastic_depth", self.stochastic_depth)
         check_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+        if self.layer_scale_initial_value is not None:
+            check_positive("layer_scale_initial_value", self.layer_scale_initial_value)
         check_bool("rematerialize", self.rematerialize)
         check_seed("seed", self.seed)
 
@@ -168,6 +173,7 @@ class EncoderSpec(EncoderConfig):
                 seed=self.seed_of(index, 0),
                 rematerialize=self.rematerialize,
                 stochastic_depth=index * depth_step,
+                layer_scale_initial_value=self.layer_scale_initial_value,
                 dtype=self.dtype,
                 name=f"block_{index}",
             )

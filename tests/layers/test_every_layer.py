@@ -11,6 +11,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    LayerScale,
     MaskedPooling,
     MoE,
     MoEEncoderBlock,
@@ -223,6 +224,7 @@ BLOCK = {
     "layer_norm_epsilon": 1e-5,
     "seed": 5,
     "stochastic_depth": 0.3,
+    "layer_scale_initial_value": 0.7,
 }
 # LayerNorm keeps its weights as its policy says; routing is always float32.
 MAKERS = {
@@ -245,6 +247,7 @@ MAKERS = {
     ),
     "Experts": experts,
     "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, center=False, **kw),
+    "LayerScale": lambda **kw: LayerScale(0.7, **kw),
     "MoE": moe,
     "MoE of several kinds": moe_plus_plus,
     "MuMoE": mumoe,

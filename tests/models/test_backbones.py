@@ -198,6 +198,7 @@ def test_every_argument_round_trips(kind):
         "activation": "relu",
         "dropout_rate": 0.1,
         "layer_norm_epsilon": 1e-5,
+        "layer_scale_initial_value": 0.1,
         "dtype": "mixed_bfloat16",
     }
     backbone = MAKERS[kind](**supplied)
