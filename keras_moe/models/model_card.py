@@ -238,7 +238,7 @@ def _architecture(model):
 def _arguments(config, prefix=""):
     """The arguments that say something, nested ones by dotted names."""
     for name, value in config.items():
-        if name in _NO_ARCHITECTURE or value is None:
+        if value is None or (name in _NO_ARCHITECTURE and prefix != "moe.router."):
             continue
         if isinstance(value, dict) and "class_name" not in value:
             yield from _arguments(value, f"{prefix}{name}.")
