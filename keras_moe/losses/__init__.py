@@ -1,10 +1,12 @@
 """Auxiliary losses of routers, losses of classification heads and of pairs."""
 
 from keras_moe.losses.auxiliary import (
+    LIMOE_LOSSES,
     AggregateLoss,
     AuxiliaryLoss,
     check_modalities,
     get,
+    limoe_losses,
     serialize,
 )
 from keras_moe.losses.classification import (
@@ -22,20 +24,17 @@ from keras_moe.losses.contrastive import (
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
-from keras_moe.losses.entropy_losses import (
-    global_entropy_loss,
-    local_entropy_loss,
-    merged_entropy_loss,
-    mutual_information_loss,
-    target_entropy_loss,
-)
-from keras_moe.losses.limoe import LIMOE_LOSSES, limoe_losses
 from keras_moe.losses.router_losses import (
+    global_entropy_loss,
     heterogeneous_balance_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
+    local_entropy_loss,
+    merged_entropy_loss,
+    mutual_information_loss,
     router_z_loss,
+    target_entropy_loss,
 )
 
 __all__ = [

@@ -4,18 +4,27 @@ Axes: G groups, S group_size, E experts.
 """
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, check_not_negative, nearest
-from keras_moe.losses.auxiliary_functions import (
+from keras_moe.checks import (
+    check_argument_names,
+    check_not_negative,
+    check_one_of,
+    nearest,
+)
+from keras_moe.losses._auxiliary_functions import (
     FUNCTIONS,
     AuxiliaryFunction,
     checked_options,
 )
 from keras_moe.ops.plans import Routing
+
+CLASSIC = ("importance", "load", "router_z")
+LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -35,8 +44,8 @@ class AuxiliaryLoss:
     | `"target_entropy"` | tokens sure of K experts | K | `modality` |
     | `"merged_entropy"` | gates on K experts alone | K | `modality` |
 
-    Each is the function of `keras_moe.losses` of that name, with `_loss` behind it,
-    whose docstring has the equation and the paper.
+    Each is the function `keras_moe.losses.<name>_loss`; its docstring has the equation
+    and the paper.
 
     Args:
         function: name of a loss in the table, or a function `(routing, router, mask,
@@ -45,13 +54,12 @@ class AuxiliaryLoss:
         weight: factor of the loss in the model's total loss. V-MoE has 0.005 for
             importance and load, Switch and MoE++ 0.01 for their balance, ST-MoE 0.001
             for router z, and CLIP-UP 0.01 for balance and 0.0001 for router z.
-        **options: options of the function. `choices` is `"first"`, to count each
-            token's first choice as GShard, Switch and ST-MoE do whatever K is, or
-            `"all"`, to count all K. `modality` is the id of the modality whose tokens
-            count, None for all tokens: groups without any do not count. `threshold` is
-            the entropy from which on the loss is 0, None for no such entropy;
-            LIMoE-H/14 has log(4) for text and log(25) for images. `num_modalities` is
-            M.
+        **options: options of the function. `choices` is `"first"`, to count only each
+            token's first choice as GShard, Switch and ST-MoE do for any K, or `"all"`,
+            to count all K. `modality` is the id of the modality whose tokens count,
+            None for all tokens; groups without any do not count. `threshold` is the
+            entropy above which the loss is 0, None for no threshold; LIMoE-H/14 has
+            log(4) for text and log(25) for images. `num_modalities` is M.
 
     Call arguments:
         routing: the `Routing`, by group.
@@ -59,14 +67,9 @@ class AuxiliaryLoss:
         mask: boolean (G, S), False for tokens that do not count.
         modality_ids: int (G, S), the modality of each token.
 
-    Raises:
-        ValueError: if an argument is out of range or the function has no such option;
-            from the MoE layer, if its router has not what the loss reads; from the
-            call, if a modality's tokens count and there are no `modality_ids`.
-
     Warns:
         UserWarning: from the MoE layer, if `threshold` is above the logarithm of the
-            number of experts that the tokens may go to: the loss cannot reach 0.
+            number of experts: the loss cannot reach 0.
 
     Example:
 
@@ -147,7 +150,7 @@ class AuxiliaryLoss:
 
 @keras.saving.register_keras_serializable("keras_moe")
 class AggregateLoss:
-    """The weighted mean of losses, with one weight for all: LIMoE's recipe.
+    """The weighted mean of losses, times one weight: LIMoE's recipe.
 
     The loss is `weight * sum_i w_i L_i / sum_i w_i` for losses L_i of weights w_i;
     with equal weights that is the plain mean of the paper. It is called as an
@@ -157,9 +160,6 @@ class AggregateLoss:
         losses: argument of `keras_moe.losses.get`: a dict from name to weight, or a
             list of `AuxiliaryLoss`.
         weight: factor of the mean in the model's total loss; LIMoE uses 0.04.
-
-    Raises:
-        ValueError: if `weight` is out of range, or no loss has a weight above 0.
 
     Reference:
         *LIMoE*, appendix B.1, "Final aggregated auxiliary loss".
@@ -214,25 +214,111 @@ class AggregateLoss:
         return cls(**config)
 
 
-# Name -> function that makes an aggregate loss of its options.
-AGGREGATES: dict[str, Callable[..., AggregateLoss]] = {}
+def limoe_losses(
+    thresholds: dict[str, float | None],
+    local_loss: str = "local_entropy",
+    local_modalities: Iterable[str] = ("text",),
+    classic: Iterable[str] = CLASSIC,
+    modalities: Iterable[str] = ("image", "text"),
+    weight: float = 0.04,
+) -> AggregateLoss:
+    """The auxiliary losses that LIMoE trains with: their plain mean, times a weight.
 
+    These are the importance, load and z losses over all tokens; a local entropy loss
+    for text; and a global entropy loss with a threshold for each modality. Each is
+    computed by group and averaged over groups (appendix E.5), those of a modality over
+    the groups that have it. The load loss needs noise: the router's `noise_std=1.0`.
 
-def register_aggregate(name: str) -> Callable[[Callable], Callable]:
-    """Registers a function that makes an `AggregateLoss` under a name, as a decorator.
+    The paper applies the local loss to text only (appendix E.1 and figure 38): images
+    are routed with confidence without it. Each modality's local and global loss counts
+    once in the mean; the paper leaves that open.
 
-    The name then stands in dicts of `get`, with the function's arguments.
+    In configs and presets the arguments go under the name `"limoe"`:
+    `"auxiliary_losses": {"limoe": {"thresholds": {"text": 2.4849, "image": 2.8332}}}`.
+    `LIMOE_LOSSES` has them for each published model by the name of its preset, and for
+    other routers: `"several_experts"` for K > 1, `"by_modality"` for a router per
+    modality (`num_modalities`), and `"expert_pools"` for disjoint experts, which need
+    no entropy losses (appendix E.3).
+
+    Args:
+        thresholds: entropy of each modality above which its global loss is 0, such as
+            `{"image": math.log(20), "text": math.log(9)}`, or None for no threshold. A
+            modality that is left out has no global loss. Use 0 for the negative
+            threshold of table 5, log(0.8): both mean no loss.
+        local_loss: name of the local loss: `"local_entropy"`, or for K > 1 experts
+            per token `"target_entropy"` or `"merged_entropy"` (appendix E.1), of which
+            the paper prefers the latter.
+        local_modalities: names of the modalities that have a local loss.
+        classic: names of losses over all tokens; leave `"load"` out for a router
+            without noise.
+        modalities: names of the modalities in the order of their ids.
+        weight: factor of the mean.
+
+    Returns:
+        An `AggregateLoss`, for `auxiliary_losses=[...]`.
+
+    Warns:
+        UserWarning: from the MoE layer, if a threshold is above log E: the loss cannot
+            reach 0. The paper itself has 25 for the images of 8 experts (appendix F.1).
+
+    Reference:
+        *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
+
+    Example:
+
+    >>> import math
+    >>> from keras_moe import losses
+    >>> loss = losses.limoe_losses({"text": math.log(4), "image": math.log(25)})
+    >>> [part.name for part in loss.losses][3:]
+    ['local_entropy', 'global_entropy', 'global_entropy']
+    >>> (preset,) = losses.get(losses.LIMOE_LOSSES["limoe_h14"])
+    >>> preset.get_config() == loss.get_config()
+    True
     """
+    local_modalities = tuple(local_modalities)
+    ids = {name: number for number, name in enumerate(modalities)}
+    check_one_of("local_loss", local_loss, LOCAL)
+    _check_names("thresholds", thresholds, ids)
+    _check_names("local_modalities", local_modalities, ids)
+    parts = [AuxiliaryLoss(name) for name in classic]
+    parts += [AuxiliaryLoss(local_loss, modality=ids[m]) for m in local_modalities]
+    parts += [
+        AuxiliaryLoss("global_entropy", threshold=threshold, modality=ids[modality])
+        for modality, threshold in thresholds.items()
+    ]
+    return AggregateLoss(parts, weight)
 
-    def register(make):
-        if name in FUNCTIONS or AGGREGATES.get(name, make) is not make:
+
+def _settings(text, image, **options):
+    """`auxiliary_losses` of a config with thresholds of so many experts."""
+    thresholds = {"text": math.log(text), "image": math.log(image)}
+    return {"limoe": {"thresholds": thresholds, **options}}
+
+
+# `auxiliary_losses` by preset. Table 5 has the thresholds up to L/16, and those of
+# routers that differ; appendix A.3 has H/14's. All take noise_std=1.0, for the load.
+LIMOE_LOSSES = {
+    "limoe_s32": _settings(text=12, image=17),
+    "limoe_s16": _settings(text=9, image=20),
+    "limoe_b32": _settings(text=12, image=17),
+    "limoe_b16": _settings(text=9, image=20),
+    "limoe_l32": _settings(text=20, image=1),
+    "limoe_l16": _settings(text=28, image=8),
+    "limoe_h14": _settings(text=4, image=25),
+    # The merged entropy did best, with priority="sum_gates" (table 6).
+    "several_experts": _settings(text=4, image=25, local_loss="merged_entropy"),
+    "by_modality": _settings(text=4, image=25),
+    "expert_pools": {"limoe": {"thresholds": {}, "local_modalities": []}},
+}
+
+
+def _check_names(argument, names, ids):
+    for name in names:
+        if name not in ids:
             raise ValueError(
-                f"Expected a new name of auxiliary losses; received: name={name!r}"
+                f"Expected {argument} for modalities among {list(ids)}; "
+                f"received: {name!r}"
             )
-        AGGREGATES[name] = make
-        return make
-
-    return register
 
 
 def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
@@ -246,9 +332,6 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
 
     Returns:
         A list of `AuxiliaryLoss` and `AggregateLoss`.
-
-    Raises:
-        ValueError: if a name or an option is unknown, or an entry is none of these.
 
     Example:
 
@@ -288,26 +371,20 @@ def _by_name(name, options):
     if name in FUNCTIONS:
         check_argument_names(options, ["weight", *FUNCTIONS[name].options], owner)
         return AuxiliaryLoss(name, **options)
-    if name not in AGGREGATES:
-        names = sorted({*FUNCTIONS, *AGGREGATES})
+    if name != "limoe":
+        names = sorted([*FUNCTIONS, "limoe"])
         raise ValueError(
             f"Expected names of auxiliary losses among {names}; "
             f"received: {name!r} ({nearest(str(name), names)})"
         )
-    make = AGGREGATES[name]
-    signature = inspect.signature(make)
-    check_argument_names(options, list(signature.parameters), owner)
-    missing = [
-        parameter.name
-        for parameter in signature.parameters.values()
-        if parameter.default is parameter.empty and parameter.name not in options
-    ]
-    if missing:
+    check_argument_names(
+        options, list(inspect.signature(limoe_losses).parameters), owner
+    )
+    if "thresholds" not in options:
         raise ValueError(
-            f"Expected {', '.join(missing)} among the options of {owner}; "
-            f"received: {options}"
+            f"Expected thresholds among the options of {owner}; received: {options}"
         )
-    return make(**options)
+    return limoe_losses(**options)
 
 
 def check_modalities(auxiliary_losses: Any, count: int) -> None:
@@ -316,9 +393,6 @@ def check_modalities(auxiliary_losses: Any, count: int) -> None:
     Args:
         auxiliary_losses: argument of `get`.
         count: M, the number of modalities.
-
-    Raises:
-        ValueError: if one is of another modality, or as `get`.
 
     Example:
 

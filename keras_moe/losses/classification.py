@@ -13,8 +13,8 @@ class SigmoidCrossentropy(keras.losses.Loss):
     """Binary cross-entropy of each class's logit, summed over classes.
 
     It is the loss of the multi-label heads of V-MoE and of JFT-like data. Keras's
-    `BinaryCrossentropy` averages over classes instead, which at 1,000 classes makes it
-    a thousand times smaller beside the auxiliary losses.
+    `BinaryCrossentropy` averages over classes instead, which for 1,000 classes makes it
+    a thousand times smaller relative to the auxiliary losses.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
@@ -26,9 +26,6 @@ class SigmoidCrossentropy(keras.losses.Loss):
     Call arguments:
         y_true: (batch, classes), targets in [0, 1].
         y_pred: (batch, classes), logits or probabilities.
-
-    Raises:
-        ValueError: if `label_smoothing` is not in [0, 1).
 
     Example:
 
@@ -85,10 +82,10 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SparseSigmoidCrossentropy(SigmoidCrossentropy):
-    """`SigmoidCrossentropy` for labels that are numbers of classes.
+    """`SigmoidCrossentropy` for labels given as class indices.
 
-    An example's numbers stand for the 0-1 vector with ones at these places. The vector
-    is not made, so that tens of thousands of classes cost no more than their logits.
+    An example's indices stand for the vector with ones at them. The vector is not made,
+    so that tens of thousands of classes cost no more than their logits.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
@@ -98,12 +95,9 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         dtype: dtype of `keras.losses.Loss`.
 
     Call arguments:
-        y_true: (batch, labels), numbers of classes, padded with -1. A number that
-            comes twice counts once; a number without a class makes the loss NaN.
+        y_true: (batch, labels), class indices, padded with -1. A repeated index counts
+            once; an index out of range makes the loss NaN.
         y_pred: (batch, classes), logits or probabilities.
-
-    Raises:
-        ValueError: if `label_smoothing` is not in [0, 1).
 
     Example:
 

@@ -169,9 +169,6 @@ def test_a_weight_of_the_bag_is_an_option():
     options = {"thresholds": {"text": 1.0}, "weight": 0.5, "classic": ["importance"]}
     importance, bag = losses.get({"importance": 0.1, "limoe": options})
     assert (importance.weight, bag.weight, len(bag.losses)) == (0.1, 0.5, 3)
-    with pytest.raises(ValueError, match="name='limoe'"):
-        losses.auxiliary.register_aggregate("limoe")(lambda: None)
-    assert losses.auxiliary.register_aggregate("limoe")(limoe_losses) is limoe_losses
 
 
 @pytest.mark.backend_free

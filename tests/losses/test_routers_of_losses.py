@@ -9,7 +9,7 @@ import pytest
 
 from keras_moe import losses
 from keras_moe.losses import AggregateLoss, AuxiliaryLoss
-from keras_moe.losses.auxiliary_functions import FUNCTIONS
+from keras_moe.losses._auxiliary_functions import FUNCTIONS
 from keras_moe.routers import TokenChoiceRouter
 from tests.losses.entropies import ROUTER, routing_of, tensor
 

@@ -22,7 +22,7 @@ from keras_moe import routers
 from keras_moe.layers import Experts, MoE, MoEConfig
 from keras_moe.models import VARIANTS, ViTBackbone
 from keras_moe.ops import expert_types
-from keras_moe.ops.kernels import execution
+from tools.benchmark import execution
 
 
 def _timed(layers, training):

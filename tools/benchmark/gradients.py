@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.ops.kernels.execution import first_output
+from tools.benchmark.execution import first_output
 
 
 def forward_backward(

@@ -34,7 +34,7 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.activations import entmax15
 from keras_moe.ops import entmax
-from keras_moe.ops.kernels.execution import wait
+from tools.benchmark.execution import wait
 
 MIB = 2**20
 PARTS = ("layers", "blocks", "entmax", "peak")

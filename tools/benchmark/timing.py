@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from keras_moe.ops.kernels.execution import wait
+from tools.benchmark.execution import wait
 
 # Quartiles of fewer rounds say nothing, so a budget of seconds leaves as many.
 LEAST_ROUNDS = 3

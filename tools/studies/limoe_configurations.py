@@ -11,7 +11,7 @@ from keras_moe import models
 from keras_moe.checks import check_pair
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
-from keras_moe.losses.limoe import CLASSIC
+from keras_moe.losses.auxiliary import CLASSIC
 from keras_moe.models.overrides import complete_config
 from keras_moe.training import Recipe
 

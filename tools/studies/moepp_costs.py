@@ -11,8 +11,8 @@ from rich.table import Table
 
 from keras_moe.layers import Experts, ZeroComputationExperts
 from keras_moe.ops import ExpertTypes
-from keras_moe.ops.kernels.execution import forward
 from keras_moe.routers import PathwayAwareRouter
+from tools.benchmark.execution import forward
 from tools.benchmark.timing import interleaved
 from tools.studies.moepp_layers import WITHOUT, Sizes, measure
 from tools.studies.moepp_training import draw_tau

@@ -17,7 +17,7 @@ import numpy as np
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import ExpertTypes
-from keras_moe.ops.kernels.execution import forward
+from tools.benchmark.execution import forward
 from tools.benchmark.timing import interleaved
 
 # Whether the layer trains.

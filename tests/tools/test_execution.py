@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.ops.kernels.execution import first_output, forward, wait
+from tools.benchmark.execution import first_output, forward, wait
 
 
 class TwoOutputs(keras.layers.Layer):
