@@ -9,8 +9,8 @@ import pytest
 from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
 from keras_moe.training.callbacks import Progress, ProgressCallback, StopAfterBatches
-from tests.training.ends import Ends
-from tests.training.recipe_settings import (
+from tests.training.runs import (
+    Ends,
     changed,
     dropout_model,
     noise,

@@ -20,8 +20,8 @@ from keras_moe.training import (
     load_recipe,
     train,
 )
-from tests.training.ends import Ends
 from tests.training.pair_folder import write_pairs
+from tests.training.runs import Ends
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -100,7 +100,7 @@ LIFE = """
 import os, signal, sys
 from keras_moe.models import text_tokenizer as tokenizer
 from keras_moe.training import train
-from tests.training.ends import Ends
+from tests.training.runs import Ends
 from tests.training.test_contrastive import recipe
 
 def end(*_):

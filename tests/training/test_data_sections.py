@@ -8,7 +8,7 @@ import pytest
 
 from keras_moe import data
 from keras_moe.training import Datasets, Recipe, find_checkpoint, train
-from tests.training.recipe_settings import changed, dropout_model, short_recipe
+from tests.training.runs import changed, dropout_model, short_recipe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

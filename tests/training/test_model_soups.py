@@ -14,7 +14,7 @@ from keras_moe.training import (
     list_checkpoints,
     save_checkpoint,
 )
-from tests.training.recipe_settings import short_recipe
+from tests.training.runs import short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 

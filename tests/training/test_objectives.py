@@ -20,7 +20,7 @@ from keras_moe.training import (
     register_objective,
     train,
 )
-from tests.training.ends import Ends
+from tests.training.runs import Ends
 
 SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
 

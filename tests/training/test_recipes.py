@@ -25,7 +25,7 @@ from keras_moe.training import (
 )
 from keras_moe.training.optimizers import group_factors
 from tests.symbolic import symbolic_model
-from tests.training.recipe_settings import changed, short_recipe
+from tests.training.runs import changed, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,7 @@ import pytest
 
 from keras_moe import layers, routers, training
 from keras_moe.training import Recipe, train
-from tests.training.ends import Ends
-from tests.training.recipe_settings import noise, short_recipe
+from tests.training.runs import Ends, noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 

@@ -1,4 +1,4 @@
-"""Recipes for tests, written with the short names of their settings."""
+"""Small runs for tests: recipes by short names, noise, and runs that end early."""
 
 import itertools
 
@@ -74,3 +74,16 @@ def dropout_model(self=None, num_classes=10):
     model.multi_label, model.output_activation = False, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends the process, so to speak, before a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
