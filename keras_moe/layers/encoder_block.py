@@ -19,9 +19,12 @@ from keras_moe.checks import (
     positive_integers,
 )
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.dropped_out import dropped_out
-from keras_moe.layers.inner_call import inner_call
-from keras_moe.layers.nested import build_once, layer_argument
+from keras_moe.layers.inner_call import (
+    build_once,
+    dropped_out,
+    inner_call,
+    layer_argument,
+)
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
 from keras_moe.ops.cost import Cost, under

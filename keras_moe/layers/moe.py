@@ -20,8 +20,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.inner_call import inner_call
-from keras_moe.layers.nested import build_once, layer_argument
+from keras_moe.layers.inner_call import build_once, inner_call, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.expert_types import expert_types

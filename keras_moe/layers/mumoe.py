@@ -1,6 +1,7 @@
 """muMoE: many experts in one factorised weight tensor, none of which is dropped.
 
-Axes: I inputs, H mlp, O units, E experts of all levels.
+Axes: B batch, N tokens, D hidden, I inputs, H mlp, O units, E experts of all levels,
+L levels, R rank.
 """
 
 from typing import Any
@@ -8,15 +9,77 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.layers import activations
-from keras_moe.layers.expert_coefficients import outer
+from keras_moe.layers.inner_call import build_once, layer_argument
+from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
 from keras_moe.layers.multilinear_experts import (
+    ExpertCoefficients,
     MultilinearExperts,
     dense_parameters,
     matching_rank,
+    outer,
+    resolved_rank,
 )
-from keras_moe.layers.mumoe_base import MuMoEBase
+from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.cost import Cost, under
+from keras_moe.ops.multilinear import projections
+
+
+class MuMoEBase(keras.layers.Layer):
+    """Base class of `MuMoE` and `MuMoEBlock`.
+
+    Subclasses implement `unbuilt_experts`.
+    """
+
+    def __init__(
+        self,
+        num_experts: Any,
+        activation: Any,
+        normalization: str | None,
+        input_norm: bool,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.gate = ExpertCoefficients(
+            num_experts, activation, normalization, name="gate"
+        )
+        self.input_norm = check_bool("input_norm", input_norm)
+        self.norm = None
+        if input_norm:
+            self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
+
+    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
+        """Each layer of experts, not built, with the shape of its inputs."""
+        raise NotImplementedError
+
+    def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
+        """The experts' input, the gate's logits and the experts' projection."""
+        if self.norm is not None:
+            return self.norm(inputs), None, None
+        gate, factor = self.gate, experts.input_factor()
+        if factor is None or experts.compute_dtype != gate.compute_dtype:
+            return inputs, None, None
+        kernels = [ops.cast(kernel, gate.compute_dtype) for kernel in gate.kernels]
+        *logits, projected = projections(inputs, *kernels, factor)
+        return inputs, logits, projected
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path."""
+        shapes = under(self.gate.name, self.gate.weight_shapes(shape))
+        if self.norm is not None:
+            shapes.update(under(self.norm.name, self.norm.weight_shapes(shape)))
+        for experts, inputs in self.unbuilt_experts(shape).items():
+            shapes.update(under(experts.name, experts.weight_shapes(inputs)))
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost of rows, every one of which meets all experts."""
+        total = self.gate.cost(shape)
+        if self.norm is not None:
+            total += self.norm.cost(shape)
+        experts = self.unbuilt_experts(shape).items()
+        return sum((layer.cost(inputs) for layer, inputs in experts), total)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -206,3 +269,276 @@ def _check_outputs(edited_outputs, units):
             f"received: edited_outputs={edited_outputs}"
         )
     return outputs
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MuMoEBlock(MuMoEBase):
+    """Two muMoE layers with shared coefficients and GELU between them.
+
+    Args:
+        mlp_dim: H, the units of the first layer.
+        units: O; None takes the inputs' size.
+        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
+        factorization: factorization of both layers, see `MuMoE`.
+        rank: rank of both layers, see `MuMoE`; a share is one of the block's I, and
+            `"match_dense"` matches the dense MLP, the gate counted.
+        hidden_activation: activation between the layers; `"gelu"` is the exact form.
+        input_norm: whether the input of the first layer is normalised, but not the
+            gate's.
+        activation: activation of the gate, see `MuMoE`.
+        normalization: normalization of the gate, see `MuMoE`.
+        use_bias: whether the experts have biases.
+        expert_noise: noise between the experts, see `MuMoE`.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: (..., I).
+        mask: boolean (...), False for padding, which gets zeros and has no part in the
+            batch statistics.
+        modality_ids: integers (...), which change nothing: every expert takes part.
+        training: whether batch statistics are those of the batch.
+
+    Output shape:
+        `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
+
+    Raises:
+        ValueError: as `MuMoE`.
+
+    Reference:
+        *Multilinear Mixture of Experts*, section 4.3.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import MuMoEBlock
+    >>> outputs, routing = MuMoEBlock(16, num_experts=4, rank=8)(np.ones((2, 3, 6)))
+    >>> tuple(outputs.shape)
+    (2, 3, 6)
+    """
+
+    def __init__(
+        self,
+        mlp_dim: int,
+        units: int | None = None,
+        num_experts: Any = 64,
+        factorization: str | None = "cp",
+        rank: Any = "match_dense",
+        hidden_activation: Any = "gelu",
+        input_norm: bool = False,
+        activation: Any = "entmax",
+        normalization: str | None = "batch",
+        use_bias: bool = True,
+        expert_noise: float = 1.0,
+        **kwargs,
+    ):
+        super().__init__(num_experts, activation, normalization, input_norm, **kwargs)
+        self.supports_masking = True
+        self.mlp_dim = check_integer("mlp_dim", mlp_dim)
+        self.units = units if units is None else check_integer("units", units)
+        self.hidden_activation = activations.get(hidden_activation)
+        self._options = {
+            "num_experts": self.gate.num_experts,
+            "factorization": factorization,
+            "rank": rank,
+            "use_bias": check_bool("use_bias", use_bias),
+            "expert_noise": expert_noise,
+        }
+        # `MultilinearExperts` checks the arguments.
+        self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
+
+    def _layer(self, units, name, rank):
+        return MultilinearExperts(
+            units, dtype=self.dtype_policy, name=name, **{**self._options, "rank": rank}
+        )
+
+    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
+        """Both layers of experts, not built, with the shapes of their inputs.
+
+        Args:
+            shape: (num_rows, dim).
+        """
+        num_rows, dim = shape
+        rank, hidden, units = self._options["rank"], self.mlp_dim, self.units or dim
+        if rank == "match_dense":
+            bias = self._options["use_bias"]
+            budget = dense_parameters((dim, hidden)) + dense_parameters((hidden, units))
+            rank = matching_rank(
+                self._options["factorization"],
+                self.gate.num_experts,
+                [(dim + bias, hidden), (hidden + bias, units)],
+                budget - self.gate.cost((1, dim)).parameters,
+            )
+        # Shares are those of the block's inputs in both layers.
+        rank = resolved_rank(rank, dim)
+        return {
+            self._layer(hidden, "hidden", rank): shape,
+            self._layer(units, "output", rank): (num_rows, hidden),
+        }
+
+    def build(self, input_shape):
+        self.hidden, self.output_experts = self.unbuilt_experts(input_shape[-2:])
+        self.gate.build(input_shape)
+        if self.norm is not None:
+            self.norm.build(input_shape)
+        self.hidden.build(input_shape)
+        self.output_experts.build((*input_shape[:-1], self.mlp_dim))
+
+    def call(
+        self,
+        inputs: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Any]:
+        x, logits, projected = self.project(inputs, self.hidden)
+        coefficients, routing, sources = self.gate(
+            inputs, training=training, logits=logits, mask=mask, with_sources=True
+        )
+        x = self.hidden(x, coefficients, projected=projected, sources=sources)
+        x = self.hidden_activation(x)
+        x = self.output_experts(x, coefficients, sources=sources)
+        if mask is not None:
+            x = ops.where(ops.expand_dims(ops.cast(mask, "bool"), -1), x, 0)
+        return x, routing
+
+    def compute_output_spec(self, inputs, mask=None, modality_ids=None, training=None):
+        _, routing = self.gate.compute_output_spec(inputs)
+        shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
+        return keras.KerasTensor(shape, self.compute_dtype), routing
+
+    def ablated(self, inputs: Any, experts: Any) -> Any:
+        """The outputs as if one expert's weights were zero, one for each example.
+
+        The expert is left out of both layers. Nothing else changes: the other
+        coefficients stay as they are.
+
+        Args:
+            inputs: (B, ..., I).
+            experts: integers (B, L), the place of each example's expert at each level.
+
+        Returns:
+            (B, ..., O).
+
+        Reference:
+            *Multilinear Mixture of Experts*, section 4.1.2.
+        """
+        coefficients, _ = self.gate(inputs)
+        between = (1,) * (len(inputs.shape) - 2)
+        experts = ops.reshape(experts, (-1, *between, experts.shape[-1]))
+        x = inputs if self.norm is None else self.norm(inputs)
+        x = self.hidden.ablated(x, coefficients, experts)
+        x = self.hidden_activation(x)
+        return self.output_experts.ablated(x, coefficients, experts)
+
+    @property
+    def router(self) -> ExpertCoefficients:
+        """The layer that gives each token its experts, like an MoE layer's `router`."""
+        return self.gate
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            mlp_dim=self.mlp_dim,
+            units=self.units,
+            **self._options,
+            hidden_activation=activations.serialize(self.hidden_activation),
+            input_norm=self.input_norm,
+            activation=activations.serialize(self.gate.activation),
+            normalization=self.gate.normalization,
+        )
+        return config
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TokenMuMoE(keras.layers.Layer):
+    """A `MuMoEBlock` across the tokens, whose inputs are the D channels.
+
+    Like `TokenMLP` it serves images of one size. Each channel has coefficients of its
+    own, so that the record's axis of tokens has channels.
+
+    Args:
+        block: `MuMoEBlock` across the tokens.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D).
+
+    Output shape:
+        `(tokens, Routing)`: (B, N, D), and the record of the coefficients (B, D, E).
+
+    Raises:
+        ValueError: if the number of tokens is unknown, or another one.
+
+    Reference:
+        *Multilinear Mixture of Experts*, section 4.3.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import MuMoEBlock, TokenMuMoE
+    >>> layer = TokenMuMoE(MuMoEBlock(16, num_experts=4, rank=8))
+    >>> tokens, routing = layer(np.ones((1, 4, 8), "float32"))
+    >>> tuple(tokens.shape), tuple(routing.gates.shape)
+    ((1, 4, 8), (1, 8, 4))
+    """
+
+    def __init__(self, block: Any, **kwargs):
+        super().__init__(**kwargs)
+        self.block = layer_argument(block, "block")
+        if not isinstance(self.block, MuMoEBlock):
+            raise ValueError(f"Expected block to be a MuMoEBlock; received: {block}")
+
+    def build(self, input_shape):
+        self.num_tokens = known_num_tokens(input_shape)
+        build_once(self.block, (input_shape[0], input_shape[2], input_shape[1]))
+
+    def call(self, tokens: Any, training: bool | None = None) -> tuple[Any, Any]:
+        check_num_tokens(tokens, self.num_tokens)
+        channels = ops.transpose(tokens, (0, 2, 1))
+        outputs, routing = self.block(channels, training=training)
+        return ops.transpose(outputs, (0, 2, 1)), routing
+
+    def ablated(self, tokens: Any, experts: Any) -> Any:
+        """The outputs as if one expert's weights were zero; see `MuMoEBlock.ablated`.
+
+        Args:
+            tokens: (B, N, D).
+            experts: integers (B, L), the place of each example's expert at each level.
+
+        Returns:
+            (B, N, D).
+        """
+        channels = ops.transpose(tokens, (0, 2, 1))
+        return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
+
+    @property
+    def router(self) -> Any:
+        """The layer that gives each channel its experts."""
+        return self.block.router
+
+    def compute_output_spec(self, tokens, training=None):
+        batch, num_tokens, dim = tokens.shape
+        channels = keras.KerasTensor((batch, dim, num_tokens), self.compute_dtype)
+        _, routing = self.block.compute_output_spec(channels)
+        return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return under(self.block.name, self.block.weight_shapes(shape[::-1]))
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return self.block.cost(shape[::-1])
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(block=keras.saving.serialize_keras_object(self.block))
+        return config

@@ -16,7 +16,7 @@ from keras_moe.layers.moe_config import (
     plain_moe_layers,
     resolve_moe_layers,
 )
-from keras_moe.layers.mumoe_block import MuMoEBlock
+from keras_moe.layers.mumoe import MuMoEBlock
 
 # Selects this config instead of a router's name.
 MUMOE = "mumoe"

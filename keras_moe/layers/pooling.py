@@ -1,4 +1,4 @@
-"""From tokens to one vector per image.
+"""Pooling of tokens to one vector: of images, and of texts with padding.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -6,9 +6,16 @@ Axes: B batch, N tokens, D hidden.
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
-from keras_moe.checks import head_size
+from keras_moe.checks import (
+    check_ids,
+    check_integer,
+    check_mask,
+    check_one_of,
+    head_size,
+)
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
@@ -217,3 +224,150 @@ class AttentionPooling(keras.layers.Layer):
             query_key_norm_bias=self.query_key_norm_bias,
         )
         return config
+
+
+MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MaskedPooling(keras.layers.Layer):
+    """Takes one token, the average or the maximum of those that are no padding.
+
+    An example without any such token gets zeros.
+
+    Args:
+        pooling: `"first"`, `"last"`, `"average"` or `"max"`, the largest value of each
+            dimension, of the tokens that the mask keeps; or `"end_of_text"`, the
+            first token of the id below.
+        end_of_text_id: id for `"end_of_text"`; None takes the largest id of each text,
+            as published CLIP weights do, whose vocabulary ends with it. A text
+            without the id gets its last token.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        mask: boolean (B, N), False for tokens that do not count; None counts all.
+        token_ids: integers (B, N), for `"end_of_text"`.
+
+    Output shape:
+        (B, D).
+
+    Raises:
+        ValueError: if `pooling` is unknown, `end_of_text_id` is no id or of no use to
+            it, or `token_ids` is missing.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*,
+        section 2.4; *Multimodal Contrastive Learning with LIMoE*, section 2 (average
+        of a modality's tokens).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import MaskedPooling
+    >>> tokens = np.array([[[1.0], [3.0], [100.0]]], "float32")
+    >>> mask = np.array([[True, True, False]])
+    >>> float(MaskedPooling("average")(tokens, mask=mask)[0, 0])
+    2.0
+    >>> float(MaskedPooling("last")(tokens, mask=mask)[0, 0])
+    3.0
+    """
+
+    def __init__(self, pooling: str, end_of_text_id: int | None = None, **kwargs):
+        check_one_of("pooling", pooling, MASKED_POOLINGS)
+        if end_of_text_id is not None:
+            end_of_text_id = check_integer("end_of_text_id", end_of_text_id, 0)
+            if pooling != "end_of_text":
+                raise ValueError(
+                    f"Expected end_of_text_id=None for pooling={pooling!r}; received: "
+                    f"end_of_text_id={end_of_text_id}"
+                )
+        # Tokens are cast in `call`; ids are integers.
+        super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
+        self.pooling = pooling
+        self.end_of_text_id = end_of_text_id
+
+    def build(self, input_shape):
+        pass
+
+    def call(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
+        shape = tuple(tokens.shape)[:2]
+        check_mask("mask", mask, shape)
+        if mask is None:
+            mask = ops.ones(ops.shape(tokens)[:2], "bool")
+        mask = ops.cast(mask, "bool")
+        if self.pooling == "average":
+            kept = ops.where(ops.expand_dims(mask, -1), tokens, 0.0)
+            total = ops.sum(ops.cast(kept, "float32"), axis=1)
+            count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
+            return ops.cast(total / ops.maximum(count, 1.0), self.compute_dtype)
+        if self.pooling == "max":
+            kept = ops.where(ops.expand_dims(mask, -1), tokens, -np.inf)
+            # PyTorch takes the maximum of an empty batch only with an initial value.
+            largest = ops.max(kept, axis=1, initial=-np.inf)
+            largest = ops.where(ops.any(mask, axis=1, keepdims=True), largest, 0.0)
+            return ops.cast(largest, self.compute_dtype)
+        taken = mask
+        if self.pooling == "end_of_text":
+            if token_ids is None:
+                raise ValueError(
+                    "Expected token_ids for pooling='end_of_text'; received: "
+                    "token_ids=None"
+                )
+            check_ids("token_ids", token_ids, shape)
+            taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
+        taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)
+        # Not a product: padding may hold infinities.
+        pooled = ops.sum(ops.where(taken, tokens, 0.0), axis=1)
+        return ops.cast(pooled, self.compute_dtype)
+
+    def _ends_of_text(self, token_ids, mask):
+        """Which tokens end their texts; the first of them counts."""
+        if self.end_of_text_id is None:
+            token_ids = ops.where(mask, token_ids, -1)
+            largest = ops.max(token_ids, axis=1, keepdims=True)
+            return ops.logical_and(mask, ops.equal(token_ids, largest))
+        ends = ops.logical_and(mask, ops.equal(token_ids, self.end_of_text_id))
+        has_end = ops.any(ends, axis=1, keepdims=True)
+        return ops.where(has_end, ends, _only(mask, last=True))
+
+    def compute_mask(self, tokens, previous_mask=None, token_ids=None):
+        # Nothing is left to mask.
+        return None
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], input_shape[-1])
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path: none.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one text.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost()
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "pooling": self.pooling,
+            "end_of_text_id": self.end_of_text_id,
+        }
+
+
+def _only(flags, last):
+    """The first or the last True of each row alone."""
+    flags = ops.cast(flags, "int32")
+    if last:
+        flags = ops.flip(flags, axis=1)
+    is_first = ops.equal(ops.cumsum(flags, axis=1), 1)
+    first = ops.logical_and(ops.equal(flags, 1), is_first)
+    return ops.flip(first, axis=1) if last else first

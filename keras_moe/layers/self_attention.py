@@ -17,8 +17,7 @@ from keras_moe.checks import (
     check_seed,
 )
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.fused_bias import fused_bias
-from keras_moe.layers.inner_call import inner_call
+from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_initializer
-from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.expert_kernels import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.initializers import FastInitializer

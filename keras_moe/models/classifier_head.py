@@ -17,7 +17,7 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
-from keras_moe.layers.nested import layer_argument
+from keras_moe.layers.inner_call import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.backbone import MoEBackbone

@@ -10,7 +10,7 @@ import keras
 
 from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.layers import AttentionPooling, EncoderSpec, MaskedPooling
-from keras_moe.layers.masked_pooling import MASKED_POOLINGS
+from keras_moe.layers.pooling import MASKED_POOLINGS
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.backbone_config import TokenIdsConfig, TransformerConfig
 from keras_moe.models.description import Part

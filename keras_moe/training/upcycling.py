@@ -17,7 +17,7 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.compat import flatten_layers
-from keras_moe.layers.expert_coefficients import check_levels, total_experts
+from keras_moe.layers.multilinear_experts import check_levels, total_experts
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.conversion import is_convertible

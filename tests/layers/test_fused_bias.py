@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.layers.fused_bias import fused_bias
+from keras_moe.layers.inner_call import fused_bias
 
 TOKENS = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
 LAYERS = {
