@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keras_moe import analysis, data, models
-from keras_moe.analysis.report.section import Options
+from keras_moe import data, models
 from keras_moe.cli.devices import set_devices
 from keras_moe.cli.evaluate_pairs import find_source
 from keras_moe.cli.measured import find_images, find_run, has_pairs, shown
 from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.result import Result, show_all
+from keras_moe.report import Options, write_report
 
 _STYLES = {"good": "green", "notice": "yellow", "problem": "red"}
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             batches = images.batches(split, shape, args.batch_size)
             class_names = images.class_names()
         with data.reading_errors():
-            written = analysis.report(
+            written = write_report(
                 model,
                 shown(console)(batches, split),
                 args.output,
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         "page": str(written.page),
         "json": str(written.data),
         "pictures": [str(path) for path in written.pictures],
-        "verdicts": [verdict._asdict() for verdict in written.verdicts],
+        "findings": [finding._asdict() for finding in written.findings],
     }
     return Result(values, show_all(_table(values), f"Report: {written.page}"))
 
@@ -107,8 +107,8 @@ def _table(values):
     )
     table.add_column("finding")
     table.add_column("")
-    for verdict in values["verdicts"]:
-        level = Text(verdict["level"], _STYLES[verdict["level"]])
+    for finding in values["findings"]:
+        level = Text(finding["level"], _STYLES[finding["level"]])
         # Names of others are no markup.
-        table.add_row(level, Text(verdict["text"]))
+        table.add_row(level, Text(finding["text"]))
     return table

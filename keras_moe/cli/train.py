@@ -13,9 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe import analysis, data, models, training
+from keras_moe import data, models, training
 from keras_moe.analysis import plots
-from keras_moe.analysis.report.page import import_jinja2
 from keras_moe.cli import train_evaluators
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.result import Result
@@ -23,6 +22,8 @@ from keras_moe.cli.versions import backend_and_versions
 from keras_moe.evaluation import sample_shots
 from keras_moe.files import write_json
 from keras_moe.processes import gathered_batch
+from keras_moe.report import Report, write_report
+from keras_moe.report.writing import import_jinja2
 
 
 def run(args: argparse.Namespace, console: Console) -> Result | None:
@@ -155,7 +156,7 @@ def report(
     test: Any,
     folder: Path,
     console: Console,
-) -> analysis.Report | None:
+) -> Report | None:
     """The report on the routing of the test data, if it is asked for.
 
     A run whose report fails has trained all the same: the console says why there is
@@ -164,7 +165,7 @@ def report(
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
     try:
-        return analysis.report(
+        return write_report(
             trained.model,
             test,
             folder / "report",

@@ -1,6 +1,6 @@
-"""The queues before the experts of each layer of a report, at training's capacity.
+"""The queues before the experts of each layer, at the capacity of training.
 
-Axes: B batch, N tokens, E experts.
+Axes: B batch, N tokens, S group_size, E experts.
 """
 
 import math
@@ -10,32 +10,33 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.analysis.report.section import Batch, Block, Subject
 from keras_moe.analysis.routing import expert_queues
 from keras_moe.ops import heterogeneous_capacity
+from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.section import Batch
 
-# A batch grows for whole groups at most so many times.
+# A batch may become this many times as large, to make its groups whole.
 _MOST_TIMES = 4
 # Bytes of records from which groups are drawn.
 _BYTES = 1 << 26
 
 
 class ShuffledBatches:
-    """Batches of random examples, for groups as training makes them.
+    """Batches of random examples, grouped as in training.
 
-    Data often come class by class, and tokens that are alike queue before the same
-    experts. Records wait until `_BYTES` of them are there; each batch is drawn from
-    those that wait.
+    Data often come class by class, and similar tokens queue before the same experts.
+    Records wait until there are `_BYTES` of them; each batch is drawn from those that
+    wait.
     """
 
-    def __init__(self, subject: Subject, batch_size: int, seed: int):
+    def __init__(self, model: ReportedModel, batch_size: int, seed: int):
         self.batch_size = batch_size
-        self._keys = [x.key for x in subject.blocks.values() if x.is_sparse]
+        self._keys = [x.key for x in model.blocks.values() if x.is_sparse]
         self._generator = np.random.default_rng(seed)
         self._waiting, self._drawn, self._record = [], 0, None
 
     def add(self, batch: Batch) -> Iterator[Batch]:
-        """Adds examples, and gives the batches that are drawn then."""
+        """Adds examples, and yields the batches that are drawn then."""
         if not self._keys:
             return
         self._record = type(batch.routing[self._keys[0]])
@@ -52,24 +53,23 @@ class ShuffledBatches:
 
     def _row(self, batch, index):
         """What queues need of an example, copied: no view keeps its whole batch."""
-        finite = batch.finite or {}
         rows = {}
         for key in self._keys:
             record = batch.routing[key]
-            is_finite = finite.get(key, np.ones(record.gates.shape[:2], bool))
-            rows[key] = [x[index].copy() for x in (record.affinity, record.gates)]
-            rows[key].append(is_finite[index].copy())
+            is_finite = batch.finite.get(key, np.ones(record.gates.shape[:2], bool))
+            parts = (record.affinity, record.gates, is_finite)
+            rows[key] = [x[index].copy() for x in parts]
         masks = {x: np.array(y[index], bool) for x, y in batch.masks.items()}
         return rows, masks
 
     def _draw(self):
         rows = []
         for _ in range(min(self.batch_size, len(self._waiting))):
-            place = int(self._generator.integers(len(self._waiting)))
-            rows.append(self._waiting[place])
+            index = int(self._generator.integers(len(self._waiting)))
+            rows.append(self._waiting[index])
             last = self._waiting.pop()
-            if place < len(self._waiting):
-                self._waiting[place] = last
+            if index < len(self._waiting):
+                self._waiting[index] = last
         records, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
         routing, finite = {}, {}
         for key, (affinity, gates, is_finite) in records.items():
@@ -78,14 +78,14 @@ class ShuffledBatches:
             routing[key] = self._record(**{**fields, "gates": gates})
             finite[key] = is_finite
         start, self._drawn = self._drawn, self._drawn + len(rows)
-        return Batch(start, None, None, None, masks, None, routing, None, {}, finite)
+        return Batch(start, None, None, None, masks, None, routing, None, finite, {})
 
 
 class Queues(NamedTuple):
     """The queues before the experts of a layer in one batch.
 
     Attributes:
-        places: int32 (B, N, E), result of `expert_queues`.
+        positions: int32 (B, N, E), result of `expert_queues`.
         group_tokens: number of tokens of a group, S.
         counts: boolean (B, N), False for padding that is not routed.
         gates: float32 (B, N), the largest gate of each token.
@@ -94,7 +94,7 @@ class Queues(NamedTuple):
         left_out: number of examples of the batch that fill no group.
     """
 
-    places: np.ndarray
+    positions: np.ndarray
     group_tokens: int
     counts: np.ndarray
     gates: np.ndarray
@@ -106,23 +106,17 @@ class Queues(NamedTuple):
 class LayerQueues:
     """The queues before the experts of one layer."""
 
-    def __init__(self, subject: Subject, blocks: list[Block]):
+    def __init__(self, model: ReportedModel, blocks: list[Block]):
         self.blocks = blocks
-        model = subject.model
-        backbone = getattr(model, "backbone", model)
-        layer = backbone.get_layer(blocks[0].block).feed_forward
+        self.name = blocks[0].block
+        layer = model.backbone.get_layer(self.name).feed_forward
         self.router, self._group_size = layer.router, layer.group_size
         # Examples of a group, which the first batch decides.
-        self._images = None
+        self._examples = None
         # A pruned layer has fewer experts than its record.
         self.num_experts = layer.router.num_experts
         self.selected = blocks[0].num_selected_experts
         self.chooses = blocks[0].kind == "token_choice"
-
-    @property
-    def name(self) -> str:
-        """Name of the layer."""
-        return self.blocks[0].block
 
     @property
     def capacity_factor(self) -> float | None:
@@ -131,84 +125,70 @@ class LayerQueues:
 
     @property
     def approximation(self) -> str | None:
-        """Sentences on the queues of a transport plan; None where gates make them.
+        """Why drops of a transport plan are approximate; None where gates decide.
 
-        A record has the plan of inference. The plan of training is another one, as far
-        as its groups or its capacity differ.
+        A record has the plan of inference. The plan of training differs if its groups
+        or its capacity do.
         """
         affinity = getattr(self.router, "affinity", None)
         if not hasattr(affinity, "iterations"):
             return None
         if not self.chooses and getattr(affinity, "sparse", False):
             return (
-                "dropped tokens are approximate. Its sparsity-constrained plan has as "
+                "dropped tokens are approximate. A sparsity-constrained plan has as "
                 "many entries as the capacity, and the recorded one is that of "
-                "inference: at a smaller capacity it is cut off, and at a larger one "
-                "tokens beyond it are taken as they stand."
+                "inference: a smaller capacity cuts it off, and a larger one takes "
+                "further tokens in the order of their affinity."
             )
         if self._group_size is None or self.blocks[0].group_size is not None:
             return None
         return (
-            "dropped tokens are approximate. Its transport plan is that of inference, "
-            "where each example is a group by itself, and training plans for groups "
-            "of several."
+            "dropped tokens are approximate. The recorded transport plan is that of "
+            "inference, where each example is a group; training plans for groups of "
+            "several examples."
         )
 
     def read(self, batch: Batch) -> Queues:
-        """The queues of a batch, whose tokens compete as they do in training.
+        """The queues of a batch, whose tokens compete as in training.
 
-        Successive images fill groups. If the first batch is smaller than a group, it
-        stands for one; images behind the last whole group are left out. All sections
-        share them.
+        Successive examples fill groups. If the first batch is smaller than a group, it
+        stands for one; examples after the last whole group are left out. All sections
+        share the result.
         """
         return batch.once(("queues", self.name), lambda: self._read(batch))
 
     def _read(self, batch):
-        records, counts, runs, length = [], [], {}, 0
-        for block in self.blocks:
-            record = batch.routing[block.key]
+        records = [batch.routing[block.key] for block in self.blocks]
+        counts = np.concatenate([batch.routed_of(x) for x in self.blocks], axis=1)
+        runs, length = {}, 0
+        for block, record in zip(self.blocks, records):
             tokens = record.affinity.shape[1]
-            records.append(record)
-            counts.append(batch.routed_of(block))
             runs[block.modality] = slice(length, length + tokens)
             length += tokens
-        size = len(records[0].affinity)
-        per_group, wanted = size, self.images_of(length)
+        size = len(counts)
+        per_group, wanted = size, self.examples_of(length)
         if wanted is not None:
-            self._images = self._images or min(wanted, size)
-            per_group = self._images
+            self._examples = self._examples or min(wanted, size)
+            per_group = self._examples
         used = size // per_group * per_group
         affinity, gates = (
             np.concatenate([getattr(record, field)[:used] for record in records], 1)
             for field in ("affinity", "gates")
         )
-        counts = np.concatenate(counts, axis=1)[:used]
-        kept = self._kept()
+        counts = counts[:used]
         if getattr(self.router, "method", None) == "router_pred":
-            affinity = np.where(kept, affinity, -np.inf)
-        places = np.zeros(affinity.shape, "int32")
+            affinity = np.where(self._kept(), affinity, -np.inf)
+        positions = np.zeros(affinity.shape, "int32")
         if used:
-            places = expert_queues(
-                affinity,
-                self.selected if self.chooses else None,
-                self._priority(affinity.shape[:2], runs),
-                per_group,
-                counts,
-            )
-        return Queues(
-            places,
-            per_group * length,
-            counts,
-            gates.max(axis=-1),
-            runs,
-            per_group,
-            size - used,
-        )
+            selected = self.selected if self.chooses else None
+            priority = self._priority(affinity.shape[:2], runs)
+            positions = expert_queues(affinity, selected, priority, per_group, counts)
+        tokens, left_out = per_group * length, size - used
+        largest = gates.max(axis=-1)
+        return Queues(positions, tokens, counts, largest, runs, per_group, left_out)
 
-    def images_of(self, length: int) -> int | None:
-        """The number of images whose tokens compete in training, or None for a
-        batch.
-        """
+    def examples_of(self, length: int) -> int | None:
+        """The number of examples whose tokens compete in training; None for a batch."""
         if self._group_size is None:
             return None
         return max(self._group_size // length, 1)
@@ -221,17 +201,16 @@ class LayerQueues:
         factor = factor or self.capacity_factor or 1.0
         # Expert choice hides its number, which its config has.
         selected = router.get_config().get("num_selected_experts", 1)
-        multiple_of = router.capacity_multiple_of
-        expert_types = router.expert_types
+        types, multiple_of = router.expert_types, router.capacity_multiple_of
         try:
-            if not expert_types.zero_computation:
+            if not types.zero_computation:
                 capacity = router.capacity_of(
                     group_tokens, factor, selected, multiple_of
                 )
                 return np.where(kept, capacity, 0)
             capacities = heterogeneous_capacity(
                 group_tokens,
-                expert_types,
+                types,
                 router.tau,
                 factor,
                 selected,
@@ -239,19 +218,19 @@ class LayerQueues:
                 multiple_of,
             )
         except ValueError:
-            # An image alone is too small a group for this factor.
+            # A single image is too small a group for this factor.
             return kept.astype("int64")
-        return np.repeat(capacities, [expert_types.ffn, expert_types.zero_computation])
+        return np.repeat(capacities, [types.ffn, types.zero_computation])
 
     def _kept(self):
-        """The experts that serve anybody, boolean (E,); pruning leaves some."""
+        """The experts that serve any token, boolean (E,); pruning leaves some."""
         experts = np.arange(self.num_experts)
         return np.isin(experts, getattr(self.router, "kept_experts", experts))
 
     def _priority(self, shape, runs):
         priority = getattr(self.router, "priority", "first_come")
         if isinstance(priority, str):
-            # Any order is as good as another where training draws one.
+            # Where training draws an order, any order is as good.
             return "first_come" if priority == "shuffled" else priority
         names = ("image", "text")
         ranks = np.zeros(shape, "float32")
@@ -275,47 +254,63 @@ class Groups:
         self._tokens[layer.name] = queues.group_tokens // queues.group_size
         self._left_out[layer.name] += queues.left_out
         if layer is self.layers[0]:
-            self._examples += len(queues.places) + queues.left_out
+            self._examples += len(queues.positions) + queues.left_out
 
     def paragraphs(self) -> list[str]:
-        """Sentences on the groups, and on the examples that fill none."""
+        """Sentences on the groups, and on layers whose drops are approximate."""
         alike = _names_by_text(
             (layer.name, self._sentence(layer))
             for layer in self.layers
             if layer.name in self._sizes
         )
         if len(alike) == 1:
-            return [text[0].upper() + text[1:] for text in alike]
-        return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
+            paragraphs = [text[0].upper() + text[1:] for text in alike]
+        else:
+            paragraphs = _named(alike)
+        texts = ((layer.name, layer.approximation) for layer in self.layers)
+        return paragraphs + _named(_names_by_text(x for x in texts if x[1]))
 
     def _sentence(self, layer):
         size, tokens = self._sizes[layer.name], self._tokens[layer.name]
-        wanted = layer.images_of(tokens)
+        wanted = layer.examples_of(tokens)
         examples = "1 example" if size == 1 else f"{size:,} examples"
         if wanted is None:
             return f"training groups whole batches; here these have {examples}."
         text = f"the tokens of {examples} compete, as in training."
         if size < wanted:
             text = (
-                f"the tokens of {examples} compete here, and of {wanted:,} in "
-                "training, which a larger batch_size shows."
+                f"the tokens of {examples} compete here, but of {wanted:,} in "
+                "training: raise batch_size to see that."
             )
         if left_out := self._left_out[layer.name]:
             text += (
                 f" {left_out:,} of {self._examples:,} examples at the end fill no "
-                "group, and are left out here."
+                "group and are left out here."
             )
         return text
 
 
-def whole_groups(subject: Subject, batch_size: int) -> int:
-    """A batch size near another one in which groups of training are whole."""
+def _names_by_text(pairs):
+    """The names of layers that have the same text, by text."""
+    names = {}
+    for name, text in pairs:
+        names.setdefault(text, []).append(name)
+    return names
+
+
+def _named(names_by_text):
+    return [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
+
+
+def whole_groups(model: ReportedModel, batch_size: int) -> int:
+    """A batch size close to another one in which groups of training are whole."""
     sizes = set()
-    for layer in queues_of_layers(subject, ("token_choice", "expert_choice")):
-        shapes = [subject.model.routing[b.key].dispatched.shape for b in layer.blocks]
-        lengths = [shape[1] for shape in shapes]
-        if None not in lengths and (size := layer.images_of(sum(lengths))) is not None:
-            sizes.add(size)
+    for layer in queues_of_layers(model, ("token_choice", "expert_choice")):
+        records = [model.keras_model.routing[block.key] for block in layer.blocks]
+        lengths = [record.dispatched.shape[1] for record in records]
+        if None not in lengths:
+            sizes.add(layer.examples_of(sum(lengths)))
+    sizes.discard(None)
     largest, all_whole = max(sizes, default=1), math.lcm(*sizes)
     if largest > batch_size:
         return largest if largest <= _MOST_TIMES * batch_size else batch_size
@@ -323,29 +318,13 @@ def whole_groups(subject: Subject, batch_size: int) -> int:
     return batch_size // step * step
 
 
-def approximations(layers: list[LayerQueues]) -> list[str]:
-    """Paragraphs on the layers whose dropped tokens are approximate."""
-    alike = _names_by_text(
-        (layer.name, text)
-        for layer in layers
-        if (text := layer.approximation) is not None
-    )
-    return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
-
-
-def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueues]:
+def queues_of_layers(
+    model: ReportedModel, kinds: tuple[str, ...], modality: str | None = None
+) -> list[LayerQueues]:
     """The queues of a model's layers, in order of depth."""
     layers = []
-    for blocks in subject.by_layer().values():
+    for blocks in model.by_layer().values():
         blocks = [block for block in blocks.values() if block.kind in kinds]
-        if blocks:
-            layers.append(LayerQueues(subject, blocks))
+        if blocks and (modality is None or modality in {x.modality for x in blocks}):
+            layers.append(LayerQueues(model, blocks))
     return layers
-
-
-def _names_by_text(pairs):
-    """The names of layers that have the same text, by text: a page says it once."""
-    names = {}
-    for name, text in pairs:
-        names.setdefault(text, []).append(name)
-    return names

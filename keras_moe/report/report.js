@@ -1,5 +1,5 @@
-// The chooser of an example, a layer, an expert and a token. Without it the page has
-// the maps of all layers alone. Texts of data become text nodes, never markup.
+// The chooser of an example, a layer, an expert and a token. Without JavaScript the page
+// only has the maps of all layers. Texts of data become text nodes, never markup.
 (() => {
   "use strict";
   const source = document.getElementById("explorer-data");
@@ -11,7 +11,7 @@
   const ALL = "all";
   const [rows, columns] = data.grid || [0, 0];
 
-  // The bits of packed_routing.py: expert, whether it serves, value.
+  // The bits of `pack` in markup.py: expert, whether it serves, value.
   const decoded = new Map();
   function entriesOf(exampleIndex, layerIndex) {
     const place = exampleIndex + "/" + layerIndex;
@@ -60,7 +60,7 @@
     return "patch of row " + (row + 1) + ", column " + (index - row * columns + 1);
   }
 
-  // The layer's experts and the example's tokens are others after a change.
+  // A new layer or example has other experts or tokens.
   function refill() {
     const example = data.examples[selects.example.value];
     const layer = data.layers[selects.layer.value];
