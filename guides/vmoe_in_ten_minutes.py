@@ -158,8 +158,8 @@ display(Image(picture))
 # prefer a digit as well as a place or a stroke.
 #
 # `report.write_report` collects this and more in one page, `report.html`, with its
-# figures as PNG files and its numbers as JSON beside it. The page needs no network and no
-# server: open it in a browser. It begins with findings in plain words.
+# figures as PNG files and its numbers as JSON beside it. The page needs no network and
+# no server: open it in a browser. It begins with findings in plain words.
 
 # %%
 written = report.write_report(model, test, folder / "report", name="digits", verbose=0)

@@ -1,9 +1,17 @@
+"""Statistics of routing records and the queues before experts, by hand."""
+
+import json
+
 import numpy as np
 import pytest
+from rich.console import Console
 
-from keras_moe.analysis import dropped_at_capacities, expert_queues
-from keras_moe.analysis.plots import report_queues as plots
-from keras_moe.analysis.plots.figure import faded, figure_svg
+from keras_moe.analysis import (
+    dropped_at_capacities,
+    expert_queues,
+    print_statistics,
+    routing_statistics,
+)
 from keras_moe.analysis.routing import served_at
 from keras_moe.ops import Routing, expert_choice, token_choice
 
@@ -11,6 +19,54 @@ pytestmark = pytest.mark.backend_free
 
 # Four tokens, two experts: three prefer the first.
 AFFINITY = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.2, 0.8]]], "float32")
+
+
+def routing(combined, gates=None):
+    combined = np.asarray(combined, "float32")
+    gates = combined if gates is None else np.asarray(gates, "float32")
+    served = (combined > 0).astype("float32")
+    return Routing(gates, gates, gates, gates, served, combined)
+
+
+def test_statistics_by_hand():
+    record = routing(
+        [[[0.9, 0, 0, 0], [0.6, 0.4, 0, 0]], [[0, 0, 0, 0], [0.5, 0, 0, 0]]]
+    )
+    statistics = routing_statistics(record, num_selected_experts=2)
+    np.testing.assert_allclose(statistics.expert_shares, [0.75, 0.25, 0, 0])
+    assert statistics.dropped_tokens == 0.25
+    assert statistics.dropped_choices == 0.5
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
+    np.testing.assert_allclose(statistics.load_entropy, entropy)
+    np.testing.assert_allclose(statistics.mean_max_gate, (0.9 + 0.6 + 0 + 0.5) / 4)
+    # The experts' masses are 2.0, 0.4, 0 and 0, of mean 0.6.
+    np.testing.assert_allclose(statistics.affinity_imbalance, 2.0 / 0.6 - 1, rtol=1e-6)
+    assert routing_statistics(record).dropped_choices is None
+    assert json.loads(json.dumps(statistics.to_dict()))["dropped_tokens"] == 0.25
+
+
+def test_masked_tokens_do_not_count():
+    record = routing([[[0.9, 0.0], [0.0, 0.0]]])
+    mask = np.array([[True, False]])
+    assert routing_statistics(record, 1, mask).dropped_tokens == 0
+    with pytest.raises(ValueError, match="at least one token"):
+        routing_statistics(record, 1, np.zeros((1, 2), bool))
+    with pytest.raises(ValueError, match="shape=\\(2, 2\\)"):
+        routing_statistics(Routing(*[np.zeros((2, 2))] * 6), 1)
+
+
+def test_balanced_and_single_experts():
+    assert routing_statistics(routing(np.ones((1, 3, 2))), 2).load_entropy == 1
+    assert routing_statistics(routing(np.ones((1, 3, 1))), 1).load_entropy == 1
+
+
+def test_the_table_names_each_block(capsys):
+    console = Console(width=120)
+    record = routing(np.ones((1, 3, 2)))
+    print_statistics({"block_7": routing_statistics(record, 2)}, console)
+    output = capsys.readouterr().out
+    assert "block_7" in output
+    assert "50 50" in output
 
 
 def test_places_by_hand():
@@ -74,27 +130,3 @@ def test_errors_say_what_was_expected():
         ValueError, match=r"divide the batch of 1.*examples_per_group=2"
     ):
         expert_queues(AFFINITY, 1, examples_per_group=2)
-
-
-def test_pictures_of_queues_are_bounded():
-    names = [f"block_{number}_$x^2$" for number in range(24)]
-    edges = np.linspace(0, 3, 25)
-    counts = np.ones((24, 3, 24))
-    for figure in (
-        plots.draw_queues(counts, edges, names, ["$a$", "<b>", "c"], "capacity"),
-        plots.draw_priorities(counts[:, 0], counts[:, 1], edges / 3, names),
-        plots.draw_places(np.zeros((24, 7, 7)), names),
-        plots.draw_drops([0.5, 1.0], np.zeros((24, 2)), names, [1.05]),
-    ):
-        assert figure.get_size_inches()[0] <= 3.6
-        svg = figure_svg(figure)
-        assert len(svg) < 120_000
-        assert "block_0_$x^2$" in svg
-        assert "<b>" not in svg
-
-
-def test_images_fade_by_share():
-    image = np.ones((1, 3, 1))
-    half = faded(image, np.array([[1.0, 0.5, 0.0]]))
-    np.testing.assert_array_equal(half[0, 0], 1.0)
-    np.testing.assert_allclose(half[0, 1], (half[0, 0] + half[0, 2]) / 2)

@@ -1,53 +1,32 @@
+"""The report's figures of queues and of transitions, which are bounded."""
+
 import itertools
 
 import numpy as np
 import pytest
 
-from keras_moe.analysis import flow_statistics, token_flows
-from keras_moe.analysis.main_flows import main_flows
 from keras_moe.analysis.plots.figure import figure_svg
-from keras_moe.analysis.plots.report_flows import draw_flows
-from keras_moe.analysis.tokens import main_experts
-from keras_moe.ops import Routing
+from keras_moe.report import figures
+from keras_moe.report.sections.transitions import draw_flows, main_flows
 
 pytestmark = pytest.mark.backend_free
 
 
-def routing(combined):
-    combined = np.asarray(combined, "float32")
-    return Routing(*[combined] * 4, (combined > 0).astype("float32"), combined)
-
-
-def test_flows_by_hand():
-    first = routing([[[0.9, 0.1], [0.0, 0.4], [0.0, 0.0], [0.5, 0.5]]])
-    second = routing([[[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]]])
-    assert main_experts(first).tolist() == [[0, 1, 2, 0]]
-    flows = token_flows(first, second)
-    assert flows.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
-    mask = np.array([[True, True, False, False]])
-    assert token_flows(first, second, mask).sum() == 2
-    with pytest.raises(ValueError, match="\\(1, 4\\) and \\(1, 1\\)"):
-        token_flows(first, routing(np.ones((1, 1, 2))))
-
-
-def test_a_served_token_of_weight_0_is_served():
-    record = routing(np.zeros((1, 1, 3)))._replace(dispatched=np.array([[[0, 0, 1]]]))
-    assert main_experts(record).tolist() == [[2]]
-
-
-def test_statistics_of_flows_by_hand():
-    independent = flow_statistics([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
-    assert independent.information == pytest.approx(0.0, abs=1e-12)
-    # Eight tokens of an expert: four and four meet again.
-    assert independent.kept_company == pytest.approx(2 * 2 * 4 * 3 / (2 * 8 * 7))
-    assert independent.company_by_chance == pytest.approx(2 * 8 * 7 / (16 * 15))
-    fixed = flow_statistics([[0, 8, 0], [8, 0, 0], [0, 0, 0]])
-    assert fixed.information == pytest.approx(1.0)
-    assert fixed.kept_company == 1.0
-    # One expert for all says nothing; one token has no company.
-    assert flow_statistics([[4, 0], [4, 0]]).information == 0.0
-    assert flow_statistics([[1, 0], [0, 0]]) == (0.0, 0.0, 0.0)
-    assert flow_statistics(np.zeros((2, 2))) == (0.0, 0.0, 0.0)
+def test_pictures_of_queues_are_bounded():
+    names = [f"block_{number}_$x^2$" for number in range(24)]
+    edges = np.linspace(0, 3, 25)
+    counts = np.ones((24, 3, 24))
+    for figure in (
+        figures.draw_queues(counts, edges, names, ["$a$", "<b>", "c"], "capacity"),
+        figures.draw_priorities(counts[:, 0], counts[:, 1], edges / 3, names),
+        figures.draw_positions(np.zeros((24, 7, 7)), names),
+        figures.draw_drops([0.5, 1.0], np.zeros((24, 2)), names, [1.05]),
+    ):
+        assert figure.get_size_inches()[0] <= 3.6
+        svg = figure_svg(figure)
+        assert len(svg) < 120_000
+        assert "block_0_$x^2$" in svg
+        assert "<b>" not in svg
 
 
 def test_ribbons_fill_their_nodes():
@@ -103,7 +82,3 @@ def test_flows_of_nothing():
     picture = main_flows([np.zeros((3, 3))])
     assert picture.columns == [[], []]
     draw_flows(picture, ["one", "two"])
-    with pytest.raises(ValueError, match="received: none"):
-        main_flows([])
-    with pytest.raises(ValueError, match="2 layers; received: names=\\['one'\\]"):
-        draw_flows(picture, ["one"])

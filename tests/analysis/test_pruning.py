@@ -1,4 +1,4 @@
-"""Models whose experts are pruned: masked, smaller, saved, trained."""
+"""Which experts cover how much, and models whose experts are pruned."""
 
 import json
 
@@ -9,12 +9,20 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.analysis import (
+    BlockUsage,
+    ExpertUsage,
+    coverage_curves,
     exclude_experts,
+    expert_scores,
     expert_usage,
     mask_experts,
+    merged_usage,
+    print_coverage,
     prune_experts,
+    routing_usage,
     select_experts,
 )
+from keras_moe.ops import Routing
 from keras_moe.routers.pruned import METHODS
 from tests.small_models import SMALL, images, with_weights
 
@@ -22,6 +30,17 @@ to_numpy = ops.convert_to_numpy
 PRUNINGS = (mask_experts, prune_experts)
 SHAPE = (3, 16, 8, 2)
 SIZES = {**SMALL, "moe_layers": [0, 1], "num_experts": 5}
+# Experts 2 and 3 have equal numbers of tokens.
+HAND = ExpertUsage(
+    ["image", "text"],
+    {
+        "block_1": BlockUsage(
+            np.array([[1.0, 5.0, 2.0, 2.0], [0.0, 1.0, 9.0, 0.0]]),
+            np.array([[0.5, 1.5, 1.8, 0.2], [0.0, 0.5, 4.5, 0.0]]),
+            np.array([[4.0, 5.0, 1.0, 2.0], [0.0, 1.0, 1.0, 0.0]]),
+        )
+    },
+)
 KEPT = {"block_0": [1, 3, 4], "block_1": [0, 2]}
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -31,6 +50,128 @@ def classifier(**changes):
     sizes = {**SIZES, "router": "softmax_token_choice", **changes}
     model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
     return with_weights(model)
+
+
+@pytest.mark.backend_free
+def test_scores_by_hand():
+    def scores(*arguments):
+        return expert_scores(HAND, *arguments)["block_1"].tolist()
+
+    assert scores("tokens") == [1, 6, 11, 2]
+    assert scores("tokens", "text") == [0, 1, 9, 0]
+    assert scores("mass", ["image"]) == [0.5, 1.5, 1.8, 0.2]
+    # The rarest expert adds most to its tokens.
+    assert scores("reap", "image") == [4.0, 1.0, 0.5, 1.0]
+    assert scores("reap") == pytest.approx([4.0, 1.0, 2 / 11, 1.0])
+    assert scores("reap", "text") == pytest.approx([0.0, 1.0, 1 / 9, 0.0])
+
+
+@pytest.mark.backend_free
+def test_coverage_by_hand():
+    curve = coverage_curves(HAND, groups="image")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [1, 2, 3, 0])
+    np.testing.assert_allclose(curve.covered, [0.5, 0.7, 0.9, 1.0])
+    curve = coverage_curves(HAND, "mass", "image")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [2, 1, 0, 3])
+    np.testing.assert_allclose(curve.covered, [0.45, 0.825, 0.95, 1.0])
+    curve = coverage_curves(HAND, groups="image", criterion="reap")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [0, 1, 3, 2])
+    np.testing.assert_allclose(curve.covered, [0.1, 0.6, 0.8, 1.0])
+    assert json.loads(json.dumps(curve.to_dict()))["experts"] == [0, 1, 3, 2]
+    print_coverage({"block_1": curve})
+
+
+@pytest.mark.backend_free
+def test_coverage_of_first_choices_by_hand():
+    # Three tokens prefer expert 0, which has room for one; K = 2.
+    gates = np.array([[[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
+    served = np.array([[[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    record = Routing(*[gates] * 4, served, served * gates)
+    block = routing_usage(record)
+    np.testing.assert_array_equal(block.first_choices, [[3, 0, 0]])
+    usage = ExpertUsage(["all"], {"block_1": block})
+    # Expert 1 served most, and without expert 0 no first choice is serviceable.
+    curve = coverage_curves(usage, "first_choices")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [1, 0, 2])
+    np.testing.assert_array_equal(curve.covered, [0, 1, 1])
+    np.testing.assert_allclose(coverage_curves(usage)["block_1"].covered, [0.75, 1, 1])
+    masked = routing_usage(record, mask=np.array([[True, True, False]]))
+    np.testing.assert_array_equal(masked.first_choices, [[2, 0, 0]])
+    again = ExpertUsage.from_dict(usage.to_dict())
+    total = merged_usage([usage, again]).blocks["block_1"]
+    np.testing.assert_array_equal(total.first_choices, [[6, 0, 0]])
+    with pytest.raises(ValueError, match="usage with first_choices"):
+        coverage_curves(HAND, "first_choices")
+
+
+@pytest.mark.backend_free
+def test_the_smallest_set_covers():
+    def kept(**arguments):
+        return select_experts(HAND, **arguments)["block_1"]
+
+    assert kept(count=2) == [1, 2]
+    assert kept(count={"block_1": 3}, groups="image") == [1, 2, 3]
+    assert kept(count=1, criterion="reap") == [0]
+    assert kept(coverage=0.7, groups="image") == [1, 2]
+    assert kept(coverage=0.71, groups="image") == [1, 2, 3]
+    assert kept(coverage=0.9, groups="text") == [2]
+    assert kept(coverage=0.9, groups="text", minimum=2) == [1, 2]
+    assert kept(coverage=1.0, groups="text") == [1, 2]
+    assert kept(coverage=0.8, groups="image", criterion="mass") == [1, 2]
+    assert kept(coverage=0.6, groups="image", criterion="reap") == [0, 1]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "count=None, coverage=None"),
+        ({"count": 1, "coverage": 0.5}, "either count or coverage"),
+        ({"count": 0}, "count=0"),
+        ({"count": 5}, "at most the 4 experts"),
+        ({"count": {"block_2": 1}}, "count of 'block_2'"),
+        ({"coverage": 0}, "coverage=0"),
+        ({"coverage": 1.5}, "coverage=1.5"),
+        ({"coverage": float("nan")}, "coverage=nan"),
+        ({"count": 1, "criterion": "load"}, "criterion='load'"),
+        ({"count": 1, "groups": "audio"}, "groups='audio'"),
+        ({"count": 1, "groups": []}, "groups=\\[\\]"),
+        ({"count": 1, "groups": ["text", "text"]}, "different groups"),
+        ({"coverage": 0.5, "minimum": 0}, "minimum=0"),
+    ],
+)
+def test_bad_selections_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        select_experts(HAND, **arguments)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (BlockUsage(np.zeros((1, 2)), np.zeros((1, 2))), "empty usage"),
+        (BlockUsage(np.array([[1.0, np.nan]]), np.ones((1, 2))), "finite tokens"),
+        (BlockUsage(np.array([[1.0, -1.0]]), np.ones((1, 2))), "negative"),
+        (BlockUsage(np.ones((1, 2)), np.ones((1, 3))), "mass of block_1"),
+        (BlockUsage(np.ones((2, 2)), np.ones((2, 2))), "each of the groups"),
+        (BlockUsage(np.ones(2), np.ones(2)), "each of the groups"),
+    ],
+)
+def test_usages_that_rank_nothing_are_refused(block, message):
+    with pytest.raises(ValueError, match=message):
+        select_experts(ExpertUsage(["all"], {"block_1": block}), count=1)
+
+
+@pytest.mark.backend_free
+def test_a_group_without_tokens_and_a_usage_without_norms_are_refused():
+    block = BlockUsage(np.array([[1.0, 2.0], [0.0, 0.0]]), np.ones((2, 2)))
+    usage = ExpertUsage(["image", "text"], {"block_1": block})
+    with pytest.raises(ValueError, match="groups='text' without"):
+        select_experts(usage, count=1, groups="text")
+    with pytest.raises(ValueError, match="contributions=True"):
+        select_experts(usage, count=1, criterion="reap")
+    with pytest.raises(ValueError, match="at least one group and block"):
+        select_experts(ExpertUsage([], {}), count=1)
 
 
 @pytest.fixture(scope="module")

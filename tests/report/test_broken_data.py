@@ -9,16 +9,15 @@ import re
 import numpy as np
 import pytest
 
-from keras_moe import analysis, models
-from keras_moe.analysis.report import page
-from keras_moe.analysis.report.collection import Collection
-from keras_moe.analysis.report.counts import MAX_CLASSES, LayerCounts
-from keras_moe.analysis.report.health import health_verdicts
-from keras_moe.analysis.report.queues import Groups, queues_of_layers, whole_groups
-from keras_moe.analysis.report.section import Batch, Block, Options
-from keras_moe.analysis.report.sections.mumoe import MuMoEExperts
-from keras_moe.analysis.report.subject import make_subject
-from keras_moe.ops import Routing
+from keras_moe import models
+from keras_moe.report import write_report, writing
+from keras_moe.report.data import RoutedData
+from keras_moe.report.model import reported_model
+from keras_moe.report.queues import Groups, queues_of_layers, whole_groups
+from keras_moe.report.section import MAX_CLASSES, Options
+from keras_moe.report.sections.loads import LayerCounts, health_findings
+from keras_moe.report.sections.mumoe import MuMoEExperts
+from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights
 
 pytestmark = pytest.mark.backend_free
@@ -32,7 +31,7 @@ def model():
 
 
 def report(model, data, folder, **kwargs):
-    written = analysis.report(model, data, folder, verbose=0, **kwargs)
+    written = write_report(model, data, folder, verbose=0, **kwargs)
     values = json.loads(written.data.read_text(), parse_constant=pytest.fail)
     return written, values["sections"]
 
@@ -50,10 +49,10 @@ def test_images_that_are_not_finite_are_left_out(model, tmp_path, number):
         batch_size=4,
         options=Options(examples=(0, 8)),
     )
-    assert written.verdicts[0].level == "problem"
-    texts = [x.text for x in written.verdicts]
+    assert written.findings[0].level == "problem"
+    texts = [x.text for x in written.findings]
     assert "4 of 12 examples have outputs that are not finite." in texts
-    assert any("block_1: 33% of tokens have gates that are not" in x for x in texts)
+    assert any("block_1: the gates of 33% of the tokens" in x for x in texts)
     loads, own = sections["loads"]["block_1"], expected["loads"]["block_1"]
     assert loads.pop("tokens_not_finite") == 4 * 9
     assert own.pop("tokens_not_finite") == 0
@@ -80,36 +79,33 @@ def test_weights_that_are_not_finite(tmp_path, preset):
             break
     data = images(3, *whole.backbone.image_shape), np.array([0, 1, 2])
     written, _ = report(whole, data, tmp_path / "r")
-    texts = [x.text for x in written.verdicts]
-    assert any("100% of tokens have gates that are not finite" in x for x in texts)
+    texts = [x.text for x in written.findings]
+    assert any("the gates of 100% of the tokens are not finite" in x for x in texts)
     assert not any("no expert serves" in x or "have no part" in x for x in texts)
 
 
 def test_few_tokens_that_are_not_finite():
-    block = Block("b", "b", "image", "token_choice", ("ffn",) * 2, 1, None, None)
+    layer = block("b", 2, capacity_factor=None)
     gates = np.tile([[0.9, 0.1], [0.2, 0.8]], (1, 200, 1))
     served = (gates > 0.5).astype("float64")
     is_finite = np.ones((1, 400), bool)
     is_finite[0, 0] = False
-    counts = LayerCounts(block)
-    mask = {"image": np.ones((1, 400), bool)}
-    record = {"b": Routing(*[gates] * 4, served, served)}
-    counts.update(
-        Batch(0, None, None, None, mask, None, record, None, None, {"b": is_finite})
-    )
+    counts = LayerCounts(layer)
+    records = {"b": record(gates, served)}
+    counts.update(batch(records, finite={"b": is_finite}))
     assert (counts.tokens, counts.broken, counts.served.tolist()) == (
         399,
         1,
         [199, 200],
     )
-    (verdict,) = health_verdicts([counts])
-    assert "less than 1% of tokens have gates" in verdict.text
+    (finding,) = health_findings([counts])
+    assert "the gates of less than 1% of the tokens" in finding.text
 
 
 def test_groups_are_whole(model, tmp_path):
-    subject = make_subject(model)
+    of_report = reported_model(model)
     # Below a group of four, up to a quarter of it, and above.
-    sizes = [whole_groups(subject, size) for size in (1, 3, 4, 6, 33)]
+    sizes = [whole_groups(of_report, size) for size in (1, 3, 4, 6, 33)]
     assert sizes == [4, 4, 4, 4, 32]
     data = images(22, 16, 8, 3)
     small, own = report(model, data, tmp_path / "a", batch_size=6)
@@ -121,18 +117,18 @@ def test_groups_are_whole(model, tmp_path):
     assert sum(map(sum, queues.values())) == 20 * 9 * 2
     page = small.page.read_text(encoding="utf-8")
     assert "The tokens of 4 examples compete, as in training." in page
-    assert "2 of 22 examples at the end fill no group, and are left out here." in page
+    assert "2 of 22 examples at the end fill no group and are left out here." in page
 
 
 def test_groups_that_are_larger_than_a_batch(model):
-    subject = make_subject(model)
-    layers = queues_of_layers(subject, ("token_choice",))
+    of_report = reported_model(model)
+    layers = queues_of_layers(of_report, ("token_choice",))
     groups = Groups(layers)
-    for batch in Collection(subject, batch_size=3).batches(images(8, 16, 8, 3)):
-        groups.add(layers[0], layers[0].read(batch))
+    for part in RoutedData(of_report, batch_size=3).batches(images(8, 16, 8, 3)):
+        groups.add(layers[0], layers[0].read(part))
     (text,) = groups.paragraphs()
     assert text.startswith(
-        "The tokens of 3 examples compete here, and of 4 in training"
+        "The tokens of 3 examples compete here, but of 4 in training"
     )
     assert "2 of 8 examples at the end" in text
 
@@ -143,13 +139,9 @@ def test_the_largest_label_takes_no_memory(model, tmp_path):
     assert len(sections["loads"]["block_1"]["by_class"]) == 2
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
     assert f"by class: 1 of classes from number {MAX_CLASSES:,} on; 1 without" in page
-    block = Block("b", "b", "image", "mumoe", ("ffn",) * 2, None, None, None)
-    subject = make_subject(model)._replace(blocks={"b": block})
-    section = MuMoEExperts(subject, Options())
-    gates = np.full((4, 2, 2), 0.5)
-    record = {"b": Routing(*[gates] * 6)}
-    masks = {"image": np.ones((4, 2), bool)}
-    section.update(Batch(0, None, None, None, masks, labels, record, None))
+    section = MuMoEExperts(reported(block("b", 2, kind="mumoe")), Options())
+    records = {"b": record(np.full((4, 2, 2), 0.5))}
+    section.update(batch(records, labels=labels))
     content = section.finish()
     assert any("by class: 1 of classes from" in str(x) for x in content.body)
 
@@ -162,13 +154,13 @@ def test_a_page_that_would_be_too_large_says_what_it_leaves_out(
 
     def page_of(name):
         folder = tmp_path / name
-        written = analysis.report(model, data, folder, options=options, verbose=0)
+        written = write_report(model, data, folder, options=options, verbose=0)
         return written, written.page.read_text(encoding="utf-8")
 
     written, whole = page_of("a")
     assert "pictures left out" not in whole
     most = len(whole.encode()) * 2 // 3
-    monkeypatch.setattr(page, "MAX_BYTES", most)
+    monkeypatch.setattr(writing, "MAX_BYTES", most)
     written, cut = page_of("b")
     assert most * 0.6 < len(cut.encode()) <= most
     assert "<span>pictures left out for the page&#39;s size</span>" in cut
@@ -178,7 +170,7 @@ def test_a_page_that_would_be_too_large_says_what_it_leaves_out(
     for name in re.findall(r"it is in (\w+\.png)", cut):
         assert (written.page.parent / name).is_file()
     # Tables stay, even if the page is too large for them.
-    monkeypatch.setattr(page, "MAX_BYTES", 1)
+    monkeypatch.setattr(writing, "MAX_BYTES", 1)
     _, least = page_of("c")
     assert "<svg" not in least.split("<main>")[1]
     assert least.count("<table>") == whole.count("<table>")

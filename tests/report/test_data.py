@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from keras_moe import analysis, models
-from keras_moe.analysis.report.collection import Collection
-from keras_moe.analysis.report.inputs import labels_of
-from keras_moe.analysis.report.subject import make_subject
+from keras_moe import models
+from keras_moe.report import write_report
+from keras_moe.report.data import RoutedData, labels_of
+from keras_moe.report.model import reported_model
 from tests.small_models import images, small_classifier, small_pairs_model
 
 pytestmark = pytest.mark.backend_free
@@ -29,7 +29,7 @@ def pairs_model():
 
 
 def batches_of(model, data, **kwargs):
-    return list(Collection(make_subject(model), **kwargs).batches(data))
+    return list(RoutedData(reported_model(model), **kwargs).batches(data))
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_captions_of_some_batches(pairs_model):
 
 
 def test_halves_of_characters_are_replaced(model, pairs_model, tmp_path):
-    subject = make_subject(model, SURROGATE, [SURROGATE, b"\xff", 3, "x" * 600])
-    assert subject.name == "a\ufffdb"
-    assert subject.class_names[:3] == ("a\ufffdb", "\ufffd", "3")
-    assert len(subject.class_names[3]) == 300
+    about = reported_model(model, SURROGATE, [SURROGATE, b"\xff", 3, "x" * 600])
+    assert about.name == "a\ufffdb"
+    assert about.class_names[:3] == ("a\ufffdb", "\ufffd", "3")
+    assert len(about.class_names[3]) == 300
     (batch,) = batches_of(pairs_model, (images(1, 8, 8, 3), [SURROGATE]))
     assert batch.captions == ["a\ufffdb"]
     data = images(2, 16, 8, 3), np.array([0, 1])
-    written = analysis.report(
+    written = write_report(
         model,
         data,
         tmp_path / "r",
@@ -170,16 +170,14 @@ def test_labels_without_a_name_are_refused(model, tmp_path):
     message = "of all classes of the labels; received: 2 class_names, and label 2"
     for data in ((pixels, labels), iter([(pixels, labels)])):
         with pytest.raises(ValueError, match=message):
-            analysis.report(
-                model, data, tmp_path / "r", class_names=["a", "b"], verbose=0
-            )
+            write_report(model, data, tmp_path / "r", class_names=["a", "b"], verbose=0)
     assert not (tmp_path / "r").exists()
 
 
 def test_an_old_list_of_pictures_deletes_nothing_else(model, tmp_path):
     folder = tmp_path / "r"
     pixels = images(2, 16, 8, 3)
-    first = analysis.report(model, pixels, folder, verbose=0)
+    first = write_report(model, pixels, folder, verbose=0)
     values = json.loads(first.data.read_text())
     others = ["mine.txt", "notes", "../up.png", 3, None]
     values["pictures"] += others
@@ -189,7 +187,7 @@ def test_an_old_list_of_pictures_deletes_nothing_else(model, tmp_path):
     (folder / "notes" / "loads.png").write_text("mine")
     (folder / "old.png").write_text("mine")
     (tmp_path / "up.png").write_text("mine")
-    written = analysis.report(model, pixels, folder, verbose=0)
+    written = write_report(model, pixels, folder, verbose=0)
     assert written.pictures == first.pictures
     for kept in ("mine.txt", "notes/loads.png", "old.png", "../up.png"):
         assert (folder / kept).read_text() == "mine"

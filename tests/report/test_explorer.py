@@ -7,59 +7,43 @@ import re
 import numpy as np
 import pytest
 
-from keras_moe.analysis.report.packed_routing import (
+from keras_moe.ops import Routing
+from keras_moe.report.markup import (
+    VALUE_BITS,
     TokenRouting,
+    expert_map,
+    heat_map,
     pack,
     token_routing,
-    unpack,
+    word_chips,
 )
-from keras_moe.analysis.report.reservoir import (
-    Chosen,
-    Reservoir,
-    checked_numbers,
-)
-from keras_moe.analysis.report.routing_maps import expert_map, heat_map, word_chips
-from keras_moe.analysis.report.section import Batch, Block, Options, Subject
-from keras_moe.analysis.report.sections.explorer import (
-    DATA_BUDGET,
-    Explorer,
-    image_uri,
-)
-from keras_moe.ops import Routing
+from keras_moe.report.section import Options, Reservoir
+from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer, image_uri
+from keras_moe.report.writing import checked_numbers
+from tests.report_records import batch, block, record, reported
 
 pytestmark = pytest.mark.backend_free
 HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
 
 
-def record(gates, num_selected_experts=1):
-    """Each token is served by its largest gates."""
-    gates = np.asarray(gates, "float32")
-    order = np.argsort(-gates, axis=-1)[..., :num_selected_experts]
-    served = np.zeros_like(gates)
-    np.put_along_axis(served, order, 1, axis=-1)
-    return Routing(gates, gates, gates, gates, served, served * gates)
+def pictures(count=1):
+    return np.linspace(-1, 1, count * 32, dtype="float32").reshape(count, 4, 8, 1)
 
 
-def block(key, num_experts=3, **changes):
-    modality = key.partition("/")[0] if "/" in key else "image"
-    kinds = ("ffn",) * num_experts
-    whole = Block(key, key, modality, "token_choice", kinds, 1, 1.0, None)
-    return whole._replace(**changes)
-
-
-def subject(*blocks, grid=(1, 2)):
-    modalities = tuple({each.modality for each in blocks})
-    by_key = {each.key: each for each in blocks}
-    return Subject(None, "small", by_key, grid, ("zero", "<b>one</b>"), modalities)
-
-
-def batch(routing, **changes):
-    count = len(next(iter(routing.values())).gates)
-    images = np.linspace(-1, 1, count * 32, dtype="float32").reshape(count, 4, 8, 1)
-    tokens = next(iter(routing.values())).gates.shape[1]
-    masks = {"image": np.ones((count, tokens), bool)}
-    whole = Batch(0, images, None, None, masks, None, routing, None)
-    return whole._replace(**changes)
+def unpack(packed, kept):
+    """The entries of `pack` by token: expert, whether it serves, value."""
+    entries, largest = np.frombuffer(base64.b64decode(packed["entries"]), "<u4"), 2**15
+    return [
+        [
+            (
+                entry >> (VALUE_BITS + 1),
+                bool(entry >> VALUE_BITS & 1),
+                entry % largest / (largest - 1) * packed["largest"],
+            )
+            for entry in row
+        ]
+        for row in entries.reshape(-1, kept).tolist()
+    ]
 
 
 def markup(content):
@@ -98,7 +82,7 @@ def _kept_of(seed):
 
 @pytest.mark.parametrize("sizes", [[40], [7, 30, 3], [1] * 40])
 def test_chosen_examples_do_not_depend_on_batches(sizes):
-    chosen, first = Chosen((17, 3)), 0
+    chosen, first = Reservoir(1, numbers=(17, 3)), 0
     for size in sizes:
         chosen.offer(size, lambda place, first=first: first + place)
         first += size
@@ -108,12 +92,12 @@ def test_chosen_examples_do_not_depend_on_batches(sizes):
 
 def test_the_examples_that_were_asked_for_are_drawn():
     gates = np.eye(3, dtype="float32")[[[0, 1], [1, 2], [2, 0], [0, 0]]]
-    section = Explorer(subject(block("block_1")), Options(examples=(3, 1)))
-    section.update(batch({"block_1": record(gates)}))
+    section = Explorer(reported(block("block_1")), Options(examples=(3, 1)))
+    section.update(batch({"block_1": record(gates)}, images=pictures(4)))
     content = section.finish()
     assert [x["number"] for x in content.data["examples"]] == [1, 3]
     assert content.data["examples"][0]["experts"] == {"block_1": [1, 2]}
-    assert content.body[-1] == "The examples that were asked for, 2 of 4."
+    assert content.body[-1] == "The examples that were requested, 2 of 4."
 
 
 @pytest.mark.parametrize(
@@ -131,8 +115,8 @@ def test_the_examples_that_were_asked_for_are_drawn():
 def test_numbers_that_no_example_has(examples, count, message):
     with pytest.raises(ValueError, match=message):
         checked_numbers(examples, count)
-    assert checked_numbers(None, 3) is None
-    assert checked_numbers([np.int64(2), 0], 3) == (2, 0)
+    checked_numbers(None, 3)
+    checked_numbers([np.int64(2), 0], 3)
 
 
 def test_entries_are_the_heaviest_experts():
@@ -189,9 +173,10 @@ def test_images_are_small(channels):
 
 def test_one_example_of_images():
     gates = [[[0.2, 0.2, 0.6], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1]]]
-    section = Explorer(subject(block("block_1")), Options())
+    section = Explorer(reported(block("block_1")), Options())
     labels, outputs = np.array([1]), np.array([[2.0, 1.0]])
-    section.update(batch({"block_1": record(gates)}, labels=labels, outputs=outputs))
+    facts = {"labels": labels, "outputs": outputs, "images": pictures()}
+    section.update(batch({"block_1": record(gates)}, **facts))
     content = section.finish()
     (example,) = content.data["examples"]
     # The class token comes first, and has no place in the image.
@@ -207,13 +192,13 @@ def test_one_example_of_images():
 
 
 def test_captions_without_images():
-    section = Explorer(subject(block("text/block_0"), grid=None), Options())
+    section = Explorer(reported(block("text/block_0"), grid=None), Options())
     gates = np.eye(3)[None, [0, 2, 1, 0]]
     masks = {"text": np.array([[True, True, True, False]])}
     words = [[*HOSTILE, ""]]
     routing = {"text/block_0": record(gates)}
     texts = {"words": words, "captions": [" ".join(HOSTILE)]}
-    section.update(batch(routing, masks=masks, images=None, **texts))
+    section.update(batch(routing, masks=masks, **texts))
     content = section.finish()
     text = markup(content)
     assert "<img" not in text
@@ -232,11 +217,11 @@ def test_layers_of_both_modalities_are_one():
         block("text/block_1/token_mixer"),
         block("head"),
     ]
-    section = Explorer(subject(*blocks), Options())
+    section = Explorer(reported(*blocks), Options())
     gates = np.eye(3)[None, [0, 2]]
     masks = {"image": np.ones((1, 2), bool), "text": np.ones((1, 2), bool)}
     routing = {each.key: record(gates) for each in blocks}
-    section.update(batch(routing, words=[["a", "b"]], masks=masks))
+    section.update(batch(routing, words=[["a", "b"]], masks=masks, images=pictures()))
     (layer,) = data_of(section.finish())["layers"]
     assert layer["name"] == "block_1"
     assert sorted(layer["kept"]) == ["image", "text"]
@@ -245,9 +230,10 @@ def test_layers_of_both_modalities_are_one():
 @pytest.mark.parametrize("kind", ["token_choice", "soft", "mumoe"])
 def test_large_models_stay_within_the_page(kind):
     blocks = [block(f"block_{i}", 32, kind=kind) for i in range(24)]
-    section = Explorer(subject(*blocks, grid=(14, 14)), Options(num_examples=4))
+    section = Explorer(reported(*blocks, grid=(14, 14)), Options(num_examples=4))
     gates = np.random.default_rng(0).dirichlet(np.ones(32), (4, 197))
-    section.update(batch({each.key: record(gates) for each in blocks}))
+    routing = {each.key: record(gates) for each in blocks}
+    section.update(batch(routing, images=pictures(4)))
     content = section.finish()
     text = markup(content)
     assert len(text) < 2 * DATA_BUDGET
@@ -259,6 +245,6 @@ def test_large_models_stay_within_the_page(kind):
 
 
 def test_models_without_tokens_of_experts():
-    assert not Explorer.fits(subject(block("head", kind="mumoe")))
-    assert not Explorer.fits(subject(block("block_1"), grid=None))
-    assert Explorer.fits(subject(block("block_1")))
+    assert not Explorer.fits(reported(block("head", kind="mumoe")))
+    assert not Explorer.fits(reported(block("block_1"), grid=None))
+    assert Explorer.fits(reported(block("block_1")))

@@ -1,22 +1,76 @@
-"""The tags of captions' tokens, and the experts that serve them."""
+"""Where experts work, how tokens move on, and the tags of captions' tokens."""
 
 import numpy as np
 import pytest
 
 from keras_moe import models
 from keras_moe.analysis import (
-    ExpertUsage,
     expert_usage,
+    expert_views,
+    flow_statistics,
     plots,
     tag_tokens,
+    token_flows,
 )
 from keras_moe.analysis.plots.usage import group_table
+from keras_moe.analysis.tokens import main_experts
+from keras_moe.ops import Routing
 from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
 
 pytestmark = pytest.mark.backend_free
 
 TAGS = {"two": "NUM", "cats": "NOUN", "a": "DET", "T-shirt": "NOUN", ",": "PUNCT"}
 CAPTIONS = ["two cats", "a T-shirt, a T-shirt"]
+
+
+def routing(combined):
+    combined = np.asarray(combined, "float32")
+    return Routing(*[combined] * 4, (combined > 0).astype("float32"), combined)
+
+
+def test_flows_by_hand():
+    first = routing([[[0.9, 0.1], [0.0, 0.4], [0.0, 0.0], [0.5, 0.5]]])
+    second = routing([[[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]]])
+    assert main_experts(first).tolist() == [[0, 1, 2, 0]]
+    flows = token_flows(first, second)
+    assert flows.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
+    mask = np.array([[True, True, False, False]])
+    assert token_flows(first, second, mask).sum() == 2
+    with pytest.raises(ValueError, match="\\(1, 4\\) and \\(1, 1\\)"):
+        token_flows(first, routing(np.ones((1, 1, 2))))
+
+
+def test_a_served_token_of_weight_0_is_served():
+    record = routing(np.zeros((1, 1, 3)))._replace(dispatched=np.array([[[0, 0, 1]]]))
+    assert main_experts(record).tolist() == [[2]]
+
+
+def test_statistics_of_flows_by_hand():
+    independent = flow_statistics([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
+    assert independent.information == pytest.approx(0.0, abs=1e-12)
+    # Eight tokens of an expert: four and four meet again.
+    assert independent.kept_company == pytest.approx(2 * 2 * 4 * 3 / (2 * 8 * 7))
+    assert independent.company_by_chance == pytest.approx(2 * 8 * 7 / (16 * 15))
+    fixed = flow_statistics([[0, 8, 0], [8, 0, 0], [0, 0, 0]])
+    assert fixed.information == pytest.approx(1.0)
+    assert fixed.kept_company == 1.0
+    # One expert for all says nothing; one token has no company.
+    assert flow_statistics([[4, 0], [4, 0]]).information == 0.0
+    assert flow_statistics([[1, 0], [0, 0]]) == (0.0, 0.0, 0.0)
+    assert flow_statistics(np.zeros((2, 2))) == (0.0, 0.0, 0.0)
+
+
+def test_views_leave_the_class_token_out():
+    combined = np.zeros((2, 5, 2))
+    combined[0, 0, 0] = 1.0  # the class token
+    combined[1, 4, 0] = 0.5  # the last patch
+    first, second = expert_views(routing(combined), (2, 2), images_per_expert=1)
+    np.testing.assert_array_equal(first.position_shares, [[0, 0], [0, 0.5]])
+    assert first.images.tolist() == [1]
+    np.testing.assert_array_equal(first.patches[0], [[False, False], [False, True]])
+    assert second.position_shares.max() == 0
+    with pytest.raises(ValueError, match="grid=\\(3, 3\\)"):
+        expert_views(routing(combined), (3, 3))
 
 
 class Pieces:
@@ -98,8 +152,6 @@ def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
     assert (tmp_path / "words.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="modality='audio'"):
         expert_usage(model, inputs, modality="audio", verbose=0)
-    with pytest.raises(ValueError, match="at least one block"):
-        plots.plot_expert_groups(ExpertUsage(["all"], {}), tmp_path / "none.png")
 
 
 def test_shares_of_an_expert_by_hand():

@@ -1,4 +1,4 @@
-"""The report's sections on queues, flows and favourites, from records made by hand."""
+"""The report's sections on queues, transitions and top tokens, from records by hand."""
 
 import base64
 import io
@@ -10,26 +10,14 @@ import pytest
 from PIL import Image
 
 from keras_moe.analysis.plots.figure import figure_svg
-from keras_moe.analysis.report import queues
-from keras_moe.analysis.report.best_tokens import BestPatches, BestWords
-from keras_moe.analysis.report.counts import LayerCounts
-from keras_moe.analysis.report.queues import queues_of_layers
-from keras_moe.analysis.report.section import (
-    Batch,
-    Block,
-    Figure,
-    Html,
-    Options,
-    Subject,
-    Table,
-)
-from keras_moe.analysis.report.sections.dropped_patches import DroppedPatches
-from keras_moe.analysis.report.sections.favourites import Favourites
-from keras_moe.analysis.report.sections.priorities import Priorities
-from keras_moe.analysis.report.sections.trajectories import Trajectories
-from keras_moe.analysis.report.sprites import patch_tile, sprite, tile_of
 from keras_moe.analysis.routing import expert_queues, served_at
-from keras_moe.ops import Routing
+from keras_moe.report import Figure, Html, Options, Table, queues
+from keras_moe.report.markup import patch_tile, sprite, tile_of
+from keras_moe.report.queues import queues_of_layers
+from keras_moe.report.sections.capacity import DroppedPatches, Priorities
+from keras_moe.report.sections.loads import LayerCounts
+from keras_moe.report.sections.top_tokens import BestPatches, BestWords, TopTokens
+from keras_moe.report.sections.transitions import ExpertTransitions
 from keras_moe.routers import (
     ExpertChoiceRouter,
     PathwayAwareRouter,
@@ -37,45 +25,36 @@ from keras_moe.routers import (
     TokenChoiceRouter,
 )
 from keras_moe.routers.pruned import PrunedTokenChoiceRouter
+from tests.report_records import batch as batch_of
+from tests.report_records import block, record, reported
 
 pytestmark = pytest.mark.backend_free
 HOSTILE = "</svg><script>alert(1)</script>$x^2$"
-SECTIONS = (Priorities, DroppedPatches, Trajectories, Favourites)
+SECTIONS = (Priorities, DroppedPatches, ExpertTransitions, TopTokens)
 # A class token, then two patches.
 GATES = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]]], "float32")
 
 
-def record(gates, num_selected_experts=1):
-    """Each token is served by its largest gates."""
-    gates = np.asarray(gates, "float32")
-    order = np.argsort(-gates, axis=-1, kind="stable")[..., :num_selected_experts]
-    served = np.zeros_like(gates)
-    np.put_along_axis(served, order, 1, axis=-1)
-    return Routing(gates, gates, gates, gates, served, served * gates)
-
-
 def subject(router, keys, grid, group_size=None, kind="token_choice"):
     """A model whose layers have one router."""
-    blocks = {}
-    for key in keys:
-        modality, _, name = key.rpartition("/")
-        kinds = [n for n, c in router.expert_types._asdict().items() for _ in range(c)]
-        selected = getattr(router, "num_selected_experts", None)
-        facts = (modality or "image", kind, tuple(kinds), selected, None, group_size)
-        blocks[key] = Block(key, name, *facts)
+    counts = router.expert_types._asdict()
+    types = [name for name, count in counts.items() for _ in range(count)]
+    facts = {"kind": kind, "capacity_factor": None, "group_size": group_size}
+    facts["num_selected_experts"] = getattr(router, "num_selected_experts", None)
+    blocks = [block(x, types, block=x.rpartition("/")[2], **facts) for x in keys]
     layer = SimpleNamespace(router=router, group_size=group_size)
     model = SimpleNamespace(get_layer=lambda name: SimpleNamespace(feed_forward=layer))
-    return Subject(model, HOSTILE, blocks, grid, None, ("image", "text"))
+    return reported(*blocks, grid=grid, keras_model=model, name=HOSTILE)
 
 
 def batch(routing, grid=None, words=None, masks=None, start=0):
-    count = len(next(iter(routing.values())).gates)
-    images = None
+    count, images = len(next(iter(routing.values())).gates), None
     if grid is not None:
         shape = (count, 4 * grid[0], 4 * grid[1], 1)
         images = np.linspace(-1, 1, int(np.prod(shape)), dtype="float32")
         images = images.reshape(shape)
-    return Batch(start, images, None, words, masks or {}, None, routing, None)
+    facts = {"images": images, "words": words, "masks": masks or {}}
+    return batch_of(routing, start=start, **facts)
 
 
 def contents(about, *batches, options=None):
@@ -111,7 +90,7 @@ def test_queues_by_hand():
     about = subject(router, ["block_1"], (1, 2))
     content = contents(about, batch({"block_1": record(GATES)}, (1, 2)))[Priorities]
     layer = content.data["layers"][0]
-    assert layer["behind_by_expert"] == [pytest.approx(1 / 3), 0.0]
+    assert layer["cut_by_expert"] == [pytest.approx(1 / 3), 0.0]
     table = content.body[-1]
     # The class token has the smallest gate, and is dropped.
     assert [row[1:4] for row in table.rows] == [
@@ -122,8 +101,8 @@ def test_queues_by_hand():
     assert table.rows[1][4:] == [None, "0.60"]
     assert sum(layer["queues"]["class token"][:8]) == 0
     assert sum(layer["queues"]["image patches"][:8]) == 2
-    assert content.verdicts[0].level == "notice"
-    assert "33% of the tokens' choices" in content.verdicts[0].text
+    assert content.findings[0].level == "notice"
+    assert "33% of the tokens' choices" in content.findings[0].text
 
 
 def test_modalities_of_a_shared_layer_compete():
@@ -139,7 +118,7 @@ def test_modalities_of_a_shared_layer_compete():
     (layer,) = queues_of_layers(about, ("token_choice",))
     queues = layer.read(batch(routing, (1, 2), masks=masks))
     # Texts go first.
-    assert queues.places[0, :, 0].tolist() == [1, 2, 0, -1]
+    assert queues.positions[0, :, 0].tolist() == [1, 2, 0, -1]
     assert queues.group_tokens == 4
     assert layer.capacities(4).tolist() == [2, 2]
     words = [["<b>cat</b>", ""]]
@@ -152,13 +131,13 @@ def test_modalities_of_a_shared_layer_compete():
     (layer,) = content[Priorities].data["layers"]
     assert layer["capacity"] == [2, 2]
     assert layer["by_modality"] == {
-        "image": {"choices": [2, 0], "behind": [1, 0]},
-        "text": {"choices": [1, 0], "behind": [0, 0]},
+        "image": {"choices": [2, 0], "cut": [1, 0]},
+        "text": {"choices": [1, 0], "cut": [0, 0]},
     }
     assert "priorities_modalities" in [
         x.name for x in content[Priorities].body if isinstance(x, Figure)
     ]
-    best = content[Favourites].data["text/block_1"][0]["by_weight"]
+    best = content[TopTokens].data["text/block_1"][0]["by_weight"]
     assert [word["context"] for word in best] == ["[<b>cat</b>]"]
 
 
@@ -176,7 +155,7 @@ def test_padding_that_is_routed_queues_and_takes_capacity():
     own = about._replace(blocks=blocks)
     content = contents(own, batch(routing, (1, 2), [["cat", ""]], masks))
     counts = content[Priorities].data["layers"][0]["by_modality"]["text"]
-    assert counts == {"choices": [2, 0], "behind": [2, 0]}
+    assert counts == {"choices": [2, 0], "cut": [2, 0]}
     loads = LayerCounts(blocks["text/block_1"])
     loads.update(batch(routing, masks=masks))
     assert loads.tokens == 2
@@ -189,7 +168,7 @@ def test_groups_are_drawn_from_data_that_come_class_by_class():
     gates = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], "float32").repeat(32, axis=0)
     parts = [batch({"block_1": record(gates[i : i + 8])}) for i in range(0, 64, 8)]
     in_order = contents(about, *parts)[Priorities].data["layers"][0]
-    assert in_order["behind_by_expert"] == [0.5, 0.5]
+    assert in_order["cut_by_expert"] == [0.5, 0.5]
 
     def drawn(seed):
         shuffled = queues.ShuffledBatches(about, 8, seed)
@@ -205,7 +184,7 @@ def test_groups_are_drawn_from_data_that_come_class_by_class():
     section = Priorities(about, Options())
     for each in batches:
         section.update_queues(each)
-    behind = section.finish().data["layers"][0]["behind_by_expert"]
+    behind = section.finish().data["layers"][0]["cut_by_expert"]
     assert max(behind) < 0.3
 
 
@@ -226,12 +205,12 @@ def test_images_fill_groups_and_the_rest_is_left_out():
     queues = layer.read(batch({"block_1": record(np.repeat(GATES, 5, axis=0))}))
     # Two images of three tokens in a group of seven.
     assert queues.group_tokens == 6
-    assert queues.places.shape == (4, 3, 2)
-    assert queues.places[:, :, 0].ravel().tolist() == [*range(6), *range(6)]
+    assert queues.positions.shape == (4, 3, 2)
+    assert queues.positions[:, :, 0].ravel().tolist() == [*range(6), *range(6)]
     assert queues.left_out == 1
     # A last batch that is smaller than a group is left out, and a first one is a group.
     queues = layer.read(batch({"block_1": record(GATES)}))
-    assert (len(queues.places), queues.left_out) == (0, 1)
+    assert (len(queues.positions), queues.left_out) == (0, 1)
     (layer,) = queues_of_layers(about, ("token_choice",))
     assert layer.read(batch({"block_1": record(GATES)})).group_tokens == 3
 
@@ -264,7 +243,7 @@ def test_pruned_experts_serve_nobody(method):
         np.array([[[0.0, 1.0]] * 3], "float32") if method == "router_drop" else GATES
     )
     queues = layer.read(batch({"block_1": record(gates)}))
-    served = served_at(queues.places, layer.capacities(3)).sum(axis=(0, 1))
+    served = served_at(queues.positions, layer.capacities(3)).sum(axis=(0, 1))
     # Choices of the pruned expert are lost, or go to the kept one.
     assert served.tolist() == [0, 0 if method == "router_pred_skip" else 3]
 
@@ -307,7 +286,7 @@ def test_sections_share_the_queues_of_a_batch(monkeypatch):
     ("router", "group_size", "expected"),
     [
         (ExpertChoiceRouter(2, affinity="softmax"), 8, None),
-        (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, "cut off"),
+        (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, "cuts it off"),
         (ExpertChoiceRouter(2, affinity="sinkhorn"), 8, "groups of several"),
         (TokenChoiceRouter(2, 1, affinity="sparsity_constrained"), 8, "groups of"),
         (ExpertChoiceRouter(2, affinity="sinkhorn"), None, None),
@@ -336,11 +315,11 @@ def test_many_experts_and_layers(count):
     keys = [f"block_{number}" for number in range(1, 24, 2)]
     about = subject(router, keys, (2, 2), group_size=20)
     routing = {
-        key: record(rng.dirichlet(np.ones(32) / 4, (count, 5)), 2) for key in keys
+        key: record(rng.dirichlet(np.ones(32) / 4, (count, 5)), None, 2) for key in keys
     }
     made = contents(about, batch(routing, (2, 2)), batch(routing, (2, 2), start=count))
     assert list(made) == list(SECTIONS)
-    flows = made[Trajectories].data["image"]
+    flows = made[ExpertTransitions].data["image"]
     assert len(flows) == 11
     assert np.sum(flows[0]["tokens"]) == 2 * count * 5
     for section, limit in zip(SECTIONS, (260_000, 140_000, 160_000, 220_000)):
@@ -352,7 +331,7 @@ def test_many_experts_and_layers(count):
             if isinstance(item, (Figure, Html))
         )
         assert size < limit, section
-    kept = made[Favourites].data["block_1"]
+    kept = made[TopTokens].data["block_1"]
     assert len(kept["experts"]) == 32
     assert all(len({x for x in row if x >= 0}) <= 2 * count for row in kept["examples"])
 
@@ -362,7 +341,7 @@ def test_sections_fit_their_models():
     assert [section.fits(soft) for section in SECTIONS] == [False, False, False, True]
     router = TokenChoiceRouter(2, 1)
     one_layer = subject(router, ["block_1"], (1, 2))
-    assert not Trajectories.fits(one_layer)
+    assert not ExpertTransitions.fits(one_layer)
     texts = subject(router, ["text/block_1", "text/block_3"], None)
     assert [s.fits(texts) for s in SECTIONS] == [True, False, True, True]
     head = subject(router, ["head"], (1, 2), kind="mumoe")
@@ -376,12 +355,12 @@ def test_padding_does_not_flow():
     routing = {key: record(GATES) for key in keys}
     masks = {"text": np.array([[True, True, False]])}
     made = contents(about, batch(routing, words=[["a", "b", ""]], masks=masks))
-    assert np.sum(made[Trajectories].data["text"][0]["tokens"]) == 2
+    assert np.sum(made[ExpertTransitions].data["text"][0]["tokens"]) == 2
     # A report on images alone has nothing to say about words.
     masks = {"text": np.zeros((1, 3), bool)}
     made = contents(about, batch(routing, words=[["", "", ""]], masks=masks))
-    assert made[Trajectories].data == {}
-    assert made[Favourites].data == {}
+    assert made[ExpertTransitions].data == {}
+    assert made[TopTokens].data == {}
 
 
 def test_best_patches_are_of_different_images():
@@ -394,7 +373,7 @@ def test_best_patches_are_of_different_images():
     weights[1, 1, 0] = 0.4
     weights[2, 2, 1] = 0.1
     patches.update(weights, images)
-    assert patches.experts.numbers.tolist() == [0]
+    assert patches.experts.tolist() == [0]
     np.testing.assert_allclose(patches.weights, [[0.6, 0.4]])
     assert patches.examples.tolist() == [[0, 1]]
     np.testing.assert_array_equal(

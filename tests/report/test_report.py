@@ -11,24 +11,24 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import analysis, layers, models
-from keras_moe.analysis.report import report as report_module_function
-from keras_moe.analysis.report.collection import Collection
-from keras_moe.analysis.report.counts import LayerCounts
-from keras_moe.analysis.report.health import health_verdicts
-from keras_moe.analysis.report.section import (
-    Batch,
-    Block,
-    Content,
+from keras_moe import layers, models
+from keras_moe.analysis import mask_experts, prune_experts
+from keras_moe.ops import Routing
+from keras_moe.report import (
+    Finding,
     Options,
     Section,
+    SectionContent,
     Table,
-    Verdict,
+    write_report,
+    writing,
 )
-from keras_moe.analysis.report.sections.confidence import Confidence
-from keras_moe.analysis.report.sections.entropies import EntropySums
-from keras_moe.analysis.report.subject import make_subject
-from keras_moe.ops import Routing
+from keras_moe.report.data import RoutedData
+from keras_moe.report.model import reported_model
+from keras_moe.report.sections.layers import Confidence, EntropySums
+from keras_moe.report.sections.loads import LayerCounts, demand, health_findings
+from keras_moe.routers.pruned import METHODS
+from tests.report_records import batch, block, reported
 from tests.small_models import SMALL, images, small_classifier, small_pairs_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def pairs_model():
 
 
 def batches_of(model, data, **kwargs):
-    collection = Collection(make_subject(model), **kwargs)
+    collection = RoutedData(reported_model(model), **kwargs)
     return list(collection.batches(data))
 
 
@@ -182,7 +182,7 @@ def test_captions_need_a_tokenizer_and_experts_are_needed(pairs_model):
     sizes = {k: x for k, x in SMALL.items() if k not in ("moe_layers", "num_experts")}
     dense = models.from_preset("vit_s32", **sizes)
     with pytest.raises(ValueError, match="Expected a model with experts"):
-        analysis.report(dense, images(1, 16, 8, 3))
+        write_report(dense, images(1, 16, 8, 3))
 
 
 def one_batch(dispatched, affinity=None, mask=None):
@@ -190,19 +190,13 @@ def one_batch(dispatched, affinity=None, mask=None):
     served = np.asarray(dispatched, "float64")[None]
     affinity = served if affinity is None else np.asarray(affinity)[None]
     mask = np.ones(served.shape[:2], bool) if mask is None else np.array([mask])
-    record = Routing(affinity, affinity, affinity, affinity, served, served * 0.5)
-    return Batch(0, None, None, None, {"image": mask}, None, {"b": record}, None)
-
-
-def block_of(num_experts, kind="token_choice", selected=1, capacity=None):
-    return Block(
-        "b", "b", "image", kind, ("ffn",) * num_experts, selected, capacity, None
-    )
+    records = Routing(*[affinity] * 4, served, served * 0.5)
+    return batch({"b": records}, masks={"image": mask})
 
 
 @pytest.mark.backend_free
 def test_counts_by_hand():
-    counts = LayerCounts(block_of(3, capacity=1.0))
+    counts = LayerCounts(block("b"))
     affinity = [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]
     served = [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
     # The last token is padding.
@@ -219,9 +213,8 @@ def test_counts_by_hand():
 
 
 @pytest.mark.backend_free
-def test_confidence_by_hand(model):
-    subject = make_subject(model)._replace(blocks={"b": block_of(2)})
-    section = Confidence(subject, Options())
+def test_confidence_by_hand():
+    section = Confidence(reported(block("b", 2)), Options())
     gates = [[0.9, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]
     # The last token is padding.
     section.update(one_batch(gates, gates, [True, True, True, True, False]))
@@ -233,7 +226,7 @@ def test_confidence_by_hand(model):
 
 @pytest.mark.backend_free
 def test_entropies_by_hand():
-    sums = EntropySums(block_of(2))
+    sums = EntropySums(2)
     gates = np.array([[0.5, 0.5], [1.0, 0.0]])
     # The second token was dropped.
     sums.add(gates, np.array([[1.0, 0.0], [0.0, 0.0]]), np.array([[1, 0], [0, 0]]))
@@ -269,31 +262,31 @@ def test_entropies_by_hand():
             [5, 5, 5, 5],
             [10, 5, 5, 5],
             5,
-            [("problem", "20.0% of the tokens' choices are dropped")],
+            [("problem", "drops 20.0% of the tokens' choices")],
         ),
         ("expert_choice", [5, 5, 5, 5], None, 5, [("notice", "takes 25.0%")]),
         ("soft", [0, 5, 5, 5], None, 0, [("notice", "1 of 4 experts gets no weight")]),
         ("token_choice", [0, 0, 0, 0], None, 20, [("problem", "no expert serves")]),
     ],
 )
-def test_verdicts_by_hand(kind, served, demand, unserved, expected):
-    counts = LayerCounts(block_of(4, kind))
+def test_findings_by_hand(kind, served, demand, unserved, expected):
+    counts = LayerCounts(block("b", 4, kind=kind, capacity_factor=None))
     counts.tokens, counts.unserved = 20, unserved
     counts.served[:] = counts.mass[:] = served
     counts.demand[:] = served if demand is None else demand
-    verdicts = health_verdicts([counts])
-    assert [x.level for x in verdicts] == [level for level, _ in expected]
-    for verdict, (_, text) in zip(verdicts, expected):
-        assert text in verdict.text
+    findings = health_findings([counts])
+    assert [x.level for x in findings] == [level for level, _ in expected]
+    for finding, (_, text) in zip(findings, expected):
+        assert text in finding.text
 
 
 @pytest.mark.backend_free
 def test_records_of_a_shared_layer_are_judged_together(pairs_model):
-    subject = make_subject(pairs_model)
-    assert list(subject.by_layer()) == ["block_1"]
-    assert list(subject.by_layer()["block_1"]) == ["image", "text"]
-    assert subject.modalities == ("image", "text")
-    assert subject.grid == (2, 2)
+    about = reported_model(pairs_model)
+    assert list(about.by_layer()) == ["block_1"]
+    assert list(about.by_layer()["block_1"]) == ["image", "text"]
+    assert about.modalities == ("image", "text")
+    assert about.grid == (2, 2)
 
 
 @pytest.mark.backend_free
@@ -301,7 +294,7 @@ def test_the_files_of_a_report(model, tmp_path):
     folder = tmp_path / "report"
     data = images(5, 16, 8, 3), np.arange(5) % 3
     names = [HOSTILE, "b", "c"]
-    written = analysis.report(
+    written = write_report(
         model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0
     )
     page = written.page.read_text(encoding="utf-8")
@@ -321,14 +314,14 @@ def test_the_files_of_a_report(model, tmp_path):
         assert content.startswith(b"\x89PNG")
         # Over three inches of 160 dots.
         assert int.from_bytes(content[16:20], "big") > 480
-    assert [x["text"] for x in values["verdicts"]] == [x.text for x in written.verdicts]
+    assert [x["text"] for x in values["findings"]] == [x.text for x in written.findings]
 
 
 @pytest.mark.backend_free
 def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
     folder = tmp_path / "report"
     pixels = images(1, 16, 8, 3)
-    written = analysis.report(model, pixels, folder, name="first", verbose=0)
+    written = write_report(model, pixels, folder, name="first", verbose=0)
     (folder / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -336,12 +329,11 @@ def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "report.json")
 
     with monkeypatch.context() as patch:
-        module = report_module_function.__globals__
-        patch.setitem(module, "write_json", full)
+        patch.setattr(writing, "write_json", full)
         with pytest.raises(OSError, match="No space"):
-            analysis.report(model, pixels, folder, name="second", verbose=0)
+            write_report(model, pixels, folder, name="second", verbose=0)
     assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
-    analysis.report(model, pixels, folder, name="second", verbose=0)
+    write_report(model, pixels, folder, name="second", verbose=0)
     assert "second" in written.page.read_text(encoding="utf-8")
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -353,7 +345,7 @@ def test_examples_that_do_not_occur_are_refused(model, tmp_path):
     def refused(data, number, **kwargs):
         options = Options(examples=(number,))
         with pytest.raises(ValueError, match="numbers of examples from 0 to"):
-            analysis.report(
+            write_report(
                 model, data, tmp_path / "r", options=options, verbose=0, **kwargs
             )
         assert not (tmp_path / "r").exists()
@@ -372,7 +364,7 @@ def test_examples_that_do_not_occur_are_refused(model, tmp_path):
 def test_a_folder_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(ValueError, match="an empty one or an older report"):
-        analysis.report(model, images(1, 16, 8, 3), tmp_path, verbose=0)
+        write_report(model, images(1, 16, 8, 3), tmp_path, verbose=0)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
 
@@ -382,8 +374,8 @@ class Classes(Section):
     title, anchor = "Examples by class", "classes"
     intro = "How many examples of each class there are."
 
-    def __init__(self, subject, options):
-        super().__init__(subject, options)
+    def __init__(self, model, options):
+        super().__init__(model, options)
         self.counts = {}
 
     def update(self, batch):
@@ -391,8 +383,9 @@ class Classes(Section):
             self.counts[label] = self.counts.get(label, 0) + 1
 
     def finish(self):
-        rows = [[self.subject.class_name(k), n] for k, n in sorted(self.counts.items())]
-        return Content([Table(["class", "examples"], rows, "Classes")], self.counts)
+        rows = [[self.model.class_name(k), n] for k, n in sorted(self.counts.items())]
+        table = Table(["class", "examples"], rows, "Classes")
+        return SectionContent([table], self.counts)
 
 
 class Judged(Section):
@@ -400,21 +393,18 @@ class Judged(Section):
 
     title, anchor, intro = "Judged", "judged", "Findings."
 
-    def update(self, batch):
-        pass
-
     def finish(self):
-        levels = ("good", "notice", "problem")
-        return Content([], {}, [Verdict(level, f"It is {level}.") for level in levels])
+        findings = [Finding(x, f"It is {x}.") for x in ("good", "notice", "problem")]
+        return SectionContent([], {}, findings)
 
 
 @pytest.mark.backend_free
 def test_a_section_of_ones_own(model, tmp_path):
     data = images(3, 16, 8, 3), np.array([0, 2, 2])
-    written = analysis.report(
+    written = write_report(
         model, data, tmp_path / "report", sections=[Classes, Judged], verbose=0
     )
-    assert [x.level for x in written.verdicts] == ["problem", "notice", "good"]
+    assert [x.level for x in written.findings] == ["problem", "notice", "good"]
     values = json.loads(written.data.read_text(encoding="utf-8"))
     assert values["sections"] == {
         "classes": {"0": 1, "2": 2},
@@ -427,4 +417,49 @@ def test_a_section_of_ones_own(model, tmp_path):
     code = inspect.getsource(Classes)
     assert code[code.index("    title,") :].strip() in guide
     with pytest.raises(ValueError, match="different anchors"):
-        analysis.report(model, data, tmp_path / "b", sections=[Classes, Classes])
+        write_report(model, data, tmp_path / "b", sections=[Classes, Classes])
+
+
+def pruned(model, method, removed):
+    change = prune_experts if removed else mask_experts
+    return change(model, {"block_1": [1, 3]}, method)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
+    about = reported_model(smaller := pruned(model, method, removed))
+    (layer,) = about.blocks.values()
+    # A smaller router numbers its experts anew.
+    is_new = removed and method == "router_drop"
+    types = ("ffn", "ffn") if is_new else ("pruned", "ffn", "pruned", "ffn")
+    assert layer.expert_types == types
+    written = write_report(
+        smaller, (images(5, 16, 8, 3), np.arange(5) % 3), tmp_path / "r", verbose=0
+    )
+    sections = json.loads(written.data.read_text())["sections"]
+    load = sections["loads"]["block_1"]
+    assert (
+        np.flatnonzero(load["served"]).tolist()
+        == np.flatnonzero(layer.is_present).tolist()
+    )
+    assert load["entropy"] == pytest.approx(
+        -sum(p * np.log2(p) for p in load["shares"] if p), abs=1e-6
+    )
+    # Nobody wonders that pruned experts are idle, or takes them away again.
+    assert not any("no token" in finding.text for finding in written.findings)
+    page = written.page.read_text(encoding="utf-8")
+    assert ("4 (2 pruned)" in page) == (not is_new)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("method", METHODS)
+def test_choices_of_pruned_experts(method):
+    layer = block("b", ("ffn", "pruned", "ffn"), pruning=method)
+    affinity = np.array([[[0.3, 0.6, 0.1], [0.7, 0.2, 0.1]]])
+    served = np.array([[[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    records = Routing(*[affinity] * 4, served, served)
+    chosen = demand(layer, records, np.ones((1, 2), bool))
+    moved = [0.0, 0.0, 0.0] if method == "router_pred_skip" else [1.0, 0.0, 0.0]
+    assert chosen.tolist() == [moved, [1.0, 0.0, 0.0]]
