@@ -42,7 +42,7 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import is_of_split, matching_files
-from keras_moe.data.json_schema import (
+from keras_moe.data._json_schema import (
     DictOf,
     Either,
     Integer,

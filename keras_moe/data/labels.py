@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data.json_schema import DictOf, ListOf, Record, Text, read_json
+from keras_moe.data._json_schema import DictOf, ListOf, Record, Text, read_json
 from keras_moe.files import write_json
 
 PARENTS = DictOf(ListOf(Text()))

@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_moe.checks import check_integer, check_path
 from keras_moe.data._captions import checked_captions, encoded
+from keras_moe.data._json_schema import read_json
 from keras_moe.data._tfrecord import (
     CAPTION_FILE,
     CAPTIONS,
@@ -22,7 +23,6 @@ from keras_moe.data._tfrecord import (
     SIDECAR,
     TOKENS,
 )
-from keras_moe.data.json_schema import read_json
 from keras_moe.data.labels import LabelHierarchy
 from keras_moe.files import new_file, write_failed, write_json
 
