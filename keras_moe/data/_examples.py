@@ -314,7 +314,7 @@ def record_offsets(path: Path) -> list[int]:
             if at > size:
                 raise ValueError(
                     f"Expected whole records; received: {path}, whose record "
-                    f"{len(offsets) - 1} goes on after the end of the file"
+                    f"{len(offsets) - 1} continues after the end of the file"
                 )
             file.seek(at)
     return offsets

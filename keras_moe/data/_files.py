@@ -121,7 +121,7 @@ def kept_arrays(
     """Arrays of one length from a file, or made and then kept there.
 
     Processes that start together wait for the one that makes them. Where the file
-    cannot be written, a warning says so, and the arrays are not kept.
+    cannot be written there is a warning, and the arrays are not kept.
 
     Args:
         path: path of the file.

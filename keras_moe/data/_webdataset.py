@@ -139,7 +139,7 @@ def _read_index(
     with path.open("rb") as file:
         try:
             for member in _plain_members(path, file, size):
-                last = f" behind {member.name}"
+                last = f" after {member.name}"
                 key, suffix = _key_of(member.name)
                 places = members.setdefault(key, {}).setdefault(suffix, [])
                 places.append(_Member(member.offset_data, member.size))
@@ -167,13 +167,13 @@ def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]
             archive.members = []
             if not member.isdir():
                 yield member
-    # The end of an archive is 1,024 zeros or more, and nothing is behind it.
+    # The end of an archive is 1,024 zeros or more, and nothing follows it.
     file.seek(at)
     if file.read(512) != bytes(512):
         raise tarfile.ReadError("no end of the archive")
     while chunk := file.read(1 << 20):
         if chunk.count(0) != len(chunk):
-            raise tarfile.ReadError("content behind its end")
+            raise tarfile.ReadError("content after its end")
 
 
 def _read_header(read: Callable[[], Any]) -> Any:

@@ -135,7 +135,7 @@ def excluded_examples(
         unreadable: treatment of images that cannot be read; see `LoadOptions`.
 
     Returns:
-        Sorted indices, int64, which `exclude` takes in the place of both arguments.
+        Sorted indices, int64, to pass as `exclude` instead of both arguments.
 
     Example:
 

@@ -486,7 +486,7 @@ def test_a_state_of_its_own_is_warned_of():
         return images + tf.random.uniform(tf.shape(images))
 
     endless(augment=noise)
-    with pytest.warns(UserWarning, match="random state of their own"):
+    with pytest.warns(UserWarning, match="their own random state"):
         endless(3, augment=noise)
 
 
