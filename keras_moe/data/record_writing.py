@@ -40,7 +40,8 @@ def write_tfrecords(
 ) -> None:
     """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
 
-    Older files are replaced when all new ones are written, and stay if that fails. Splits are written one by one, with the same classes.
+    Older files are replaced when all new ones are written, and stay if that fails.
+    Splits are written one by one, with the same classes.
 
     Args:
         folder: path of the folder, which need not exist.
@@ -133,7 +134,8 @@ def write_pair_tfrecords(
 ) -> None:
     """Writes images and captions as TFRecord files, which `"tfrecord:FOLDER"` reads.
 
-    Older files are replaced when all new ones are written, and stay if that fails. Splits are written one by one.
+    Older files are replaced when all new ones are written, and stay if that fails.
+    Splits are written one by one.
 
     Args:
         folder: path of the folder, which need not exist.
