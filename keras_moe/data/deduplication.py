@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import open_source
 
 # The side of the image that the perceptual hash reads, and its number of frequencies.
@@ -68,16 +67,8 @@ def image_hashes(
         )
         return exact, *_perceptual(tf, tf.cast(pixels, "float32"))
 
-    dataset = examples.all_items()
-    dataset = dataset.map(hashed, num_parallel_calls=tf.data.AUTOTUNE)
-    parts, done = [], 0
-    with reading_errors():
-        for part in dataset.batch(256).prefetch(1).as_numpy_iterator():
-            parts.append(part)
-            done += len(part[0])
-            if progress is not None:
-                progress(done, examples.count)
-    exact, bits, deviation = (np.concatenate(columns) for columns in zip(*parts))
+    parts = zip(*examples.scan(hashed, progress))
+    exact, bits, deviation = (np.concatenate(columns) for columns in parts)
     perceptual = np.packbits(bits, axis=1).view(">u8")[:, 0].astype("uint64")
     return ImageHashes(exact, perceptual, deviation >= _LEAST_DEVIATION)
 

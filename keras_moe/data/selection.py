@@ -13,7 +13,7 @@ from keras_moe.checks import check_one_of
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
 from keras_moe.data._json_schema import Integer, ListOf, Record, Text, read_json
-from keras_moe.data.reading import attempt, reading_errors
+from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 from keras_moe.files import write_json
 
@@ -271,15 +271,9 @@ def _unreadable(
         is_good = attempt(readable, item, lambda *_: tf.constant(False))
         return position, examples.place(item), is_good
 
-    dataset = examples.all_items()
-    dataset = dataset.map(checked, num_parallel_calls=tf.data.AUTOTUNE)
-    bad, done = [], 0
-    with reading_errors():
-        for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
-            bad += [(index, place) for index, place, good in zip(*columns) if not good]
-            done += len(columns[0])
-            if progress is not None:
-                progress(done, examples.count)
+    bad = []
+    for columns in examples.scan(checked, progress):
+        bad += [(index, place) for index, place, good in zip(*columns) if not good]
     return bad
 
 
