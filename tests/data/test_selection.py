@@ -74,7 +74,7 @@ def test_distances_are_counted_in_bits(monkeypatch):
     expected = {0: [0, 4], 1: [0, 1, 3, 4], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4, 5]}
     # In blocks of several images, and of one.
     for block in (1 << 22, 1):
-        monkeypatch.setattr("keras_moe.data.deduplication._BLOCK", block)
+        monkeypatch.setattr("keras_moe.data.selection._BLOCK", block)
         for distance, indices in expected.items():
             steps = []
             actual = find_duplicates(
