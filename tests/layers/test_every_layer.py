@@ -27,6 +27,7 @@ from keras_moe.layers import (
     TokenPooling,
     ZeroComputationExperts,
 )
+from keras_moe.ops import ExpertTypes
 from keras_moe.routers import (
     ExpertChoiceRouter,
     PathwayAwareRouter,
@@ -166,9 +167,6 @@ def moe_plus_plus(**kwargs):
         ),
         group_size=N,
         auxiliary_losses={"heterogeneous_balance": 0.1},
-        zero_experts=1,
-        copy_experts=1,
-        constant_experts=2,
         **kwargs,
     )
 
@@ -345,17 +343,9 @@ def test_every_public_layer_is_checked():
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), group_size=0), "group_size"),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), dispatcher="x"), "'x'"),
         (lambda: MoE("softmax", Experts(2, 8)), "router='softmax'"),
-        (lambda: MoE("soft", Experts(2, 8), zero_experts=1), "router='soft'"),
-        (
-            lambda: MoE("softmax_token_choice", Experts(2, 8), copy_experts=-1),
-            "copy_experts=-1",
-        ),
-        (
-            lambda: MoE(
-                PathwayAwareRouter(3, zero_experts=1), Experts(2, 8), copy_experts=1
-            ),
-            "copy_experts=1",
-        ),
+        (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
+        (lambda: PathwayAwareRouter(3, copy_experts=-1), "copy_experts=-1"),
+        (lambda: MoE({"name": "soft", "slots": 1}, Experts(2, 8)), "slots=1"),
         (
             lambda: MoE(PathwayAwareRouter(3, zero_experts=1), Experts(3, 8)),
             "2 FFN experts",
