@@ -9,14 +9,13 @@ from keras_moe import models
 from keras_moe.cli import comparison
 from keras_moe.models.preset_folder import is_preset
 from tests import golden
-from tests.models.conversion.test_conversion import (
+from tests.published import (
+    CHECKPOINTS,
     hub_clip,
+    hub_randomized,
     hub_vit,
-    randomized,
     timm_folder,
 )
-
-CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 
 pytestmark = pytest.mark.backend_free
 
@@ -44,7 +43,7 @@ def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
 
 
 def test_keras_hubs_own_model_is_compared(tmp_path, convert):
-    randomized(hub_vit()).save_to_preset(tmp_path / "hub")
+    hub_randomized(hub_vit()).save_to_preset(tmp_path / "hub")
     status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
     assert status == 0, stderr
     assert "equal the source's own model" in stdout
@@ -82,7 +81,7 @@ def test_a_failure_leaves_nothing(tmp_path, convert):
 def test_the_source_is_never_replaced(tmp_path, convert):
     folder = tmp_path / "timm"
     timm_folder(folder, "vit_token")
-    randomized(hub_vit()).save_to_preset(tmp_path / "hub")
+    hub_randomized(hub_vit()).save_to_preset(tmp_path / "hub")
     (tmp_path / "link").symlink_to(tmp_path / "hub")
     for source, out in (
         (folder, folder),
@@ -304,7 +303,7 @@ def test_timms_own_model_is_compared(tmp_path, convert, case):
 
 def test_a_task_is_compared_with_the_task(tmp_path, convert):
     hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3)
-    randomized(hub).save_to_preset(tmp_path / "hub")
+    hub_randomized(hub).save_to_preset(tmp_path / "hub")
     status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
     assert status == 0, stderr
     assert "equal the source's own model" in stdout
@@ -317,7 +316,7 @@ def test_a_task_is_compared_with_the_task(tmp_path, convert):
 
 
 def test_pairs_and_their_towers(tmp_path, convert):
-    randomized(hub_clip()).save_to_preset(tmp_path / "hub")
+    hub_randomized(hub_clip()).save_to_preset(tmp_path / "hub")
     for arguments, name in (
         ((), "CLIPBackbone"),
         (("--tower", "text"), "TextBackbone"),

@@ -12,7 +12,7 @@ from keras_moe.evaluation import (
     read_templates,
     zero_shot,
 )
-from tests.models.conversion.clip_models import import_open_clip
+from tests.published import import_open_clip
 
 pytestmark = pytest.mark.backend_free
 

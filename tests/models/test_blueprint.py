@@ -8,7 +8,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
 from tests import golden
-from tests.models.conversion.test_conversion import hub_vit
+from tests.published import hub_vit
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 

@@ -8,11 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from keras_moe import models
+from tests import published
 from tests.disk import files_up_to
-from tests.models.conversion import clip_models
-from tests.models.conversion.clip_models import IDS, PADDING
-from tests.models.conversion.test_clip_pairs import check, pixels
-from tests.models.conversion.test_conversion import MEAN, STD
+from tests.published import IDS, MEAN, PADDING, STD, check_pair, pixels
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -40,7 +38,7 @@ def check_equal(source, target):
 @pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_pairs_of_transformers(tmp_path, kind):
-    reference = getattr(clip_models, f"transformers_{kind}")()
+    reference = getattr(published, f"transformers_{kind}")()
     half_precision_patches(reference).save_pretrained(tmp_path / "source")
     backbone = models.from_preset(str(tmp_path / "source"))
     models.export_weights(backbone, "transformers", tmp_path / "exported")
@@ -63,7 +61,7 @@ def test_pairs_of_transformers(tmp_path, kind):
         arguments["attention_mask"] = torch.tensor(PADDING)
     with torch.no_grad():
         expected = loaded.eval()(**arguments)
-    check(
+    check_pair(
         backbone,
         expected.image_embeds,
         expected.text_embeds,
@@ -84,7 +82,7 @@ def test_pairs_of_transformers(tmp_path, kind):
     ],
 )
 def test_towers_of_transformers(tmp_path, name, cls):
-    reference = getattr(clip_models, f"transformers_{name}")(cls)
+    reference = getattr(published, f"transformers_{name}")(cls)
     half_precision_patches(reference).save_pretrained(tmp_path / "source")
     model = models.from_preset(str(tmp_path / "source"))
     models.export_weights(model, "transformers", tmp_path / "exported")
@@ -120,9 +118,9 @@ def test_towers_of_transformers(tmp_path, name, cls):
     ],
 )
 def test_pairs_of_open_clip(tmp_path, text, model):
-    config = clip_models.open_clip_config(text, **model)
-    reference = half_precision_patches(clip_models.open_clip_model(config))
-    source = clip_models.save_open_clip(reference, config, tmp_path / "source")
+    config = published.open_clip_config(text, **model)
+    reference = half_precision_patches(published.open_clip_model(config))
+    source = published.save_open_clip(reference, config, tmp_path / "source")
     backbone = models.from_preset(source)
     models.export_weights(backbone, "open_clip", tmp_path / "exported")
     file = "open_clip_model.safetensors"
@@ -130,7 +128,7 @@ def test_pairs_of_open_clip(tmp_path, text, model):
     content = (tmp_path / "exported/open_clip_config.json").read_text()
     content = json.loads(content)
     assert content["preprocess_cfg"]["std"] == STD.tolist()
-    loaded = clip_models.open_clip_model(content["model_cfg"])
+    loaded = published.open_clip_model(content["model_cfg"])
     state = {
         k: torch.tensor(v) for k, v in load_file(tmp_path / "exported" / file).items()
     }
@@ -261,7 +259,7 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
             attention_mask=torch.tensor(PADDING),
             pixel_values=pixels(),
         )
-    check(
+    check_pair(
         backbone,
         expected.image_embeds,
         expected.text_embeds,
@@ -273,7 +271,7 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
 def test_a_contrastive_model_keeps_the_preparation_of_its_images(tmp_path):
     preprocessor = {"resample": 2, "size": {"shortest_edge": 10}, "crop_size": 8}
     preprocessor.update(image_mean=MEAN.tolist(), image_std=STD.tolist())
-    clip_models.transformers_clip().save_pretrained(tmp_path / "source")
+    published.transformers_clip().save_pretrained(tmp_path / "source")
     path = "preprocessor_config.json"
     (tmp_path / "source" / path).write_text(json.dumps(preprocessor))
     model = models.ContrastiveModel.from_preset(str(tmp_path / "source"))

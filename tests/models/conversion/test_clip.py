@@ -1,0 +1,501 @@
+"""CLIPs and SigLIPs of transformers and OpenCLIP have the same outputs here."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests import golden, published
+from tests.published import (
+    HALF,
+    IDS,
+    MEAN,
+    PADDING,
+    STD,
+    check_pair,
+    open_clip_config,
+    open_clip_folder,
+    pixels,
+    predict,
+    refused,
+    save_open_clip,
+    state_of,
+    transformers_clip,
+    transformers_siglip,
+    write_folder,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+KEPT = PADDING.astype(bool)
+IMAGES = published.PAIR_IMAGES
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def texts_of(backbone, ids=IDS):
+    received = backbone({"token_ids": ids, "padding_mask": PADDING})
+    return {k: keras.ops.convert_to_numpy(x) for k, x in received.items()}
+
+
+# Pairs
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_pairs_of_transformers(tmp_path, kind):
+    reference = getattr(published, f"transformers_{kind}")()
+    normalized = pixels(MEAN, STD) if kind == "clip" else pixels()
+    arguments = {"input_ids": torch.tensor(IDS), "pixel_values": normalized}
+    if kind == "clip":
+        arguments["attention_mask"] = torch.tensor(PADDING)
+    with torch.no_grad():
+        expected = reference(**arguments)
+    backbone, report = models.convert(saved(reference, tmp_path))
+    assert type(backbone).__name__ == "CLIPBackbone"
+    assert report.ignored == {}
+    check_pair(
+        backbone,
+        expected.image_embeds,
+        expected.text_embeds,
+        expected.logits_per_image,
+    )
+    assert "logit_bias" in backbone.logit_scale.parameters() or kind == "clip"
+
+
+SCALED = {"ls_init_value": 0.1}
+OPEN_CLIPS = [
+    ({}, {}, {"quick_gelu": True}),
+    (SCALED, SCALED, {}),
+    (
+        {
+            "no_causal_mask": True,
+            "proj_bias": True,
+            "pool_type": "last",
+            "norm_kwargs": {"eps": 1e-6},
+            "act_kwargs": {"approximate": "tanh"},
+            "mlp_ratio": 3.0,
+        },
+        {},
+        {"custom_text": True, "init_logit_bias": -10.0},
+    ),
+    ({"pool_type": "eos", "eos_id": 9}, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("text", "image", "model"), OPEN_CLIPS)
+def test_pairs_of_open_clip(tmp_path, text, image, model):
+    config = open_clip_config(text, image, **model)
+    reference = published.open_clip_model(config)
+    ids = np.where(IDS == 19, 9, IDS) if "eos_id" in text else IDS
+    normalized, token_ids = pixels(MEAN, STD), torch.tensor(ids)
+    with torch.no_grad():
+        images = reference.encode_image(normalized)
+        texts = reference.encode_text(token_ids)
+        logits = reference.get_logits(normalized, token_ids)[0]
+    folder = save_open_clip(reference, config, tmp_path)
+    check_pair(models.from_preset(folder), images, texts, logits, ids)
+    text = models.TextBackbone.from_preset(folder)
+    np.testing.assert_allclose(texts_of(text, ids)["pooled"], texts, **TOLERANCE)
+
+
+@pytest.mark.backend_free
+def test_overrides_and_another_image_size(tmp_path):
+    folder = saved(transformers_clip(), tmp_path)
+    backbone, report = models.convert(folder, image_shape=(16, 16, 3), seed=3)
+    assert backbone.image_shape == (16, 16, 3)
+    (positions,) = [
+        x for x in report.weights if x.weight == "image/position_embedding/embedding"
+    ]
+    assert "resized from (2, 2) to (4, 4)" in positions.how
+    other = models.convert(folder, text={"dropout_rate": 0.1})[0]
+    assert other.get_config()["text"]["dropout_rate"] == 0.1
+
+
+# One tower
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", ["open_clip", "file", "transformers"])
+def test_image_towers_of_clip(tmp_path, kind):
+    overrides = {}
+    if kind == "transformers":
+        reference = transformers_clip()
+        source = saved(reference, tmp_path)
+        with torch.no_grad():
+            outputs = reference.get_image_features(pixels(MEAN, STD))
+        expected = getattr(outputs, "pooler_output", outputs)
+    else:
+        config = open_clip_config(quick_gelu=True)
+        reference = published.open_clip_model(config)
+        cfg = {"mean": MEAN.tolist(), "std": STD.tolist()}
+        source = save_open_clip(reference, config, tmp_path, **cfg)
+        with torch.no_grad():
+            expected = reference.encode_image(pixels(MEAN, STD))
+    if kind == "file":
+        (tmp_path / "open_clip_config.json").unlink()
+        source = f"{source}/open_clip_model.safetensors"
+        overrides = {"activation": "quick_gelu", "num_heads": 2}
+    model, report = models.convert(source, tower="image", **overrides)
+    np.testing.assert_allclose(predict(model, IMAGES), expected, **TOLERANCE)
+    assert model.backbone.get_config()["activation"] == "quick_gelu"
+    assert "of the text tower" in report.ignored.values()
+    assert "normalisation" in report.notes[0]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preprocessor", "seen"),
+    [
+        ({"do_normalize": True, "do_rescale": True}, lambda p: (p - MEAN) / STD),
+        ({"do_normalize": False, "image_mean": HALF}, lambda p: p),
+        ({"rescale_factor": 2 / 255}, lambda p: (2 * p - MEAN) / STD),
+        (
+            {"do_rescale": False, "image_mean": [100.0] * 3, "image_std": [50.0] * 3},
+            lambda p: (255 * p - 100) / 50,
+        ),
+        ({"do_rescale": False, "do_normalize": False}, lambda p: 255 * p),
+    ],
+)
+def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen):
+    reference = transformers_clip("CLIPVisionModelWithProjection")
+    source = saved(reference, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    normalized = seen((IMAGES + 1) / 2).transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        expected = reference(torch.tensor(normalized, dtype=torch.float32))
+    actual = predict(models.convert(source)[0], IMAGES)
+    np.testing.assert_allclose(actual, expected.image_embeds, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "end", "activation"),
+    [
+        ("CLIPTextModelWithProjection", 19, "quick_gelu"),
+        ("CLIPTextModel", 2, "gelu"),
+    ],
+)
+def test_texts_of_transformers_clip(tmp_path, cls, end, activation):
+    reference = transformers_clip(cls, end, activation)
+    with torch.no_grad():
+        expected = reference(
+            input_ids=torch.tensor(IDS), attention_mask=torch.tensor(PADDING)
+        )
+    backbone = models.from_preset(saved(reference, tmp_path))
+    received = texts_of(backbone)
+    np.testing.assert_allclose(
+        received["tokens"][KEPT], expected.last_hidden_state.numpy()[KEPT], **TOLERANCE
+    )
+    pooled = expected.get("text_embeds", expected.get("pooler_output"))
+    np.testing.assert_allclose(received["pooled"], pooled.numpy(), **TOLERANCE)
+    config = backbone.get_config()
+    assert config["end_of_text_id"] == (None if end == 2 else end)
+    assert config["activation"] == activation
+
+
+def test_texts_of_transformers_siglip(tmp_path):
+    reference = transformers_siglip("SiglipTextModel")
+    with torch.no_grad():
+        expected = reference(input_ids=torch.tensor(IDS))
+    backbone, report = models.convert(saved(reference, tmp_path))
+    received = texts_of(backbone)
+    for name, theirs in (("tokens", "last_hidden_state"), ("pooled", "pooler_output")):
+        np.testing.assert_allclose(
+            received[name], expected[theirs].numpy(), **TOLERANCE
+        )
+    assert report.scheme == "SigLIP (transformers)"
+    assert not report.ignored
+
+
+@pytest.mark.backend_free
+def test_texts_of_open_clip_without_projection(tmp_path):
+    text = {"pool_type": "first", "proj_type": "none"}
+    config = open_clip_config(text, custom_text=True)
+    reference = published.open_clip_model(config)
+    with torch.no_grad():
+        expected = reference.encode_text(torch.tensor(IDS))
+    folder = save_open_clip(reference, config, tmp_path)
+    backbone = models.TextBackbone.from_preset(folder)
+    np.testing.assert_allclose(texts_of(backbone)["pooled"], expected, **TOLERANCE)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_classes_take_their_towers(tmp_path, kind):
+    reference = getattr(published, f"transformers_{kind}")()
+    folder = saved(reference, tmp_path)
+    with torch.no_grad():
+        expected = reference.get_text_features(input_ids=torch.tensor(IDS))
+    expected = getattr(expected, "pooler_output", expected).numpy()
+    text = models.TextBackbone.from_preset(folder)
+    np.testing.assert_allclose(texts_of(text)["pooled"], expected, **TOLERANCE)
+    assert isinstance(models.ViTBackbone.from_preset(folder), models.ViTBackbone)
+    same, report = models.convert(folder, tower="text")
+    np.testing.assert_array_equal(texts_of(same)["pooled"], texts_of(text)["pooled"])
+    reasons = {"of the image tower", "of the logits of pairs"}
+    assert set(report.ignored.values()) == reasons
+    assert isinstance(models.from_preset(folder, num_classes=3), models.ImageClassifier)
+
+
+@pytest.mark.backend_free
+def test_a_missing_tower_is_reported(tmp_path):
+    reference = transformers_clip()
+    state, config = state_of(reference), reference.config.to_dict()
+    for kept, missing in (("vision_model.", "text"), ("text_model.", "image")):
+        part = {k: v for k, v in state.items() if k.startswith(kept)}
+        folder = write_folder(tmp_path / missing, part, config)
+        model, report = models.convert(folder)
+        assert type(model).__name__ in ("ViTBackbone", "TextBackbone")
+        assert any(f"the {missing} tower is missing" in x for x in report.notes)
+    with pytest.raises(ValueError, match="image tower"):
+        models.ViTBackbone.from_preset(folder)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("case", ["vit_token", "vit_qk_norm_map"])
+def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
+    arrays, info = golden.load(f"12_timm/{case}")
+    tensors = {
+        f"visual.trunk.{name}": value
+        for name, value in published.part(arrays, "state_dict/").items()
+        if not name.startswith("head.")
+    }
+    size, is_map = tensors["visual.trunk.pos_embed"].shape[2], case.endswith("map")
+    text = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
+    config = open_clip_config(text, init_logit_bias=-10.0, custom_text=True)
+    config["embed_dim"] = size if is_map else 5
+    other = state_of(published.open_clip_model(config))
+    tensors.update({k: v for k, v in other.items() if "visual." not in k})
+    expected = arrays["outputs/pre_logits"]
+    if not is_map:
+        projection = np.random.default_rng(0).normal(size=(5, size)).astype("float32")
+        tensors["visual.head.proj.weight"] = projection
+        expected = expected @ projection.T
+    config["vision_cfg"] = {
+        "timm_model_name": "test_vit",
+        "timm_pool": "map" if is_map else "token",
+        "timm_proj": "none" if is_map else "linear",
+    }
+    content = {"model_cfg": config, "preprocess_cfg": {"mean": HALF, "std": HALF}}
+    folder = write_folder(tmp_path, tensors, open_clip_config=content)
+    # No pair has norms of queries and keys in the blocks only.
+    heads = {"num_heads": info["kwargs"]["num_heads"]}
+    overrides = {"tower": "image", **heads} if is_map else {"image": heads}
+    model, report = models.convert(folder, **overrides)
+    if not is_map:
+        assert report.ignored == {}
+        model = model.encoder("image")
+        expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    received = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
+
+
+# The preparation of images
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("content", "interpolation", "center_crop"),
+    [
+        ({}, "bicubic", 1.0),
+        ({"resample": 2, "size": 40, "crop_size": 32}, "bilinear", 0.8),
+        (
+            {
+                "size": {"shortest_edge": 40},
+                "crop_size": {"height": 32, "width": 32},
+                "do_center_crop": True,
+            },
+            "bicubic",
+            0.8,
+        ),
+        ({"size": {"height": 32, "width": 32}}, "bicubic", None),
+        ({"size": 40, "crop_size": 32, "do_center_crop": False}, "bicubic", 1.0),
+    ],
+)
+def test_preprocessors_of_transformers(tmp_path, content, interpolation, center_crop):
+    folder = saved(transformers_clip("CLIPVisionModelWithProjection"), tmp_path)
+    if content:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    actual = models.convert(folder, load_weights=False)[0].preprocessor
+    assert (actual.interpolation, actual.center_crop) == (interpolation, center_crop)
+    assert (actual.mean, actual.std) == ((0.5,), (0.5,))
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(("mode", "center_crop"), [(None, 1.0), ("squash", None)])
+def test_preprocessors_of_open_clip(tmp_path, mode, center_crop):
+    folder = open_clip_folder(tmp_path)
+    path = tmp_path / "open_clip_config.json"
+    cfg = {"interpolation": "bilinear", "resize_mode": mode}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"preprocess_cfg": cfg}))
+    model = models.convert(folder, tower="image", load_weights=False)[0]
+    actual = model.preprocessor
+    assert (actual.interpolation, actual.center_crop) == ("bilinear", center_crop)
+
+
+# Refusals
+
+
+def transformers_folder(folder, **vision):
+    """A CLIP whose config describes its image tower only."""
+    config = {"vision_config": {"num_attention_heads": 2, **vision}}
+    return write_folder(folder, state_of(transformers_clip()), config)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("text", ['{"architecture": "vit_ba', "[1]", "null", "\xff"])
+@pytest.mark.parametrize(
+    "make", [transformers_folder, lambda f: published.timm_folder(f, "vit_token")]
+)
+def test_a_damaged_config(tmp_path, make, text):
+    folder = make(tmp_path)
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    refused(folder, "config.json")
+    refused(f"{folder}/model.safetensors", "config.json", num_heads=2)
+
+
+@pytest.mark.backend_free
+def test_a_damaged_config_of_open_clip(tmp_path):
+    folder = open_clip_folder(tmp_path)
+    (tmp_path / "open_clip_config.json").write_text("{")
+    refused(folder, "open_clip_config.json", "truncated")
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("vision", "word"),
+    [
+        ({"hidden_act": 3}, "vision_config.hidden_act"),
+        ({"num_attention_heads": None}, "vision_config.num_attention_heads"),
+        ({"hidden_size": 16}, "hidden_size=16"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ({"intermediate_size": 8}, "intermediate_size=8"),
+    ],
+)
+def test_configs_of_transformers(tmp_path, vision, word):
+    refused(transformers_folder(tmp_path, **vision), word)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"do_normalize": "false"}, "do_normalize"),
+        ({"do_rescale": 0}, "do_rescale"),
+        ({"rescale_factor": 0}, "rescale_factor"),
+        ({"image_mean": [0.5], "image_std": [0.5]}, "3 channels"),
+        ({"image_std": [0, 1]}, "image_std"),
+    ],
+)
+def test_preprocessors_that_make_no_sense(tmp_path, entry, word):
+    folder = transformers_folder(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entry))
+    refused(folder, word)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pool_type", "avg"),
+        ("global_average_pool", True),
+        ("final_ln_after_pool", True),
+        ("act_kwargs", {"approximate": "tanh"}),
+        ("norm_kwargs", {"eps": 1e-3}),
+        ("attentional_pool", True),
+        ("attentional_pool", "parallel"),
+        ("input_patchnorm", True),
+        ("no_ln_pre", True),
+        ("pos_embed_type", "sin_cos_2d"),
+        ("timm_model_name", "vit_base_patch16_224"),
+        ("of_a_later_version", 3),
+    ],
+)
+def test_other_image_towers_of_open_clip(tmp_path, name, value):
+    folder = open_clip_folder(tmp_path, image={name: value})
+    refused(folder, f"vision_cfg.{name}={value!r}")
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("text_arch", "modern"),
+        ("hf_model_name", "roberta-base"),
+        ("embed_cls", True),
+        ("pool_type", "none"),
+        ("qk_norm", True),
+        ("block_type", "custom"),
+        ("norm_kwargs", {"bias": False}),
+        ("act_kwargs", {"approximate": "erf"}),
+    ],
+)
+def test_other_text_towers_of_open_clip(tmp_path, name, value):
+    folder = open_clip_folder(tmp_path, {name: value})
+    refused(folder, f"text_cfg.{name}={value!r}")
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("text", "image", "words"),
+    [
+        ({"context_length": 7}, {}, ["context_length=7"]),
+        ({"vocab_size": 21}, {}, ["vocab_size=21"]),
+        ({"heads": "two"}, {}, ["heads", "'two'"]),
+        ({}, {"width": 16}, ["width=16", "as open_clip_config.json says"]),
+        ({}, {"layers": 3}, ["layers=3", "as open_clip_config.json says"]),
+        ({}, {"head_width": 5}, ["head_width=5"]),
+        *(
+            ({}, {"head_width": value}, ["head_width", "config.json", repr(value)])
+            for value in (0, True, "64", -4)
+        ),
+    ],
+)
+def test_sizes_of_open_clip(tmp_path, text, image, words):
+    refused(open_clip_folder(tmp_path, text, image), *words)
+
+
+@pytest.mark.backend_free
+def test_defaults_of_open_clip_are_accepted(tmp_path):
+    defaults = {
+        "mlp_ratio": 2.0,
+        "pool_type": "tok",
+        "pos_embed_type": "learnable",
+        "no_ln_pre": False,
+        "act_kwargs": {},
+        "norm_kwargs": None,
+        "output_tokens": False,
+    }
+    folder = open_clip_folder(tmp_path, image=defaults)
+    model, report = models.convert(folder, tower="image")
+    assert report.scheme == "CLIP (OpenCLIP)"
+    assert np.isfinite(predict(model, np.zeros((1, 8, 8, 3)))).all()
+
+
+@pytest.mark.backend_free
+def test_what_a_file_does_not_tell(tmp_path):
+    source = open_clip_folder(tmp_path) + "/open_clip_model.safetensors"
+    (tmp_path / "open_clip_config.json").unlink()
+    refused(source, "activation='quick_gelu'", num_heads=2)
+    refused(source, "num_heads=", activation="gelu")
+
+
+@pytest.mark.backend_free
+def test_an_end_of_text_out_of_the_vocabulary(tmp_path):
+    folder = saved(transformers_clip("CLIPTextModel", 49407), tmp_path)
+    refused(folder, "eos_token_id=49407")
+    backbone = models.from_preset(folder, end_of_text_id=None)
+    assert backbone.get_config()["end_of_text_id"] is None
+
+
+@pytest.mark.backend_free
+def test_a_trunk_of_another_library(tmp_path):
+    tower = write_folder(tmp_path, {"visual.trunk.pos_embed": np.zeros(3)})
+    refused(tower, "visual.trunk")

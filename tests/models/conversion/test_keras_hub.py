@@ -1,0 +1,216 @@
+"""KerasHub's models have the same outputs here, and keep their settings."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests.published import (
+    IDS,
+    hub_classifier,
+    hub_clip,
+    hub_randomized,
+    hub_siglip,
+    hub_vit,
+    predict,
+    random_images,
+)
+
+pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+WIDE, SQUARE = random_images((8, 12, 3)), random_images((8, 8, 3), 3)
+TOKENS = IDS[:, :5] % 10
+TEXTS = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
+
+
+def check_equal(received, expected):
+    received, expected = map(keras.ops.convert_to_numpy, (received, expected))
+    np.testing.assert_allclose(received, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"use_mha_bias": False, "use_mlp_bias": False, "use_patch_bias": False},
+        {"use_class_token": False, "layer_norm_epsilon": 1e-3, "name": "mine"},
+    ],
+)
+def test_features_of_vit(tmp_path, kwargs):
+    hub = hub_randomized(hub_vit(**kwargs))
+    backbone, report = models.convert(hub)
+    assert isinstance(backbone, models.ViTBackbone)
+    assert len(hub.weights) == len({n for w in report.weights for n in w.sources})
+    check_equal(predict(backbone, WIDE), predict(hub, WIDE))
+    if not kwargs:
+        hub.save_to_preset(tmp_path / "hub")
+        again = models.from_preset(str(tmp_path / "hub"))
+        assert isinstance(again, models.ViTBackbone)
+        check_equal(predict(again, WIDE), predict(hub, WIDE))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"pooling": "gap", "intermediate_dim": 5, "activation": "softmax"}],
+)
+def test_logits_of_vit(kwargs):
+    hub = hub_randomized(hub_classifier(**kwargs))
+    check_equal(predict(models.from_preset(hub), WIDE), predict(hub, WIDE))
+
+
+@pytest.mark.parametrize("trained_ids", [True, False])
+def test_image_embeddings_of_clip(trained_ids):
+    clip = hub_randomized(hub_clip())
+    if trained_ids:
+        # Its presets have these; a new model has zeros.
+        clip.vision_encoder.embedding.position_ids.assign(np.arange(5)[None])
+    model, report = models.convert(clip, tower="image")
+    check_equal(predict(model, SQUARE), clip.get_vision_embeddings(SQUARE))
+    assert report.notes == ["the text tower and the logits' scale are left out"]
+    # The encoder alone has no projection.
+    backbone = models.from_preset(clip.vision_encoder)
+    assert isinstance(backbone, models.ViTBackbone)
+    expected = predict(clip.vision_encoder, {"images": SQUARE})
+    check_equal(predict(backbone, SQUARE), expected)
+
+
+@pytest.mark.parametrize("activation", ["gelu_approximate", "gelu"])
+def test_image_embeddings_of_siglip(activation):
+    siglip = hub_randomized(hub_siglip(activation))
+    expected = predict(siglip.vision_encoder, {"images": SQUARE})
+    for source in (siglip, siglip.vision_encoder):
+        model = models.convert(source, tower="image")[0]
+        check_equal(predict(model, SQUARE), expected)
+
+
+def test_texts_of_clip():
+    clip = hub_randomized(hub_clip())
+    backbone, report = models.convert(clip, tower="text")
+    check_equal(backbone(TEXTS)["pooled"], clip.get_text_embeddings(TOKENS))
+    assert any("epsilon" in note for note in report.notes)
+    received = models.from_preset(clip.text_encoder)(TEXTS)["tokens"]
+    check_equal(received, clip.text_encoder({"token_ids": TOKENS}))
+
+
+def test_texts_of_siglip():
+    siglip = hub_randomized(hub_siglip())
+    expected = siglip.text_encoder({"token_ids": TOKENS})
+    for source in (siglip, siglip.text_encoder):
+        backbone = models.TextBackbone.from_preset(source)
+        check_equal(backbone(TEXTS)["pooled"], expected)
+
+
+@pytest.mark.parametrize("make", [hub_clip, hub_siglip])
+def test_pairs(make):
+    hub = hub_randomized(make())
+    backbone = models.from_preset(hub)
+    outputs = backbone({"images": SQUARE, **TEXTS})
+    both = outputs["image_embeddings"], outputs["text_embeddings"]
+    expected = hub({"images": SQUARE, "token_ids": TOKENS})["vision_logits"]
+    check_equal(backbone.logit_scale.logits(*both), expected)
+    for received, theirs in zip(
+        both, (hub.get_vision_embeddings(SQUARE), hub.get_text_embeddings(TOKENS))
+    ):
+        theirs = keras.ops.convert_to_numpy(theirs)
+        check_equal(received, theirs / np.linalg.norm(theirs, axis=1, keepdims=True))
+
+
+def test_a_tower_that_is_not_there():
+    with pytest.raises(ValueError, match="image tower"):
+        models.ViTBackbone.from_preset(hub_clip().text_encoder)
+    with pytest.raises(ValueError, match="text tower"):
+        models.TextBackbone.from_preset(hub_clip().vision_encoder)
+
+
+# Settings
+
+
+def test_dropout_rates_and_dtypes_are_carried_over():
+    hub = hub_vit(dropout_rate=0.1, attention_dropout=0.2, dtype="mixed_bfloat16")
+    task = keras_hub.models.ViTImageClassifier(hub, 3, dropout=0.3)
+    model, report = models.convert(task)
+    config = model.backbone.get_config()
+    assert config["dropout_rate"] == 0.1
+    assert config["attention_dropout"] == 0.2
+    assert model.dropout == 0.3
+    assert model.backbone.dtype_policy.name == "mixed_bfloat16"
+    assert report.arguments["dtype"] == "mixed_bfloat16"
+    again = models.from_preset(task, dtype="float32", dropout_rate=0.0)
+    assert again.backbone.dtype_policy.name == "float32"
+    assert again.backbone.get_config()["dropout_rate"] == 0.0
+
+
+def test_the_head_keeps_its_dtype():
+    backbone = hub_vit(dtype="bfloat16")
+    hub = keras_hub.models.ViTImageClassifier(backbone, 3, head_dtype="float32")
+    model, _ = models.convert(hub)
+    assert model.backbone.dtype_policy.name == "bfloat16"
+    assert model.output_dense.dtype_policy.name == "float32"
+    assert model.get_config()["head_dtype"] == "float32"
+    same = keras_hub.models.ViTImageClassifier(backbone, 3)
+    assert models.convert(same)[0].get_config()["head_dtype"] is None
+
+
+@pytest.mark.parametrize(
+    ("activation", "mine"),
+    [("linear", None), (keras.activations.softmax, "softmax"), ("sigmoid", "sigmoid")],
+)
+def test_activations_of_outputs(activation, mine):
+    hub = hub_classifier(activation=activation)
+    model = models.from_preset(hub)
+    assert model.output_activation == mine
+    check_equal(model(WIDE), hub(WIDE))
+
+
+def test_activations_that_are_unknown():
+    with pytest.raises(ValueError, match=r"'relu' of KerasHub's ViTImageClassifier"):
+        models.convert(hub_classifier(activation="relu"))
+    for make in (hub_siglip, hub_clip):
+        hub = make()
+        hub.vision_encoder.intermediate_activation = "of_no_library"
+        with pytest.raises(ValueError, match=r"'of_no_library' in KerasHub's encoder"):
+            models.convert(hub)
+
+
+def test_a_norm_with_two_epsilons():
+    encoder = keras_hub.models.SigLIPVisionEncoder(
+        4, 8, 1, 2, 16, layer_norm_epsilon=1e-3, image_shape=(8, 8, 3)
+    )
+    with pytest.raises(ValueError, match=r"received: 0\.001"):
+        models.convert(encoder)
+
+
+# The preparation of images
+
+
+def hub_task(**converter):
+    converter = keras_hub.layers.ViTImageConverter(image_size=(8, 12), **converter)
+    preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(converter)
+    return hub_classifier(preprocessor=preprocessor)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_preprocessor(per_channel):
+    scale, offset = 1 / 127.5, -1.0
+    if per_channel:
+        scale, offset = [1 / 51, 1 / 102, 1 / 255], [-2.0, -1.0, 0.0]
+    task = hub_task(scale=scale, offset=offset, crop_to_aspect_ratio=False)
+    model, report = models.convert(task)
+    photo = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype="uint8")
+    expected = np.asarray(task.preprocessor(photo))
+    np.testing.assert_allclose(model.preprocessor(photo), expected, atol=1e-5)
+    assert any("model.preprocessor" in note for note in report.notes)
+    grey = models.convert(task, image_shape=(8, 12, 1))[0].preprocessor
+    assert grey.image_shape == (8, 12, 1)
+
+
+def test_preprocessors_that_are_left_behind():
+    model, report = models.convert(hub_task())
+    assert model.preprocessor is None
+    assert any("preprocessor" in note for note in report.notes)
+    model, report = models.convert(hub_classifier())
+    assert model.preprocessor is None
+    assert not report.notes
+    assert models.from_preset(hub_vit(), num_classes=3).preprocessor is None
+    assert models.from_preset(hub_task(scale=1 / 255)).preprocessor.center_crop == 1.0

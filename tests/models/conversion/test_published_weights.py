@@ -1,0 +1,324 @@
+"""Published weights fill models with other arguments, one tensor at a time."""
+
+import tracemalloc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.layers import resize_patch_kernel
+from keras_moe.models.conversion import PublishedWeights
+from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheckpoint
+from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
+from tests import golden
+from tests.published import (
+    CHECKPOINTS,
+    classic,
+    predict,
+    random_images,
+    refused,
+    timm_folder,
+    values,
+    write_folder,
+    write_vmoe,
+)
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.backend_free
+def test_another_head_and_image_size():
+    source = str(CHECKPOINTS / "vit_classic_prelogits.npz")
+    old = models.from_preset(source, task="backbone")
+    model, report = models.convert(
+        source, num_classes=3, image_shape=(48, 32, 1), dropout=0.1
+    )
+    assert model.output_shape == (None, 3)
+    assert model.representation_dim is None
+    assert report.new == ["predictions/kernel", "predictions/bias"]
+    assert set(report.ignored) == {
+        f"{layer}/{what}"
+        for layer in ("head", "pre_logits")
+        for what in ("kernel", "bias")
+    }
+    kernel, table = "patch_embedding/kernel", "position_embedding/embedding"
+    np.testing.assert_allclose(
+        values(model, kernel)[:, :, 0],
+        values(old, kernel).sum(axis=2),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    assert values(model, table).shape == (1, 1 + 6 * 4, 24)
+    corners = values(model, table)[0, [0, 1, 4, 21, 24]]
+    np.testing.assert_allclose(corners, values(old, table)[0, [0, 1, 4, 13, 16]])
+    how = {weight.weight: weight.how for weight in report.weights}
+    assert how[kernel] == "folded to 1 channels"
+    assert how[table] == "resized from (4, 4) to (6, 4), bilinear"
+    assert predict(model, np.zeros((2, 48, 32, 1))).shape == (2, 3)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("case", "patch_size", "scale"),
+    [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
+)
+def test_another_patch_size(case, patch_size, scale):
+    source = CHECKPOINTS / ("vmoe_tiny/vmoe_tiny" if "vmoe" in case else f"{case}.npz")
+    old = models.from_preset(str(source))
+    patch = old.backbone.get_config()["patch_size"]
+    height, width, _ = old.backbone.image_shape
+    rows, columns = np.broadcast_to(scale, 2)
+    model, report = models.convert(
+        str(source),
+        patch_size=patch_size,
+        image_shape=(rows * height, columns * width, 3),
+    )
+    # Patches of one colour are themselves when they are resized.
+    small = random_images((height // patch, width // patch, 3))
+    small = small.repeat(patch, axis=1).repeat(patch, axis=2)
+    large = small.repeat(rows, axis=1).repeat(columns, axis=2)
+    np.testing.assert_allclose(predict(model, large), predict(old, small), **TOLERANCE)
+    new = model.backbone.get_layer("patch_embedding").patch_size
+    how = {weight.weight: weight.how for weight in report.weights}
+    assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
+
+
+@pytest.mark.backend_free
+def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_token")
+    mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
+    folder = timm_folder(tmp_path, "vit_token", mean.tolist(), std.tolist())
+    model, report = models.convert(folder, patch_size=4)
+    images = random_images((32, 32, 3))
+    kernel = arrays["state_dict/patch_embed.proj.weight"].transpose(2, 3, 1, 0)
+    kernel = resize_patch_kernel(kernel, 4, "bicubic")
+    # timm's resized kernel reads normalised images.
+    seen = ((images + 1) / 2 - mean) / std
+    seen = seen.reshape(2, 8, 4, 8, 4, 3)
+    expected = np.einsum("byixjc,ijcd->byxd", seen, kernel).reshape(2, 64, -1)
+    actual = model.backbone.get_layer("patch_embedding")(images)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(actual),
+        expected + arrays["state_dict/patch_embed.proj.bias"],
+        **TOLERANCE,
+    )
+    how = {weight.weight: weight.how for weight in report.weights}
+    positions = how["position_embedding/embedding"]
+    assert positions == "resized from (4, 4) to (8, 8), bicubic"
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("case", range(4))
+def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
+    arrays, config = golden.load("07_checkpoints/posemb_interpolation")
+    old, new = (
+        arrays[f"inputs/{case}/pos_embedding"],
+        arrays[f"outputs/{case}/pos_embedding"],
+    )
+    dim = old.shape[-1]
+    classic = np.load(CHECKPOINTS / "vit_classic.npz")
+    shapes = {name: classic[name].shape for name in classic.files}
+    shapes = {
+        name: tuple({24: dim, 3: 1, 8: dim}.get(n, n) for n in shape)
+        for name, shape in shapes.items()
+        if "encoderblock_" not in name or "encoderblock_0" in name
+    }
+    shapes["embedding/kernel"] = (2, 2, 3, dim)
+    has_token = config["cases"][case]["cls_token"]
+    if not has_token:
+        del shapes["cls"]
+    tensors = {name: np.zeros(shape, "float32") for name, shape in shapes.items()}
+    tensors["Transformer/posembed_input/pos_embedding"] = old
+    np.savez(tmp_path / "vit.npz", **tensors)
+    size = 2 * config["cases"][case]["new_grid"]
+    model = models.from_preset(
+        str(tmp_path / "vit.npz"), task="backbone", image_shape=(size, size, 3)
+    )
+    actual = values(model, "position_embedding/embedding")
+    np.testing.assert_allclose(actual, new, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.backend_free
+def test_a_new_pooling_comes_with_a_new_head():
+    source = str(CHECKPOINTS / "vit_classic.npz")
+    model, report = models.convert(source, num_classes=3, pooling="map")
+    assert "pooler/probe" in report.new
+    assert model.pooling == "map"
+    with pytest.raises(ValueError, match=r"none for 'pooler/probe'"):
+        models.convert(source, pooling="map")
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("source", ["vit_classic.npz", "vmoe_tiny/vmoe_tiny"])
+def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
+    source, draws = str(CHECKPOINTS / source), []
+
+    def recorded(draw):
+        def call(self, shape, dtype=None):
+            draws.append(tuple(shape))
+            return draw(self, shape, dtype=dtype)
+
+        return call
+
+    for name in ("VarianceScaling", "RandomNormal", "TruncatedNormal", "RandomUniform"):
+        cls = getattr(keras.initializers, name)
+        monkeypatch.setattr(cls, "__call__", recorded(cls.__call__))
+
+    def converted(**overrides):
+        draws.clear()
+        keras.utils.set_random_seed(0)
+        model, report = models.convert(source, **overrides)
+        arrays = {w.path: keras.ops.convert_to_numpy(w.value) for w in model.weights}
+        return arrays, set(report.new), sorted(draws)
+
+    assert not converted()[2]
+    assert not converted(task="backbone")[2]
+    new_head = {"num_classes": 3, "pooling": "map"}
+    arrays, new, head = converted(**new_head)
+    # All other weights are the source's, and the head's draws are not moved by them.
+    monkeypatch.setattr(PublishedWeights, "fills_backbone", lambda self: False)
+    expected, _, everything = converted(**new_head)
+    assert head
+    assert len(head) < len(everything)
+    assert set(head) <= {arrays[path].shape for path in new}
+    for path, array in expected.items():
+        np.testing.assert_array_equal(arrays[path], array)
+
+
+@pytest.mark.every_backend
+def test_weights_that_are_not_loaded_are_drawn():
+    source = str(CHECKPOINTS / "vit_classic.npz")
+    model, _ = models.convert(source, load_weights=False)
+    assert np.any(values(model, "patch_embedding/kernel"))
+
+
+@pytest.mark.backend_free
+def test_upcycled_arguments_are_refused_rather_than_left_empty():
+    with pytest.raises(ValueError, match=r"none for 'block_1/moe"):
+        models.convert(str(CHECKPOINTS / "vit_classic.npz"), moe_layers=[1])
+
+
+def sizes_of_many(folder):
+    """A dense ViT with many equal tensors, as .npz, .safetensors and V-MoE's."""
+    dim, generator = 128, np.random.default_rng(0)
+    classic = np.load(CHECKPOINTS / "vit_classic.npz")
+    tensors = {}
+    for name in classic.files:
+        if "encoderblock_1" in name or "encoderblock_2" in name:
+            continue
+        shape = tuple(
+            {24: dim, 40: 4 * dim, 8: 8}.get(n, n) for n in classic[name].shape
+        )
+        if "Attention" in name:
+            shape = tuple(
+                {3: 2, 8: dim // 2, 24: dim}.get(n, n) for n in classic[name].shape
+            )
+        for i in range(8 if "encoderblock_0" in name else 1):
+            tensors[name.replace("block_0", f"block_{i}")] = generator.normal(
+                size=shape
+            ).astype("float32")
+    np.savez(folder / "vit.npz", **tensors)
+    write_folder(folder / "flax", tensors)
+    write_vmoe(folder / "vit", tensors)
+    return tensors
+
+
+@pytest.mark.backend_free
+def test_one_tensor_at_a_time(tmp_path):
+    tensors = sizes_of_many(tmp_path)
+    total = sum(array.nbytes for array in tensors.values())
+    largest = max(array.nbytes for array in tensors.values())
+    assert total > 20 * largest
+    del tensors
+    for source, reader in (
+        (tmp_path / "vit.npz", NpzCheckpoint),
+        (tmp_path / "flax" / "model.safetensors", SafetensorsCheckpoint),
+        (tmp_path / "vit", VMoECheckpoint),
+    ):
+        with reader(source) as file:
+            assert peak(lambda file=file: [file.read(x).sum() for x in file]) < (
+                2.5 * largest + 200_000
+            )
+        models.convert(str(source))  # Compiled programs are made once.
+        # NumPy's memory is that of the weights on CPUs, and counts: until they are
+        # read it is unwritten, and JAX and TensorFlow take over what has been read.
+        bare = peak(
+            lambda source=source: models.convert(str(source), load_weights=False)
+        )
+        used = peak(lambda source=source: models.convert(str(source)))
+        assert used < bare + total + 3 * largest + 0.1 * total, source
+
+
+@pytest.mark.backend_free
+def test_no_tensor_stays_when_the_next_is_read(tmp_path, monkeypatch):
+    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
+    # Half precision, so that no backend takes their memory over.
+    arrays = {name: array.astype("float16") for name, array in arrays.items()}
+    np.savez(tmp_path / "vit.npz", **arrays)
+    alive, most = [], []
+    read = NpzCheckpoint.read
+
+    def watched(self, name, rows=None):
+        most.append(sum(reference() is not None for reference in alive))
+        array = read(self, name, rows)
+        alive.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(NpzCheckpoint, "read", watched)
+    models.convert(str(tmp_path / "vit.npz"))
+    assert len(most) == len(arrays)
+    assert max(most) == 0
+
+
+def peak(function):
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# Arguments
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        ({"task": "segmenter"}, "task='segmenter'"),
+        ({"num_layer": 2}, "num_layer=2"),
+        ({"num_layers": 2}, "encoderblock_2"),
+        ({"num_layers": 4}, "block_3"),
+        ({"patch_size": 5}, "patch_size=(5, 5)"),
+        ({"patch_size": "8"}, "patch_size='8'"),
+        ({"image_shape": 32}, "image_shape=32"),
+        ({"class_token": False}, "class_token"),
+        ({"hidden_dim": 48}, "(8, 8, 3, 48)"),
+        ({"task": "backbone", "dropout": 0.5}, "dropout=0.5"),
+        ({"backbone": None}, "backbone="),
+    ],
+)
+def test_arguments_that_do_not_fit(overrides, word):
+    refused(str(CHECKPOINTS / "vit_classic.npz"), word, **overrides)
+
+
+@pytest.mark.backend_free
+def test_a_mixer_serves_one_image_size():
+    source = str(CHECKPOINTS / "mixer.npz")
+    refused(source, "image_shape", image_shape=(64, 64, 3))
+    refused(source, "patch_size=4, which make (8, 8)", patch_size=4)
+    assert models.from_preset(source, image_shape=(32, 32, 1)).input_shape[-1] == 1
+
+
+@pytest.mark.backend_free
+def test_without_a_head_num_classes_is_needed(tmp_path):
+    arrays = classic(head__kernel=None, head__bias=None)
+    np.savez(tmp_path / "vit.npz", **arrays)
+    source = str(tmp_path / "vit.npz")
+    assert isinstance(models.from_preset(source), models.ViTBackbone)
+    refused(source, "num_classes=None", task="image_classifier")
+    assert models.from_preset(source, num_classes=3).output_shape == (None, 3)

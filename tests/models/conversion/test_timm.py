@@ -1,0 +1,356 @@
+"""timm's models have the same outputs here, or are refused by name."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import ImagePreprocessor
+from tests import golden
+from tests.published import predict, refused, timm_folder, write_folder
+
+pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+NAMES = [f"class {i}" for i in range(7)]
+
+
+def check_logits(folder, case, images=None):
+    """Converts a folder, and compares with the golden logits of a case."""
+    arrays, _ = golden.load(f"12_timm/{case}")
+    model, report = models.convert(folder)
+    images = arrays["inputs/images"] if images is None else images
+    expected = arrays["outputs/logits"]
+    np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
+    return model, report
+
+
+def changed(folder, edit):
+    """Edits the config of a folder; returns the folder."""
+    path = f"{folder}/config.json"
+    with open(path) as file:
+        content = json.load(file)
+    edit(content)
+    with open(path, "w") as file:
+        json.dump(content, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case", ["vit_token", "vit_avg", "mixer", "vit_qk_norm", "vit_qk_norm_map"]
+)
+def test_logits(tmp_path, case):
+    arrays, _ = golden.load(f"12_timm/{case}")
+    model, report = check_logits(timm_folder(tmp_path, case), case)
+    assert models.describe(model).parameters == model.count_params()
+    assert report.scheme.endswith("(timm)")
+    features = keras.Model(model.input, [model.backbone.output, model.features])
+    encoded, pooled = predict(features, arrays["inputs/images"])
+    np.testing.assert_allclose(encoded, arrays["outputs/forward_features"], **TOLERANCE)
+    np.testing.assert_allclose(pooled, arrays["outputs/pre_logits"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["vit_token", "mixer"])
+def test_the_normalisation_of_images_is_kept(tmp_path, case):
+    arrays, _ = golden.load(f"12_timm/{case}")
+    mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
+    folder = timm_folder(tmp_path, case, mean.tolist(), std.tolist())
+    # timm sees (pixels in [0, 1] - mean) / std.
+    images = 2 * (arrays["inputs/images"] * std + mean) - 1
+    _, report = check_logits(folder, case, images)
+    assert "mean=(0.4, 0.5, 0.3)" in report.notes[0]
+    preprocessor = tmp_path / "preprocessor_config.json"
+    preprocessor.write_text(json.dumps({"do_normalize": False}))
+    _, report = check_logits(folder, case, 2 * arrays["inputs/images"] - 1)
+    assert "mean=(0.0, 0.0, 0.0) and std=(1.0, 1.0, 1.0)" in report.notes[0]
+
+
+def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
+    gamma = np.random.default_rng(0).uniform(0.5, 2.0, 32).astype("float32")
+
+    def change(tensors):
+        for block in "01":
+            for layer, scale in (("attn.proj", "ls1"), ("mlp.fc2", "ls2")):
+                name = f"blocks.{block}.{layer}"
+                tensors[f"{name}.weight"] = tensors[f"{name}.weight"] / gamma[:, None]
+                tensors[f"{name}.bias"] = tensors[f"{name}.bias"] / gamma
+                tensors[f"blocks.{block}.{scale}.gamma"] = gamma
+
+    check_logits(timm_folder(tmp_path, "vit_token", change=change), "vit_token")
+
+
+def test_positions_without_a_row_for_the_class_token(tmp_path):
+    def change(tensors):
+        # The row's part moves into the token itself.
+        tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]
+        tensors["pos_embed"] = tensors["pos_embed"][:, 1:]
+
+    check_logits(timm_folder(tmp_path, "vit_token", change=change), "vit_token")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "activation", "epsilon"),
+    [
+        ("vit_base_patch16_224", "gelu", 1e-6),
+        ("vit_base_patch16_clip_quickgelu_224", "quick_gelu", 1e-5),
+        ("vit_base_patch16_siglip_224", "gelu", 1e-6),
+        ("vit_so400m_patch16_siglip_256", "gelu_tanh", 1e-6),
+        ("vit_large_patch16_siglip_gap_512", "gelu_tanh", 1e-6),
+    ],
+)
+def test_what_only_the_name_tells(tmp_path, architecture, activation, epsilon):
+    folder = timm_folder(tmp_path, "vit_token", architecture=architecture)
+    _, report = models.convert(folder, load_weights=False)
+    assert report.arguments["activation"] == activation
+    assert report.arguments["layer_norm_epsilon"] == epsilon
+
+
+def test_what_is_assumed_without_a_config_is_reported(tmp_path):
+    folder = timm_folder(tmp_path, "vit_token")
+    assert not models.convert(folder)[1].notes
+    (tmp_path / "config.json").unlink()
+    # 32 dimensions are no usual size.
+    refused(folder, "num_heads=")
+
+    def notes(source, **overrides):
+        notes = models.convert(source, load_weights=False, **overrides)[1].notes
+        assert all(note.startswith("assumed: ") for note in notes)
+        return "\n".join(notes)
+
+    assumed = notes(folder, num_heads=4)
+    for word in ("mean=0.5", "layer_norm_epsilon=1e-06", "pooling: the class token"):
+        assert word in assumed
+    assert "num_heads" not in assumed
+
+    def widen(tensors):
+        for name, array in tensors.items():
+            tensors[name] = np.zeros([6 * n if n % 32 == 0 else n for n in array.shape])
+
+    folder = timm_folder(tmp_path / "wide", "vit_token", change=widen)
+    (tmp_path / "wide" / "config.json").unlink()
+    assert "num_heads=3" in notes(folder)
+
+
+def test_a_saved_model_comes_back(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_avg")
+    model = models.from_preset(timm_folder(tmp_path / "timm", "vit_avg"))
+    model.save_to_preset(tmp_path / "ours")
+    again = models.from_preset(str(tmp_path / "ours"))
+    images = arrays["inputs/images"]
+    np.testing.assert_array_equal(predict(again, images), predict(model, images))
+    description = models.describe(str(tmp_path / "ours"), num_classes=7)
+    assert description.parameters == model.count_params()
+
+
+# The preparation of images
+
+
+def preprocessor_of(source, **overrides):
+    return models.convert(source, load_weights=False, **overrides)[0].preprocessor
+
+
+@pytest.mark.parametrize("place", ["label_names", "pretrained_cfg", "id2label"])
+def test_class_names_and_preprocessor(tmp_path, place):
+    cfg = {
+        "input_size": [3, 32, 32],
+        "mean": [0.4, 0.5, 0.3],
+        "std": [0.2, 0.3, 0.25],
+        "interpolation": "bilinear",
+        "crop_pct": 0.9,
+        "crop_mode": "center",
+    }
+    config = {
+        "label_names": {"label_names": NAMES},
+        "pretrained_cfg": {},
+        "id2label": {"id2label": {str(i): name for i, name in enumerate(NAMES)}},
+    }[place]
+    if place == "pretrained_cfg":
+        cfg["label_names"] = NAMES
+    folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg, **config)
+    # The normalisation has become part of the patch embedding.
+    expected = ImagePreprocessor(
+        (32, 32, 3), 0.5, 0.5, "bilinear", True, 0.9, class_names=NAMES
+    )
+    assert preprocessor_of(folder) == expected
+    other = preprocessor_of(folder, num_classes=3, image_shape=(48, 32, 1))
+    assert other.class_names is None
+    assert other.image_shape == (48, 32, 1)
+    assert other.center_crop == 0.9
+    assert preprocessor_of(folder, preprocessor=None) is None
+
+
+@pytest.mark.parametrize(
+    ("cfg", "interpolation", "center_crop"),
+    [
+        ({}, "bicubic", 0.875),
+        ({"crop_pct": 1.0, "crop_mode": "squash"}, "bicubic", None),
+        ({"interpolation": "lanczos", "crop_pct": 1.1}, "bicubic", 1.0),
+        ({"interpolation": None, "crop_pct": None}, "bicubic", 0.875),
+    ],
+)
+def test_crop_and_interpolation(tmp_path, cfg, interpolation, center_crop):
+    cfg = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, **cfg}
+    folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg)
+    model, report = models.convert(folder, load_weights=False)
+    assert model.preprocessor.interpolation == interpolation
+    assert model.preprocessor.center_crop == center_crop
+    assert any("lanczos" in x for x in report.notes) == ("lanczos" in cfg.values())
+
+
+@pytest.mark.parametrize("names", [NAMES[:3], [f"LABEL_{i}" for i in range(7)]])
+def test_names_of_other_heads_are_left(tmp_path, names):
+    folder = timm_folder(tmp_path, "vit_token", label_names=names)
+    assert preprocessor_of(folder).class_names is None
+
+
+def test_a_converted_preset_classifies(tmp_path):
+    folder = timm_folder(tmp_path / "timm", "vit_token", label_names=NAMES)
+    model = models.from_preset(folder)
+    model.save_to_preset(tmp_path / "ours")
+    again = models.from_preset(str(tmp_path / "ours"))
+    assert json.dumps(again.preprocessor.get_config())
+    photo = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype="uint8")
+    assert again.classify(photo, top=2) == model.classify(photo, top=2)
+    assert again.classify(photo)[0].name in NAMES
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "vit_base_patch16_rpn_224",
+        "vit_pe_core_base_patch16_224",
+        "vit_pe_spatial_large_patch14_448",
+        "vit_base_patch16_dinov3",
+        "vit_small_patch16_dinov3_qkvb",
+    ],
+)
+def test_other_architectures(tmp_path, architecture):
+    folder = timm_folder(tmp_path / "x", "vit_token", architecture=architecture)
+    refused(folder, f"architecture={architecture!r}")
+    # Without a config the folder's name tells.
+    folder = timm_folder(tmp_path / architecture, "vit_token")
+    (tmp_path / architecture / "config.json").unlink()
+    refused(folder, architecture)
+
+
+def _registers(tensors):
+    tensors["reg_token"] = np.zeros((1, 4, 32), "float32")
+
+
+def _distilled(tensors):
+    tensors["head_dist.weight"] = tensors["head.weight"]
+
+
+def _norm_in_one_block(tensors):
+    tensors["blocks.0.attn.q_norm.weight"] = np.ones(8, "float32")
+
+
+def _fewer(tensors):
+    del tensors["blocks.0.attn.proj.bias"]
+
+
+def _no_head(tensors):
+    del tensors["head.weight"], tensors["head.bias"]
+
+
+def _one_block(tensors):
+    for name in list(tensors):
+        if name.startswith("blocks.1."):
+            del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_registers, ["register tokens"]),
+        (_distilled, ["head_dist.weight"]),
+        (_norm_in_one_block, ["blocks.0.attn.q_norm.bias"]),
+        (_fewer, ["blocks.0.attn.proj.bias"]),
+        (_no_head, ["num_classes=7", "received: 0"]),
+        (_one_block, ["depth=2", "received: 1"]),
+    ],
+)
+def test_tensors_of_other_models(tmp_path, change, words):
+    refused(timm_folder(tmp_path, "vit_token", change=change), *words)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"global_pool": "max"}, "global_pool='max'"),
+        ({"mean": [0.5], "std": [0.5]}, "3 channels"),
+        ({"model_args": {"num_heads": 4, "block_fn": "parallel"}}, "block_fn"),
+        ({"model_args": {"depth": 2, "embed_dim": 32}}, "num_heads="),
+        ({"act_layer": "silu"}, "act_layer='silu'"),
+        ({"label_names": "cat"}, "label_names"),
+        ({"id2label": {"0": 1}}, "id2label"),
+        ({"pretrained_cfg": {"crop_pct": "x"}}, "crop_pct"),
+    ],
+)
+def test_configs_of_other_models(tmp_path, config, word):
+    refused(timm_folder(tmp_path, "vit_token", **config), word)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("model_args", None),
+        ("model_args", []),
+        ("model_args.num_heads", "4"),
+        ("model_args.num_heads", 0),
+        ("pretrained_cfg", None),
+        ("pretrained_cfg.mean", 0.5),
+        ("pretrained_cfg.mean", [0.5, None, 0.5]),
+        ("pretrained_cfg.std", [0.5, 0.0, 0.5]),
+        ("pretrained_cfg.input_size", "224"),
+        ("global_pool", 3),
+        ("num_classes", True),
+    ],
+)
+def test_wrong_types(tmp_path, place, value):
+    def edit(content):
+        *path, name = place.split(".")
+        for key in path:
+            content = content[key]
+        content[name] = value
+
+    folder = changed(timm_folder(tmp_path, "vit_token"), edit)
+    refused(folder, repr(place), "config.json", repr(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("embed_dim", 48), ("depth", 3), ("depth", 1), ("num_classes", 9)],
+)
+def test_sizes_are_those_of_the_tensors(tmp_path, name, value):
+    def edit(content):
+        content["model_args"][name] = value
+
+    folder = changed(timm_folder(tmp_path, "vit_token"), edit)
+    refused(folder, f"{name}={value}", "as config.json says", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("case", "argument", "architecture", "depth"),
+    [
+        ("vit_token", "depth", "vit_large_patch16_224", 24),
+        ("mixer", "num_blocks", "mixer_b16_224", 12),
+    ],
+)
+def test_a_depth_that_only_the_name_tells(
+    tmp_path, case, argument, architecture, depth
+):
+    def edit(content):
+        content["architecture"] = architecture
+        del content["model_args"][argument]
+
+    refused(changed(timm_folder(tmp_path, case), edit), f"{argument}={depth}")
+
+
+def test_names_of_no_known_model(tmp_path):
+    folder = write_folder(tmp_path, {"layer1.weight": np.zeros(3)})
+    refused(folder, "layer1.weight", "the names of a ViT")

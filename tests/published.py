@@ -1,0 +1,423 @@
+"""Small published checkpoints, and models of other libraries with random weights."""
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import itertools
+import json
+import sys
+import types
+from unittest import mock
+
+import keras
+import keras_hub
+import msgpack
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from keras_moe import models
+from tests import golden
+
+CHECKPOINTS = golden.FOLDER / "07_checkpoints"
+HALF = [0.5] * 3
+# The normalisation of CLIP's images.
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
+STD = np.array([0.26862954, 0.26130258, 0.27577711])
+
+
+def predict(model, images):
+    return model.predict(images, verbose=0)
+
+
+def random_images(shape, batch=2):
+    return np.random.default_rng(1).uniform(-1, 1, (batch, *shape)).astype("float32")
+
+
+def values(model, name):
+    (weight,) = [weight for weight in model.weights if weight.path == name]
+    return keras.ops.convert_to_numpy(weight.value)
+
+
+def refused(source, *words, **overrides):
+    """Checks that a source is refused by an error with such words."""
+    with pytest.raises(ValueError, match="received") as caught:
+        models.from_preset(source, **overrides)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def classic(**changes):
+    """The arrays of a golden ViT of Google, some changed or left out (None)."""
+    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
+    arrays.update({name.replace("__", "/"): x for name, x in changes.items()})
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+# Folders of PyTorch's world
+
+
+def write_folder(folder, arrays, config=None, name="model.safetensors", **configs):
+    """Writes a folder with `.safetensors` weights and a `config.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
+    save_file(arrays, str(folder / name))
+    for file, content in {"config": config, **configs}.items():
+        if content is not None:
+            (folder / f"{file}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def timm_folder(folder, case, mean=HALF, std=HALF, change=None, **config):
+    """A golden model of timm, whose tensors and config may be changed."""
+    arrays, info = golden.load(f"12_timm/{case}")
+    kwargs = info["kwargs"]
+    tensors = part(arrays, "state_dict/")
+    if change:
+        change(tensors)
+    content = {
+        "architecture": "vit_base_patch16_224",
+        "num_classes": 7,
+        "global_pool": kwargs.get("global_pool", "token"),
+        "model_args": kwargs,
+        "pretrained_cfg": {"input_size": [3, 32, 32], "mean": mean, "std": std},
+    }
+    return write_folder(folder, tensors, {**content, **config})
+
+
+def part(arrays, prefix):
+    """The arrays below a prefix."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
+
+
+# V-MoE's checkpoints
+
+_MAGIC = "__msgpack_array_chunk_a87ca2__"
+_NDARRAY, _SLICE_ND, _INDEX_INFO = 1, 6, 8
+
+
+def slice_nd(bounds):
+    return msgpack.packb(tuple(msgpack.packb((a, b, None)) for a, b in bounds))
+
+
+def _chunks(array, pieces):
+    """The array cut along its first axis: bounds and values."""
+    if not array.ndim:
+        return [((), array)]
+    edges = np.linspace(0, len(array), min(pieces, len(array)) + 1).astype(int)
+    rest = tuple((0, n) for n in array.shape[1:])
+    return [
+        (((int(a), int(b)), *rest), array[a:b]) for a, b in itertools.pairwise(edges)
+    ]
+
+
+def _tree(names):
+    tree = {}
+    for name in names:
+        *path, leaf = name.split("/")
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[leaf] = name
+    return tree
+
+
+def _leaves(node):
+    for key in sorted(node):
+        value = node[key]
+        yield from _leaves(value) if isinstance(value, dict) else [(node, key)]
+
+
+def write_vmoe(
+    prefix,
+    arrays,
+    shards=2,
+    pieces=3,
+    edit_index=None,
+    edit_shard=None,
+    entry_code=_INDEX_INFO,
+    array_code=_NDARRAY,
+):
+    """Writes a V-MoE checkpoint of `{name: array}`.
+
+    `edit_index(index)` and `edit_shard(number, shard)` may change what is written;
+    the codes are those of msgpack's extensions.
+    """
+    tree = _tree(arrays)
+    content = [{_MAGIC: True} for _ in range(shards)]
+    turn = itertools.cycle(range(shards))
+    for number, (node, key) in enumerate(list(_leaves(tree))):
+        array = np.asarray(arrays[node[key]])
+        slices, where = [], []
+        for bounds, chunk in _chunks(array, pieces):
+            shard = next(turn)
+            slices.append(slice_nd(bounds))
+            where.append(shard)
+            flat = np.ascontiguousarray(chunk).reshape(-1)
+            half = len(flat) // 2
+            subchunks = [
+                msgpack.ExtType(
+                    array_code,
+                    msgpack.packb((x.shape, str(array.dtype), x.tobytes())),
+                )
+                for x in (flat[:half], flat[half:])
+            ]
+            content[shard].setdefault(str(number), []).append(
+                [subchunks, msgpack.ExtType(_SLICE_ND, slices[-1])]
+            )
+        shaped = msgpack.packb((array.shape, str(array.dtype), False, {}))
+        node[key] = msgpack.ExtType(
+            entry_code, msgpack.packb((shaped, tuple(slices), tuple(where)))
+        )
+    index = {"shard_count": shards, "index": tree, "version": "20220622"}
+    if edit_index:
+        edit_index(index)
+    with open(f"{prefix}.index", "wb") as file:
+        file.write(msgpack.packb(index))
+    for number, shard in enumerate(content):
+        if edit_shard:
+            edit_shard(number, shard)
+        with open(f"{prefix}.data-{number:05d}-of-{shards:05d}", "wb") as file:
+            file.write(msgpack.packb(shard))
+    return str(prefix)
+
+
+# KerasHub's models
+
+
+def hub_randomized(model):
+    generator = np.random.default_rng(0)
+    for weight in model.weights:
+        if keras.backend.is_float_dtype(weight.dtype):
+            value = generator.normal(scale=0.3, size=weight.shape)
+            weight.assign(value + ("gamma" in weight.path))
+    return model
+
+
+def hub_vit(**kwargs):
+    sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 16}
+    return keras_hub.models.ViTBackbone((8, 12, 3), 4, **{**sizes, **kwargs})
+
+
+def hub_classifier(**kwargs):
+    return keras_hub.models.ViTImageClassifier(hub_vit(), 3, **kwargs)
+
+
+def hub_clip():
+    vision = keras_hub.models.CLIPVisionEncoder(
+        4, 8, 2, 2, 16, image_shape=(8, 8, 3), name="vision"
+    )
+    text = keras_hub.models.CLIPTextEncoder(10, 8, 8, 1, 2, 16, max_sequence_length=5)
+    return keras_hub.models.CLIPBackbone(vision, text, 6)
+
+
+def hub_siglip(activation="gelu_approximate"):
+    vision = keras_hub.models.SigLIPVisionEncoder(
+        4, 8, 2, 2, 16, activation, image_shape=(8, 8, 3)
+    )
+    text = keras_hub.models.SigLIPTextEncoder(10, 8, 8, 1, 2, 16, max_sequence_length=5)
+    return keras_hub.models.SigLIPBackbone(vision, text)
+
+
+# CLIP and SigLIP of transformers and OpenCLIP
+
+IDS = np.array([[18, 3, 19, 0, 0, 0], [18, 4, 5, 6, 7, 19], [18, 8, 9, 19, 2, 2]])
+# After the ends of text.
+PADDING = np.array([[1, 1, 1, 0, 0, 0], [1] * 6, [1, 1, 1, 1, 0, 0]])
+_TEXT = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 6,
+}
+_IMAGE = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+PAIR_IMAGES = random_images((8, 8, 3), 3)
+
+
+def pixels(mean=0.5, std=0.5):
+    """The same images as PyTorch's models take them."""
+    import torch
+
+    normalized = ((PAIR_IMAGES + 1) / 2 - mean) / std
+    return torch.tensor(normalized.transpose(0, 3, 1, 2), dtype=torch.float32)
+
+
+def check_pair(backbone, images, texts, logits, ids=IDS):
+    """Compares a pair's embeddings and logits with those of another library."""
+    pairs = {"images": PAIR_IMAGES, "token_ids": ids, "padding_mask": PADDING}
+    outputs = backbone(pairs)
+    both = outputs["image_embeddings"], outputs["text_embeddings"]
+    received = (*both, backbone.logit_scale.logits(*both))
+    expected = [np.asarray(x) for x in (images, texts, logits)]
+    expected[:2] = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in expected[:2]]
+    for actual, wanted in zip(received, expected):
+        actual = keras.ops.convert_to_numpy(actual)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+def torch_randomized(model, seed=0):
+    """A PyTorch model with random weights that matter."""
+    import torch
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.4)
+    return model.eval()
+
+
+def state_of(model):
+    """The tensors of a PyTorch model as arrays."""
+    return {name: x.detach().numpy() for name, x in model.state_dict().items()}
+
+
+def transformers_clip(cls="CLIPModel", end_of_text_id=19, activation="quick_gelu"):
+    """One of transformers' CLIP models."""
+    import transformers
+
+    text = {**_TEXT, "eos_token_id": end_of_text_id, "hidden_act": activation}
+    image = {**_IMAGE, "hidden_act": activation}
+    if "Text" in cls:
+        config = transformers.CLIPTextConfig(**text, projection_dim=4)
+    elif "Vision" in cls:
+        config = transformers.CLIPVisionConfig(**image, projection_dim=4)
+    else:
+        config = transformers.CLIPConfig(
+            text_config=text, vision_config=image, projection_dim=4
+        )
+    return torch_randomized(getattr(transformers, cls)(config))
+
+
+def transformers_siglip(cls="SiglipModel"):
+    """One of transformers' SigLIP models."""
+    import transformers
+
+    text = {**_TEXT, "projection_size": 8}
+    if "Text" in cls:
+        config = transformers.SiglipTextConfig(**text)
+    elif "Vision" in cls:
+        config = transformers.SiglipVisionConfig(**_IMAGE)
+    else:
+        config = transformers.SiglipConfig(text_config=text, vision_config=_IMAGE)
+    return torch_randomized(getattr(transformers, cls)(config))
+
+
+@contextlib.contextmanager
+def _without_torchvision():
+    """Stand-ins for what OpenCLIP imports to read images, which no test does."""
+
+    class Module(types.ModuleType):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return mock.MagicMock()
+
+    modules = {}
+    for name in ("", ".transforms", ".transforms.functional", ".ops", ".ops.misc"):
+        name = f"torchvision{name}"
+        modules[name] = module = Module(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    with mock.patch.dict(sys.modules, modules):
+        yield
+
+
+def import_open_clip():
+    """OpenCLIP, with or without torchvision."""
+    if importlib.util.find_spec("open_clip") is None:
+        pytest.skip("open_clip is not installed")
+    import transformers.utils.import_utils as installed
+
+    # Transformers keeps the answer: ask before the stand-ins are there.
+    if installed.is_torchvision_available() or "open_clip" in sys.modules:
+        import open_clip
+    else:
+        with _without_torchvision():
+            import open_clip
+    return open_clip
+
+
+def open_clip_config(text=None, image=None, **model):
+    """The `model_cfg` of OpenCLIP's files."""
+    return {
+        "embed_dim": 4,
+        "vision_cfg": {
+            "image_size": 8, "patch_size": 4, "width": 8, "head_width": 4, "layers": 1,
+            **(image or {}),
+        },
+        "text_cfg": {
+            "context_length": 6, "vocab_size": 20, "width": 8, "heads": 2, "layers": 2,
+            **(text or {}),
+        },
+        **model,
+    }  # fmt: skip
+
+
+def open_clip_model(config):
+    """OpenCLIP's model of a config."""
+    open_clip = import_open_clip()
+    config = dict(config)
+    custom = config.pop("custom_text", False)
+    kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    return torch_randomized(kind(**config))
+
+
+def save_open_clip(model, config, folder, **preprocess):
+    """Saves OpenCLIP's model as its releases are; returns the folder's path."""
+    return write_folder(
+        folder,
+        state_of(model),
+        name="open_clip_model.safetensors",
+        open_clip_config={"model_cfg": config, "preprocess_cfg": preprocess},
+    )
+
+
+def open_clip_folder(folder, text=None, image=None, **model):
+    """Zeros under OpenCLIP's names, which need no library, and a config."""
+    shapes = {
+        "visual.conv1.weight": (8, 3, 4, 4),
+        "visual.class_embedding": (8,),
+        "visual.positional_embedding": (5, 8),
+        "visual.proj": (8, 4),
+        "logit_scale": (),
+        "token_embedding.weight": (20, 8),
+        "positional_embedding": (6, 8),
+        "text_projection": (8, 4),
+    }
+    blocks = ["visual.transformer.resblocks.0.", "transformer.resblocks.0."]
+    for name in ("visual.ln_pre", "visual.ln_post", "ln_final"):
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (8,)
+    for block in blocks:
+        for name in ("ln_1", "ln_2", "attn.out_proj", "mlp.c_proj"):
+            shapes[f"{block}{name}.weight"] = shapes[f"{block}{name}.bias"] = (8,)
+        shapes[f"{block}attn.out_proj.weight"] = (8, 8)
+        shapes[f"{block}mlp.c_proj.weight"] = (8, 16)
+        shapes[f"{block}mlp.c_fc.weight"] = (16, 8)
+        shapes[f"{block}mlp.c_fc.bias"] = (16,)
+        shapes[f"{block}attn.in_proj_weight"] = (24, 8)
+        shapes[f"{block}attn.in_proj_bias"] = (24,)
+    config = open_clip_config({"layers": 1, **(text or {})}, image, **model)
+    return write_folder(
+        folder,
+        {name: np.zeros(shape, "float32") for name, shape in shapes.items()},
+        name="open_clip_model.safetensors",
+        open_clip_config={"model_cfg": config},
+    )
