@@ -1,6 +1,8 @@
-"""Zero-shot classification, and the prompts of its classes."""
+"""Zero-shot classification, its prompts, and its subsets of ImageNet's classes."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from keras_moe.evaluation import (
     class_embeddings,
     prompts,
     read_class_names,
+    read_class_subset,
     read_templates,
     zero_shot,
+    zero_shot_from_model,
 )
 from tests.published import import_open_clip
 
@@ -90,30 +94,42 @@ def test_prompts_from_files(tmp_path):
     )
 
 
-def test_mistakes_of_prompts(tmp_path):
-    def refused(read, value, message):
-        with pytest.raises(ValueError, match=message):
-            read(value)
+FILES = {
+    "none.txt": b"\n",
+    "latin.txt": b"caf\xe9 {}",
+    "map.json": b'{"a": 1}',
+    "cut.json": b'["a {}"',
+}
 
-    (tmp_path / "none.txt").write_text("\n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 {}")
-    (tmp_path / "map.json").write_text('{"a": 1}')
-    (tmp_path / "cut.json").write_text('["a {}"')
-    refused(read_templates, ["a photo"], "one place {} for the name.*'a photo'")
-    refused(read_templates, ["a {} and {}"], "one place {} for the name")
-    refused(read_templates, [lambda name: "a photo"], "one place {} for the name")
-    refused(read_templates, [3], "received: 3")
-    refused(read_templates, [], r"received: \[\]")
-    refused(read_templates, "imagent", r"\['imagenet', 'name', 'ours', 'simple'\]")
-    refused(read_templates, tmp_path / "none.txt", r"received: \[\]")
-    refused(read_templates, tmp_path / "latin.txt", "UTF-8.*latin.txt")
-    refused(read_class_names, tmp_path / "map.json", "JSON list.*map.json")
-    refused(read_class_names, tmp_path / "cut.json", "cut.json")
-    refused(read_class_names, ["a", "b", "a"], "'a' for classes 0 and 2")
-    refused(read_class_names, ["a", " "], "not empty; received: ' '")
-    refused(read_class_names, [], "received: ")
-    for names in (5, None, {"a": 1}, {"a", "b"}, b"ab"):
-        refused(read_class_names, names, "a sequence of names; received: ")
+
+@pytest.mark.parametrize(
+    ("read", "value", "message"),
+    [
+        (read_templates, ["a photo"], "one place {} for the name.*'a photo'"),
+        (read_templates, ["a {} and {}"], "one place {} for the name"),
+        (read_templates, [lambda name: "a photo"], "one place {} for the name"),
+        (read_templates, [3], "received: 3"),
+        (read_templates, [], r"received: \[\]"),
+        (read_templates, "imagent", r"\['imagenet', 'name', 'ours', 'simple'\]"),
+        (read_templates, "none.txt", r"received: \[\]"),
+        (read_templates, "latin.txt", "UTF-8.*latin.txt"),
+        (read_class_names, "map.json", "JSON list.*map.json"),
+        (read_class_names, "cut.json", "cut.json"),
+        (read_class_names, ["a", "b", "a"], "'a' for classes 0 and 2"),
+        (read_class_names, ["a", " "], "not empty; received: ' '"),
+        (read_class_names, [], "received: "),
+        *(
+            (read_class_names, names, "a sequence of names; received: ")
+            for names in (5, None, {"a": 1}, {"a", "b"}, b"ab")
+        ),
+    ],
+)
+def test_mistakes_of_prompts(tmp_path, read, value, message):
+    if isinstance(value, str) and value in FILES:
+        content, value = FILES[value], tmp_path / value
+        value.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(value)
 
 
 GOOD = np.ones((4, 3))
@@ -135,15 +151,18 @@ def test_mistakes(arguments, message):
         zero_shot(*arguments)
 
 
-def test_mistakes_of_class_embeddings():
-    with pytest.raises(ValueError, match=r"shape=\(4, 3\)"):
-        class_embeddings(GOOD)
-    with pytest.raises(ValueError, match=r"real numbers.*complex128"):
-        class_embeddings([[[1j]]])
-    with pytest.raises(ValueError, match="cancel, of class 1"):
-        class_embeddings([[[1.0], [1.0]], [[1.0], [-2.0]]])
-    with pytest.raises(ValueError, match=r"none of them 0.*\[1\]"):
-        class_embeddings([[[1.0], [0.0]]])
+@pytest.mark.parametrize(
+    ("embeddings", "message"),
+    [
+        (GOOD, r"shape=\(4, 3\)"),
+        ([[[1j]]], r"real numbers.*complex128"),
+        ([[[1.0], [1.0]], [[1.0], [-2.0]]], "cancel, of class 1"),
+        ([[[1.0], [0.0]]], r"none of them 0.*\[1\]"),
+    ],
+)
+def test_mistakes_of_class_embeddings(embeddings, message):
+    with pytest.raises(ValueError, match=message):
+        class_embeddings(embeddings)
 
 
 def test_prompts_of_one_string_are_no_letters():
@@ -152,3 +171,83 @@ def test_prompts_of_one_string_are_no_letters():
         prompts("cat", ["a {}"])
     with pytest.raises(ValueError, match="received: 'a photo'"):
         prompts(["cat"], ["a photo"])
+
+
+# Some of ImageNet's classes
+
+NAMES = [f"class {number}" for number in range(1000)]
+
+
+class Angles:
+    """A model of pairs whose classes are directions: class 0, class 1, ..."""
+
+    def encode_text(self, texts, batch_size):
+        return self._directions(float(text.split()[-1]) for text in texts)
+
+    def encode_images(self, images, batch_size):
+        return self._directions(images[:, 0, 0, 0])
+
+    def _directions(self, numbers):
+        angles = np.array([*numbers]) * np.pi / 2000
+        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def images(*numbers):
+    return np.array(numbers, "float32").reshape(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "others"),
+    [
+        ("imagenet_a", ("n01498041", 6), ("n12267677", 988), ("n02219486", 310)),
+        ("imagenet_r", ("n01443537", 1), ("n12267677", 988), ("n02085620", 151)),
+    ],
+)
+def test_members(name, first, last, others):
+    subset = read_class_subset(name)
+    place = dict(zip(subset.wordnet_ids, subset.numbers.tolist()))
+    assert len(place) == len({*place.values()}) == 200
+    assert (*place.items(),)[0] == first
+    assert (*place.items(),)[-1] == last
+    assert place[others[0]] == others[1]
+    # ImageNet's classes are in the order of their ids.
+    assert list(subset.wordnet_ids) == sorted(subset.wordnet_ids)
+    assert np.all(np.diff(subset.numbers) > 0)
+    if package := importlib.util.find_spec("tensorflow_datasets"):
+        folder = Path(package.submodule_search_locations[0]) / "datasets/imagenet2012"
+        every = (folder / "labels.txt").read_text().split()
+        assert [every[number] for number in subset.numbers] == [*subset.wordnet_ids]
+
+
+def test_zero_shot_among_the_classes():
+    # The nearest class is 7, which ImageNet-A does not have; then come 6 and 11.
+    arguments = Angles(), images(7.0, 8.0, 988.0), np.array([6, 11, 988]), NAMES
+    assert zero_shot_from_model(*arguments, "{}").figures()["top_1"] == pytest.approx(
+        1 / 3
+    )
+    result = zero_shot_from_model(*arguments, "{}", class_subset="imagenet_a")
+    assert result.figures()["top_1"] == pytest.approx(2 / 3)
+    assert result.ranks.tolist() == [1, 2, 1]
+    assert result.per_class.shape == (200,)
+    with pytest.raises(ValueError, match="an image of class 7"):
+        zero_shot_from_model(
+            Angles(), images(7.0), np.array([7]), NAMES, "{}", class_subset="imagenet_a"
+        )
+    with pytest.raises(ValueError, match=r"1,000 classes .* received: 2 names"):
+        zero_shot_from_model(*arguments[:3], NAMES[:2], class_subset="imagenet_a")
+    with pytest.raises(ValueError, match="class_subset"):
+        read_class_subset("imagenet_v2")
+
+
+def test_places_of_data_by_hand():
+    subset = read_class_subset("imagenet_a")
+    # Folders, one of which is not of the subset.
+    places = subset.places(["n01531178", "n01440764", "n01498041"])
+    assert places.tolist() == [1, -1, 0]
+    assert subset.labels([2, 0], places).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="an image of class 1"):
+        subset.labels([2, 1], places)
+    assert subset.places()[[6, 988, 7]].tolist() == [0, 199, -1]
+    for names, count in ((["cat", "dog"], 2), (None, 10)):
+        with pytest.raises(ValueError, match="named by WordNet ids"):
+            subset.places(names, count)
