@@ -58,7 +58,7 @@ EVALUATIONS = [
 ]
 # Why the arithmetic has no answer, by model.
 WITHOUT_COSTS = {
-    "dropless": "without which every device runs all rows",
+    "dropless": "without one every device runs all rows",
     "whole batch": "whole groups on each device",
     "mumoe": "an MLP or an MoE layer",
 }

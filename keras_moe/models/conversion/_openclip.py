@@ -10,25 +10,22 @@ from keras_moe.models.conversion._rules import (
     Direct,
     Filled,
     Matrix,
-    Normalization,
-    Positions,
+    TowerNames,
     Vector,
-    block_rules,
+    image_tower_rules,
     linear,
-    norm,
-    patches,
     renamed,
     tensors_of,
+    text_tower_rules,
 )
 from keras_moe.models.conversion._spec import (
     LOGIT_NAMES,
     ConversionSpec,
     activation_of,
-    clip_image_arguments,
     ignored,
-    numbered,
+    image_tower_arguments,
     required,
-    usual_heads,
+    text_tower_arguments,
 )
 from keras_moe.models.conversion._timm import timm_spec
 
@@ -110,6 +107,22 @@ _BLOCK = BlockNames(
     output="attn.out_proj.",
     scales=("ls_1.gamma", "ls_2.gamma"),
 )
+_IMAGE = TowerNames(
+    blocks="visual.transformer.resblocks.",
+    block=_BLOCK,
+    positions="visual.positional_embedding",
+    final_norm="visual.ln_post.",
+    patches="visual.conv1.",
+    class_token="visual.class_embedding",
+    embedding_norm="visual.ln_pre.",
+)
+_TEXT = TowerNames(
+    blocks="transformer.resblocks.",
+    block=_BLOCK,
+    positions="positional_embedding",
+    final_norm="ln_final.",
+    tokens="token_embedding.weight",
+)
 # Numbers that OpenAI's files have in addition to the weights.
 _OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")
 _TEXT_NAMES = (
@@ -123,8 +136,7 @@ _TEXT_NAMES = (
     "text.",
     *_OPENAI_NUMBERS,
 )
-_VISUAL, _VISUAL_BLOCKS = "visual.", "visual.transformer.resblocks."
-_TRUNK, _HEAD = "visual.trunk.", "visual.head."
+_VISUAL, _TRUNK, _HEAD = "visual.", "visual.trunk.", "visual.head."
 # PyTorch's default.
 _EPSILON = 1e-5
 
@@ -163,30 +175,21 @@ def _preprocessing(cfg):
 
 
 def _image_spec(file, config, overrides):
-    num_layers = numbered(file, _VISUAL_BLOCKS)
     model = config.get("model_cfg", {})
     vision = model.get("vision_cfg", {})
     _check_config("vision_cfg", vision, _VISION_FREE, _VISION_VALUES, file)
-    width = required(file, f"{_VISUAL}conv1.weight", 4)[0]
+    heads = _num_heads(file, vision)
+    arguments = image_tower_arguments(file, _IMAGE, heads, overrides)
+    width, num_layers = arguments["hidden_dim"], arguments["num_layers"]
     agree(file, vision, CONFIG_NAME, width=width, layers=num_layers)
     activation = None
     if model:
         activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
-    arguments = {
-        **clip_image_arguments(
-            file,
-            kernel=f"{_VISUAL}conv1.weight",
-            positions=f"{_VISUAL}positional_embedding",
-            mlp=f"{_VISUAL_BLOCKS}0.mlp.c_fc.weight",
-            class_token=True,
-            num_layers=num_layers,
-            num_heads=_num_heads(file, vision, width),
-            overrides=overrides,
-        ),
-        "embedding_norm": True,
-        "layer_norm_epsilon": _EPSILON,
-        "activation": activation_of(activation, file, overrides),
-    }
+    arguments.update(
+        embedding_norm=True,
+        layer_norm_epsilon=_EPSILON,
+        activation=activation_of(activation, file, overrides),
+    )
     cfg = config.get("preprocess_cfg", {})
     images = normalization(
         arguments["image_shape"][2],
@@ -196,7 +199,8 @@ def _image_spec(file, config, overrides):
         CLIP_IMAGES,
     )
     bias = f"{_VISUAL}conv1.bias"
-    rules = _image_rules(num_layers, images, bias if bias in file else None, file)
+    bias = bias if bias in file else None
+    rules = image_tower_rules(file, _IMAGE, arguments, images, bias)
     task = None
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as here.
@@ -218,10 +222,11 @@ def _image_spec(file, config, overrides):
     )
 
 
-def _num_heads(file, vision, width):
+def _num_heads(file, vision):
     """The heads of the config; None without a width in it."""
     if "width" not in vision:
         return None
+    width = required(file, f"{_IMAGE.patches}weight", 4)[0]
     heads, rest = divmod(width, vision.get("head_width", 64))
     if rest:
         raise ValueError(
@@ -229,27 +234,6 @@ def _num_heads(file, vision, width):
             f"{file.path}; received: head_width={vision.get('head_width', 64)}"
         )
     return heads
-
-
-def _image_rules(
-    num_layers: int,
-    images: Normalization | None = None,
-    bias: str | None = None,
-    file: Any = (),
-) -> dict:
-    """Rules of an image tower without its projection."""
-    rules = {
-        **patches(f"{_VISUAL}conv1.weight", bias, True, images),
-        "class_token/token": Direct(f"{_VISUAL}class_embedding", axes=2),
-        "position_embedding/embedding": Positions(
-            f"{_VISUAL}positional_embedding", axes=1
-        ),
-        **norm("embedding_norm", f"{_VISUAL}ln_pre."),
-        **norm("final_norm", f"{_VISUAL}ln_post."),
-    }
-    for i in range(num_layers):
-        rules.update(block_rules(file, f"block_{i}", f"{_VISUAL_BLOCKS}{i}.", _BLOCK))
-    return rules
 
 
 class _Trunk(PublishedTensors):
@@ -327,22 +311,21 @@ def _text_spec(file, config, overrides):
     model = config.get("model_cfg", {})
     text = model.get("text_cfg", {})
     _check_text(text, model, file)
-    blocks = f"{root}transformer.resblocks."
-    num_layers = numbered(file, blocks)
-    vocabulary_size, hidden_dim = required(file, f"{root}token_embedding.weight", 2)
-    max_length = required(file, f"{root}positional_embedding", 2)[0]
+    names = _TEXT.under(root)
+    activation, heads = None, None
+    if model:
+        activation, heads = _text_activation(model, text, file), text.get("heads", 8)
+    arguments = text_tower_arguments(file, names, heads, overrides)
+    num_layers = arguments["num_layers"]
     agree(
         file,
         text,
         CONFIG_NAME,
-        vocab_size=vocabulary_size,
-        context_length=max_length,
-        width=hidden_dim,
+        vocab_size=arguments["vocabulary_size"],
+        context_length=arguments["max_length"],
+        width=arguments["hidden_dim"],
         layers=num_layers,
     )
-    activation, heads = None, overrides.get("num_heads")
-    if model:
-        activation, heads = _text_activation(model, text, file), text.get("heads", 8)
     # Without a config it is a tower like OpenAI's.
     causal = not text.get("no_causal_mask", False)
     pool = text.get("pool_type", "argmax")
@@ -350,12 +333,7 @@ def _text_spec(file, config, overrides):
     if projection:
         agree(file, model, CONFIG_NAME, embed_dim=projection["projection_dim"])
     arguments = {
-        "vocabulary_size": vocabulary_size,
-        "max_length": max_length,
-        "hidden_dim": hidden_dim,
-        "num_layers": num_layers,
-        "num_heads": heads or usual_heads(hidden_dim, file.path),
-        "mlp_dim": required(file, f"{blocks}0.mlp.c_fc.weight", 2)[0],
+        **arguments,
         "causal": causal,
         "pooling": "end_of_text" if pool in ("argmax", "eos") else pool,
         "end_of_text_id": text.get("eos_id", 2) if pool == "eos" else None,
@@ -379,7 +357,7 @@ def _text_spec(file, config, overrides):
         "CLIP (OpenCLIP)",
         "TextBackbone",
         arguments,
-        {**_text_rules(root, num_layers, file), **projection_rules},
+        {**text_tower_rules(file, names, num_layers), **projection_rules},
         ignored=left,
         notes=notes,
     )
@@ -407,19 +385,6 @@ def _text_activation(model, text, file):
             f"{file.path}; received: text_cfg.act_kwargs={text['act_kwargs']!r}"
         )
     return "quick_gelu"
-
-
-def _text_rules(root: str, num_layers: int, file: Any = ()) -> dict:
-    """Rules of a text tower without its projection."""
-    rules = {
-        "token_embedding/embeddings": Direct(f"{root}token_embedding.weight"),
-        "text_positions/embedding": Direct(f"{root}positional_embedding", axes=1),
-        **norm("final_norm", f"{root}ln_final."),
-    }
-    for i in range(num_layers):
-        block = f"{root}transformer.resblocks.{i}."
-        rules.update(block_rules(file, f"block_{i}", block, _BLOCK))
-    return rules
 
 
 def _projection(file, root):
@@ -516,7 +481,7 @@ def _exported_image(tower):
         "mlp_ratio": _mlp_ratio(config["mlp_dim"], width),
     }
     values, image_range = tower.without_patch_bias()
-    rules = _image_rules(config["num_layers"])
+    rules = image_tower_rules((), _IMAGE, config)
     del rules["patch_embedding/bias"]
     rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
     if "predictions/bias" in values:
@@ -556,7 +521,7 @@ def _exported_text(tower):
         content.update(pool_type="eos", eos_id=end)
     if config["layer_norm_epsilon"] != _EPSILON:
         content["norm_kwargs"] = {"eps": config["layer_norm_epsilon"]}
-    rules = _text_rules("", config["num_layers"])
+    rules = text_tower_rules((), _TEXT, config["num_layers"])
     if config["projection_bias"]:
         content["proj_bias"] = True
         rules.update(linear("projection", "text_projection."))

@@ -412,6 +412,73 @@ def block_rules(
     }
 
 
+class TowerNames(NamedTuple):
+    """The names of a tower's parts, in a library whose blocks are numbered from 0.
+
+    Attributes:
+        blocks: start of the blocks' names, before the number.
+        block: names of a block's parts.
+        positions: position embeddings.
+        final_norm: last norm.
+        patches: patch embedding of an image tower.
+        class_token: its class token, which some towers have.
+        embedding_norm: its norm before the first block, which some towers have.
+        tokens: token embedding of a text tower.
+    """
+
+    blocks: str
+    block: BlockNames
+    positions: str
+    final_norm: str
+    patches: str = ""
+    class_token: str = ""
+    embedding_norm: str = ""
+    tokens: str = ""
+
+    def under(self, root: str) -> "TowerNames":
+        """The same names below a root."""
+        full = {k: root + x for k, x in self._asdict().items() if k != "block"}
+        return self._replace(**full)
+
+
+def tower_rules(file, names: TowerNames, num_layers: int) -> dict:
+    """Rules of the blocks and the last norm; `file` tells which blocks are scaled."""
+    rules = norm("final_norm", names.final_norm)
+    for i in range(num_layers):
+        block = f"{names.blocks}{i}."
+        rules.update(block_rules(file, f"block_{i}", block, names.block))
+    return rules
+
+
+def image_tower_rules(
+    file,
+    names: TowerNames,
+    arguments: dict,
+    images: Normalization | None = None,
+    bias: str | None = None,
+) -> dict:
+    """Rules of an image tower of CLIP or SigLIP without its head."""
+    rules = {
+        **patches(f"{names.patches}weight", bias, True, images),
+        "position_embedding/embedding": Positions(names.positions, axes=1),
+        **tower_rules(file, names, arguments["num_layers"]),
+    }
+    if arguments["class_token"]:
+        rules["class_token/token"] = Direct(names.class_token, axes=2)
+    if arguments["embedding_norm"]:
+        rules.update(norm("embedding_norm", names.embedding_norm))
+    return rules
+
+
+def text_tower_rules(file, names: TowerNames, num_layers: int) -> dict:
+    """Rules of a text tower of CLIP or SigLIP without its projection."""
+    return {
+        "token_embedding/embeddings": Direct(names.tokens),
+        "text_positions/embedding": Direct(names.positions, axes=1),
+        **tower_rules(file, names, num_layers),
+    }
+
+
 def attention_rules(
     path: str,
     queries: list[str],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.losses.contrastive import TEMPERATURES
-from keras_moe.models.conversion._rules import Filled, Scalar
+from keras_moe.models.conversion._rules import Filled, Scalar, TowerNames
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 
 # Prefixes of a classifier's weights: those that a new head replaces, and those that
@@ -155,29 +155,44 @@ def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def clip_image_arguments(
-    file: Any,
-    kernel: str,
-    positions: str,
-    mlp: str,
-    class_token: bool,
-    num_layers: int,
-    num_heads: int | None,
-    overrides: dict,
+def image_tower_arguments(
+    file: Any, names: TowerNames, num_heads: int | None, overrides: dict
 ) -> dict:
     """Arguments that follow from the tensors of an image tower of CLIP or SigLIP."""
-    hidden_dim, channels, height, width = required(file, kernel, 4)
-    rows, _ = required(file, positions, 2)
-    grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
-    num_heads = num_heads or overrides.get("num_heads")
+    hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
+    class_token = names.class_token in file
+    rows, _ = required(file, names.positions, 2)
+    grid = square_grid(rows, class_token, f"{names.positions!r} in {file.path}")
     return {
         "image_shape": (grid * height, grid * width, channels),
         **patch_arguments((height, width, channels, hidden_dim)),
-        "num_layers": num_layers,
+        **_block_arguments(file, names, hidden_dim, num_heads, overrides),
+        "class_token": class_token,
+        "embedding_norm": f"{names.embedding_norm}weight" in file,
+        "position_interpolation": "bicubic",
+    }
+
+
+def text_tower_arguments(
+    file: Any, names: TowerNames, num_heads: int | None, overrides: dict
+) -> dict:
+    """Arguments that follow from the tensors of a text tower of CLIP or SigLIP."""
+    vocabulary_size, hidden_dim = required(file, names.tokens, 2)
+    return {
+        "vocabulary_size": vocabulary_size,
+        "max_length": required(file, names.positions, 2)[0],
+        "hidden_dim": hidden_dim,
+        **_block_arguments(file, names, hidden_dim, num_heads, overrides),
+    }
+
+
+def _block_arguments(file, names, hidden_dim, num_heads, overrides):
+    num_heads = num_heads or overrides.get("num_heads")
+    mlp = f"{names.blocks}0.{names.block.mlp[0]}weight"
+    return {
+        "num_layers": numbered(file, names.blocks),
         "num_heads": num_heads or usual_heads(hidden_dim, file.path),
         "mlp_dim": required(file, mlp, 2)[0],
-        "class_token": class_token,
-        "position_interpolation": "bicubic",
     }
 
 

@@ -9,14 +9,13 @@ from keras_moe.models.conversion._rules import (
     Direct,
     Filled,
     Matrix,
-    Normalization,
-    Positions,
+    TowerNames,
     attention_rules,
-    block_rules,
+    image_tower_rules,
     linear,
     norm,
-    patches,
     tensors_of,
+    text_tower_rules,
     without_projection,
 )
 from keras_moe.models.conversion._spec import (
@@ -24,11 +23,10 @@ from keras_moe.models.conversion._spec import (
     POSITION_IDS,
     ConversionSpec,
     activation_of,
-    clip_image_arguments,
     ignored,
-    numbered,
+    image_tower_arguments,
     required,
-    usual_heads,
+    text_tower_arguments,
 )
 
 CONFIG_NAME = "config.json"
@@ -87,16 +85,32 @@ _BLOCK = BlockNames(
     queries=tuple(f"self_attn.{name}_proj." for name in "qkv"),
     output="self_attn.out_proj.",
 )
-_PATCHES, _TOKENS = "embeddings.patch_embedding.", "embeddings.token_embedding.weight"
-_POSITIONS = "embeddings.position_embedding.weight"
+_IMAGE = TowerNames(
+    blocks="encoder.layers.",
+    block=_BLOCK,
+    positions="embeddings.position_embedding.weight",
+    final_norm="post_layernorm.",
+    patches="embeddings.patch_embedding.",
+    class_token="embeddings.class_embedding",
+    # Misspelt in the release.
+    embedding_norm="pre_layrnorm.",
+)
+_TEXT = TowerNames(
+    blocks="encoder.layers.",
+    block=_BLOCK,
+    positions="embeddings.position_embedding.weight",
+    final_norm="final_layer_norm.",
+    tokens="embeddings.token_embedding.weight",
+)
+_IMAGE_ROOT, _TEXT_ROOT = "vision_model.", "text_model."
 
 
 def transformers_towers(file) -> dict:
     """The functions that make the specs of a file's towers, by `"image"`, `"text"`."""
     towers = {}
-    if _root(file, "vision_model.", f"{_PATCHES}weight") is not None:
+    if _root(file, _IMAGE_ROOT, f"{_IMAGE.patches}weight") is not None:
         towers["image"] = _image_spec
-    if _root(file, "text_model.", _TOKENS) is not None:
+    if _root(file, _TEXT_ROOT, _TEXT.tokens) is not None:
         towers["text"] = _text_spec
     return towers
 
@@ -107,43 +121,25 @@ def _root(file, root, name):
 
 
 def _image_spec(file, config, overrides):
-    root = _root(file, "vision_model.", f"{_PATCHES}weight")
-    kernel, positions = f"{root}{_PATCHES}weight", f"{root}{_POSITIONS}"
-    mlp = f"{root}encoder.layers.0.mlp.fc1.weight"
+    root = _root(file, _IMAGE_ROOT, f"{_IMAGE.patches}weight")
+    names = _IMAGE.under(root)
+    kernel = f"{names.patches}weight"
     if len(file[kernel].shape) == 2:
         raise ValueError(
             "Expected a SigLIP 2 of one image size; received: one for images of any "
             f"shape (NaFlex) in {file.path}"
         )
     vision = config.get("vision_config") or config
-    num_layers = numbered(file, f"{root}encoder.layers.")
-    is_clip = f"{root}embeddings.class_embedding" in file
-    agree(
-        file,
-        vision,
-        CONFIG_NAME,
-        hidden_size=required(file, kernel, 4)[0],
-        num_hidden_layers=num_layers,
-        intermediate_size=required(file, mlp, 2)[0],
-    )
+    heads = vision.get("num_attention_heads")
+    arguments = image_tower_arguments(file, names, heads, overrides)
+    agree(file, vision, CONFIG_NAME, **_sizes(arguments))
+    is_clip = arguments["class_token"]
     activation = vision.get("hidden_act")
     if activation is None and config.keys() - {"preprocessor"}:
         activation = "quick_gelu" if is_clip else "gelu_pytorch_tanh"
-    arguments = {
-        **clip_image_arguments(
-            file,
-            kernel=kernel,
-            positions=positions,
-            mlp=mlp,
-            class_token=is_clip,
-            num_layers=num_layers,
-            num_heads=vision.get("num_attention_heads"),
-            overrides=overrides,
-        ),
-        "embedding_norm": f"{root}pre_layrnorm.weight" in file,
-        "layer_norm_epsilon": vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
-        "activation": activation_of(activation, file, overrides),
-    }
+    epsilon = vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6)
+    arguments["layer_norm_epsilon"] = epsilon
+    arguments["activation"] = activation_of(activation, file, overrides)
     preprocessor = config.get("preprocessor", {})
     images = normalization(
         arguments["image_shape"][2],
@@ -152,8 +148,9 @@ def _image_spec(file, config, overrides):
         preprocessor,
         CLIP_IMAGES if is_clip else None,
     )
-    bias = f"{root}{_PATCHES}bias"
-    rules = _image_rules(root, arguments, images, bias if bias in file else None)
+    bias = f"{names.patches}bias"
+    bias = bias if bias in file else None
+    rules = image_tower_rules((), names, arguments, images, bias)
     task = None
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -178,28 +175,13 @@ def _image_spec(file, config, overrides):
     )
 
 
-def _image_rules(
-    root: str,
-    arguments: dict,
-    images: Normalization | None = None,
-    bias: str | None = None,
-) -> dict:
-    """Rules of an image tower without its head."""
-    rules = {
-        **patches(f"{root}{_PATCHES}weight", bias, True, images),
-        "position_embedding/embedding": Positions(f"{root}{_POSITIONS}", axes=1),
-        **norm("final_norm", f"{root}post_layernorm."),
+def _sizes(arguments):
+    """The sizes that a config has, too."""
+    return {
+        "hidden_size": arguments["hidden_dim"],
+        "num_hidden_layers": arguments["num_layers"],
+        "intermediate_size": arguments["mlp_dim"],
     }
-    if arguments["class_token"]:
-        token = Direct(f"{root}embeddings.class_embedding", axes=2)
-        rules["class_token/token"] = token
-    if arguments["embedding_norm"]:
-        # Misspelt in the release.
-        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
-    for i in range(arguments["num_layers"]):
-        block = f"{root}encoder.layers.{i}."
-        rules.update(block_rules((), f"block_{i}", block, _BLOCK))
-    return rules
 
 
 def _pooler_rules(head: str) -> dict:
@@ -242,39 +224,28 @@ def _edge(size):
 
 
 def _text_spec(file, config, overrides):
-    root = _root(file, "text_model.", _TOKENS)
+    root = _root(file, _TEXT_ROOT, _TEXT.tokens)
+    names = _TEXT.under(root)
     is_siglip = f"{root}head.weight" in file
     text = config.get("text_config")
     if text is None:
         # An image tower's entries say nothing about texts.
         text = {} if "vision_config" in config else config
-    vocabulary_size, hidden_dim = required(file, f"{root}{_TOKENS}", 2)
-    num_layers = numbered(file, f"{root}encoder.layers.")
-    sizes = {
-        "vocab_size": vocabulary_size,
-        "hidden_size": hidden_dim,
-        "max_position_embeddings": required(file, f"{root}{_POSITIONS}", 2)[0],
-        "num_hidden_layers": num_layers,
-        "intermediate_size": required(
-            file, f"{root}encoder.layers.0.mlp.fc1.weight", 2
-        )[0],
-    }
-    agree(file, text, CONFIG_NAME, **sizes)
     defaults = _SIGLIP_TEXT if is_siglip else _CLIP_TEXT
     settings = {**defaults, **text} if config.keys() - {"preprocessor"} else {}
-    heads = settings.get("num_attention_heads") or overrides.get("num_heads")
-    epsilon = settings.get("layer_norm_eps", defaults["layer_norm_eps"])
-    arguments = {
-        "vocabulary_size": vocabulary_size,
-        "max_length": sizes["max_position_embeddings"],
-        "hidden_dim": hidden_dim,
-        "num_layers": num_layers,
-        "num_heads": heads or usual_heads(hidden_dim, file.path),
-        "mlp_dim": sizes["intermediate_size"],
-        "layer_norm_epsilon": epsilon,
-        "activation": activation_of(settings.get("hidden_act"), file, overrides),
+    heads = settings.get("num_attention_heads")
+    arguments = text_tower_arguments(file, names, heads, overrides)
+    sizes = {
+        **_sizes(arguments),
+        "vocab_size": arguments["vocabulary_size"],
+        "max_position_embeddings": arguments["max_length"],
     }
-    rules, notes = _text_rules(root, num_layers), ()
+    agree(file, text, CONFIG_NAME, **sizes)
+    epsilon = settings.get("layer_norm_eps", defaults["layer_norm_eps"])
+    arguments["layer_norm_epsilon"] = epsilon
+    activation = settings.get("hidden_act")
+    arguments["activation"] = activation_of(activation, file, overrides)
+    rules, notes = text_tower_rules((), names, arguments["num_layers"]), ()
     if is_siglip:
         arguments.update(causal=False, pooling="last", mask_padding=False)
         arguments["projection_dim"] = required(file, f"{root}head.weight", 2)[0]
@@ -282,7 +253,7 @@ def _text_spec(file, config, overrides):
         rules.update(_text_projection(root, is_siglip))
     else:
         arguments["end_of_text_id"], notes = _end_of_text(
-            settings, vocabulary_size, file, overrides
+            settings, arguments["vocabulary_size"], file, overrides
         )
         if "text_projection.weight" in file:
             size = required(file, "text_projection.weight", 2)[0]
@@ -300,19 +271,6 @@ def _text_spec(file, config, overrides):
         ignored=left,
         notes=notes,
     )
-
-
-def _text_rules(root: str, num_layers: int) -> dict:
-    """Rules of a text tower without its projection."""
-    rules = {
-        "token_embedding/embeddings": Direct(f"{root}{_TOKENS}"),
-        "text_positions/embedding": Direct(f"{root}{_POSITIONS}", axes=1),
-        **norm("final_norm", f"{root}final_layer_norm."),
-    }
-    for i in range(num_layers):
-        block = f"{root}encoder.layers.{i}."
-        rules.update(block_rules((), f"block_{i}", block, _BLOCK))
-    return rules
 
 
 def _text_projection(root: str, is_siglip: bool) -> dict:
@@ -399,16 +357,17 @@ def _exported_image(tower, is_clip):
         "patch_size": tower.square("patch_size", kind),
         "num_channels": tower.config["image_shape"][2],
     }
-    root = "vision_model."
+    names = _IMAGE.under(_IMAGE_ROOT)
     values, image_range = tower.values, tower.images
     if not is_clip:
-        rules = _image_rules(root, tower.config, bias=f"{root}{_PATCHES}bias")
-        rules.update(_pooler_rules(f"{root}head."))
+        bias = f"{names.patches}bias"
+        rules = image_tower_rules((), names, tower.config, bias=bias)
+        rules.update(_pooler_rules(f"{_IMAGE_ROOT}head."))
         if "predictions/kernel" in values:
             rules.update(without_projection())
         return tensors_of(rules, values, kind), config, image_range
     values, image_range = tower.without_patch_bias()
-    rules = _image_rules(root, tower.config)
+    rules = image_tower_rules((), names, tower.config)
     del rules["patch_embedding/bias"]
     if tower.projection_dim is not None:
         config["projection_dim"] = tower.projection_dim
@@ -420,7 +379,7 @@ def _exported_image(tower, is_clip):
 
 def _exported_text(tower, is_clip):
     kind = f"the text tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
-    config, root = tower.config, "text_model."
+    config = tower.config
     wanted = {"causal": is_clip, "final_norm": True}
     if is_clip:
         wanted.update(pooling="end_of_text", projection_bias=False)
@@ -433,9 +392,9 @@ def _exported_text(tower, is_clip):
         "vocab_size": config["vocabulary_size"],
         "max_position_embeddings": config["max_length"],
     }
-    rules = _text_rules(root, config["num_layers"])
+    rules = text_tower_rules((), _TEXT.under(_TEXT_ROOT), config["num_layers"])
     if config["projection_dim"] is not None:
-        rules.update(_text_projection(root, not is_clip))
+        rules.update(_text_projection(_TEXT_ROOT, not is_clip))
         size = "projection_dim" if is_clip else "projection_size"
         content[size] = config["projection_dim"]
     if is_clip:
