@@ -317,6 +317,15 @@ def transformers_siglip(cls="SiglipModel"):
     return torch_randomized(getattr(transformers, cls)(config))
 
 
+def transformers_dinov2(**options):
+    """One of transformers' DINOv2 models."""
+    import transformers
+
+    sizes = {k: x for k, x in _IMAGE.items() if k != "intermediate_size"}
+    config = transformers.Dinov2Config(**sizes, mlp_ratio=2, **options)
+    return torch_randomized(transformers.Dinov2Model(config))
+
+
 @contextlib.contextmanager
 def _without_torchvision():
     """Stand-ins for what OpenCLIP imports to read images, which no test does."""

@@ -21,11 +21,11 @@ from keras_moe.models.conversion._rules import (
 from keras_moe.models.conversion._spec import (
     LOGIT_NAMES,
     ConversionSpec,
-    activation_of,
     ignored,
     image_tower_arguments,
     required,
     text_tower_arguments,
+    tower_settings,
 )
 from keras_moe.models.conversion._timm import timm_spec
 
@@ -178,17 +178,24 @@ def _image_spec(file, config, overrides):
     model = config.get("model_cfg", {})
     vision = model.get("vision_cfg", {})
     _check_config("vision_cfg", vision, _VISION_FREE, _VISION_VALUES, file)
-    heads = _num_heads(file, vision)
-    arguments = image_tower_arguments(file, _IMAGE, heads, overrides)
+    arguments = image_tower_arguments(file, _IMAGE)
     width, num_layers = arguments["hidden_dim"], arguments["num_layers"]
     agree(file, vision, CONFIG_NAME, width=width, layers=num_layers)
     activation = None
     if model:
         activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
     arguments.update(
+        tower_settings(
+            file,
+            _IMAGE,
+            width,
+            overrides,
+            num_heads=_num_heads(file, vision, width),
+            activation=activation,
+            epsilon=_EPSILON,
+            layer_scale=vision.get("ls_init_value"),
+        ),
         embedding_norm=True,
-        layer_norm_epsilon=_EPSILON,
-        activation=activation_of(activation, file, overrides),
     )
     cfg = config.get("preprocess_cfg", {})
     images = normalization(
@@ -200,7 +207,7 @@ def _image_spec(file, config, overrides):
     )
     bias = f"{_VISUAL}conv1.bias"
     bias = bias if bias in file else None
-    rules = image_tower_rules(file, _IMAGE, arguments, images, bias)
+    rules = image_tower_rules(_IMAGE, arguments, images, bias)
     task = None
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as here.
@@ -222,11 +229,10 @@ def _image_spec(file, config, overrides):
     )
 
 
-def _num_heads(file, vision):
+def _num_heads(file, vision, width):
     """The heads of the config; None without a width in it."""
     if "width" not in vision:
         return None
-    width = required(file, f"{_IMAGE.patches}weight", 4)[0]
     heads, rest = divmod(width, vision.get("head_width", 64))
     if rest:
         raise ValueError(
@@ -315,16 +321,16 @@ def _text_spec(file, config, overrides):
     activation, heads = None, None
     if model:
         activation, heads = _text_activation(model, text, file), text.get("heads", 8)
-    arguments = text_tower_arguments(file, names, heads, overrides)
-    num_layers = arguments["num_layers"]
+    arguments = text_tower_arguments(file, names)
+    hidden_dim = arguments["hidden_dim"]
     agree(
         file,
         text,
         CONFIG_NAME,
         vocab_size=arguments["vocabulary_size"],
         context_length=arguments["max_length"],
-        width=arguments["hidden_dim"],
-        layers=num_layers,
+        width=hidden_dim,
+        layers=arguments["num_layers"],
     )
     # Without a config it is a tower like OpenAI's.
     causal = not text.get("no_causal_mask", False)
@@ -334,14 +340,22 @@ def _text_spec(file, config, overrides):
         agree(file, model, CONFIG_NAME, embed_dim=projection["projection_dim"])
     arguments = {
         **arguments,
+        **tower_settings(
+            file,
+            names,
+            hidden_dim,
+            overrides,
+            num_heads=heads,
+            activation=activation,
+            epsilon=(text.get("norm_kwargs") or {}).get("eps", _EPSILON),
+            layer_scale=text.get("ls_init_value"),
+        ),
         "causal": causal,
         "pooling": "end_of_text" if pool in ("argmax", "eos") else pool,
         "end_of_text_id": text.get("eos_id", 2) if pool == "eos" else None,
         # After the end of a causal text padding changes nothing; elsewhere OpenCLIP
         # has no mask.
         "mask_padding": causal and pool != "last",
-        "layer_norm_epsilon": (text.get("norm_kwargs") or {}).get("eps", _EPSILON),
-        "activation": activation_of(activation, file, overrides),
         **projection,
     }
     notes = ()
@@ -357,7 +371,7 @@ def _text_spec(file, config, overrides):
         "CLIP (OpenCLIP)",
         "TextBackbone",
         arguments,
-        {**text_tower_rules(file, names, num_layers), **projection_rules},
+        {**text_tower_rules(names, arguments), **projection_rules},
         ignored=left,
         notes=notes,
     )
@@ -478,10 +492,11 @@ def _exported_image(tower):
         "width": width,
         "layers": config["num_layers"],
         "head_width": width // config["num_heads"],
-        "mlp_ratio": _mlp_ratio(config["mlp_dim"], width),
+        "mlp_ratio": tower.mlp_ratio,
+        **_layer_scale(config),
     }
     values, image_range = tower.without_patch_bias()
-    rules = image_tower_rules((), _IMAGE, config)
+    rules = image_tower_rules(_IMAGE, config)
     del rules["patch_embedding/bias"]
     rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
     if "predictions/bias" in values:
@@ -511,7 +526,8 @@ def _exported_text(tower):
         "width": config["hidden_dim"],
         "heads": config["num_heads"],
         "layers": config["num_layers"],
-        "mlp_ratio": _mlp_ratio(config["mlp_dim"], config["hidden_dim"]),
+        "mlp_ratio": tower.mlp_ratio,
+        **_layer_scale(config),
     }
     if not config["causal"]:
         content["no_causal_mask"] = True
@@ -521,7 +537,7 @@ def _exported_text(tower):
         content.update(pool_type="eos", eos_id=end)
     if config["layer_norm_epsilon"] != _EPSILON:
         content["norm_kwargs"] = {"eps": config["layer_norm_epsilon"]}
-    rules = text_tower_rules((), _TEXT, config["num_layers"])
+    rules = text_tower_rules(_TEXT, config)
     if config["projection_bias"]:
         content["proj_bias"] = True
         rules.update(linear("projection", "text_projection."))
@@ -532,7 +548,6 @@ def _exported_text(tower):
     return tensors_of(rules, tower.values, kind), content
 
 
-def _mlp_ratio(mlp_dim, width):
-    """The ratio for which OpenCLIP's int(width * ratio) is `mlp_dim`."""
-    ratio = mlp_dim / width
-    return ratio if int(width * ratio) == mlp_dim else (mlp_dim + 0.5) / width
+def _layer_scale(config):
+    value = config["layer_scale_initial_value"]
+    return {} if value is None else {"ls_init_value": value}

@@ -74,38 +74,24 @@ class Vector(Direct):
     Args:
         part: index among those that are stored together.
         parts: number of those that are stored together.
-        scale: name of factors on the outputs (LayerScale), folded into the weight.
     """
 
     part: int = 0
     parts: int = 1
-    scale: str | None = None
-
-    @property
-    def names(self):
-        return (self.name, self.scale) if self.scale else (self.name,)
 
     def shapes(self, target):
-        return self._shapes(math.prod(target))
+        return {self.name: (self.parts * math.prod(target),)}
 
     def make(self, read, target):
-        bias = read(self.name, self._rows(math.prod(target)))
-        return self._scaled(read, bias).reshape(target)
+        return read(self.name, self._rows(math.prod(target))).reshape(target)
 
     def tensor(self, value):
         return value.reshape(-1)
-
-    def _shapes(self, rows, *columns):
-        shapes = {self.name: (self.parts * rows, *columns)}
-        return {**shapes, self.scale: (rows,)} if self.scale else shapes
 
     def _rows(self, rows):
         if self.parts == 1:
             return None
         return slice(self.part * rows, (self.part + 1) * rows)
-
-    def _scaled(self, read, array):
-        return array * read(self.scale) if self.scale else array
 
 
 @dataclass(frozen=True)
@@ -121,11 +107,11 @@ class Matrix(Vector):
 
     def shapes(self, target):
         inputs, outputs = target[: self.inputs], target[self.inputs :]
-        return self._shapes(math.prod(outputs), math.prod(inputs))
+        return {self.name: (self.parts * math.prod(outputs), math.prod(inputs))}
 
     def make(self, read, target):
         rows = self._rows(math.prod(target[self.inputs :]))
-        return self._scaled(read, read(self.name, rows).T).reshape(target)
+        return read(self.name, rows).T.reshape(target)
 
     def tensor(self, value):
         inputs = math.prod(value.shape[: self.inputs])
@@ -265,7 +251,7 @@ def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
     for path, rule in rules.items():
         names = {
             field: rename(getattr(rule, field))
-            for field in ("name", "ids", "bias", "scale")
+            for field in ("name", "ids", "bias")
             if getattr(rule, field, None) is not None
         }
         result[path] = dataclasses.replace(rule, **names)
@@ -377,39 +363,44 @@ class BlockNames(NamedTuple):
     scales: tuple[str, str] = ("", "")
     query_key_norms: tuple[str, str] = ("", "")
 
-    def query_key_norm(self, file, block: str) -> bool:
+    def has_query_key_norm(self, file, block: str) -> bool:
         """Whether a block in `file` normalises queries and keys."""
         name = self.query_key_norms[0]
         return bool(name) and f"{block}{name}weight" in file
 
+    def has_scale(self, file, block: str) -> bool:
+        """Whether a block in `file` has LayerScale."""
+        return bool(self.scales[0]) and f"{block}{self.scales[0]}" in file
+
 
 def block_rules(
-    file, path: str, block: str, names: BlockNames, query_bias: bool = True
+    path: str,
+    block: str,
+    names: BlockNames,
+    arguments: dict,
+    query_bias: bool = True,
 ) -> dict:
-    """Rules of a dense encoder block."""
-    first, second = (
-        name if name in file else None
-        for name in (f"{block}{scale}" for scale in names.scales)
-    )
+    """Rules of a dense encoder block of a backbone with such arguments."""
     hidden, output = (f"{block}{name}" for name in names.mlp)
-    rules = {}
-    if names.query_key_norm(file, block):
-        for projection, name in zip(("query", "key"), names.query_key_norms):
-            rules.update(norm(f"{path}/attention/{projection}_norm", f"{block}{name}"))
-    return {
-        **rules,
+    rules = {
         **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
         **norm(f"{path}/feed_forward_norm", f"{block}{names.norms[1]}"),
         **linear(f"{path}/mlp/hidden", hidden),
-        **linear(f"{path}/mlp/output", output, scale=second),
+        **linear(f"{path}/mlp/output", output),
         **attention_rules(
             f"{path}/attention",
             [f"{block}{name}" for name in names.queries],
             f"{block}{names.output}",
             query_bias,
-            first,
         ),
     }
+    if arguments.get("query_key_norm"):
+        for projection, name in zip(("query", "key"), names.query_key_norms):
+            rules.update(norm(f"{path}/attention/{projection}_norm", f"{block}{name}"))
+    if arguments.get("layer_scale_initial_value") is not None:
+        for branch, name in zip(("mixer", "feed_forward"), names.scales):
+            rules[f"{path}/{branch}_scale/scale"] = Direct(f"{block}{name}")
+    return rules
 
 
 class TowerNames(NamedTuple):
@@ -441,41 +432,45 @@ class TowerNames(NamedTuple):
         return self._replace(**full)
 
 
-def tower_rules(file, names: TowerNames, num_layers: int) -> dict:
-    """Rules of the blocks and the last norm; `file` tells which blocks are scaled."""
+def tower_rules(names: TowerNames, arguments: dict) -> dict:
+    """Rules of the blocks and the last norm."""
     rules = norm("final_norm", names.final_norm)
-    for i in range(num_layers):
+    for i in range(arguments["num_layers"]):
         block = f"{names.blocks}{i}."
-        rules.update(block_rules(file, f"block_{i}", block, names.block))
+        rules.update(block_rules(f"block_{i}", block, names.block, arguments))
     return rules
 
 
 def image_tower_rules(
-    file,
     names: TowerNames,
     arguments: dict,
     images: Normalization | None = None,
     bias: str | None = None,
+    axes: int = 1,
 ) -> dict:
-    """Rules of an image tower of CLIP or SigLIP without its head."""
+    """Rules of an image tower without its head.
+
+    `axes` is the number of leading axes of size 1 that the positions lack.
+    """
     rules = {
         **patches(f"{names.patches}weight", bias, True, images),
-        "position_embedding/embedding": Positions(names.positions, axes=1),
-        **tower_rules(file, names, arguments["num_layers"]),
+        "position_embedding/embedding": Positions(names.positions, axes=axes),
+        **tower_rules(names, arguments),
     }
     if arguments["class_token"]:
-        rules["class_token/token"] = Direct(names.class_token, axes=2)
+        # (D,) beside positions (N, D), and (1, 1, D) beside (1, N, D).
+        rules["class_token/token"] = Direct(names.class_token, axes=2 * axes)
     if arguments["embedding_norm"]:
         rules.update(norm("embedding_norm", names.embedding_norm))
     return rules
 
 
-def text_tower_rules(file, names: TowerNames, num_layers: int) -> dict:
-    """Rules of a text tower of CLIP or SigLIP without its projection."""
+def text_tower_rules(names: TowerNames, arguments: dict) -> dict:
+    """Rules of a text tower without its projection."""
     return {
         "token_embedding/embeddings": Direct(names.tokens),
         "text_positions/embedding": Direct(names.positions, axes=1),
-        **tower_rules(file, names, num_layers),
+        **tower_rules(names, arguments),
     }
 
 
@@ -484,10 +479,9 @@ def attention_rules(
     queries: list[str],
     output: str,
     query_bias: bool = True,
-    scale: str | None = None,
 ) -> dict:
     """Rules of attention, its queries, keys and values in one matrix or three."""
-    rules = linear(f"{path}/attention_output", output, inputs=2, scale=scale)
+    rules = linear(f"{path}/attention_output", output, inputs=2)
     for part, projection in enumerate(("query", "key", "value")):
         fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
         name = queries[0] if fused else queries[part]

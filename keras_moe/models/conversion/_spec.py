@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.losses.contrastive import TEMPERATURES
-from keras_moe.models.conversion._rules import Filled, Scalar, TowerNames
+from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 
 # Prefixes of a classifier's weights: those that a new head replaces, and those that
@@ -56,6 +56,8 @@ _HEADS = {
     192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16,
     1280: 16, 1408: 16, 1664: 16,
 }  # fmt: skip
+# The usual initial value of LayerScale's factors.
+_LAYER_SCALE = 1e-5
 
 
 def usual_heads(hidden_dim: int, where: str) -> int:
@@ -107,6 +109,14 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
     return grid
 
 
+def layer_scale_argument(file, names: BlockNames, block: str, value: Any) -> dict:
+    """The argument of a model with LayerScale, and the config's initial value of it."""
+    if not names.has_scale(file, block):
+        return {}
+    is_given = isinstance(value, (int, float)) and value > 0
+    return {"layer_scale_initial_value": float(value) if is_given else _LAYER_SCALE}
+
+
 def patch_arguments(kernel_shape: tuple) -> dict:
     """`patch_size` and `hidden_dim` of a kernel (height, width, channels, D)."""
     height, width, _, dim = kernel_shape
@@ -155,44 +165,61 @@ def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def image_tower_arguments(
-    file: Any, names: TowerNames, num_heads: int | None, overrides: dict
-) -> dict:
-    """Arguments that follow from the tensors of an image tower of CLIP or SigLIP."""
+def image_tower_arguments(file: Any, names: TowerNames, axes: int = 2) -> dict:
+    """Arguments of an image tower that follow from its tensors.
+
+    `axes` is the number of axes of the positions.
+    """
     hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
     class_token = names.class_token in file
-    rows, _ = required(file, names.positions, 2)
+    rows = required(file, names.positions, axes)[-2]
     grid = square_grid(rows, class_token, f"{names.positions!r} in {file.path}")
     return {
         "image_shape": (grid * height, grid * width, channels),
         **patch_arguments((height, width, channels, hidden_dim)),
-        **_block_arguments(file, names, hidden_dim, num_heads, overrides),
+        **_block_arguments(file, names),
         "class_token": class_token,
         "embedding_norm": f"{names.embedding_norm}weight" in file,
         "position_interpolation": "bicubic",
     }
 
 
-def text_tower_arguments(
-    file: Any, names: TowerNames, num_heads: int | None, overrides: dict
-) -> dict:
-    """Arguments that follow from the tensors of a text tower of CLIP or SigLIP."""
+def text_tower_arguments(file: Any, names: TowerNames) -> dict:
+    """Arguments of a text tower that follow from its tensors."""
     vocabulary_size, hidden_dim = required(file, names.tokens, 2)
     return {
         "vocabulary_size": vocabulary_size,
         "max_length": required(file, names.positions, 2)[0],
         "hidden_dim": hidden_dim,
-        **_block_arguments(file, names, hidden_dim, num_heads, overrides),
+        **_block_arguments(file, names),
     }
 
 
-def _block_arguments(file, names, hidden_dim, num_heads, overrides):
-    num_heads = num_heads or overrides.get("num_heads")
+def _block_arguments(file, names):
     mlp = f"{names.blocks}0.{names.block.mlp[0]}weight"
     return {
         "num_layers": numbered(file, names.blocks),
-        "num_heads": num_heads or usual_heads(hidden_dim, file.path),
         "mlp_dim": required(file, mlp, 2)[0],
+    }
+
+
+def tower_settings(
+    file: Any,
+    names: TowerNames,
+    hidden_dim: int,
+    overrides: dict,
+    num_heads: int | None,
+    activation: str | None,
+    epsilon: float,
+    layer_scale: float | None = None,
+) -> dict:
+    """Arguments of a tower that its config has, and overrides or tensors may have."""
+    num_heads = num_heads or overrides.get("num_heads")
+    return {
+        "num_heads": num_heads or usual_heads(hidden_dim, file.path),
+        "activation": activation_of(activation, file, overrides),
+        "layer_norm_epsilon": epsilon,
+        **layer_scale_argument(file, names.block, f"{names.blocks}0.", layer_scale),
     }
 
 

@@ -18,6 +18,7 @@ from keras_moe.models.conversion._rules import (
 )
 from keras_moe.models.conversion._spec import (
     ConversionSpec,
+    layer_scale_argument,
     numbered,
     patch_arguments,
     required,
@@ -222,7 +223,7 @@ def _vit_spec(file, config, overrides):
     for i in range(arguments["num_layers"]):
         block = f"blocks.{i}."
         query_bias = f"{block}attn.qkv.bias" in file
-        rules.update(block_rules(file, f"block_{i}", block, _BLOCK, query_bias))
+        rules.update(block_rules(f"block_{i}", block, _BLOCK, arguments, query_bias))
     pooling = settings.get("global_pool", "token" if class_token else "avg")
     task, pooling_rules = _pooling(file, pooling, arguments)
     head, head_arguments = _head(file)
@@ -252,7 +253,7 @@ def _vit_arguments(file, config, settings, overrides):
     class_token = "cls_token" in file
     heads = settings.get("num_heads") or overrides.get("num_heads")
     heads = heads or _heads_by_name(config) or usual_heads(hidden_dim, file.path)
-    query_key_norm = _BLOCK.query_key_norm(file, "blocks.0.")
+    query_key_norm = _BLOCK.has_query_key_norm(file, "blocks.0.")
     agree(file, settings, "config.json", qk_norm=query_key_norm)
     arguments = {
         **patch_arguments((height, width, channels, hidden_dim)),
@@ -266,6 +267,7 @@ def _vit_arguments(file, config, settings, overrides):
         "embedding_norm": "norm_pre.weight" in file,
         "query_key_norm": query_key_norm,
         "position_interpolation": "bicubic",
+        **layer_scale_argument(file, _BLOCK, "blocks.0.", settings.get("init_values")),
     }
     if query_key_norm:
         arguments["query_key_norm_bias"] = True

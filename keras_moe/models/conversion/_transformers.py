@@ -9,6 +9,7 @@ from keras_moe.models.conversion._rules import (
     Direct,
     Filled,
     Matrix,
+    Normalization,
     TowerNames,
     attention_rules,
     image_tower_rules,
@@ -22,11 +23,11 @@ from keras_moe.models.conversion._spec import (
     LOGIT_NAMES,
     POSITION_IDS,
     ConversionSpec,
-    activation_of,
     ignored,
     image_tower_arguments,
     required,
     text_tower_arguments,
+    tower_settings,
 )
 
 CONFIG_NAME = "config.json"
@@ -130,16 +131,23 @@ def _image_spec(file, config, overrides):
             f"shape (NaFlex) in {file.path}"
         )
     vision = config.get("vision_config") or config
-    heads = vision.get("num_attention_heads")
-    arguments = image_tower_arguments(file, names, heads, overrides)
+    arguments = image_tower_arguments(file, names)
     agree(file, vision, CONFIG_NAME, **_sizes(arguments))
     is_clip = arguments["class_token"]
     activation = vision.get("hidden_act")
     if activation is None and config.keys() - {"preprocessor"}:
         activation = "quick_gelu" if is_clip else "gelu_pytorch_tanh"
-    epsilon = vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6)
-    arguments["layer_norm_epsilon"] = epsilon
-    arguments["activation"] = activation_of(activation, file, overrides)
+    arguments.update(
+        tower_settings(
+            file,
+            names,
+            arguments["hidden_dim"],
+            overrides,
+            num_heads=vision.get("num_attention_heads"),
+            activation=activation,
+            epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        )
+    )
     preprocessor = config.get("preprocessor", {})
     images = normalization(
         arguments["image_shape"][2],
@@ -150,7 +158,7 @@ def _image_spec(file, config, overrides):
     )
     bias = f"{names.patches}bias"
     bias = bias if bias in file else None
-    rules = image_tower_rules((), names, arguments, images, bias)
+    rules = image_tower_rules(names, arguments, images, bias)
     task = None
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -162,7 +170,7 @@ def _image_spec(file, config, overrides):
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
     left[f"{root}embeddings.position_ids"] = POSITION_IDS
-    preprocessing, notes = _preprocessing(preprocessor, is_clip)
+    image_arguments, notes = preprocessing(preprocessor, crops=is_clip)
     return ConversionSpec(
         "CLIP (transformers)" if is_clip else "SigLIP (transformers)",
         "ViTBackbone",
@@ -171,7 +179,7 @@ def _image_spec(file, config, overrides):
         task,
         left,
         notes,
-        preprocessing,
+        image_arguments,
     )
 
 
@@ -199,16 +207,16 @@ def _pooler_rules(head: str) -> dict:
     }
 
 
-def _preprocessing(preprocessor, is_clip):
-    """Arguments of `ImagePreprocessor`, and notes."""
+def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...]]:
+    """Arguments of `ImagePreprocessor`, and notes; `crops` is the default."""
     arguments, notes = _configs.interpolation(preprocessor.get("resample", 3))
     size = preprocessor.get("size")
-    squashes = not is_clip
+    squashes = not crops
     if size:
         squashes = isinstance(size, dict) and "height" in size
     size, crop = _edge(size), _edge(preprocessor.get("crop_size"))
     share = None if squashes else 1.0
-    if share and size and crop and preprocessor.get("do_center_crop", is_clip):
+    if share and size and crop and preprocessor.get("do_center_crop", crops):
         share = min(crop / size, 1.0)
     return {**arguments, "center_crop": share}, notes
 
@@ -233,19 +241,25 @@ def _text_spec(file, config, overrides):
         text = {} if "vision_config" in config else config
     defaults = _SIGLIP_TEXT if is_siglip else _CLIP_TEXT
     settings = {**defaults, **text} if config.keys() - {"preprocessor"} else {}
-    heads = settings.get("num_attention_heads")
-    arguments = text_tower_arguments(file, names, heads, overrides)
+    arguments = text_tower_arguments(file, names)
     sizes = {
         **_sizes(arguments),
         "vocab_size": arguments["vocabulary_size"],
         "max_position_embeddings": arguments["max_length"],
     }
     agree(file, text, CONFIG_NAME, **sizes)
-    epsilon = settings.get("layer_norm_eps", defaults["layer_norm_eps"])
-    arguments["layer_norm_epsilon"] = epsilon
-    activation = settings.get("hidden_act")
-    arguments["activation"] = activation_of(activation, file, overrides)
-    rules, notes = text_tower_rules((), names, arguments["num_layers"]), ()
+    arguments.update(
+        tower_settings(
+            file,
+            names,
+            arguments["hidden_dim"],
+            overrides,
+            num_heads=settings.get("num_attention_heads"),
+            activation=settings.get("hidden_act"),
+            epsilon=settings.get("layer_norm_eps", defaults["layer_norm_eps"]),
+        )
+    )
+    rules, notes = text_tower_rules(names, arguments), ()
     if is_siglip:
         arguments.update(causal=False, pooling="last", mask_padding=False)
         arguments["projection_dim"] = required(file, f"{root}head.weight", 2)[0]
@@ -313,8 +327,12 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
             towers["image"], is_clip
         )
         tensors.update(images)
-        files["preprocessor_config.json"] = _exported_preprocessor(
-            model.preprocessor, configs["vision"]["image_size"], image_range, is_clip
+        files["preprocessor_config.json"] = exported_preprocessor(
+            model.preprocessor,
+            configs["vision"]["image_size"],
+            image_range,
+            "CLIP" if is_clip else "Siglip",
+            crop=1.0 if is_clip else None,
         )
     if "text" in towers:
         texts, configs["text"] = _exported_text(towers["text"], is_clip)
@@ -346,6 +364,7 @@ def _exported_image(tower, is_clip):
         "final_norm": True,
         "embedding_norm": is_clip,
         "class_token": is_clip,
+        "layer_scale_initial_value": None,
     }
     if tower.pooling is not None or not is_clip:
         wanted["image_pooling"] = "class_token" if is_clip else "map"
@@ -361,13 +380,13 @@ def _exported_image(tower, is_clip):
     values, image_range = tower.values, tower.images
     if not is_clip:
         bias = f"{names.patches}bias"
-        rules = image_tower_rules((), names, tower.config, bias=bias)
+        rules = image_tower_rules(names, tower.config, bias=bias)
         rules.update(_pooler_rules(f"{_IMAGE_ROOT}head."))
         if "predictions/kernel" in values:
             rules.update(without_projection())
         return tensors_of(rules, values, kind), config, image_range
     values, image_range = tower.without_patch_bias()
-    rules = image_tower_rules((), names, tower.config)
+    rules = image_tower_rules(names, tower.config)
     del rules["patch_embedding/bias"]
     if tower.projection_dim is not None:
         config["projection_dim"] = tower.projection_dim
@@ -380,7 +399,11 @@ def _exported_image(tower, is_clip):
 def _exported_text(tower, is_clip):
     kind = f"the text tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
     config = tower.config
-    wanted = {"causal": is_clip, "final_norm": True}
+    wanted = {
+        "causal": is_clip,
+        "final_norm": True,
+        "layer_scale_initial_value": None,
+    }
     if is_clip:
         wanted.update(pooling="end_of_text", projection_bias=False)
     else:
@@ -392,7 +415,7 @@ def _exported_text(tower, is_clip):
         "vocab_size": config["vocabulary_size"],
         "max_position_embeddings": config["max_length"],
     }
-    rules = text_tower_rules((), _TEXT.under(_TEXT_ROOT), config["num_layers"])
+    rules = text_tower_rules(_TEXT.under(_TEXT_ROOT), config)
     if config["projection_dim"] is not None:
         rules.update(_text_projection(_TEXT_ROOT, not is_clip))
         size = "projection_dim" if is_clip else "projection_size"
@@ -436,11 +459,18 @@ def _exported_config(configs, is_clip):
     return content
 
 
-def _exported_preprocessor(preprocessor, side, image_range, is_clip):
-    crop = getattr(preprocessor, "center_crop", 1.0 if is_clip else None)
+def exported_preprocessor(
+    preprocessor: Any,
+    side: int,
+    image_range: Normalization,
+    name: str,
+    crop: float | None,
+) -> dict:
+    """A `preprocessor_config.json`; `crop` is the class's share without our own."""
+    crop = getattr(preprocessor, "center_crop", crop)
     interpolation = getattr(preprocessor, "interpolation", "bicubic")
     content = {
-        "image_processor_type": f"{'CLIP' if is_clip else 'Siglip'}ImageProcessor",
+        "image_processor_type": f"{name}ImageProcessor",
         "do_resize": True,
         "resample": {"bilinear": 2, "bicubic": 3}[interpolation],
         "do_rescale": True,
@@ -450,7 +480,8 @@ def _exported_preprocessor(preprocessor, side, image_range, is_clip):
         "image_std": list(image_range.std),
     }
     if crop is None:
-        return {**content, "size": {"height": side, "width": side}}
+        size = {"height": side, "width": side}
+        return {**content, "do_center_crop": False, "size": size}
     return {
         **content,
         "size": {"shortest_edge": round(side / crop)},

@@ -12,16 +12,26 @@ import numpy as np
 
 from keras_moe.checks import check_one_of
 from keras_moe.files import staged_folder, write_failed, write_json
-from keras_moe.models.conversion import _openclip, _transformers
+from keras_moe.models.conversion import _dinov2, _openclip, _transformers
 from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._readers import optional_library
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
+
+def _transformers_files(model):
+    image = model.towers.get("image")
+    if image is None or len(model.towers) == 2:
+        return _transformers.transformers_files(model)
+    is_scaled = image.config["layer_scale_initial_value"] is not None
+    family = _dinov2.dinov2_files if is_scaled else _transformers.transformers_files
+    return family(model)
+
+
 _FORMATS = {
     "transformers": (
-        _transformers.transformers_files,
+        _transformers_files,
         "model.safetensors",
         _transformers.CONFIG_NAME,
     ),
@@ -36,9 +46,10 @@ _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
 def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
-    """Writes a CLIP, a SigLIP or a tower of one as another library loads it.
+    """Writes a CLIP, a SigLIP, a tower of one or a DINOv2 as another library loads it.
 
-    `transformers` loads `CLIPModel`, `SiglipModel` and their towers, and `open_clip`
+    `transformers` loads `CLIPModel`, `SiglipModel` and their towers, and a
+    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` loads
     pairs with its own image towers. Weights are float32, in one `.safetensors`
     file beside a config. Converted weights come back bit for bit, with one exception:
     where the normalisation of CLIP's images is folded into the patch embedding,
@@ -168,6 +179,13 @@ class ExportedTower(NamedTuple):
     def activation(self) -> str:
         """transformers' name of the activation."""
         return _ACTIVATIONS[self.config["activation"]]
+
+    @property
+    def mlp_ratio(self) -> float:
+        """The ratio for which other libraries' int(hidden_dim * ratio) is `mlp_dim`."""
+        mlp_dim, dim = self.config["mlp_dim"], self.config["hidden_dim"]
+        ratio = mlp_dim / dim
+        return ratio if int(dim * ratio) == mlp_dim else (mlp_dim + 0.5) / dim
 
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
         """The weights without a bias of the patches, which CLIP does not have.

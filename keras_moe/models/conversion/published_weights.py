@@ -370,8 +370,6 @@ def _how(rule):
         return rule.value
     if getattr(rule, "normalization", None) is not None:
         return "with the images' normalisation"
-    if getattr(rule, "scale", None):
-        return "with LayerScale"
     if getattr(rule, "parts", 1) > 1:
         return f"part {rule.part + 1} of {rule.parts}"
     return type(rule).__name__.lower()

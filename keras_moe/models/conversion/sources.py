@@ -11,7 +11,7 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.models.conversion import _openclip, _timm, _transformers
+from keras_moe.models.conversion import _dinov2, _openclip, _timm, _transformers
 from keras_moe.models.conversion._configs import check_types, read_object
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import (
@@ -50,7 +50,7 @@ _WEIGHTS = tuple(
     for end in (".safetensors", _INDEX)
 )
 # timm and transformers share the name of their config.
-_CONFIG = {**_timm.CONFIG, **_transformers.CONFIG}
+_CONFIG = {**_timm.CONFIG, **_transformers.CONFIG, **_dinov2.CONFIG}
 
 
 def is_convertible(source: Any) -> bool:
@@ -108,13 +108,14 @@ def open_source(
         spec = (
             google_spec(file, name, overrides, tower)
             or timm_spec(file, config, overrides)
+            or _dinov2.dinov2_spec(file, config, overrides)
             or _clip_spec(file, config, overrides, tower)
         )
         if spec is None:
             raise ValueError(
-                "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP or "
-                f"SigLIP; received: {len(file)} tensors such as {sorted(file)[:3]} in "
-                f"{file.path}"
+                "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
+                f"SigLIP or DINOv2; received: {len(file)} tensors such as "
+                f"{sorted(file)[:3]} in {file.path}"
             )
     except BaseException:
         file.close()
@@ -212,9 +213,11 @@ def _folder_kind(folder):
         package, _, name = str(config["registered_name"]).rpartition(">")
         names = [cls.__name__ for cls in CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
-    is_clip = isinstance(config.get("vision_config"), dict)
-    is_clip = is_clip or config.get("model_type") in _transformers.MODEL_TYPES
-    if is_clip or isinstance(config.get("architecture"), str):
+    if isinstance(config.get("vision_config"), dict):
+        return "folder"
+    if config.get("model_type") in (*_transformers.MODEL_TYPES, *_dinov2.MODEL_TYPES):
+        return "folder"
+    if isinstance(config.get("architecture"), str):
         return "folder"
     if _has(folder, _openclip.CONFIG_NAME):
         return "folder"

@@ -46,6 +46,47 @@ def texts_of(backbone, ids=IDS):
     return {k: keras.ops.convert_to_numpy(x) for k, x in received.items()}
 
 
+# DINOv2
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("head", [False, True])
+def test_dinov2(tmp_path, head):
+    reference = published.transformers_dinov2()
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        expected = reference(pixels(mean, std)).last_hidden_state
+    state, config = state_of(reference), reference.config.to_dict()
+    if head:
+        state = {f"dinov2.{name}": x for name, x in state.items()}
+        state["classifier.weight"] = np.zeros((3, 16), "float32")
+    model, report = models.convert(write_folder(tmp_path, state, config))
+    received = keras.ops.convert_to_numpy(model(IMAGES))
+    np.testing.assert_allclose(received, expected, **TOLERANCE)
+    assert report.scheme == "DINOv2 (transformers)"
+    assert len(report.ignored) == 1 + head
+    np.testing.assert_array_equal(
+        published.values(model, "block_0/mixer_scale/scale"),
+        reference.state_dict()["encoder.layer.0.layer_scale1.lambda1"],
+    )
+    assert model.get_config()["layer_scale_initial_value"] == 1.0
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("embeddings.register_tokens", "register tokens"),
+        ("encoder.layer.0.mlp.weights_in.weight", "SwiGLU"),
+        ("encoder.layer.1.norm1.weight", "num_hidden_layers=1"),
+    ],
+)
+def test_other_dinov2s(tmp_path, name, word):
+    reference = published.transformers_dinov2()
+    state = {**state_of(reference), name: np.zeros(8, "float32")}
+    refused(write_folder(tmp_path, state, reference.config.to_dict()), word)
+
+
 # Pairs
 
 

@@ -9,7 +9,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import ImagePreprocessor
 from tests import golden
-from tests.published import predict, refused, timm_folder, write_folder
+from tests.published import predict, refused, timm_folder, values, write_folder
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -66,18 +66,32 @@ def test_the_normalisation_of_images_is_kept(tmp_path, case):
     assert "mean=(0.0, 0.0, 0.0) and std=(1.0, 1.0, 1.0)" in report.notes[0]
 
 
-def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
-    gamma = np.random.default_rng(0).uniform(0.5, 2.0, 32).astype("float32")
+def test_layer_scale_is_a_layer(tmp_path):
+    generator = np.random.default_rng(0)
+    gammas = {}
 
     def change(tensors):
         for block in "01":
             for layer, scale in (("attn.proj", "ls1"), ("mlp.fc2", "ls2")):
                 name = f"blocks.{block}.{layer}"
+                gamma = generator.uniform(0.5, 2.0, 32).astype("float32")
                 tensors[f"{name}.weight"] = tensors[f"{name}.weight"] / gamma[:, None]
                 tensors[f"{name}.bias"] = tensors[f"{name}.bias"] / gamma
-                tensors[f"blocks.{block}.{scale}.gamma"] = gamma
+                tensors[f"blocks.{block}.{scale}.gamma"] = gammas[block, scale] = gamma
 
-    check_logits(timm_folder(tmp_path, "vit_token", change=change), "vit_token")
+    folder = timm_folder(tmp_path, "vit_token", change=change)
+    model, _ = check_logits(folder, "vit_token")
+    assert model.backbone.get_config()["layer_scale_initial_value"] == 1e-5
+    received = values(model, "block_1/mixer_scale/scale")
+    np.testing.assert_array_equal(received, gammas["1", "ls1"])
+    received = values(model, "block_0/feed_forward_scale/scale")
+    np.testing.assert_array_equal(received, gammas["0", "ls2"])
+    # OpenCLIP and DINOv2 have other names for the same.
+    models.export_weights(model.backbone, "transformers", tmp_path / "dinov2")
+    again = models.from_preset(str(tmp_path / "dinov2"))
+    for weight in again.weights:
+        expected = values(model, weight.path)
+        np.testing.assert_array_equal(values(again, weight.path), expected)
 
 
 def test_positions_without_a_row_for_the_class_token(tmp_path):

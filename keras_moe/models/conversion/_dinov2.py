@@ -1,0 +1,153 @@
+"""transformers' DINOv2: from its checkpoints, and to them."""
+
+from typing import Any
+
+from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._configs import agree, normalization
+from keras_moe.models.conversion._rules import (
+    BlockNames,
+    Normalization,
+    TowerNames,
+    image_tower_rules,
+    tensors_of,
+)
+from keras_moe.models.conversion._spec import (
+    ConversionSpec,
+    image_tower_arguments,
+    tower_settings,
+)
+from keras_moe.models.conversion._transformers import (
+    CONFIG_NAME,
+    exported_preprocessor,
+    preprocessing,
+)
+
+MODEL_TYPES = ("dinov2",)
+# The entries of `config.json` that are read, in addition to those of CLIP.
+CONFIG = {"layerscale_value": _configs.EPSILON, "use_swiglu_ffn": _configs.BOOL}
+_NAMES = TowerNames(
+    blocks="encoder.layer.",
+    block=BlockNames(
+        norms=("norm1.", "norm2."),
+        mlp=("mlp.fc1.", "mlp.fc2."),
+        queries=tuple(
+            f"attention.attention.{name}." for name in ("query", "key", "value")
+        ),
+        output="attention.output.dense.",
+        scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+    ),
+    positions="embeddings.position_embeddings",
+    final_norm="layernorm.",
+    patches="embeddings.patch_embeddings.projection.",
+    class_token="embeddings.cls_token",
+    embedding_norm="embeddings.norm.",
+)
+_IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
+    """The spec of a DINOv2; None for other names."""
+    roots = [
+        root
+        for root in ("", "dinov2.")
+        if f"{root}encoder.layer.0.layer_scale1.lambda1" in file
+    ]
+    if not roots:
+        return None
+    root, names = roots[0], _NAMES.under(roots[0])
+    for name, what in (
+        (f"{root}embeddings.register_tokens", "register tokens"),
+        (f"{root}encoder.layer.0.mlp.weights_in.weight", "SwiGLU"),
+    ):
+        if name in file:
+            raise ValueError(
+                f"Expected a DINOv2 without {what}; received: {name!r} in {file.path}"
+            )
+    arguments = image_tower_arguments(file, names, axes=3)
+    agree(
+        file,
+        config,
+        CONFIG_NAME,
+        hidden_size=arguments["hidden_dim"],
+        num_hidden_layers=arguments["num_layers"],
+    )
+    arguments.update(
+        tower_settings(
+            file,
+            names,
+            arguments["hidden_dim"],
+            overrides,
+            num_heads=config.get("num_attention_heads"),
+            activation=config.get("hidden_act", "gelu"),
+            epsilon=config.get("layer_norm_eps", 1e-6),
+            layer_scale=config.get("layerscale_value", 1.0),
+        )
+    )
+    preprocessor = config.get("preprocessor", {})
+    images = normalization(
+        arguments["image_shape"][2],
+        preprocessor.get("image_mean"),
+        preprocessor.get("image_std"),
+        preprocessor,
+        _IMAGES,
+    )
+    bias = f"{names.patches}bias"
+    image_arguments, notes = preprocessing(preprocessor, crops=True)
+    return ConversionSpec(
+        "DINOv2 (transformers)",
+        "ViTBackbone",
+        arguments,
+        image_tower_rules(names, arguments, images, bias, axes=0),
+        ignored={
+            f"{root}embeddings.mask_token": "of the pretraining",
+            **dict.fromkeys(
+                ("classifier.weight", "classifier.bias"),
+                "of a head on the class token and the mean of the patches",
+            ),
+        },
+        notes=notes,
+        preprocessing=image_arguments,
+    )
+
+
+def dinov2_files(model: Any) -> tuple[dict, dict[str, Any]]:
+    """The tensors and the JSON files of an `ExportedModel` with one image tower."""
+    kind = "transformers' DINOv2"
+    tower = model.towers["image"]
+    config = tower.config
+    tower.check(
+        kind,
+        position_embedding="learned",
+        query_key_norm=False,
+        final_norm=True,
+        embedding_norm=False,
+        class_token=True,
+        image_pooling=None,
+    )
+    if config["mlp_dim"] % config["hidden_dim"]:
+        raise ValueError(
+            f"Expected an mlp_dim that hidden_dim={config['hidden_dim']} divides for "
+            f"{kind}; received: mlp_dim={config['mlp_dim']}"
+        )
+    content = {
+        "architectures": ["Dinov2Model"],
+        "model_type": "dinov2",
+        "dtype": "float32",
+        "hidden_size": config["hidden_dim"],
+        "mlp_ratio": config["mlp_dim"] // config["hidden_dim"],
+        "num_hidden_layers": config["num_layers"],
+        "num_attention_heads": config["num_heads"],
+        "hidden_act": tower.activation,
+        "layer_norm_eps": config["layer_norm_epsilon"],
+        "layerscale_value": config["layer_scale_initial_value"],
+        "image_size": tower.square("image_shape", kind),
+        "patch_size": tower.square("patch_size", kind),
+        "num_channels": config["image_shape"][2],
+        "use_mask_token": False,
+    }
+    rules = image_tower_rules(_NAMES, config, bias=f"{_NAMES.patches}bias", axes=0)
+    images = exported_preprocessor(
+        model.preprocessor, content["image_size"], tower.images, "Bit", crop=1.0
+    )
+    files = {CONFIG_NAME: content, "preprocessor_config.json": images}
+    return tensors_of(rules, tower.values, kind), files
