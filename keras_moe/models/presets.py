@@ -480,8 +480,8 @@ def convert(
             Google's releases (also `gs://vit_models/...`, `gs://mixer_models/...`); a
             folder or `hf://` of a timm ViT or Mixer, of OpenCLIP, or of
             transformers' CLIP, SigLIP or DINOv2, with `.safetensors` weights, or such a
-            file; a folder with one such checkpoint; or a KerasHub ViT, CLIP or SigLIP: a model
-            or a preset. Images and texts become a `CLIPBackbone`.
+            file; a folder with one such checkpoint; or a KerasHub ViT, CLIP or SigLIP:
+            a model or a preset. Images and texts become a `CLIPBackbone`.
         task: `"backbone"` or `"image_classifier"`; None decides as above.
         load_weights: whether to load the weights; False makes the architecture alone.
         progress: function of (done, all, name), called before each weight.

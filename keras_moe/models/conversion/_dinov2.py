@@ -42,27 +42,22 @@ _NAMES = TowerNames(
     class_token="embeddings.cls_token",
     embedding_norm="embeddings.norm.",
 )
+_SCALE = "encoder.layer.0.layer_scale1.lambda1"
+_OTHERS = {
+    "embeddings.register_tokens": "register tokens",
+    "encoder.layer.0.mlp.weights_in.weight": "SwiGLU",
+}
+_HEAD = "of a head on the class token and the mean of the patches"
 _IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     """The spec of a DINOv2; None for other names."""
-    roots = [
-        root
-        for root in ("", "dinov2.")
-        if f"{root}encoder.layer.0.layer_scale1.lambda1" in file
-    ]
-    if not roots:
+    root = next((x for x in ("", "dinov2.") if f"{x}{_SCALE}" in file), None)
+    if root is None:
         return None
-    root, names = roots[0], _NAMES.under(roots[0])
-    for name, what in (
-        (f"{root}embeddings.register_tokens", "register tokens"),
-        (f"{root}encoder.layer.0.mlp.weights_in.weight", "SwiGLU"),
-    ):
-        if name in file:
-            raise ValueError(
-                f"Expected a DINOv2 without {what}; received: {name!r} in {file.path}"
-            )
+    _check_parts(file, root)
+    names = _NAMES.under(root)
     arguments = image_tower_arguments(file, names, axes=3)
     agree(
         file,
@@ -100,14 +95,20 @@ def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         image_tower_rules(names, arguments, images, bias, axes=0),
         ignored={
             f"{root}embeddings.mask_token": "of the pretraining",
-            **dict.fromkeys(
-                ("classifier.weight", "classifier.bias"),
-                "of a head on the class token and the mean of the patches",
-            ),
+            **dict.fromkeys(("classifier.weight", "classifier.bias"), _HEAD),
         },
         notes=notes,
         preprocessing=image_arguments,
     )
+
+
+def _check_parts(file, root):
+    for name, what in _OTHERS.items():
+        if f"{root}{name}" in file:
+            raise ValueError(
+                f"Expected a DINOv2 without {what}; received: '{root}{name}' in "
+                f"{file.path}"
+            )
 
 
 def dinov2_files(model: Any) -> tuple[dict, dict[str, Any]]:

@@ -139,6 +139,9 @@ _TEXT_NAMES = (
 _VISUAL, _TRUNK, _HEAD = "visual.", "visual.trunk.", "visual.head."
 # PyTorch's default.
 _EPSILON = 1e-5
+_ASSUMED = (
+    "assumed: causal attention and pooling at the largest id (no config says otherwise)"
+)
 
 
 def openclip_towers(file) -> dict:
@@ -358,12 +361,6 @@ def _text_spec(file, config, overrides):
         "mask_padding": causal and pool != "last",
         **projection,
     }
-    notes = ()
-    if not model:
-        notes = (
-            "assumed: causal attention and pooling at the largest id (no config says "
-            "otherwise)",
-        )
     left = ignored(file, image=(_VISUAL,), logits=LOGIT_NAMES)
     left.update(dict.fromkeys(_OPENAI_NUMBERS, "a number that the shapes imply"))
     left[f"{root}attn_mask"] = "the mask of causal attention"
@@ -373,7 +370,7 @@ def _text_spec(file, config, overrides):
         arguments,
         {**text_tower_rules(names, arguments), **projection_rules},
         ignored=left,
-        notes=notes,
+        notes=() if model else (_ASSUMED,),
     )
 
 

@@ -119,11 +119,9 @@ def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
         arrays[f"outputs/{case}/pos_embedding"],
     )
     dim = old.shape[-1]
-    classic = np.load(CHECKPOINTS / "vit_classic.npz")
-    shapes = {name: classic[name].shape for name in classic.files}
     shapes = {
-        name: tuple({24: dim, 3: 1, 8: dim}.get(n, n) for n in shape)
-        for name, shape in shapes.items()
+        name: tuple({24: dim, 3: 1, 8: dim}.get(n, n) for n in array.shape)
+        for name, array in classic().items()
         if "encoderblock_" not in name or "encoderblock_0" in name
     }
     shapes["embedding/kernel"] = (2, 2, 3, dim)
@@ -204,22 +202,16 @@ def test_upcycled_arguments_are_refused_rather_than_left_empty():
 def sizes_of_many(folder):
     """A dense ViT with many equal tensors, as .npz, .safetensors and V-MoE's."""
     dim, generator = 128, np.random.default_rng(0)
-    classic = np.load(CHECKPOINTS / "vit_classic.npz")
+    sizes, in_attention = {24: dim, 40: 4 * dim}, {3: 2, 8: dim // 2, 24: dim}
     tensors = {}
-    for name in classic.files:
+    for name, array in classic().items():
         if "encoderblock_1" in name or "encoderblock_2" in name:
             continue
-        shape = tuple(
-            {24: dim, 40: 4 * dim, 8: 8}.get(n, n) for n in classic[name].shape
-        )
-        if "Attention" in name:
-            shape = tuple(
-                {3: 2, 8: dim // 2, 24: dim}.get(n, n) for n in classic[name].shape
-            )
+        table = in_attention if "Attention" in name else sizes
+        shape = tuple(table.get(n, n) for n in array.shape)
         for i in range(8 if "encoderblock_0" in name else 1):
-            tensors[name.replace("block_0", f"block_{i}")] = generator.normal(
-                size=shape
-            ).astype("float32")
+            value = generator.normal(size=shape).astype("float32")
+            tensors[name.replace("block_0", f"block_{i}")] = value
     np.savez(folder / "vit.npz", **tensors)
     write_folder(folder / "flax", tensors)
     write_vmoe(folder / "vit", tensors)
