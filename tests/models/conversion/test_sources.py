@@ -23,7 +23,7 @@ from keras_moe.models import (
 from keras_moe.models.conversion import sources
 from keras_moe.models.conversion._readers import NpzCheckpoint
 from tests import golden
-from tests.published import CHECKPOINTS, hub_vit, timm_folder
+from tests.published import CHECKPOINTS, hub_vit, predict, timm_folder
 from tools import guides
 
 pytestmark = pytest.mark.backend_free
