@@ -5,6 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from keras_moe import models
 from tests import golden, published
@@ -41,6 +42,13 @@ def saved(model, folder):
     return str(folder)
 
 
+def files_of(model, folder):
+    """The tensors and the config that transformers writes, under released names."""
+    saved(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    return load_file(folder / "model.safetensors"), config
+
+
 def texts_of(backbone, ids=IDS):
     received = backbone({"token_ids": ids, "padding_mask": PADDING})
     return {k: keras.ops.convert_to_numpy(x) for k, x in received.items()}
@@ -56,19 +64,20 @@ def test_dinov2(tmp_path, head):
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     with torch.no_grad():
         expected = reference(pixels(mean, std)).last_hidden_state
-    state, config = state_of(reference), reference.config.to_dict()
+    state, config = files_of(reference, tmp_path / "source")
     if head:
         state = {f"dinov2.{name}": x for name, x in state.items()}
         state["classifier.weight"] = np.zeros((3, 16), "float32")
-    model, report = models.convert(write_folder(tmp_path, state, config))
+    scales = next(
+        x for name, x in state.items() if name.endswith("layer_scale1.lambda1")
+    )
+    model, report = models.convert(write_folder(tmp_path / "x", state, config))
     received = keras.ops.convert_to_numpy(model(IMAGES))
     np.testing.assert_allclose(received, expected, **TOLERANCE)
     assert report.scheme == "DINOv2 (transformers)"
     assert len(report.ignored) == 1 + head
-    np.testing.assert_array_equal(
-        published.values(model, "block_0/mixer_scale/scale"),
-        reference.state_dict()["encoder.layer.0.layer_scale1.lambda1"],
-    )
+    received = published.values(model, "block_0/mixer_scale/scale")
+    np.testing.assert_array_equal(received, scales)
     assert model.get_config()["layer_scale_initial_value"] == 1.0
 
 
@@ -82,9 +91,9 @@ def test_dinov2(tmp_path, head):
     ],
 )
 def test_other_dinov2s(tmp_path, name, word):
-    reference = published.transformers_dinov2()
-    state = {**state_of(reference), name: np.zeros(8, "float32")}
-    refused(write_folder(tmp_path, state, reference.config.to_dict()), word)
+    state, config = files_of(published.transformers_dinov2(), tmp_path / "source")
+    state[name] = np.zeros(8, "float32")
+    refused(write_folder(tmp_path / "x", state, config), word)
 
 
 # Pairs

@@ -196,7 +196,7 @@ def test_texts_that_transformers_has_not(tmp_path, arguments, word):
 )
 def test_pairs_that_open_clip_has_not(tmp_path, image, arguments, word):
     arguments = {"projection_dim": 4, **arguments}
-    backbone = models.CLIPBackbone({**IMAGE, **image}, TEXT, **arguments)
+    backbone = models.CLIPBackbone(image={**IMAGE, **image}, text=TEXT, **arguments)
     with pytest.raises(ValueError, match=word):
         models.export_weights(backbone, "open_clip", tmp_path)
 
@@ -255,7 +255,7 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
 
 @pytest.mark.backend_free
 def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
-    backbone = models.CLIPBackbone(IMAGE, TEXT, projection_dim=4)
+    backbone = models.CLIPBackbone(image=IMAGE, text=TEXT, projection_dim=4)
     generator = np.random.default_rng(0)
     for weight in backbone.weights:
         if weight.path == "image/patch_embedding/bias":
