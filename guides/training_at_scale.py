@@ -383,10 +383,10 @@ print("\n# eight H200")
 print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 
 # %% [markdown]
-# `keras-moe plan` prints the same arithmetic for any preset, chip and layout:
+# `keras-moe estimate` prints the same arithmetic for any preset, chip and layout:
 #
 # ```shell
-# keras-moe plan vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
+# keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 # ```
 #
 # ## When it does not fit
@@ -407,7 +407,7 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 #
 # ## What to do next
 #
-# - Ask the same of your own model and machine: `keras-moe plan --help`.
+# - Ask the same of your own model and machine: `keras-moe estimate --help`.
 # - *Many devices* (`docs/devices.md`) has the equations, and shows the layout of every
 #   weight.
 # - Rehearse the command on one machine: `keras-moe train vmoe_digits --data digits`

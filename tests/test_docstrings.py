@@ -20,7 +20,6 @@ DOCUMENTED = (
     "distribution",
     "evaluation",
     "analysis",
-    "report",
     "training",
 )
 

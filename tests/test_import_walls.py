@@ -28,11 +28,10 @@ ALLOWED = {
     # Routing records, the input of analysis, are defined beside the routing ops.
     "evaluation": ("ops",),
     "analysis": ("ops",),
-    "report": ("ops", "analysis"),
     "training": (*CORE, "models", "distribution", "data", "evaluation", "analysis"),
 }
 # Programs import everything, and nothing imports them.
-ALLOWED["cli"] = (*ALLOWED["training"], "training", "report")
+ALLOWED["cli"] = (*ALLOWED["training"], "training")
 # The only places, below keras_moe, that may import a library.
 ONLY_IN = {
     "jax": ("data/", "ops/kernels/"),
@@ -42,7 +41,7 @@ ONLY_IN = {
     "torch": ("ops/kernels/", "cli/timm_outputs.py"),
     "filelock": ("files.py",),
     "keras_hub": ("models/", "compat.py"),
-    "matplotlib": ("analysis/plots/", "report/"),
+    "matplotlib": ("analysis/plots/",),
     "tools": (),
     "guides": (),
 }

@@ -34,8 +34,8 @@ from rich.console import Console
 
 from keras_moe import models, training
 from keras_moe.cli import evaluate, report, train
-from keras_moe.cli.commands import make_parser
-from keras_moe.cli.versions import backend_and_versions
+from keras_moe.cli.main import make_parser
+from keras_moe.cli.train import backend_and_versions
 from keras_moe.files import write_json
 from keras_moe.models.model_card import CARD, write_card
 from keras_moe.models.preset_folder import is_weights, staged

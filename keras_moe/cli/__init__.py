@@ -1,7 +1,7 @@
-"""The programs of `keras-moe`.
+"""The programs of `keras-moe`, one file a command.
 
-`main` parses the command line by `commands`, which imports nothing heavy, so that help
-and mistakes are answered at once; then it imports the module of the sub-command and
-calls its `run(args, console)`. A new sub-command is one function in `commands` and one
-such module.
+A command's file has a docstring, which is its help, `EXAMPLES`, `add_arguments(parser)`
+and `run(args, console)`, which returns a `Result`. Help must be there at once: these
+files import only the standard library and `keras_moe` itself, whose parts are imported
+when they are first used; other libraries are imported in functions.
 """

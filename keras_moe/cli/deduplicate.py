@@ -1,16 +1,55 @@
-"""`keras-moe deduplicate`: images of one split that are in another."""
+"""Find the images of one split that are also in another.
+
+Copies that were resized or compressed again count, too. Writes a file of their indices,
+which keras_moe.data.load(exclude=...) reads.
+"""
 
 import argparse
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
+import keras_moe
+from keras_moe.cli.arguments import Result, add_data, at_least
 
-from keras_moe import data
-from keras_moe.cli.result import Result, show_all
+EXAMPLES = """\
+keras-moe deduplicate --data folder:photos --split train --against test
+keras-moe deduplicate --data tfds:cifar10 --output duplicates.json --max-distance 2"""
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
-    """Compares all images, and writes the indices of the copies."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_data(parser, required=True)
+    parser.add_argument(
+        "--split", default="train", help="The split to search for copies."
+    )
+    parser.add_argument(
+        "--against", default="test", help="The split whose images are searched for."
+    )
+    parser.add_argument(
+        "--against-data",
+        metavar="SOURCE",
+        help="The source of that split, if it is not --data.",
+    )
+    parser.add_argument(
+        "--max-distance",
+        type=at_least(-1, 64),
+        default=3,
+        metavar="BITS",
+        help="The number of bits of 64 in which a copy's hash may differ; -1 for "
+        "identical pixels only.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("duplicates.json"),
+        metavar="FILE.json",
+        help="The file of indices.",
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    from rich.progress import Progress
+
+    data = keras_moe.data
     against = args.against_data or args.data
     max_distance = None if args.max_distance < 0 else args.max_distance
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -50,4 +89,4 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         f"{len(duplicates)} of {len(hashes.exact)} images of {args.split} are among "
         f"the {len(reference.exact)} of {args.against}: {args.output}"
     )
-    return Result(values, show_all(line))
+    return Result(values, (line,))

@@ -1,19 +1,38 @@
-"""`keras-moe describe`: what a model costs, block by block."""
+"""Count the parameters, active parameters and FLOPs of a model.
+
+Nothing is allocated: the largest preset takes no longer than the smallest.
+"""
 
 import argparse
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import keras_moe
+from keras_moe.cli.arguments import (
+    FIRST,
+    Result,
+    add_num_classes,
+    add_overrides,
+    add_preset,
+    model_overrides,
+)
 
-from keras_moe import models
-from keras_moe.cli.overrides import FIRST, model_overrides
-from keras_moe.cli.result import Result, show_all
-
+EXAMPLES = """\
+keras-moe describe vmoe_b32
+keras-moe describe vmoe_h14 --num-classes 1000 --set image_shape=[384,384,3]
+keras-moe describe --list"""
 OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
-    """Counts, without allocating a weight."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset(parser, nargs="?")
+    add_num_classes(parser, "Count a head for this number of classes, too.")
+    add_overrides(parser)
+    parser.add_argument(
+        "--list", action="store_true", help="List all built-in presets."
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
     overrides = model_overrides(args.set, OWN)
     if args.list == bool(args.preset or overrides):
         raise ValueError(
@@ -22,16 +41,18 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         )
     if args.list:
         return every_preset(args.num_classes)
-    description = models.describe(args.preset, args.num_classes, **overrides)
-    return Result(description.to_dict(), description.print)
+    description = keras_moe.models.describe(args.preset, args.num_classes, **overrides)
+    return Result(description.to_dict(), (description.print,))
 
 
 def every_preset(num_classes: int | None) -> Result:
     """A row for each built-in preset."""
+    from rich.table import Table
+
     table = Table("preset", "parameters", "active", "GFLOPs", "what it is")
     rows = []
-    for name, line in models.list_presets().items():
-        costs = models.describe(name, num_classes)
+    for name, line in keras_moe.models.list_presets().items():
+        costs = keras_moe.models.describe(name, num_classes)
         table.add_row(
             name,
             f"{costs.parameters / 1e6:,.1f}M",
@@ -42,4 +63,4 @@ def every_preset(num_classes: int | None) -> Result:
         row = costs.to_dict()
         row.pop("parts")
         rows.append({**row, "description": line})
-    return Result(rows, show_all(table))
+    return Result(rows, (table,))

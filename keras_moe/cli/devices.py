@@ -1,14 +1,18 @@
-"""Distributions of programs that train or evaluate on many devices."""
+"""The devices and processes on which a command trains or evaluates."""
 
 import argparse
 from typing import Any
 
-import keras
+import keras_moe
+from keras_moe.cli.arguments import (
+    FIRST,
+    add_layout,
+    at_least,
+    integer_or,
+    model_overrides,
+)
 
-from keras_moe import distribution
-from keras_moe.cli.overrides import FIRST, model_overrides
-
-# Arguments of `distribution.auto`.
+# Arguments of `distribution.auto`, and what sets them.
 OWN = {
     "model_or_preset": FIRST,
     "devices": "--devices",
@@ -19,8 +23,45 @@ OWN = {
 }
 
 
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Adds `--devices` and the arguments that split a model over them."""
+    parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
+    group = parser.add_argument_group("several devices, on JAX")
+    group.add_argument(
+        "--devices",
+        type=integer_or("all"),
+        metavar="N",
+        help="The number of devices, or 'all'.",
+    )
+    add_layout(group)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments by which a process joins others."""
+    group = parser.add_argument_group("several processes, with --devices")
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="The address of the first process.",
+    )
+    group.add_argument(
+        "--num-processes",
+        type=at_least(1),
+        metavar="N",
+        help="The number of processes.",
+    )
+    group.add_argument(
+        "--process-id",
+        type=at_least(0),
+        metavar="I",
+        help="The index of this process, from 0.",
+    )
+
+
 def start_processes(args: argparse.Namespace) -> None:
-    """Joins the other processes, if there are any: before all else."""
+    """Joins the other processes, if there are any, before anything else."""
+    import keras
+
     processes = (args.coordinator, args.num_processes, args.process_id)
     if all(value is None for value in processes):
         return
@@ -34,8 +75,10 @@ def start_processes(args: argparse.Namespace) -> None:
 
 def set_devices(
     args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
-) -> keras.distribution.ModelParallel | None:
-    """Sets the distribution for a model to be made, if --devices asks for one."""
+) -> Any:
+    """Sets the distribution of a model to be made, if --devices asks for one."""
+    import keras
+
     if args.devices is None:
         if args.num_processes is not None:
             raise ValueError(
@@ -48,8 +91,8 @@ def set_devices(
             )
         return None
     if args.num_processes is not None:
-        # Each process reads images of its own: all its devices, and no model of which
-        # another has a part.
+        # Each process reads its own images, so all its devices take part, and no
+        # model is split between processes.
         count = len(keras.distribution.list_devices())
         own = count // args.num_processes
         if args.devices not in ("all", count) or own % args.model_parallel:
@@ -59,7 +102,7 @@ def set_devices(
                 f"--devices {args.devices}, --model-parallel {args.model_parallel}"
             )
     overrides = model_overrides(overrides.items(), OWN)
-    # Other backends than JAX have none to list; `auto` says what works there.
+    # Only JAX lists devices; `auto` says what works on the other backends.
     devices = None
     if keras.backend.backend() == "jax" and args.devices != "all":
         devices = keras.distribution.list_devices()
@@ -69,7 +112,7 @@ def set_devices(
                 f"received: --devices {args.devices}"
             )
         devices = devices[: args.devices]
-    chosen = distribution.auto(
+    chosen = keras_moe.distribution.auto(
         preset,
         devices,
         args.expert_parallel,

@@ -1,12 +1,14 @@
-"""The entry point of `keras-moe`: from a command line to a result and a status.
+"""The entry point of `keras-moe`: from a command line to a result and an exit status.
 
-Results go to stdout, as tables or as JSON; all else that is printed goes to stdout with
-tables and to stderr with JSON. The status is 0, 2 for a mistake of the user, 1 for a
-failure of the program, 130 after Ctrl-C, 141 where the reader of stdout left.
+Results go to stdout, as tables or as JSON; everything else that is printed goes to
+stdout with tables and to stderr with JSON. The status is 0, 2 for a mistake of the
+user, 1 for a failure of the program, 130 after Ctrl-C, and 141 if the reader of stdout
+left.
 """
 
+import argparse
 import contextlib
-import importlib
+import faulthandler
 import json
 import os
 import sys
@@ -19,10 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from keras_moe import import_keras
-from keras_moe.cli.commands import make_parser
-from keras_moe.cli.native_log import divert_native_log
-from keras_moe.cli.parser import STDOUT, Parser
+from keras_moe._version import __version__
+from keras_moe.cli import (
+    convert,
+    deduplicate,
+    describe,
+    estimate,
+    evaluate,
+    quickstart,
+    report,
+    train,
+    upcycle,
+)
+from keras_moe.cli.arguments import STDOUT, Parser, add_command
 
+COMMANDS = (
+    quickstart,
+    train,
+    evaluate,
+    report,
+    convert,
+    upcycle,
+    describe,
+    estimate,
+    deduplicate,
+)
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
 # An error of TensorFlow may carry a graph.
@@ -38,10 +61,31 @@ WRITTEN_BY_KERAS = {
 WIDTH = 160
 
 
+def make_parser() -> Parser:
+    """The parser of the whole command line."""
+    parser = Parser(
+        prog="keras-moe",
+        description="Vision mixtures of experts for Keras 3. KERAS_BACKEND selects "
+        "jax, tensorflow or torch; without it, the backend is that of your keras.json "
+        "if you have edited it, or else the first one that is installed.",
+        examples="keras-moe quickstart\n"
+        "keras-moe describe vmoe_b32\n"
+        "keras-moe train mumoe_digits\n"
+        "keras-moe evaluate runs/mumoe_digits --json\n"
+        "keras-moe report runs/mumoe_digits\n"
+        "keras-moe COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        add_command(commands, module)
+    return parser
+
+
 def main(
     argv: list[str] | None = None, make_parser: Callable[[], Parser] = make_parser
 ) -> int:
-    """Runs a sub-command, and returns the exit status."""
+    """Runs a command, and returns the exit status."""
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
     interrupted, log = "Interrupted.", None
     try:
@@ -63,7 +107,9 @@ def main(
     except Exception as error:
         if wants_traceback:
             traceback.print_exc()
-        is_mistake = isinstance(error, MISTAKES) or _is_of_tensorflow(error)
+        # An image that cannot be read is an error of TensorFlow outside training.
+        is_of_tensorflow = type(error).__module__.startswith("tensorflow")
+        is_mistake = isinstance(error, MISTAKES) or is_of_tensorflow
         status = 2 if is_mistake else 1
         text = _one_line(error, is_mistake)
         if not is_mistake:
@@ -74,8 +120,8 @@ def main(
     return status
 
 
-def run(args: Any) -> None:
-    """Runs the sub-command that was parsed, and prints its result."""
+def run(args: argparse.Namespace) -> None:
+    """Runs the parsed command, and prints its result."""
     if args.json not in (None, STDOUT):
         # A folder that cannot be made is no reason to lose a result.
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +133,7 @@ def run(args: Any) -> None:
         warnings.showwarning = show_warning
         import_keras()
         console = new_console()
-        result = importlib.import_module(args.module).run(args, console)
+        result = args.command.run(args, console)
         if result is None:
             return
         if args.json != STDOUT:
@@ -107,26 +153,27 @@ def run(args: Any) -> None:
 
 
 def new_console() -> Any:
-    """A console of `rich` whose output ends as that of other programs does."""
+    """A console of `rich` that lets the program end when the reader of stdout left."""
     from rich.console import Console
 
     class PipedConsole(Console):
         def on_broken_pipe(self) -> None:
-            # Rich ends the process with status 1 here.
+            # Rich would end the process with status 1.
             raise BrokenPipeError
 
-    return PipedConsole(width=None if sys.stdout.isatty() else _width())
+    chosen_elsewhere = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return PipedConsole(width=None if chosen_elsewhere else WIDTH)
 
 
 def set_environment() -> None:
-    """Chooses the backend and keeps libraries quiet, before they are imported."""
+    """Selects the backend and keeps libraries quiet, before they are imported."""
     backend = configured_backend() or next(
         filter(find_spec, ("jax", "torch", "tensorflow")), "jax"
     )
     for name, value in {
         # Keras's own default is TensorFlow, which may be there for `tf.data` alone.
         "KERAS_BACKEND": backend,
-        # Idle threads of PyTorch would spin, and stand still beside other work.
+        # PyTorch's idle threads would spin, which slows other work.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "ERROR",
@@ -135,10 +182,10 @@ def set_environment() -> None:
 
 
 def configured_backend() -> str | None:
-    """The backend that the user's `keras.json` names, or None.
+    """The backend in the user's `keras.json`, or None.
 
-    Keras writes that file itself, with TensorFlow in it, when it is first imported: a
-    file of Keras's own settings names no choice of the user.
+    Keras writes that file itself when it is first imported, with TensorFlow in it: the
+    unchanged file is not a choice of the user.
     """
     folder = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
     path = Path(folder).expanduser() / "keras.json"
@@ -157,13 +204,23 @@ def show_warning(message, category, filename, lineno, file=None, line=None) -> N
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _width() -> int | None:
-    return None if "COLUMNS" in os.environ else WIDTH
+def divert_native_log() -> Path:
+    """Redirects what native code writes to stderr to a file, but not `sys.stderr`.
 
-
-def _is_of_tensorflow(error: Exception) -> bool:
-    """An image that cannot be read is an error of TensorFlow outside training."""
-    return type(error).__module__.startswith("tensorflow")
+    TensorFlow, XLA and CUDA print some lines at each start, whatever
+    TF_CPP_MIN_LOG_LEVEL says. If native code ends the process, `faulthandler` prints
+    the Python stack, and the file remains.
+    """
+    handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(handle, 2)
+    os.close(handle)
+    sys.stderr = os.fdopen(
+        stderr, "w", buffering=1, encoding=sys.stderr.encoding, errors="replace"
+    )
+    faulthandler.enable(sys.stderr)
+    return Path(path)
 
 
 def _one_line(error: Exception, is_mistake: bool) -> str:

@@ -1,114 +1,162 @@
-"""`keras-moe report`: a page on what the experts of a preset do with data."""
+"""Write a page on what the experts of a preset do with data.
+
+Writes report.html, a page that needs only a browser and no network, its pictures as PNG
+files, and report.json. Lists what is wrong with the routers, or that nothing is. The
+folder of a run says which data it was tested on; other presets need --data.
+"""
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-import keras
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import keras_moe
+from keras_moe.cli.arguments import (
+    Result,
+    add_batch_size,
+    add_data,
+    add_data_options,
+    add_overrides,
+    add_preset,
+    at_least,
+)
+from keras_moe.cli.devices import add_devices, set_devices
+from keras_moe.cli.inputs import (
+    PAIR_OPTIONS,
+    Model,
+    find_examples,
+    find_model,
+    with_bar,
+)
 
-from keras_moe import data, models
-from keras_moe.cli.devices import set_devices
-from keras_moe.cli.evaluate_pairs import find_source
-from keras_moe.cli.measured import find_images, find_run, has_pairs, shown
-from keras_moe.cli.overrides import FIRST, model_overrides
-from keras_moe.cli.result import Result, show_all
-from keras_moe.report import Options, write_report
-
-_STYLES = {"good": "green", "notice": "yellow", "problem": "red"}
+EXAMPLES = """\
+keras-moe report vmoe_digits --data digits --show-examples 3 17
+keras-moe report runs/limoe_emoji --output emoji_report
+keras-moe report runs/vmoe --data tfds:cifar10 --examples 10000 --json"""
+STYLES = {"good": "green", "notice": "yellow", "problem": "red"}
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
-    """Writes the report, and returns its files and findings."""
-    preset, recipe = find_run(args.preset)
-    overrides = model_overrides(args.set, {"preset": FIRST})
-    of_pairs = has_pairs(preset, overrides)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset(parser, help="The folder of a run of keras-moe train, or any preset.")
+    add_data(parser, " The default is the data of the run.")
+    parser.add_argument(
+        "--split", help="The split to report on; the run's test split, or test."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report"),
+        metavar="FOLDER",
+        help="The folder of the report; an older report there is replaced.",
+    )
+    parser.add_argument(
+        "--examples",
+        type=at_least(1),
+        metavar="N",
+        help="The number of examples to count; without it, all of the split.",
+    )
+    parser.add_argument(
+        "--show",
+        type=at_least(1),
+        default=6,
+        metavar="N",
+        help="The number of examples to show one by one.",
+    )
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="The seed that chooses the examples shown and their groups.",
+    )
+    parser.add_argument(
+        "--show-examples",
+        type=at_least(0),
+        nargs="+",
+        metavar="NUMBER",
+        help="The numbers of the examples to show instead, counted from 0.",
+    )
+    add_batch_size(parser)
+    add_overrides(parser)
+    add_data_options(parser)
+    add_devices(parser)
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    import keras
+
+    chosen = find_model(args)
     before = keras.distribution.distribution()
     try:
-        set_devices(args, preset, args.batch_size, overrides)
-        if of_pairs:
-            model = models.from_preset(preset, **{"task": "contrastive", **overrides})
-            batches, source, split = _pairs(args, recipe, model)
-            class_names = None
-        else:
-            model = models.from_preset(preset, **overrides)
-            images = find_images(args, recipe)
-            source, split = images.source, images.test_split
-            shape = getattr(model, "backbone", model).image_shape
-            batches = images.batches(split, shape, args.batch_size)
-            class_names = images.class_names()
-        with data.reading_errors():
-            written = write_report(
-                model,
-                shown(console)(batches, split),
-                args.output,
-                name=f"{Path(args.preset).name} on {source} {split}",
-                class_names=class_names,
-                batch_size=args.batch_size,
-                max_examples=args.examples,
-                options=Options(
-                    num_examples=args.show,
-                    seed=args.seed,
-                    examples=args.show_examples and tuple(args.show_examples),
-                ),
-                verbose=0,
-            )
+        set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
+        written, examples = write_report(chosen, args, console)
     finally:
         keras.distribution.set_distribution(before)
     values = {
         "preset": args.preset,
-        "data": source,
-        "split": split,
+        "data": examples.source,
+        "split": examples.split,
         "backend": keras.backend.backend(),
         "examples": written.num_examples,
         "page": str(written.page),
         "json": str(written.data),
         "pictures": [str(path) for path in written.pictures],
-        "findings": [finding._asdict() for finding in written.findings],
+        "verdicts": [verdict._asdict() for verdict in written.verdicts],
     }
-    return Result(values, show_all(_table(values), f"Report: {written.page}"))
+    return Result(values, (findings_table(values), f"Report: {written.page}"))
 
 
-def _pairs(args, recipe, model):
-    """The pairs that are asked for, or those of the run."""
-    source, recipe = find_source(args, recipe)
-    source = args.data or recipe.get("test_source") or source
-    if not isinstance(source, str):
-        raise ValueError(
-            f"Expected --data for a run on a mixture of sources; received: {source}"
-        )
-    split = args.split or recipe.get("test_split", "test")
-    names = ("templates", "unreadable")
-    options = {x: recipe[x] for x in names if recipe.get(x) is not None}
-    options |= dict(args.data_options)
-    if model.preprocessor is None:
+def write_report(
+    chosen: Model, args: argparse.Namespace, console: Any
+) -> tuple[Any, Any]:
+    """Writes the report; returns it and the data."""
+    from keras_moe.analysis.report.section import Options
+
+    model = chosen.load()
+    examples = find_examples(args, chosen.recipe, ("captions", *PAIR_OPTIONS))
+    shape = getattr(model, "backbone", model).image_shape
+    if not chosen.embeds_pairs:
+        batches = examples.images(examples.split, shape, args.batch_size)
+        class_names = examples.class_names()
+    elif model.preprocessor is None:
         raise ValueError(
             "Expected a preset with a tokenizer, such as the folder of a run of "
             f"keras-moe train; received: preset={args.preset!r} without"
         )
-    batches = data.load_pairs(
-        source,
-        split,
-        model.backbone.image_shape,
-        args.batch_size,
-        shuffle=False,
-        data_dir=args.data_dir,
-        **options,
-    )
-    return batches, source, split
+    else:
+        batches = examples.pairs(shape, args.batch_size)
+        class_names = None
+    with keras_moe.data.reading_errors():
+        written = keras_moe.analysis.report(
+            model,
+            with_bar(console)(batches, examples.split),
+            args.output,
+            name=f"{Path(args.preset).name} on {examples.source} {examples.split}",
+            class_names=class_names,
+            batch_size=args.batch_size,
+            max_examples=args.examples,
+            options=Options(
+                num_examples=args.show,
+                seed=args.seed,
+                examples=args.show_examples and tuple(args.show_examples),
+            ),
+            verbose=0,
+        )
+    return written, examples
 
 
-def _table(values):
-    """The findings."""
+def findings_table(values: dict) -> Any:
+    """A table of the findings."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(
         title=f"{values['preset']}: routing of {values['examples']:,} examples of "
         f"{values['data']} {values['split']}"
     )
     table.add_column("finding")
     table.add_column("")
-    for finding in values["findings"]:
-        level = Text(finding["level"], _STYLES[finding["level"]])
-        # Names of others are no markup.
-        table.add_row(level, Text(finding["text"]))
+    for verdict in values["verdicts"]:
+        level = Text(verdict["level"], STYLES[verdict["level"]])
+        # `Text` reads no markup, which names in the data may look like.
+        table.add_row(level, Text(verdict["text"]))
     return table

@@ -1,46 +1,181 @@
-"""`keras-moe train`: a model trained by a recipe, and what came of it on disk."""
+"""Train a model by a recipe, and save it as a preset.
+
+The same command again resumes a run that ended early, for whatever reason, from its
+newest checkpoint; --restart begins anew, and --extend continues beyond its end.
+
+Writes to the output folder: `preset`, which from_preset loads; `results.json` with the
+settings and the history; `training.png`, the curves; `checkpoints`; and for models with
+experts `router_health.csv` and its picture, `tensorboard` if tensorboardX is installed,
+and with --report-examples `report`.
+"""
 
 import argparse
 import dataclasses
-import importlib.util
+import importlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
-from rich.console import Console
-from rich.table import Table
+import keras_moe
+from keras_moe.cli.arguments import (
+    RESUMES,
+    Result,
+    add_data,
+    add_overrides,
+    add_preset,
+    add_shots,
+    at_least,
+)
+from keras_moe.cli.devices import (
+    add_devices,
+    add_processes,
+    set_devices,
+    start_processes,
+)
 
-from keras_moe import data, models, training
-from keras_moe.analysis import plots
-from keras_moe.cli import train_evaluators
-from keras_moe.cli.devices import set_devices, start_processes
-from keras_moe.cli.result import Result
-from keras_moe.cli.versions import backend_and_versions
-from keras_moe.evaluation import sample_shots
-from keras_moe.files import write_json
-from keras_moe.processes import gathered_batch
-from keras_moe.report import Report, write_report
-from keras_moe.report.writing import import_jinja2
+EXAMPLES = """\
+keras-moe train mumoe_digits
+keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
+keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
+keras-moe train mumoe_clip_b32 --data folder:photos
+keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all
+keras-moe train mumoe_digits --recipe-set schedule.epochs=40 --extend
+keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore"""
+INTERRUPTED = RESUMES
 
 
-def run(args: argparse.Namespace, console: Console) -> Result | None:
-    """Trains, and saves the model, the results and the pictures."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="The recipe: a name, or a TOML or JSON file.",
+    )
+    add_preset(
+        parser,
+        "--preset",
+        help="Another model than the recipe's, with its weights if it has any.",
+    )
+    add_data(parser, " The default is the data of the recipe.")
+    add_overrides(parser)
+    add_overrides(
+        parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="The folder of the run; by default runs/ and the recipe's name.",
+    )
+    add_checkpoints(parser)
+    add_looks(parser)
+    add_devices(parser)
+    add_processes(parser)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of checkpoints."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint-every",
+        type=at_least(1),
+        metavar="STEPS",
+        help="The number of steps between checkpoints; by default those of an epoch.",
+    )
+    group.add_argument(
+        "--keep-checkpoints",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="The number of newest checkpoints to keep.",
+    )
+    group.add_argument(
+        "--keep-every",
+        type=at_least(1),
+        metavar="STEPS",
+        help="Keep the checkpoints of these steps, too, for branches and model soups.",
+    )
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="Delete the checkpoints of an earlier run, and begin anew.",
+    )
+    group.add_argument(
+        "--extend",
+        action="store_true",
+        help="Continue a finished run for the longer schedule of --recipe-set; "
+        "schedule.schedule_steps=N leaves its learning rates as they were.",
+    )
+    group.add_argument(
+        "--branch-from",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="The checkpoint of another run to begin with.",
+    )
+    group.add_argument(
+        "--cooldown",
+        type=at_least(1),
+        metavar="STEPS",
+        help="With --branch-from, the steps in which the learning rate falls.",
+    )
+
+
+def add_looks(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of evaluations during training."""
+    group = parser.add_argument_group("evaluation during training")
+    group.add_argument(
+        "--health-every",
+        type=at_least(0),
+        default=1,
+        metavar="EPOCHS",
+        help="The number of epochs between looks at the routers; 0 for none.",
+    )
+    group.add_argument(
+        "--few-shot-every",
+        type=at_least(0),
+        default=0,
+        metavar="EPOCHS",
+        help="The number of epochs between few-shot accuracies; 0 for none.",
+    )
+    add_shots(group, None)
+    group.add_argument(
+        "--few-shot-data",
+        metavar="SOURCE",
+        help="Images with splits train and test for it; by default the recipe's.",
+    )
+    group.add_argument(
+        "--retrieval-every",
+        type=at_least(0),
+        default=0,
+        metavar="EPOCHS",
+        help="The number of epochs between recalls of the test pairs; 0 for none.",
+    )
+    group.add_argument(
+        "--report-examples",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="The number of test examples of a report on the routing at the end; its "
+        "first picture goes into the model card. 0 for no report.",
+    )
+
+
+def run(args: argparse.Namespace, console: Any) -> Result | None:
+    from keras_moe.files import write_json
+
     begin = time.perf_counter()
     check_options(args)
     start_processes(args)
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    number, _ = data.process_shard()
-    if number == 0:
+    process, _ = keras_moe.data.process_shard()
+    if process == 0:
         console.print(settings_table(recipe))
     trained, test = fit(args, recipe, folder)
-    if number:
+    if process:
         return None
-    # First, since all else can be made again.
+    # First, since everything else can be made again.
     card = card_of(recipe, trained)
     trained.model.save_to_preset(folder / "preset", card=card)
     results = results_of(recipe, trained, folder)
@@ -51,24 +186,21 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     except ImportError as error:
         # Pictures need an extra; the results are there without.
         console.print(f"no pictures: {error}")
-    written = report(args, recipe, trained, test, folder, console)
-    if written and written.pictures:
-        card = dataclasses.replace(card, picture=written.pictures[0])
+    report = write_report(args, recipe, trained, test, folder, console)
+    if report and report.pictures:
+        card = dataclasses.replace(card, picture=report.pictures[0])
         card.write(trained.model, folder / "preset", recipe.name)
-
-    def show(console: Console) -> None:
-        for name, value in {
-            results["metric"]: f"{results['score']:.4f}",
-            "parameters": f"{results['parameters']:,}",
-            "seconds": f"{results['seconds']:.0f}",
-            "preset": folder / "preset",
-            "results": folder / "results.json",
-            "picture": folder / "training.png",
-            **({"report": written.page} if written else {}),
-        }.items():
-            console.print(f"{name:<18} {value}", highlight=False)
-
-    return Result(results, show)
+    rows = {
+        results["metric"]: f"{results['score']:.4f}",
+        "parameters": f"{results['parameters']:,}",
+        "seconds": f"{results['seconds']:.0f}",
+        "preset": folder / "preset",
+        "results": folder / "results.json",
+        "picture": folder / "training.png",
+    }
+    if report:
+        rows["report"] = report.page
+    return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -79,6 +211,8 @@ def check_options(args: argparse.Namespace) -> None:
             "continues it; received: both"
         )
     if args.report_examples:
+        from keras_moe.analysis.report.page import import_jinja2
+
         # Before the training, at whose end the report is.
         import_jinja2()
     few_shot = {"--shots": args.shots, "--few-shot-data": args.few_shot_data}
@@ -90,7 +224,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
 
 
-def load_recipe(args: argparse.Namespace) -> training.Recipe:
+def load_recipe(args: argparse.Namespace) -> Any:
     """The recipe, with what the command line overrides."""
     overrides = dict(args.recipe_set)
     overrides |= {f"model.{name}": value for name, value in args.set}
@@ -98,22 +232,39 @@ def load_recipe(args: argparse.Namespace) -> training.Recipe:
         overrides["data.source"] = args.data
     if args.preset is not None:
         overrides["model.preset"] = args.preset
-    # Not as arguments of `load_recipe`, which has others of its own.
-    return training.load_recipe(args.recipe).replace(**overrides)
+    # Not as arguments of `load_recipe`, which has its own.
+    return keras_moe.training.load_recipe(args.recipe).replace(**overrides)
 
 
-def fit(
-    args: argparse.Namespace, recipe: training.Recipe, folder: Path
-) -> tuple[training.Training, Any]:
-    """Trains, on the devices that are asked for; with the batches of the test data."""
-    number, num_processes = data.process_shard()
+def branch(args: argparse.Namespace, recipe: Any) -> Any:
+    """The recipe of a cooldown, if --cooldown asks for one."""
+    if args.cooldown is None:
+        return recipe
+    if args.branch_from is None:
+        raise ValueError("Expected --branch-from with --cooldown")
+    batches = keras_moe.training.open_checkpoint(args.branch_from).step
+    accumulated = recipe.optimizer.gradient_accumulation_steps
+    start, rest = divmod(batches, accumulated)
+    if rest:
+        raise ValueError(
+            "Expected a checkpoint after an update of the weights, every "
+            f"{accumulated} batches; received: {batches} batches"
+        )
+    return keras_moe.training.cooldown_branch(recipe, start, args.cooldown)
+
+
+def fit(args: argparse.Namespace, recipe: Any, folder: Path) -> tuple[Any, Any]:
+    """Trains on the devices that are asked for; also returns the test batches."""
+    import keras
+
+    process, num_processes = keras_moe.data.process_shard()
     checkpoints = folder / "checkpoints"
     before = keras.distribution.distribution()
     test = []
 
     def callbacks(model, datasets):
         test.append(datasets.test)
-        return watchers(args, recipe, folder, model, datasets)
+        return evaluations(args, recipe, folder, model, datasets)
 
     try:
         set_devices(
@@ -122,7 +273,7 @@ def fit(
             recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
             {"load_weights": recipe.model.load_weights, **recipe.model.overrides},
         )
-        trained = training.train(
+        trained = keras_moe.training.train(
             recipe,
             data_dir=args.data_dir,
             callbacks=callbacks,
@@ -133,44 +284,139 @@ def fit(
             resume=not args.restart,
             branch_from=args.branch_from,
             extend=args.extend,
-            verbose="auto" if number == 0 else 0,
+            verbose="auto" if process == 0 else 0,
         )
     finally:
         keras.distribution.set_distribution(before)
-    if num_processes > 1 and number == 0:
-        # No process has all weights; their pieces are in the last checkpoint.
-        trained = training.train(
+    if num_processes > 1 and process == 0:
+        # No process has all weights; the last checkpoint has them.
+        trained = keras_moe.training.train(
             recipe,
             data_dir=args.data_dir,
             checkpoint_dir=checkpoints,
-            # Where nothing was left to train, the checkpoints are still the old run's.
+            # If nothing was left to train, the checkpoints are still the old run's.
             extend=args.extend,
         )
     return trained, test[0] if test else None
 
 
-def report(
+def evaluations(
+    args: argparse.Namespace, recipe: Any, folder: Path, model: Any, datasets: Any
+) -> list:
+    """Callbacks that evaluate the model at regular intervals."""
+    from keras_moe.processes import gathered_batch
+
+    training = keras_moe.training
+    callbacks = []
+    if args.health_every and model.routing:
+        # Each process has read a part.
+        images, _ = gathered_batch(next(iter(datasets.test)))
+        has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
+        callbacks.append(
+            training.RouterHealth(
+                images,
+                every=args.health_every,
+                csv_path=folder / "router_health.csv",
+                tensorboard=folder / "tensorboard" if has_tensorboard else None,
+            )
+        )
+    if args.few_shot_every:
+        few_shot = {"few_shot": new_few_shot(args, recipe, model)}
+        callbacks.append(training.PeriodicEvaluation(few_shot, args.few_shot_every))
+    if args.retrieval_every:
+        retrieval = {"retrieval": new_retrieval(args, recipe, model)}
+        callbacks.append(training.PeriodicEvaluation(retrieval, args.retrieval_every))
+    return callbacks
+
+
+def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+    """Few-shot accuracy on the recipe's data, or on other data."""
+    import numpy as np
+
+    source, splits = args.few_shot_data, ("train", "test")
+    if source is None:
+        source = recipe.data.source
+        splits = (recipe.data.train_split, recipe.data.test_split)
+    if not isinstance(source, str):
+        raise ValueError(
+            "Expected --few-shot-data with --few-shot-every on a mixture of sources; "
+            f"received: {source}"
+        )
+    pools = [
+        keras_moe.data.load(
+            source,
+            split,
+            model.backbone.image_shape,
+            shuffle=False,
+            data_dir=args.data_dir,
+        )
+        for split in splits
+    ]
+    options = {} if args.shots is None else {"shots": args.shots}
+    few_shot = keras_moe.training.FewShot(*pools, **options)
+    if source.partition(":")[0] == "emoji":
+        # Some of its classes have fewer pictures than a few shots: an error now, and
+        # not after an epoch.
+        labels = np.concatenate([np.asarray(labels) for _, labels in pools[0]])
+        shots = max(few_shot.options["shots"])
+        keras_moe.evaluation.sample_shots(labels, shots, int(labels.max()) + 1)
+    return few_shot
+
+
+def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
+    """Recalls of all captions of the pairs that the recipe evaluates on."""
+    from keras_moe.data.sources import has_captions
+    from keras_moe.evaluation.retrieval import KS
+
+    config = recipe.data
+    if not isinstance(recipe.objective, keras_moe.training.Contrastive):
+        raise ValueError(
+            "Expected a recipe of pairs with --retrieval-every; received: "
+            f"{recipe.name}, whose objective is {recipe.objective.name!r}"
+        )
+    source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
+    if not has_captions(source, split, data_dir):
+        raise ValueError(
+            "Expected pairs with captions of their own for --retrieval-every; "
+            f"received: {source!r}, whose captions are names of classes"
+        )
+    options = config.test_pair_options(data_dir)
+    count = keras_moe.data.num_pairs(source, split, data_dir, **options)
+    pairs = keras_moe.data.load_pairs(
+        source,
+        split,
+        model.backbone.image_shape,
+        recipe.objective.evaluation_batch_size or config.batch_size,
+        tokenizer=model.preprocessor,
+        shuffle=False,
+        data_dir=data_dir,
+        **{**options, "captions": "all"},
+    )
+    # A set may be smaller than those of the papers.
+    return keras_moe.training.Retrieval(pairs, [k for k in KS if k <= count])
+
+
+def write_report(
     args: argparse.Namespace,
-    recipe: training.Recipe,
-    trained: training.Training,
+    recipe: Any,
+    trained: Any,
     test: Any,
     folder: Path,
-    console: Console,
-) -> Report | None:
+    console: Any,
+) -> Any:
     """The report on the routing of the test data, if it is asked for.
 
-    A run whose report fails has trained all the same: the console says why there is
-    none.
+    If it fails, the run is complete all the same: the console says why there is none.
     """
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
+    data = recipe.data
     try:
-        return write_report(
+        return keras_moe.analysis.report(
             trained.model,
             test,
             folder / "report",
-            name=f"{recipe.name} on {recipe.data.evaluated_source} "
-            f"{recipe.data.test_split}",
+            name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
             verbose=0,
         )
@@ -186,16 +432,16 @@ def report(
         return None
 
 
-def card_of(recipe: training.Recipe, trained: training.Training) -> models.ModelCard:
-    """The page of the trained model: its recipe, data and score."""
-    score = models.CardResult(
+def card_of(recipe: Any, trained: Any) -> Any:
+    """The model card of the trained model: its recipe, data and score."""
+    score = keras_moe.models.CardResult(
         recipe.objective.monitor.metric,
         trained.score,
         recipe.data.evaluated_source,
         recipe.data.test_split,
     )
     settings = recipe.settings()
-    return models.ModelCard(
+    return keras_moe.models.ModelCard(
         name=recipe.name,
         description=recipe.description,
         data=recipe.data.source,
@@ -205,11 +451,11 @@ def card_of(recipe: training.Recipe, trained: training.Training) -> models.Model
     )
 
 
-def results_of(
-    recipe: training.Recipe, trained: training.Training, folder: Path
-) -> dict:
-    """The settings, and what came of all lives of the run."""
-    state = training.find_checkpoint(folder / "checkpoints").state["callbacks"]
+def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
+    """The settings and the history of the run, interruptions included."""
+    checkpoint = keras_moe.training.find_checkpoint(folder / "checkpoints")
+    state = checkpoint.state["callbacks"]
+    evaluated = (state.get(f"PeriodicEvaluation {number}", {}) for number in (1, 2))
     return {
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
@@ -218,18 +464,29 @@ def results_of(
         "score": trained.score,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),
-        "evaluations": [
-            record
-            for number in (1, 2)
-            for record in state.get(f"PeriodicEvaluation {number}", {}).get(
-                "records", []
-            )
-        ],
+        "evaluations": [x for own in evaluated for x in own.get("records", [])],
+    }
+
+
+def backend_and_versions() -> dict[str, Any]:
+    """The backend, and the versions of this library, Keras and the backend."""
+    import keras
+
+    backend = keras.backend.backend()
+    return {
+        "backend": backend,
+        "versions": {
+            "keras_moe": keras_moe.__version__,
+            "keras": keras.__version__,
+            backend: importlib.import_module(backend).__version__,
+        },
     }
 
 
 def draw(results: dict, title: str, folder: Path) -> None:
     """Draws the curves, and how the routers did."""
+    from keras_moe.analysis import plots
+
     # Figures of callbacks have a slash in their names.
     curves = {name: x for name, x in results["history"].items() if "/" not in name}
     plots.plot_training_history(curves, folder / "training.png", title=title)
@@ -239,84 +496,11 @@ def draw(results: dict, title: str, folder: Path) -> None:
         )
 
 
-def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe:
-    """The recipe of a cooldown, if --cooldown asks for one."""
-    if args.cooldown is None:
-        return recipe
-    if args.branch_from is None:
-        raise ValueError("Expected --branch-from with --cooldown")
-    batches = training.open_checkpoint(args.branch_from).step
-    accumulated = recipe.optimizer.gradient_accumulation_steps
-    start, rest = divmod(batches, accumulated)
-    if rest:
-        raise ValueError(
-            "Expected a checkpoint after an update of the weights, every "
-            f"{accumulated} batches; received: {batches} batches"
-        )
-    return training.cooldown_branch(recipe, start, args.cooldown)
+def settings_table(recipe: Any) -> Any:
+    """A table of the recipe's settings."""
+    import keras
+    from rich.table import Table
 
-
-def watchers(
-    args: argparse.Namespace,
-    recipe: training.Recipe,
-    folder: Path,
-    model: keras.Model,
-    datasets: training.Datasets,
-) -> list[keras.callbacks.Callback]:
-    """Callbacks that evaluate the model at regular intervals."""
-    callbacks = []
-    if args.health_every and model.routing:
-        # Each process has read a part.
-        images, _ = gathered_batch(next(iter(datasets.test)))
-        has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
-        callbacks.append(
-            training.RouterHealth(
-                images,
-                every=args.health_every,
-                csv_path=folder / "router_health.csv",
-                tensorboard=folder / "tensorboard" if has_tensorboard else None,
-            )
-        )
-    if args.few_shot_every:
-        source = args.few_shot_data or recipe.data.source
-        if not isinstance(source, str):
-            raise ValueError(
-                "Expected --few-shot-data with --few-shot-every on a mixture of "
-                f"sources; received: {source}"
-            )
-        splits = ("train", "test")
-        if args.few_shot_data is None:
-            splits = (recipe.data.train_split, recipe.data.test_split)
-        pools = [
-            data.load(
-                source,
-                split,
-                model.backbone.image_shape,
-                shuffle=False,
-                data_dir=args.data_dir,
-            )
-            for split in splits
-        ]
-        options = {} if args.shots is None else {"shots": args.shots}
-        few_shot = training.FewShot(*pools, **options)
-        if source.partition(":")[0] == "emoji":
-            # Some of its classes have fewer pictures than a few shots: not after an
-            # epoch.
-            labels = np.concatenate([np.asarray(labels) for _, labels in pools[0]])
-            shots = max(few_shot.options["shots"])
-            sample_shots(labels, shots, int(labels.max()) + 1)
-        callbacks.append(
-            training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
-        )
-    if args.retrieval_every:
-        retrieval = train_evaluators.retrieval(args, recipe, model)
-        callbacks.append(
-            training.PeriodicEvaluation({"retrieval": retrieval}, args.retrieval_every)
-        )
-    return callbacks
-
-
-def settings_table(recipe: training.Recipe) -> Table:
     table = Table(title=f"{recipe.name} on {keras.backend.backend()}")
     table.add_column("setting")
     table.add_column("value", overflow="fold")

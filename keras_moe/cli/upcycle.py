@@ -1,27 +1,91 @@
-"""`keras-moe upcycle`: a dense preset becomes its mixture of experts."""
+"""Turn a dense model into a mixture of experts.
+
+The report has the parameters before and after, and how far the outputs are apart; it is
+also written to upcycling.json in the new preset.
+"""
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+import keras_moe
+from keras_moe.cli.arguments import (
+    Result,
+    add_overrides,
+    add_preset,
+    add_target,
+    check_target,
+    json_or_string,
+)
 
-from keras_moe import models, training
-from keras_moe.checks import check_argument_names
-from keras_moe.cli.result import Result
-from keras_moe.cli.targets import check_target
-from keras_moe.files import write_json
-from keras_moe.models.preset_folder import staged
-from keras_moe.training.upcycling import free_arguments
+EXAMPLES = """\
+keras-moe upcycle runs/dense runs/sparse --num-experts 8
+keras-moe upcycle runs/dense runs/sparse --set num_selected_experts=1
+keras-moe upcycle runs/dense runs/sparse --settings clip_up
+keras-moe upcycle runs/clip runs/sparse --settings clip_up --towers image"""
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
-    """Upcycles, and saves the model with its report."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset(
+        parser,
+        "source",
+        metavar="SOURCE",
+        help="The dense model: a folder, an hf:// handle or published weights.",
+    )
+    add_target(parser)
+    parser.add_argument(
+        "--num-experts",
+        type=json_or_string,
+        default=8,
+        metavar="E",
+        help="The number of experts, or for mumoe a JSON list with one for each level.",
+    )
+    parser.add_argument(
+        "--moe-layers",
+        type=json_or_string,
+        default="every_2",
+        metavar="LAYERS",
+        help="The blocks that get experts: every_2, last_2, ... or a JSON list.",
+    )
+    parser.add_argument(
+        "--router",
+        default="softmax_token_choice",
+        help="The name of the router, or mumoe.",
+    )
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        help="The noise on the copies of the MLP, relative to its weights.",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="NAME",
+        help="Published settings, such as clip_up; by default those that keep the "
+        "model's function.",
+    )
+    parser.add_argument(
+        "--towers",
+        type=json_or_string,
+        metavar="TOWER",
+        help="The towers of an image-text model that get experts: image or text, or a "
+        "JSON dict with settings for each; by default both.",
+    )
+    add_overrides(parser, what="arguments of the MoE layers")
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    from keras_moe.checks import check_argument_names
+    from keras_moe.files import write_json
+    from keras_moe.models.preset_folder import staged
+    from keras_moe.training.upcycling import free_arguments
+
     check_target(args.source, args.output)
     overrides = dict(args.set)
     check_argument_names(overrides, free_arguments(), "MoE layers")
     towers = [args.towers] if isinstance(args.towers, str) else args.towers
-    model, report = training.upcycle(
-        models.from_preset(args.source),
+    model, report = keras_moe.training.upcycle(
+        keras_moe.models.from_preset(args.source),
         num_experts=args.num_experts,
         moe_layers=args.moe_layers,
         router=args.router,
@@ -33,4 +97,4 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     with staged(args.output) as folder:
         model.save_to_preset(folder)
         write_json(Path(folder) / "upcycling.json", report.to_dict())
-    return Result(report.to_dict(), report.print)
+    return Result(report.to_dict(), (report.print,))

@@ -31,11 +31,12 @@ def expert_choice(
     Args:
         affinity: float32 (G, S, E), by which an expert takes its tokens; -inf forbids
             a pair.
-        gates: float32 (G, S, E), the combine weights. Only these have a gradient.
+        gates: float32 (G, S, E), the combine weights. Gradients flow through these
+            alone.
         capacity: C, slots per expert and group; at most S.
         mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
             stay empty where fewer than C tokens are left.
-        normalize_gates: `"after"` divides the gates by the sum over the
+        normalize_gates: normalisation; `"after"` divides the gates by the sum over the
             experts that took the token (*CLIP-UP*, appendix B.3), and None leaves them
             as they are.
         filled_slots: integers (G,), the number of the C slots that an expert may fill
@@ -43,6 +44,9 @@ def expert_choice(
 
     Returns:
         A `SlotPlan`.
+
+    Raises:
+        ValueError: if `capacity` is out of range, or shapes do not fit.
 
     Reference:
         *Routers in Vision Mixture of Experts*, Algorithm 2.
@@ -74,8 +78,8 @@ def expert_choice(
     best, tokens = top_values(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
     if filled_slots is not None:
-        position = ops.arange(capacity, dtype="int32")
-        filled = filled & (position < ops.reshape(filled_slots, (-1, 1, 1)))
+        place = ops.arange(capacity, dtype="int32")
+        filled = filled & (place < ops.reshape(filled_slots, (-1, 1, 1)))
     slot_tokens = ops.where(filled, tokens, -1)
 
     # Every filled slot writes itself at its token and expert.

@@ -29,10 +29,10 @@ EPSILON = 1e-6
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, outputs of slots.
 
-    Nothing is dropped, nothing is discrete, and images do not interact: each image is a
-    group. Each slot has a learned vector; its logits with the
+    Nothing is dropped, nothing is discrete, and an image never meets another one: a
+    group is always an image. Each slot has a learned vector; its logits with the
     tokens, in softmax over tokens, fill the slot, and in softmax over all slots bring
-    the experts' outputs back.
+    the experts' outputs home.
 
     Args:
         num_experts: E.
@@ -42,7 +42,8 @@ class SoftRouter(Router):
         num_selected_experts: K of the capacity. No token selects K experts: the papers'
             formula has 1, the default.
         capacity_rounding: rounding of the capacity, `"ceil"`, or `"round"` as in the
-            released code (its sparse routers have `"ceil"`).
+            released code, whose sparse routers have `"ceil"`. C is not rounded up to
+            multiples, like that of sparse routers if each image is a group.
         normalize: whether tokens and slot vectors are divided by their norms, and
             multiplied by a learned scale. This keeps the softmaxes from collapsing in
             wide models.

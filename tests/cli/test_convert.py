@@ -123,7 +123,7 @@ def test_a_failed_verification_keeps_what_was_there(
         tmp_path / "out"
     )
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(f"keras_moe.cli.convert.{step}", fail)
+    monkeypatch.setattr(f"keras_moe.cli.comparison.{step}", fail)
     for out in ("out", "new"):
         status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
         assert (status, stderr) == (2, "error: it differs\n")

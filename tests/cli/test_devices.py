@@ -3,9 +3,9 @@
 import keras
 import pytest
 
-from keras_moe.cli.commands import make_parser
+from keras_moe.cli.arguments import UsageError
 from keras_moe.cli.devices import set_devices, start_processes
-from keras_moe.cli.parser import UsageError
+from keras_moe.cli.main import make_parser
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
-from keras_moe.cli import commands
-from keras_moe.cli.measured import find_images
+from keras_moe.cli.inputs import find_examples
+from keras_moe.cli.main import make_parser
 
 pytest.importorskip("tensorflow")
 
@@ -187,7 +187,7 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
 
 def evaluate_arguments(preset, *more):
     arguments = ["evaluate", str(preset), *map(str, more)]
-    return commands.make_parser().parse_args(arguments)
+    return make_parser().parse_args(arguments)
 
 
 @pytest.mark.backend_free
@@ -204,17 +204,17 @@ def test_the_images_are_those_of_the_run(photos, tmp_path):
         "unreadable": "exclude",
         "max_labels": 3,
     }
-    images = find_images(evaluate_arguments("x"), recipe)
+    images = find_examples(evaluate_arguments("x"), recipe)
 
     def count(images, split):
-        return sum(len(labels) for _, labels in images.batches(split, SHAPE, 4))
+        return sum(len(labels) for _, labels in images.images(split, SHAPE, 4))
 
     assert images.max_labels == 3
     with pytest.warns(UserWarning, match="1"):
         assert (count(images, "train"), count(images, "test")) == (6, 7)
     # Other images are read as they are.
-    other = find_images(evaluate_arguments("x", "--data", "digits"), recipe)
-    assert (other.exclude, other.unreadable, other.max_labels) == ((), "raise", None)
+    other = find_examples(evaluate_arguments("x", "--data", "digits"), recipe)
+    assert (other.excluded, other.options, other.max_labels) == ({}, {}, None)
     (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 

@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
-from keras_moe.cli.commands import make_parser
-from keras_moe.cli.evaluate_pairs import (
-    METRICS,
-    _metrics_of,
-    evaluate_pairs,
-    find_pair_data,
-)
+from keras_moe.cli import evaluate
+from keras_moe.cli.inputs import find_examples
+from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
 from tests.small_models import with_weights
 
@@ -105,8 +101,12 @@ def test_classes_of_digits(program, saved, tmp_path):
 
 
 def data_of(*arguments, **recipe):
-    arguments = make_parser().parse_args(["evaluate", "x", *map(str, arguments)])
-    return find_pair_data(arguments, recipe)
+    args = make_parser().parse_args(["evaluate", "x", *map(str, arguments)])
+    examples = find_examples(args, recipe)
+    metrics = evaluate.pair_metrics(examples, args)
+    if "zero_shot" in metrics:
+        return examples, metrics, evaluate.zero_shot_prompts(examples, args)
+    return examples, metrics, None
 
 
 def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
@@ -117,36 +117,35 @@ def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(map(str, range(1000))))
     subset = ("--data", f"folder:{tmp_path}", "--class-subset", "imagenet_a")
     names = ("--class-names", tmp_path / "names.txt")
-    found = data_of(*subset, *names, "--metrics", "zero_shot")
-    assert found.class_names[:2] == ("6", "11")
-    assert len(found.class_names) == 200
+    _, _, prompts = data_of(*subset, *names, "--metrics", "zero_shot")
+    assert prompts.class_names[:2] == ("6", "11")
+    assert len(prompts.class_names) == 200
     # Folders in order: stingrays, goldfinches.
-    assert found.places.tolist() == [0, 1]
+    assert prompts.indices.tolist() == [0, 1]
     with pytest.raises(ValueError, match="a metric that reads --class-subset"):
         data_of(*subset, "--metrics", "few_shot")
 
 
 def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
     run = {"source": f"folder:{photos}", "unreadable": "exclude", "exclude": "bad.json"}
-    pair_data = data_of(**run)
-    assert pair_data.options == {"unreadable": "exclude"}
+    examples, *_ = data_of(**run)
+    assert examples.options == {"unreadable": "exclude"}
     # Images are left out of the split that they are numbers of.
-    assert pair_data.excluded == {"train": "bad.json"}
-    assert data_of(**run, train_split="test").excluded == {"test": "bad.json"}
+    assert examples.excluded == {"train": "bad.json"}
+    assert data_of(**run, train_split="test")[0].excluded == {"test": "bad.json"}
     options = ("--data-options", "exclude=[0]", "unreadable=exclude")
-    pair_data = data_of("--data", f"folder:{photos}", *options)
-    assert pair_data.excluded == {"test": [0]}
-    ((inputs, _),) = pair_data.pairs((16, 16, 1), 8, None)
+    examples, *_ = data_of("--data", f"folder:{photos}", *options)
+    assert examples.excluded == {"test": [0]}
+    ((inputs, _),) = examples.pairs((16, 16, 1), 8, captions="all")
     assert len(inputs["images"]) == 3
-    images, _ = next(
-        iter(data_of("--data", "digits", *options).classes("test", (8, 8, 1), 500))
-    )
+    examples, *_ = data_of("--data", "digits", *options)
+    images, _ = next(iter(examples.images("test", (8, 8, 1), 500)))
     assert len(images) == 449
     # A file that is no image is an error of the program's own, with its name.
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "a.png").write_bytes(b"none")
     (tmp_path / "test" / "captions.csv").write_text("image,caption\na.png,a")
-    pair_data = data_of("--data", f"folder:{tmp_path}")
+    found = data_of("--data", f"folder:{tmp_path}")
 
     class Model:
         backbone, preprocessor = argparse.Namespace(image_shape=(8, 8, 1)), None
@@ -154,26 +153,23 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
 
     arguments = argparse.Namespace(batch_size=2)
     with pytest.raises(ValueError, match=r"a\.png"):
-        evaluate_pairs(Model(), pair_data, arguments, lambda batches, _: batches)
+        evaluate.evaluate_pairs(Model(), *found, arguments, lambda batches, _: batches)
 
 
 def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
     # Any font will do: none is drawn.
     font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
     monkeypatch.setattr(_emoji_pictures, "NOTO_PLACES", (str(font),))
-    pair_data = data_of("--data", "emoji:noto")
-    assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
-    pair_data = data_of(source="emoji:language=de", test_split="validation")
+    _, metrics, _ = data_of("--data", "emoji:noto")
+    assert metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
+    examples, metrics, _ = data_of(source="emoji:language=de", test_split="validation")
     # Its classes have English names.
-    assert pair_data.metrics == ("retrieval", "contrastive_accuracy")
-    assert (pair_data.source, pair_data.test_split) == (
-        "emoji:language=de",
-        "validation",
-    )
+    assert metrics == ("retrieval", "contrastive_accuracy")
+    assert (examples.source, examples.split) == ("emoji:language=de", "validation")
     with pytest.raises(ValueError, match="a mixture"):
         data_of(source={"emoji": 3, "digits": 1})
     run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
-    assert data_of(**run).source == "digits"
+    assert data_of(**run)[0].source == "digits"
 
 
 @pytest.mark.parametrize(
@@ -219,4 +215,6 @@ def test_mistakes(mistake, saved, arguments, message):
 
 
 def test_clip_art_has_captions_and_classes():
-    assert _metrics_of("openclipart:nowhere", "test", None) == METRICS
+    examples, *_ = data_of("--data", "digits")
+    examples = examples._replace(source="openclipart:nowhere")
+    assert evaluate.possible_pair_metrics(examples) == evaluate.OF_PAIRS

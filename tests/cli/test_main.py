@@ -1,7 +1,6 @@
 """The common ground of all sub-commands: help, errors, JSON, interruption."""
 
-import ast
-import importlib.util
+import argparse
 import io
 import json
 import os
@@ -11,41 +10,31 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
 
-from keras_moe.cli import commands
-from keras_moe.cli.main import WRITTEN_BY_KERAS, main, set_environment
-from keras_moe.cli.parser import override
-from keras_moe.cli.result import Result, show_all
+from keras_moe.cli import describe, train
+from keras_moe.cli.arguments import Result, override
+from keras_moe.cli.main import (
+    COMMANDS,
+    WRITTEN_BY_KERAS,
+    main,
+    make_parser,
+    set_environment,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = (
-    "quickstart",
-    "train",
-    "evaluate",
-    "report",
-    "convert",
-    "upcycle",
-    "describe",
-    "plan",
-    "deduplicate",
-)
+NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 
 pytestmark = pytest.mark.backend_free
 
 
 @pytest.fixture
 def work(monkeypatch):
-    """Puts a function in the place of what `describe` does."""
+    """Replaces what `describe` does by a function."""
 
-    def replace(function):
-        module = SimpleNamespace(run=function)
-        monkeypatch.setitem(sys.modules, "keras_moe.cli.describe", module)
-
-    return replace
+    return lambda function: monkeypatch.setattr(describe, "run", function)
 
 
 def helps(name=""):
@@ -61,11 +50,11 @@ def seconds_of_children():
     return times.children_user + times.children_system
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_help_is_quick_and_quiet_and_has_examples(name):
     done, seconds = helps(name)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"\n  keras-moe {name} " in done.stdout.partition("examples:")[2]
+    assert f"\n  keras-moe {name}" in done.stdout.partition("examples:")[2]
     assert seconds < 1
     for shared in ("--json [FILE.json]", "--traceback"):
         assert shared in done.stdout
@@ -74,7 +63,7 @@ def test_help_is_quick_and_quiet_and_has_examples(name):
 def test_the_list_of_commands():
     done, _ = helps()
     assert (done.returncode, done.stderr) == (0, "")
-    for name in COMMANDS:
+    for name in NAMES:
         assert re.search(rf"^    {name.split()[0]}\b", done.stdout, re.M)
 
 
@@ -92,27 +81,25 @@ def test_arguments_are_parsed_before_keras_is_imported():
     assert done.stdout == "2 []\n", done.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_example_is_parsed(name):
-    parser = commands.make_parser()
-    inner = parser
-    for word in name.split():
-        (action,) = (x for x in inner._actions if hasattr(x, "add_parser"))
-        inner = action.choices[word]
-    examples = [line.split() for line in inner.epilog.splitlines()[1:]]
+    parser = make_parser()
+    (action,) = (x for x in parser._actions if hasattr(x, "add_parser"))
+    examples = [x.split() for x in action.choices[name].epilog.splitlines()[1:]]
     assert examples
     for program, *arguments in examples:
         assert program == "keras-moe"
         args = parser.parse_args(arguments)
-        assert args.module.split(".")[-1] == name.split()[-1]
-        assert importlib.util.find_spec(args.module)
+        assert args.command.__name__ == f"keras_moe.cli.{name}"
 
 
-def test_commands_take_nothing_from_each_other():
-    for path in (ROOT / "keras_moe" / "cli").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            module = getattr(node, "module", None) or ""
-            assert module.removeprefix("keras_moe.cli.") not in COMMANDS, path
+def test_every_argument_has_a_help():
+    for module in COMMANDS:
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        for action in parser._actions:
+            assert action.help, action.option_strings
+            assert action.help[0].isupper() or action.dest == "help"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +120,8 @@ def test_commands_take_nothing_from_each_other():
         (("describe", "--json", "vit_b16"), "a file that ends with .json"),
         (("describe", "vit_b16", "--num-classes", "0"), "at least 1; received: 0"),
         (("describe", "vit_b16", "--num-classes", "x"), "an integer; received: x"),
-        (("plan", "x", "--devices", "8"), "--batch-size"),
-        (("plan", "x", "--utilization", "nan"), "above 0; received: nan"),
+        (("estimate", "x", "--devices", "8"), "--batch-size"),
+        (("estimate", "x", "--utilization", "nan"), "above 0; received: nan"),
         (("describe", "vit_b16", "--nope"), "unrecognized arguments: --nope"),
     ],
 )
@@ -161,7 +148,7 @@ def test_results_are_tables_or_json(program, work, tmp_path):
         console.print("a progress bar")
         table = Table("name")
         table.add_row("a row")
-        return Result({"loss": float("nan"), "steps": (1, 2)}, show_all(table, "end"))
+        return Result({"loss": float("nan"), "steps": (1, 2)}, (table, "end"))
 
     work(run)
     expected = {"loss": None, "steps": [1, 2]}
@@ -236,8 +223,7 @@ def test_ctrl_c_is_one_line(program, work, monkeypatch):
 
     work(run)
     assert program("describe", "x") == (130, "", "\nInterrupted.\n")
-    module = SimpleNamespace(run=run)
-    monkeypatch.setitem(sys.modules, "keras_moe.cli.train", module)
+    monkeypatch.setattr(train, "run", run)
     status, _, errors = program("train", "mumoe_digits")
     assert status == 130
     assert "the same command resumes" in errors
@@ -255,7 +241,7 @@ def test_a_reader_that_left_is_no_error(capsys, monkeypatch, work, tmp_path, opt
             return file.fileno()
 
     logs = set(Path(tempfile.gettempdir()).glob("keras-moe-*.log"))
-    work(lambda args, console: Result({"a": 1}, show_all("a line")))
+    work(lambda args, console: Result({"a": 1}, ("a line",)))
     with open(tmp_path / "stdout", "w") as file:
         monkeypatch.setattr(sys, "stdout", Closed())
         assert main(["describe", "x", *option]) == 141
@@ -295,7 +281,7 @@ def test_the_users_keras_json_holds(monkeypatch, tmp_path, config, backend):
 def test_a_warning_is_one_line(program, work):
     def run(args, console):
         warnings.warn("a corrupt\n  checkpoint", stacklevel=1)
-        return Result({}, show_all())
+        return Result({})
 
     work(run)
     assert program("describe", "x").errors == "warning: a corrupt checkpoint\n"

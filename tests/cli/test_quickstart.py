@@ -9,7 +9,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.cli import quickstart
-from keras_moe.cli.commands import make_parser
+from keras_moe.cli.main import make_parser
 from keras_moe.cli.quickstart import next_steps
 
 pytest.importorskip("tensorflow")

@@ -214,7 +214,7 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
 
     def watch(**changes):
         changed = recipe.replace(**{f"data.{name}": x for name, x in changes.items()})
-        return program_train.watchers(arguments, changed, None, model, None)
+        return program_train.evaluations(arguments, changed, None, model, None)
 
     assert len(watch(source="emoji:noto")) == 1
     assert pools == [("emoji:noto", "train"), ("emoji:noto", "test")]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models, training
-from keras_moe.cli import train_evaluators
+from keras_moe.cli.train import new_retrieval
 from tests.training.pair_folder import write_pairs
 
 pytestmark = pytest.mark.backend_free
@@ -76,7 +76,7 @@ def test_retrieval_needs_captions():
     args = argparse.Namespace(data_dir=None)
     digits = training.load_recipe("clip_emoji").replace(**{"data.source": "digits"})
     with pytest.raises(ValueError, match="'digits', whose captions are names"):
-        train_evaluators.retrieval(args, digits, None)
+        new_retrieval(args, digits, None)
     classes = training.load_recipe("mumoe_digits")
     with pytest.raises(ValueError, match="recipe of pairs with --retrieval-every"):
-        train_evaluators.retrieval(args, classes, None)
+        new_retrieval(args, classes, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from keras_moe.cli.commands import make_parser
+from keras_moe.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 

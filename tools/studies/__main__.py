@@ -1,14 +1,37 @@
-"""`python -m tools.studies NAME` repeats the experiments of a paper on small data."""
+"""Repeat the papers' experiments on small data: `python -m tools.studies STUDY`."""
 
+import os
 import sys
 
-from keras_moe.cli.main import main as run_cli
-from tools.studies.arguments import make_parser
+# Before Keras is imported; its own default is TensorFlow.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+from keras_moe.cli.arguments import Parser, add_command
+from keras_moe.cli.main import main as run_command
+from tools.studies import clip_up, held_out, limoe, moepp, mumoe, routers
+
+
+def make_parser() -> Parser:
+    """The parser of all studies."""
+    parser = Parser(
+        prog="python -m tools.studies",
+        description="Repeat a paper's experiments on small data.\n\nEvery finished run "
+        "is a file in the output folder: the same command again resumes an interrupted "
+        "study, and other settings make other files. Results are tables, pictures and "
+        "results.json.",
+        examples="python -m tools.studies routers\n"
+        "python -m tools.studies moepp --parts costs speed\n"
+        "python -m tools.studies mumoe --help",
+    )
+    studies = parser.add_subparsers(metavar="STUDY", required=True)
+    for module in (routers, moepp, mumoe, limoe, clip_up, held_out):
+        add_command(studies, module)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a study, and returns the exit status."""
-    return run_cli(argv, make_parser)
+    return run_command(argv, make_parser)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,18 @@
-"""What experts give on pictures that are held out: an experiment in three steps.
+"""Compare a model with experts and its dense twin on pictures that are held out.
 
-    python -m tools.studies.held_out pairs emoji
-    python -m tools.studies.held_out pairs openclipart:FOLDER
-    python -m tools.studies.held_out classes openclipart:FOLDER
-
-A model with experts and its dense twin, which has as many active parameters and trains
-for as many steps, each try the same settings on the validation split, from one seed.
-The best setting of each is trained from several seeds, and measured on the test split,
-which nothing has read until then. Baselines choose their settings on the validation
-split, too: for pairs the nearest caption and a kernel ridge regression, for classes the
-same regression to labels.
-
-Runs that are done are kept in the folder `--output`; the same command goes on after an
-interruption. The table is printed, and is in `results.json`.
+The twin has as many active parameters and trains for as many steps. Each tries the same
+settings on the validation split, from one seed. The best setting of each is trained
+from several seeds, and measured on the test split, which nothing has read until then.
+Baselines choose their settings on the validation split, too: for pairs the nearest
+caption and a kernel ridge regression, for classes the same regression to labels.
 """
 
 import argparse
 import itertools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 import numpy as np
@@ -31,12 +20,24 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, evaluation, training
+from keras_moe.cli.arguments import RESUMES, Result, at_least
 from keras_moe.cli.evaluate import pooled_features
-from keras_moe.cli.versions import backend_and_versions
+from keras_moe.cli.train import backend_and_versions
 from keras_moe.files import write_json
-from tools.studies.pair_training import PairTraining
-from tools.studies.study import Run, Study, percent, spread
+from tools.studies.pairs import PairTraining
+from tools.studies.study import (
+    Run,
+    Study,
+    percent,
+    spread,
+    spread_of,
+)
 
+EXAMPLES = """\
+python -m tools.studies held-out pairs emoji
+python -m tools.studies held-out pairs openclipart:FOLDER
+python -m tools.studies held-out classes openclipart:FOLDER"""
+INTERRUPTED = RESUMES
 # The settings that both twins try, by name.
 SETTINGS = {
     "as it is": {},
@@ -73,15 +74,33 @@ FIGURES = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("task", choices=list(RECIPES))
-    parser.add_argument("source", help="emoji, or openclipart:FOLDER")
-    parser.add_argument("--output", type=Path, help="runs/held_out_TASK by default")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, help="in the place of the recipe's")
-    args = parser.parse_args(argv)
-    console = Console()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", choices=list(RECIPES), help="What the models learn.")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="The pictures: emoji, or openclipart:FOLDER."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="The folder of the results; by default runs/held_out_TASK_SOURCE.",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="The number of seeds from which the best setting trains.",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=at_least(1),
+        metavar="N",
+        help="The number of epochs, instead of the recipe's.",
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> Result:
     name, sizes = RECIPES[args.task]
     overrides = {"data.source": args.source}
     if args.source != "emoji":
@@ -95,33 +114,25 @@ def main(argv: list[str] | None = None) -> None:
     settings = {**pairs.settings(), **backend_and_versions()}
     study = Study(output, settings, console)
     train = pairs.make if args.task == "pairs" else lambda *x: classified(recipe, *x)
+    baselines = pair_baselines if args.task == "pairs" else class_baselines
     results = {
-        "baselines": (pair_baselines if args.task == "pairs" else class_baselines)(
-            args.source, console
-        ),
+        "baselines": baselines(args.source, console),
         "twins": compared(study, train, args.seeds, FIGURES[args.task][0]),
     }
-    write_json(output / "results.json", {"settings": settings, **results})
-    console.print(table_of(results, FIGURES[args.task]))
-    console.print(f"results   {output / 'results.json'}", soft_wrap=True)
+    values = {"settings": settings, **results}
+    write_json(study.results_path, values)
+    table = table_of(results, FIGURES[args.task])
+    return Result(values, (table, f"results   {study.results_path}"))
 
 
 def compared(study: Study, train: Callable, seeds: int, figure: str) -> dict:
-    """Chooses a setting of each twin on validation, and tests it from several seeds.
-
-    Args:
-        study: folder of the runs.
-        train: function from overrides of the recipe, a seed and a function that tells
-            how far it is, to a result with `"figures"`, and arrays.
-        seeds: number of seeds.
-        figure: figure that is chosen by.
-    """
+    """Chooses a setting of each twin on validation, and tests it from several seeds."""
 
     def run(split, twin, name, seed):
         own = {**TWINS[twin], **SETTINGS[name], "data.test_split": split}
 
-        def make(tell):
-            return train(own, seed, tell)
+        def make(on_progress):
+            return train(own, seed, on_progress)
 
         return Run(f"{twin}-{split}", seed, {"overrides": own}, make, f"{twin}, {name}")
 
@@ -130,14 +141,17 @@ def compared(study: Study, train: Callable, seeds: int, figure: str) -> dict:
 
     twins = {}
     for twin in TWINS:
-        tried = study.finish_all([run("validation", twin, x, 0) for x in SETTINGS])
-        validation = dict(zip(SETTINGS, figures(tried)))
+        runs = [run("validation", twin, name, 0) for name in SETTINGS]
+        validation = {
+            name: figures(tried)[0]
+            for name, tried in zip(SETTINGS, study.finish_all(runs).values())
+        }
         chosen = max(SETTINGS, key=lambda name: validation[name][figure])
         twins[twin] = {"validation": validation, "chosen": chosen}
     # The one look at the test split, after all choices.
     for twin, row in twins.items():
         runs = [run("test", twin, row["chosen"], seed) for seed in range(seeds)]
-        tested = study.finish_all(runs)
+        (tested,) = study.finish_all(runs).values()
         row |= {
             "test": {
                 name: spread([own[name] for own in figures(tested)])
@@ -145,26 +159,20 @@ def compared(study: Study, train: Callable, seeds: int, figure: str) -> dict:
                 if all(isinstance(own.get(name), float) for own in figures(tested))
             },
             "parameters": tested[0]["parameters"],
-            "seconds": spread([result["seconds"] for result in tested]),
+            "seconds": spread_of(tested, "seconds"),
         }
     return twins
 
 
 def classified(
-    recipe: training.Recipe, overrides: dict, seed: int, tell: Callable
+    recipe: training.Recipe, overrides: dict, seed: int, on_progress: Callable
 ) -> tuple[dict, dict]:
-    """Trains a classifier; its accuracy, and that of a 10-shot probe of its features.
-
-    Args:
-        recipe: recipe of all models.
-        overrides: overrides of the recipe.
-        seed: seed of weights, noise and order.
-        tell: function that shows a text beside the bar.
-    """
+    """Trains a classifier; its accuracy, and that of a 10-shot probe of its
+    features."""
     recipe = recipe.replace(**{**overrides, "seed": seed})
-    tell("training")
+    on_progress("training")
     watch = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: tell(f"epoch {epoch + 1}")
+        on_epoch_end=lambda epoch, logs: on_progress(f"epoch {epoch + 1}")
     )
     begin = time.perf_counter()
     trained = training.train(recipe, callbacks=[watch], verbose=0)
@@ -190,12 +198,7 @@ def classified(
 
 
 def pair_baselines(source: str, console: Console) -> dict:
-    """Retrieval by the nearest caption and by a kernel ridge regression.
-
-    Args:
-        source: source of pairs.
-        console: console that people read.
-    """
+    """Retrieval by the nearest caption and by a kernel ridge regression."""
     train, validation, test = (
         pairs_of(source, split) for split in ("train", "validation", "test")
     )
@@ -225,12 +228,7 @@ def pair_baselines(source: str, console: Console) -> dict:
 
 
 def class_baselines(source: str, console: Console) -> dict:
-    """The most frequent class, and a kernel ridge regression to classes.
-
-    Args:
-        source: source of classes.
-        console: console that people read.
-    """
+    """The most frequent class, and a kernel ridge regression to classes."""
     from sklearn.metrics.pairwise import manhattan_distances
 
     splits = [
@@ -305,12 +303,7 @@ def chance(pairs: tuple) -> dict[str, float]:
 
 
 def table_of(results: dict, figures: tuple[str, ...]) -> Table:
-    """A row for each baseline and twin, in percent.
-
-    Args:
-        results: the results.
-        figures: names of the figures.
-    """
+    """A row for each baseline and twin, in percent."""
     table = Table("", "chosen", *(f"validation {name}" for name in figures))
     for name in ("parameters", "seconds", *(f"test {name}" for name in figures)):
         table.add_column(name, justify="right")
@@ -333,7 +326,3 @@ def table_of(results: dict, figures: tuple[str, ...]) -> Table:
             *(percent(row["test"][name]) for name in figures),
         )
     return table
-
-
-if __name__ == "__main__":
-    main()

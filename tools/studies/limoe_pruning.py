@@ -16,10 +16,8 @@ from rich.table import Table
 from keras_moe import analysis, evaluation, training
 from keras_moe.analysis import plots
 from tools.studies import plots as study_plots
-from tools.studies.limoe_configurations import Configurations
-from tools.studies.pair_measures import retrieval_figures
-from tools.studies.pair_training import PairTraining
-from tools.studies.study import Part, Run, Study, Tell, percent, spread
+from tools.studies.pairs import PairTraining, retrieval_figures
+from tools.studies.study import OnProgress, Part, Run, Study, percent, spread
 
 METHODS = ("router_drop", "router_pred", "router_pred_skip")
 MODALITIES = ("text", "image")
@@ -36,7 +34,7 @@ class Pruning(Part):
         self,
         study: Study,
         pairs: PairTraining,
-        configurations: Configurations,
+        configurations: dict[str, dict[str, Any]],
         counts: Sequence[int],
         seeds: int,
     ):
@@ -60,7 +58,9 @@ class Pruning(Part):
         make = functools.partial(self.measure, overrides, seed)
         return Run("pruning", seed, settings, make, name)
 
-    def measure(self, overrides: dict, seed: int, tell: Tell) -> tuple[dict, dict]:
+    def measure(
+        self, overrides: dict, seed: int, on_progress: OnProgress
+    ) -> tuple[dict, dict]:
         """Trains from a seed, and prunes the experts of each modality by their use."""
         recorders = []
 
@@ -80,9 +80,11 @@ class Pruning(Part):
             )
             return recorders[0]
 
-        model, result = self.pairs.train(overrides, seed, tell, callbacks=[recorder])
+        model, result = self.pairs.train(
+            overrides, seed, on_progress, callbacks=[recorder]
+        )
         usage = recorders[0].usage
-        tell("pruning")
+        on_progress("pruning")
         whole = self.embedded(model)
         result["pruned"] = {
             modality: {
@@ -131,10 +133,8 @@ class Pruning(Part):
         return evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
 
     def results(self) -> dict:
-        by_name: dict[str, list[dict]] = {}
-        for run, result in zip(self.runs, self.study.finish_all(self.runs)):
-            by_name.setdefault(run.label, []).append(result)
-        return {"rows": {name: pruning_summary(runs) for name, runs in by_name.items()}}
+        rows = self.study.finish_all(self.runs)
+        return {"rows": {name: pruning_summary(runs) for name, runs in rows.items()}}
 
     def show(self, results: dict, console: Console) -> None:
         table = Table(title="R@1 in % with fewer experts (Figures 14 and 15)")

@@ -1,18 +1,25 @@
-"""The part of the study of muMoE about fairness: Table 2 and Figure 25."""
+"""The part of the study of muMoE about fairness: Table 2 and Figure 25.
+
+One edit of a muMoE head is compared with oversampling, with the blind threshold, and
+with adversarial debiasing: section 3 of *Turning a Blind Eye: Explicit Removal of
+Biases and Variation from Deep Neural Network Embeddings*.
+
+Axes: B batch, D hidden, A values of the attribute.
+"""
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
-from tools.studies.debiasing import adversarial_debiasing
-from tools.studies.mumoe_digits import (
+from tools.studies.mumoe_models import (
     LABELS,
     SHAPE,
     SIZES,
@@ -21,13 +28,15 @@ from tools.studies.mumoe_digits import (
     with_attributes,
 )
 from tools.studies.study import (
+    OnProgress,
     Part,
     Run,
     Study,
-    Tell,
-    plain,
+    as_json,
+    new_table,
     plus_minus,
     spread,
+    spread_of,
 )
 
 # How many of the digits that are 5 and above, and of the others, are inverted.
@@ -68,10 +77,10 @@ class Editing(Part):
         ]
 
     def results(self) -> dict:
-        runs = self.study.finish_all(self.runs)
+        runs = self.study.finish_all(self.runs)["editing"]
         return {"experts": self.experts, "runs": runs}
 
-    def train(self, seed: int, tell: Tell) -> tuple[dict, dict]:
+    def train(self, seed: int, on_progress: OnProgress) -> tuple[dict, dict]:
         """All models of one seed, by name."""
         generator = np.random.default_rng(seed)
         images, digits = data.load_digits("train", SHAPE)
@@ -90,7 +99,7 @@ class Editing(Part):
         def fitted(images, labels, has_head=True):
             model = self.new_model(seed, has_head)
             model.compile(optimizer=self.fit.optimizer())
-            self.fit.train(model, images, labels, tell, PASSES)
+            self.fit.train(model, images, labels, on_progress, PASSES)
             return model
 
         rows = {"linear": evaluate(fitted(images, labels, has_head=False), test)}
@@ -103,7 +112,7 @@ class Editing(Part):
         attributes = labels[:, -1].astype("int32")
         targets = {"predictions": labels, "attribute": attributes}
         adversarial = adversarial_debiasing(debiased)
-        self.fit.train(adversarial, images, targets, tell, PASSES)
+        self.fit.train(adversarial, images, targets, on_progress, PASSES)
         rows["+ adversarial"] = evaluate(debiased, test)
         edited, strengths = self.edits(model, images[members], validation, test)
         result = {"strengths": strengths, "members": int(members.sum())}
@@ -146,21 +155,17 @@ class Editing(Part):
 
     def show(self, results: dict, console: Console) -> None:
         runs = results["runs"]
-        table = Table(
-            title="Digits from 5 on, inverted: the target subpopulation (Table 2)"
-        )
-        table.add_column("model", no_wrap=True)
-        for column in METRICS.values():
-            table.add_column(column, justify="right", no_wrap=True)
+        title = "Digits from 5 on, inverted: the target subpopulation (Table 2)"
+        table = new_table(title, "model", *METRICS.values())
         for name in runs[0]["rows"]:
             rows = [run["rows"][name] for run in runs]
-            values = [spread([row[metric] for row in rows]) for metric in METRICS]
+            values = [spread_of(rows, metric) for metric in METRICS]
             table.add_row(name, *map(plus_minus, values))
         console.print(table)
-        table = Table(title="Test accuracy by subpopulation, below 5 and from 5 on")
-        table.add_column("model", no_wrap=True)
-        for column in ("below", "below, inverted", "from 5 on", "from 5 on, inverted"):
-            table.add_column(column, justify="right")
+        table = new_table(
+            "Test accuracy by subpopulation, below 5 and from 5 on",
+            *("model", "below", "below, inverted", "from 5 on", "from 5 on, inverted"),
+        )
         for name in ("muMoE", "+ expert edit", "+ expert edit, N"):
             accuracies = [run["rows"][name]["accuracies"] for run in runs]
             cells = np.reshape(accuracies, (len(runs), -1)).T
@@ -198,7 +203,7 @@ def evaluate(model: keras.Model, examples: tuple) -> dict:
     predictions = model.predict(images, verbose=0)[:, 0] > 0
     targets, attributes = labels[:, 0].astype(int), labels[:, -1].astype(int)
     metrics = analysis.fairness_metrics(predictions, targets, attributes)
-    return plain({**metrics.to_dict(), "target": float(metrics.accuracies[BIASED])})
+    return as_json({**metrics.to_dict(), "target": float(metrics.accuracies[BIASED])})
 
 
 def average(rows: list[dict]) -> analysis.FairnessMetrics:
@@ -207,3 +212,58 @@ def average(rows: list[dict]) -> analysis.FairnessMetrics:
     return analysis.FairnessMetrics(
         *(np.mean([row[field] for row in rows], axis=0) for field in fields)
     )
+
+
+class AttributeAdversary(keras.layers.Layer):
+    """Predicts an attribute from features (B, D), which learn to confuse it.
+
+    The logits (B, A) train this layer alone: features get no gradient from them. While
+    training, the layer adds the cross-entropy of its prediction with the uniform
+    distribution, which trains the features alone (equations 2 and 3).
+    """
+
+    def __init__(self, num_values: int, confusion_weight: float = 1.0, **kwargs):
+        super().__init__(dtype="float32", **kwargs)
+        self.num_values, self.confusion_weight = num_values, confusion_weight
+
+    def build(self, input_shape):
+        shape = (input_shape[-1], self.num_values)
+        self.kernel = self.add_weight(name="kernel", shape=shape)
+        self.bias = self.add_weight(name="bias", shape=shape[1:], initializer="zeros")
+
+    def call(self, features: Any, training: bool | None = None) -> Any:
+        kernel, bias = (ops.convert_to_tensor(v) for v in (self.kernel, self.bias))
+        if training and self.confusion_weight:
+            confused = ops.matmul(features, ops.stop_gradient(kernel))
+            confused = ops.log_softmax(confused + ops.stop_gradient(bias))
+            self.add_loss(-self.confusion_weight * ops.mean(confused))
+        return ops.matmul(ops.stop_gradient(features), kernel) + bias
+
+
+def adversarial_debiasing(
+    classifier: keras.Model, num_values: int = 2, confusion_weight: float = 1.0
+) -> keras.Model:
+    """A compiled model that trains a compiled classifier against an adversary.
+
+    The classifier learns its task while its features learn to confuse the adversary,
+    which learns to tell the attribute from them. The model shares all weights with the
+    classifier and has the outputs "predictions" and "attribute":
+    `fit(images, {"predictions": labels, "attribute": attributes})`.
+    """
+    adversary = AttributeAdversary(num_values, confusion_weight, name="attribute")
+    model = keras.Model(
+        classifier.input,
+        {
+            "predictions": classifier.output,
+            "attribute": adversary(classifier.features),
+        },
+    )
+    model.compile(
+        optimizer=classifier.optimizer,
+        loss={
+            "predictions": classifier.loss,
+            "attribute": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        },
+        metrics={"attribute": keras.metrics.SparseCategoricalAccuracy("accuracy")},
+    )
+    return model

@@ -13,22 +13,22 @@ import keras
 import numpy as np
 from keras import ops
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe import analysis
 from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
 from tools.studies import plots as study_plots
-from tools.studies.mumoe_digits import Fit
-from tools.studies.mumoe_specialisation import DenseModels
+from tools.studies.mumoe_models import DenseModels, Fit
 from tools.studies.study import (
+    OnProgress,
     Part,
     Run,
     Study,
-    Tell,
+    new_table,
     percent,
     plus_minus,
     spread,
+    spread_of,
 )
 
 CLASSES = 100
@@ -72,17 +72,15 @@ class Heads:
                 train = functools.partial(self.train, options, is_ablated, seed)
                 own = {**settings, "head": options}
                 runs.append(Run("head", seed, own, train, label=f"head: {name}"))
-        results = {name: [] for name in rows}
-        for run, result in zip(runs, self.study.finish_all(runs)):
-            results[run.label.removeprefix("head: ")].append(result)
-        return results
+        results = self.study.finish_all(runs)
+        return {row.removeprefix("head: "): x for row, x in results.items()}
 
     def train(
-        self, options: dict | None, is_ablated: bool, seed: int, tell: Tell
+        self, options: dict | None, is_ablated: bool, seed: int, on_progress: OnProgress
     ) -> tuple[dict, dict]:
         """Trains a head, and measures how good it is and what its experts do."""
         (_, train_labels), (images, labels) = self.dense.images
-        train, test = self.features_of(seed, tell)
+        train, test = self.features_of(seed, on_progress)
         keras.utils.set_random_seed(seed)
         whole, inputs = None, keras.Input(train.shape[1:])
         if options is None:
@@ -92,7 +90,7 @@ class Heads:
             head = new_head(options)
             if is_ablated:
                 whole = self.dense.new_model(seed, head=head)
-                whole.backbone.set_weights(self.dense.weights(seed, tell))
+                whole.backbone.set_weights(self.dense.weights(seed, on_progress))
                 head = whole.head
             model = keras.Model(inputs, head(inputs)[0])
             if options.get("factorization", "cp") is None:
@@ -105,7 +103,7 @@ class Heads:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["sparse_categorical_accuracy"],
         )
-        self.fit.train(model, train, train_labels, tell)
+        self.fit.train(model, train, train_labels, on_progress)
         loss, accuracy = model.evaluate(test, labels, verbose=0)
         result = {
             "loss": loss,
@@ -120,11 +118,13 @@ class Heads:
             result["matter"] = int((ablation.changes != 0).any(axis=1).sum())
         return result, {}
 
-    def features_of(self, seed: int, tell: Tell) -> tuple[np.ndarray, np.ndarray]:
+    def features_of(
+        self, seed: int, on_progress: OnProgress
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The features that the dense ViT of a seed gives to a head."""
         if seed not in self.features:
             model = self.dense.new_model(seed)
-            model.backbone.set_weights(self.dense.weights(seed, tell))
+            model.backbone.set_weights(self.dense.weights(seed, on_progress))
             features = keras.Model(model.input, model.features)
             self.features[seed] = tuple(
                 features.predict(images, verbose=0) for images, _ in self.dense.images
@@ -162,16 +162,16 @@ class AblatedHeads(Part):
         return self.heads.finish_all(self.rows, is_ablated=True)
 
     def show(self, results: dict, console: Console) -> None:
-        table = Table(title=f"CP muMoE heads (Figure {self.figure})")
-        table.add_column("head")
-        for column in ("accuracy %", "polysemanticity", "experts that matter"):
-            table.add_column(column, justify="right")
+        table = new_table(
+            f"CP muMoE heads (Figure {self.figure})",
+            *("head", "accuracy %", "polysemanticity", "experts that matter"),
+        )
         for name, runs in results.items():
             scores = [run["polysemanticity"] for run in runs]
             scores = [score for score in scores if score is not None]
             table.add_row(
                 name,
-                percent(spread([run["accuracy"] for run in runs])),
+                percent(spread_of(runs, "accuracy")),
                 plus_minus(spread(scores), 3) if scores else "-",
                 f"{np.mean([run['matter'] for run in runs]):.1f}",
             )
@@ -215,17 +215,17 @@ class ComparedHeads(Part):
         return self.heads.finish_all(self.rows, is_ablated=False)
 
     def show(self, results: dict, console: Console) -> None:
-        table = Table(title=f"Heads (Figure {self.figure})")
-        table.add_column("head")
-        for column in ("parameters", "rank", "loss", "accuracy %"):
-            table.add_column(column, justify="right")
+        table = new_table(
+            f"Heads (Figure {self.figure})",
+            *("head", "parameters", "rank", "loss", "accuracy %"),
+        )
         for name, runs in results.items():
             table.add_row(
                 name,
                 f"{runs[0]['parameters']:,}",
                 str(runs[0].get("expert_rank", "-")),
-                plus_minus(spread([run["loss"] for run in runs]), 3),
-                percent(spread([run["accuracy"] for run in runs])),
+                plus_minus(spread_of(runs, "loss"), 3),
+                percent(spread_of(runs, "accuracy")),
             )
         console.print(table)
 
@@ -299,5 +299,5 @@ def by_parameters(results: dict) -> dict[str, dict[int, dict]]:
     values = {}
     for name, runs in results.items():
         rows = values.setdefault(name.split(",")[0], {})
-        rows[runs[0]["parameters"]] = spread([run["accuracy"] for run in runs])
+        rows[runs[0]["parameters"]] = spread_of(runs, "accuracy")
     return values

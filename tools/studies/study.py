@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import zipfile
 import zlib
@@ -10,15 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
 
-from keras_moe.cli.result import Result
+from keras_moe.cli.arguments import Result, add_run, at_least
 from keras_moe.files import json_text, new_file, write_json
 
-# Tells how far a run is.
-Tell = Callable[[str], None]
+# Shows how far a run is.
+OnProgress = Callable[[str], None]
 
 
 class Diverged(Exception):
@@ -29,24 +32,47 @@ class Diverged(Exception):
         self.epoch, self.loss = epoch, loss
 
 
+class Watch(keras.callbacks.Callback):
+    """Shows the loss of each epoch, and ends a run whose loss is not finite."""
+
+    def __init__(
+        self, on_progress: OnProgress, on_epoch: Callable[[], Any] = lambda: None
+    ):
+        super().__init__()
+        self.on_progress, self.on_epoch = on_progress, on_epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        loss = float(logs["loss"])
+        if not math.isfinite(loss):
+            raise Diverged(epoch + 1, loss)
+        epochs = self.params["epochs"]
+        self.on_progress(f"epoch {epoch + 1} of {epochs}, loss {loss:.3f}")
+        self.on_epoch()
+
+
 class Run(NamedTuple):
     """One training of a study.
 
     Attributes:
-        name: name of its configuration, and of its file.
+        name: name of its file.
         seed: seed of weights, noise and order.
         settings: what its result follows from, besides the seed and the study's
             settings.
         make: function that trains. It is given a function that shows a text beside the
             bar, and returns a result that JSON has, and arrays by name.
-        label: name for people; None for `name`.
+        label: name of its row; None for `name`.
     """
 
     name: str
     seed: int
     settings: dict
-    make: Callable[[Tell], tuple[dict, dict[str, np.ndarray]]]
+    make: Callable[[OnProgress], tuple[dict, dict[str, np.ndarray]]]
     label: str | None = None
+
+    @property
+    def row(self) -> str:
+        """The name of its row."""
+        return self.label or self.name
 
 
 class Study:
@@ -54,14 +80,15 @@ class Study:
 
     A run is done once: its file's name has a digest of all settings, so that other
     settings make other files, and an interrupted study resumes at the run that was
-    interrupted. A damaged file is no result.
+    interrupted. A damaged file counts as missing.
     """
 
     def __init__(
         self, folder: Path, settings: dict, console: Console, restart: bool = False
     ):
         self.folder, self.console = folder, console
-        self.settings = plain(settings)
+        self.settings = as_json(settings)
+        self.results_path = folder / "results.json"
         self.runs = folder / "runs"
         self.runs.mkdir(parents=True, exist_ok=True)
         if restart:
@@ -69,15 +96,14 @@ class Study:
                 path.unlink()
 
     def path(self, run: Run) -> Path:
-        """The JSON file of a run; arrays are beside it."""
-        settings = self.settings_of(run)
+        """The JSON file of a run; its arrays are beside it."""
         name = "".join(x if x.isalnum() or x in "-_" else "_" for x in run.name)
-        return self.runs / f"{name}-seed{run.seed}-{digest(settings)}.json"
+        return self.runs / f"{name}-seed{run.seed}-{digest(self.settings_of(run))}.json"
 
     def settings_of(self, run: Run) -> dict:
         """All that the result of a run follows from."""
         own = {"name": run.name, "seed": run.seed, **run.settings}
-        return plain({**self.settings, **own})
+        return as_json({**self.settings, **own})
 
     def finished(self, run: Run) -> dict | None:
         """The result of a run whose files are there and whole."""
@@ -101,53 +127,51 @@ class Study:
         """The arrays of a finished run."""
         return read_arrays(self.path(run).with_suffix(".npz")) or {}
 
-    def finish(self, run: Run, tell: Tell = lambda text: None) -> dict:
+    def finish(self, run: Run, on_progress: OnProgress = lambda text: None) -> dict:
         """The result of a run, which is made unless it is there."""
         result = self.finished(run)
         if result is not None:
             return result
         try:
-            result, arrays = run.make(tell)
+            result, arrays = run.make(on_progress)
         except Diverged as error:
             raise ValueError(
-                f"{run.label or run.name} with seed {run.seed} diverged in epoch "
-                f"{error.epoch} (loss={error.loss}); try a smaller --learning-rate"
+                f"{run.row} with seed {run.seed} diverged in epoch {error.epoch} "
+                f"(loss={error.loss}); try a smaller --learning-rate"
             ) from error
-        path, result = self.path(run), plain(result)
+        path, result = self.path(run), as_json(result)
         if arrays:
             with new_file(path.with_suffix(".npz")) as file:
                 np.savez_compressed(file, **arrays)
-        # The last: it says that the run is whole.
-        settings = self.settings_of(run)
-        # Without NaN, as JSON has it.
+        # Last, since this file says that the run is whole; without NaN, as JSON has it.
         stored = json.loads(json_text(result))
-        record = {"settings": settings, "arrays": list(arrays), "result": stored}
-        write_json(path, {**record, "digest": digest(stored)})
+        record = {
+            "settings": self.settings_of(run),
+            "arrays": list(arrays),
+            "result": stored,
+            "digest": digest(stored),
+        }
+        write_json(path, record)
         return result
 
-    def finish_all(self, runs: Sequence[Run]) -> list[dict]:
-        """The results of runs in order, with a bar."""
-        results = []
+    def finish_all(self, runs: Sequence[Run]) -> dict[str, list[dict]]:
+        """The results of runs by row, in order, with a bar."""
+        results = {}
         count = sum(self.finished(run) is not None for run in runs)
         if count:
             self.console.print(f"{count} of {len(runs)} runs were finished before")
         with progress_bar(self.console) as progress:
             task = progress.add_task("runs", total=len(runs))
             for run in runs:
-                label = f"{run.label or run.name}, seed {run.seed}"
+                label = f"{run.row}, seed {run.seed}"
 
-                def tell(text, label=label):
+                def on_progress(text, label=label):
                     progress.update(task, description=f"{label}, {text}")
 
                 progress.update(task, description=label)
-                results.append(self.finish(run, tell))
+                results.setdefault(run.row, []).append(self.finish(run, on_progress))
                 progress.advance(task)
         return results
-
-    @property
-    def results_path(self) -> Path:
-        """The file with the results of all parts."""
-        return self.folder / "results.json"
 
     def earlier_results(self) -> dict:
         """The results of parts of an earlier command with the same settings.
@@ -167,11 +191,7 @@ class Study:
 
 
 class Part:
-    """A part of a study, with its own runs, tables and pictures.
-
-    Args:
-        study: the study.
-    """
+    """A part of a study, with its own runs, tables and pictures."""
 
     def __init__(self, study: Study):
         self.study = study
@@ -185,11 +205,7 @@ class Part:
         raise NotImplementedError
 
     def draw(self, every: dict) -> list[Path]:
-        """Draws pictures of the results; by default none.
-
-        Args:
-            every: results of all parts so far, by name.
-        """
+        """Draws pictures, given the results of all parts so far by name."""
         return []
 
 
@@ -197,7 +213,7 @@ def run_parts(study: Study, parts: dict[str, Part]) -> Result:
     """Does parts of a study one after the other; those of earlier commands stay."""
     every = study.earlier_results()
     for name, part in parts.items():
-        results = every[name] = plain(part.results())
+        results = every[name] = as_json(part.results())
         # Each at once: the next may be interrupted.
         write_json(study.results_path, every)
         part.show(results, study.console)
@@ -209,18 +225,65 @@ def run_parts(study: Study, parts: dict[str, Part]) -> Result:
             continue
         for picture in pictures:
             study.console.print(f"picture   {picture}")
-    return Result(every, lambda console: print_path(study.results_path, console))
+    return Result(every, (f"results   {study.results_path}",))
+
+
+def add_parts(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds `--parts`."""
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="PART",
+        help="The parts of the study to run.",
+    )
+
+
+def add_training(
+    parser: argparse.ArgumentParser,
+    folder: str,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    learning_rate: float | None = None,
+) -> None:
+    """Adds the arguments of runs, which all studies have."""
+    group = parser.add_argument_group("runs")
+    group.add_argument(
+        "--seeds",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="The number of seeds from which each model trains.",
+    )
+    add_run(group, epochs, batch_size, learning_rate, folder)
+    group.add_argument(
+        "--restart", action="store_true", help="Delete the finished runs first."
+    )
+
+
+def check_parts(args: argparse.Namespace, **parts: str) -> None:
+    """Refuses options of parts that do not run: names of options with their parts."""
+    for name, part in parts.items():
+        if getattr(args, name) is not None and part not in args.parts:
+            raise ValueError(
+                f"Expected the part {part} with --{name.replace('_', '-')}; received: "
+                f"--parts {' '.join(args.parts)}"
+            )
 
 
 def run_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of every run, see `parser.add_run`."""
+    """The settings of every run, see `add_training`."""
     names = ("epochs", "batch_size", "learning_rate")
     return {name: getattr(args, name) for name in names}
 
 
-def print_path(path: Path, console: Console) -> None:
-    """Prints where the results are."""
-    console.print(f"results   {path}", highlight=False, soft_wrap=True)
+def new_table(title: str, *columns: str, **options: Any) -> Table:
+    """A table whose columns but the first are numbers."""
+    table = Table(title=title, **options)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
 
 
 def progress_bar(console: Console) -> Progress:
@@ -237,7 +300,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def digest(settings: dict) -> str:
-    """A name for settings, which other settings do not have."""
+    """A short name that differs for different settings."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -252,6 +315,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def spread_of(results: Sequence[dict], name: str) -> dict[str, float]:
+    """The spread of a figure over runs."""
+    return spread([result[name] for result in results])
+
+
 def percent(value: dict[str, float], digits: int = 1) -> str:
     """A spread of shares as text: mean and standard deviation in percent."""
     return f"{100 * value['mean']:.{digits}f}±{100 * value['std']:.{digits}f}"
@@ -262,7 +330,7 @@ def plus_minus(value: dict[str, float], digits: int = 2) -> str:
     return f"{value['mean']:.{digits}f}±{value['std']:.{digits}f}"
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """The value as JSON gives it back."""
     return json.loads(json.dumps(value))
 
@@ -273,8 +341,23 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
     except (
-        OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error,
+        OSError,
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
         # A flag of the archive asks for a password, or for an unknown compression.
         RuntimeError,
-    ):  # fmt: skip
+    ):
         return None
+
+
+def weights_as_arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """The weights of a model's backbone as the arrays of a run."""
+    weights = model.backbone.get_weights()
+    return {f"w{index}": value for index, value in enumerate(weights)}
+
+
+def arrays_as_weights(arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The weights of a backbone, of which `weights_as_arrays` made arrays."""
+    return [arrays[f"w{index}"] for index in range(len(arrays))]

@@ -5,12 +5,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from keras_moe import data
-from tools.studies import moepp_training
+from tools.studies import moepp
 
 
 def load_few(
     monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType = moepp_training,
+    module: ModuleType = moepp,
     **batches: int,
 ) -> None:
     """Lets the models of a study see the first batches of each split.

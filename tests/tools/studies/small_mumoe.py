@@ -3,26 +3,17 @@
 from types import SimpleNamespace
 
 from keras_moe import data
-from tools.studies import (
-    mumoe,
-    mumoe_digits,
-    mumoe_editing,
-    mumoe_patches,
-    mumoe_specialisation,
-)
+from tools.studies import mumoe, mumoe_editing, mumoe_models
 
 
 def make_small(monkeypatch):
     sizes = {"patch_size": 8, "hidden_dim": 16, "num_layers": 1, "mlp_dim": 8}
-    modules = (mumoe, mumoe_digits, mumoe_editing, mumoe_patches, mumoe_specialisation)
-    for module in modules:
+    for module in (mumoe, mumoe_editing, mumoe_models):
         monkeypatch.setattr(module, "SIZES", sizes)
-    for name, value in {
-        "TRAIN_NUMBERS": 400,
-        "TEST_NUMBERS": 100,
-        "SHARES": (0.5,),
-    }.items():
-        monkeypatch.setattr(mumoe_specialisation, name, value)
+    for name, value in {"TRAIN_NUMBERS": 400, "TEST_NUMBERS": 100}.items():
+        monkeypatch.setattr(mumoe, name, value)
+        monkeypatch.setattr(mumoe_models, name, value)
+    monkeypatch.setattr(mumoe_models, "SHARES", (0.5,))
 
     def load_digits(split, shape):
         return tuple(array[:500] for array in data.load_digits(split, shape))

@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import models
 from tests.gradients import gradient
 from tests.small_models import SMALL, images
-from tools.studies.debiasing import AttributeAdversary, adversarial_debiasing
+from tools.studies.mumoe_editing import AttributeAdversary, adversarial_debiasing
 
 to_numpy = ops.convert_to_numpy
 

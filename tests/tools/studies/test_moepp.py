@@ -7,10 +7,9 @@ from rich.console import Console
 
 from keras_moe.ops import ExpertTypes
 from tests.tools.studies.few_digits import load_few
-from tools.studies import moepp_costs
-from tools.studies.moepp_costs import Costs
-from tools.studies.moepp_layers import Sizes
-from tools.studies.moepp_training import Digits
+from tools.studies import moepp_layers
+from tools.studies.moepp import Digits
+from tools.studies.moepp_layers import Costs, Sizes
 from tools.studies.study import Study
 
 TINY = ["--tokens", "32", "--dim", "8", "--mlp-dim", "16", "--rounds", "1"]
@@ -22,13 +21,13 @@ pytestmark = pytest.mark.backend_free
 @pytest.fixture
 def study(program, monkeypatch):
     # The paper's sizes take seconds here.
-    monkeypatch.setattr(moepp_costs, "PAPER_MLP", 16)
+    monkeypatch.setattr(moepp_layers, "PAPER_MLP", 16)
     load_few(monkeypatch)
     return lambda *arguments: program("moepp", *arguments)
 
 
 def test_costs_are_the_papers(monkeypatch, tmp_path):
-    monkeypatch.setattr(moepp_costs, "expert_costs", lambda rounds: {})
+    monkeypatch.setattr(moepp_layers, "expert_costs", lambda rounds: {})
     sizes = Sizes(ExpertTypes(8, 1, 1, 2), 32, 8, 16, 2, 1.1, False)
     part = Costs(Study(tmp_path, {}, Console()), sizes, [0.75, 0.25], rounds=1)
     results = part.results()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tools.studies.few_digits import load_few
-from tools.studies.moepp_kinds import deviation_of_patches
-from tools.studies.moepp_training import Digits
+from tools.studies.moepp import Digits, deviation_of_patches
 
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64", "--constants", "1"]
 

@@ -8,7 +8,7 @@ import pytest
 from keras_moe import data
 from tests.tools.studies.small_mumoe import make_small
 from tools.studies import mumoe_editing
-from tools.studies.mumoe_digits import Fit, numbers, with_attributes
+from tools.studies.mumoe_models import Fit, numbers, with_attributes
 
 TINY = ["--epochs", "8", "--seeds", "1", "--experts", "2", "--rank", "4"]
 TINY += ["--learning-rate", "0.01"]

@@ -9,10 +9,9 @@ from keras_moe import losses
 from keras_moe.layers import MoEConfig
 from keras_moe.ops import Routing
 from keras_moe.training import Recipe
-from tools.studies import clip_up_configurations as clip_up
-from tools.studies import limoe_configurations as limoe
+from tools.studies import clip_up, limoe
 from tools.studies.limoe_pruning import kept_counts
-from tools.studies.pair_measures import health_figures, modality_figures
+from tools.studies.pairs import health_figures, modality_figures
 
 pytestmark = pytest.mark.backend_free
 

@@ -7,7 +7,7 @@ import pytest
 
 from keras_moe import training
 from tests.tools.studies.small_pairs import write_pairs
-from tools.studies import clip_up, clip_up_configurations
+from tools.studies import clip_up
 
 pytestmark = pytest.mark.backend_free
 
@@ -105,8 +105,8 @@ def test_capacities_and_normalisations_differ_at_evaluation(folder):
     official = clip_up.evaluated_with_capacity(recipe)
     config = clip_up.config_of(official)
     rows = {
-        **clip_up_configurations.capacity_configurations(config),
-        **clip_up_configurations.gate_configurations(config),
+        **clip_up.capacity_configurations(config),
+        **clip_up.gate_configurations(config),
     }
     images = np.random.default_rng(0).uniform(-1, 1, (8, 8, 8, 3)).astype("float32")
     weights, embedded = None, {}

@@ -5,9 +5,8 @@ import pytest
 
 from tests.tools.studies.few_digits import load_few
 from tools.studies import routers
-from tools.studies.arguments import make_parser
-from tools.studies.router_configuration import Configuration
-from tools.studies.router_summary import summarise
+from tools.studies.__main__ import make_parser
+from tools.studies.routers import Configuration, summarise
 
 ROUTERS = ["soft", "softmax_token_choice"]
 TINY = [

@@ -38,9 +38,9 @@ class Training:
     def __init__(self, arrays=None):
         self.count, self.arrays = 0, arrays or {}
 
-    def __call__(self, tell):
+    def __call__(self, on_progress):
         self.count += 1
-        tell("loss 0.5")
+        on_progress("loss 0.5")
         return {"accuracy": 0.5 + self.count, "steps": (1, 2)}, self.arrays
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_no_result(new_study, text):
 def test_a_result_without_a_number_is_stored_once(new_study):
     count = []
 
-    def train(tell):
+    def train(on_progress):
         count.append(1)
         return {"accuracy": float("nan")}, {}
 
@@ -140,7 +140,7 @@ def test_an_interrupted_study_resumes(new_study, capsys):
     trainings = [Training() for _ in range(3)]
     runs = [Run("vanilla", seed, {}, x) for seed, x in enumerate(trainings)]
 
-    def interrupt(tell):
+    def interrupt(on_progress):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -148,7 +148,7 @@ def test_an_interrupted_study_resumes(new_study, capsys):
     assert "finished before" not in capsys.readouterr().out
     results = new_study().finish_all(runs)
     assert [training.count for training in trainings] == [1, 1, 1]
-    assert len(results) == 3
+    assert len(results["vanilla"]) == 3
     assert "2 of 3 runs were finished before" in capsys.readouterr().out
     assert not list(new_study().runs.glob("*.part"))
 
@@ -164,7 +164,7 @@ def test_restart_removes_finished_runs(new_study):
 
 
 def test_a_run_that_diverges_is_not_kept(new_study):
-    def diverge(tell):
+    def diverge(on_progress):
         raise Diverged(3, float("nan"))
 
     study = new_study()

@@ -1,0 +1,373 @@
+"""The command line: how its arguments are declared and read, and those that are shared.
+
+Only the standard library is imported, so that help and mistakes in the command line are
+answered before Keras is there.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+# The value of `--json` without a file.
+STDOUT = "-"
+# What a command prints at Ctrl-C if the same command resumes its work.
+RESUMES = "Interrupted: the same command resumes where it stopped."
+# What sets a positional argument, for the errors of `model_overrides`.
+FIRST = "the first argument"
+
+
+class UsageError(ValueError):
+    """A command line that cannot be parsed."""
+
+
+class Result(NamedTuple):
+    """The result of a command.
+
+    Attributes:
+        values: the result as JSON.
+        shown: what people see instead: tables, lines of text, and functions that print
+            on a given console.
+    """
+
+    values: Any
+    shown: tuple = ()
+
+    def show(self, console: Any) -> None:
+        """Prints what people see."""
+        for thing in self.shown:
+            if callable(thing):
+                thing(console)
+            else:
+                is_text = isinstance(thing, str)
+                console.print(thing, highlight=False, soft_wrap=is_text, markup=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises its errors, and shows examples and defaults."""
+
+    def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
+        width = min(shutil.get_terminal_size().columns - 2, 88)
+        paragraphs = [textwrap.fill(x, width) for x in description.split("\n\n")]
+        super().__init__(
+            description="\n\n".join(paragraphs),
+            epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            **kwargs,
+        )
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of an argument with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = action.default
+        if default in (None, False, argparse.SUPPRESS, []):
+            return action.help
+        if isinstance(default, (list, tuple)):
+            default = " ".join(map(str, default))
+        return f"{action.help} Default: {default}."
+
+
+def add_command(commands: Any, module: ModuleType) -> None:
+    """Adds the sub-command of a module, called like the module.
+
+    The module's docstring is the help. The module has `EXAMPLES`,
+    `add_arguments(parser)` and `run(args, console)`, which returns a `Result`; and, if
+    a second run resumes the first, `INTERRUPTED = RESUMES`.
+    """
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    line = module.__doc__.partition("\n")[0].removesuffix(".")
+    parser = commands.add_parser(
+        name,
+        help=line[0].lower() + line[1:],
+        description=module.__doc__.strip(),
+        examples=module.EXAMPLES,
+    )
+    module.add_arguments(parser)
+    interrupted = getattr(module, "INTERRUPTED", "Interrupted.")
+    parser.set_defaults(command=module, interrupted=interrupted)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=_json_file,
+        metavar="FILE.json",
+        help="Print the results as JSON instead of tables; or, with a file name, write "
+        "them to that file and print the tables.",
+    )
+    group.add_argument(
+        "--traceback",
+        action="store_true",
+        help="Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does.",
+    )
+
+
+def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:
+    """Adds the model, as a positional argument or as an option."""
+    what = "The model: a preset's name, a folder, an hf:// handle or published weights."
+    parser.add_argument(name, **{"metavar": "PRESET", "help": what, **kwargs})
+
+
+def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
+    """Adds `--data` and `--data-dir`, as `keras_moe.data.load` takes them."""
+    what = (
+        "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH "
+        "or openclipart:PATH."
+    )
+    parser.add_argument("--data", metavar="SOURCE", help=what + more, **kwargs)
+    parser.add_argument(
+        "--data-dir", metavar="FOLDER", help="The folder of TensorFlow Datasets."
+    )
+
+
+def add_overrides(
+    parser: Any,
+    option: str = "--set",
+    what: str = "arguments of the model, as in from_preset",
+    example: str = "num_experts=8 image_shape=[384,384,3]",
+) -> None:
+    """Adds an option of `NAME=VALUE` pairs, of which `dict` makes the overrides."""
+    parser.add_argument(
+        option,
+        nargs="+",
+        action="extend",
+        default=[],
+        type=override,
+        metavar="NAME=VALUE",
+        help=f"Override {what}. Values are JSON, or else strings: {example}.",
+    )
+
+
+def add_data_options(parser: Any) -> None:
+    """Adds `--data-options`."""
+    what = "options of load_pairs"
+    add_overrides(parser, "--data-options", what, "templates=imagenet")
+
+
+def add_num_classes(parser: Any, what: str) -> None:
+    """Adds `--num-classes`."""
+    parser.add_argument("--num-classes", type=at_least(1), metavar="N", help=what)
+
+
+def add_batch_size(parser: Any) -> None:
+    """Adds the `--batch-size` of an evaluation."""
+    parser.add_argument(
+        "--batch-size",
+        type=at_least(1),
+        default=64,
+        metavar="N",
+        help="The number of examples in a batch.",
+    )
+
+
+def add_shots(parser: Any, default: list[int] | None) -> None:
+    """Adds `--shots`."""
+    parser.add_argument(
+        "--shots",
+        type=at_least(1),
+        nargs="+",
+        default=default,
+        metavar="K",
+        help="Training examples of each class for few-shot accuracy.",
+    )
+
+
+def add_run(
+    parser: Any,
+    epochs: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    folder: str,
+) -> None:
+    """Adds the arguments of a training without a recipe, and its output folder."""
+    parser.add_argument(
+        "--epochs",
+        type=at_least(1),
+        default=epochs,
+        metavar="N",
+        help="The number of passes over the training data.",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=at_least(1),
+        default=batch_size,
+        metavar="N",
+        help="The number of examples in a training step.",
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=positive,
+        default=learning_rate,
+        metavar="X",
+        help="The peak learning rate.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs") / folder,
+        metavar="FOLDER",
+        help="The folder of the results.",
+    )
+
+
+def add_target(parser: Any) -> None:
+    """Adds the folder of a new preset."""
+    parser.add_argument(
+        "output",
+        type=Path,
+        metavar="FOLDER",
+        help="The folder of the new preset; an older preset there is replaced.",
+    )
+
+
+def check_target(source: str, output: Path) -> None:
+    """Refuses a folder to which no preset can be saved, and the source itself."""
+    from keras_moe.checks import check_path
+    from keras_moe.models.preset_folder import is_preset
+
+    check_path("source", source)
+    check_path("output", output)
+    target, origin = output.expanduser().resolve(), Path(source).expanduser()
+    if target == origin.resolve() or (
+        target.exists() and origin.exists() and target.samefile(origin)
+    ):
+        raise ValueError(
+            "Expected another folder than the source, which saving would replace; "
+            f"received: output={str(output)!r}, source={source!r}"
+        )
+    is_other = target.is_dir() and any(target.iterdir()) and not is_preset(target)
+    if is_other or (target.exists() and not target.is_dir()):
+        raise ValueError(
+            f"Expected a new folder or an older preset; received: {output}"
+        )
+    above = next(path for path in target.parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(
+            f"Expected a folder to write {output} to; received: {above}, a file"
+        )
+
+
+def add_layout(parser: Any) -> None:
+    """Adds the arguments by which a model is split over devices."""
+    parser.add_argument(
+        "--expert-parallel",
+        type=integer_or("batch"),
+        metavar="N",
+        help="The number of devices over which experts are split, or 'batch' for all "
+        "that share a batch.",
+    )
+    parser.add_argument(
+        "--model-parallel",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="The number of devices over which each layer is split.",
+    )
+
+
+def model_overrides(
+    pairs: Iterable[tuple[str, Any]], own: Mapping[str, str]
+) -> dict[str, Any]:
+    """The overrides of `--set`, which must not be arguments that the program sets.
+
+    `own` says what sets each of these.
+    """
+    overrides = dict(pairs)
+    for name, value in overrides.items():
+        if name in own:
+            raise ValueError(
+                "Expected arguments of the model in --set; received: "
+                f"{name}={value!r}, which {own[name]} sets"
+            )
+    return overrides
+
+
+def override(text: str) -> tuple[str, Any]:
+    """The type of `NAME=VALUE` arguments: a name and a JSON value, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
+    try:
+        return name, json.loads(value)
+    except RecursionError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected JSON after {name}=; received: {len(value)} characters that nest "
+            "too deeply"
+        ) from error
+    except json.JSONDecodeError as error:
+        if value[:1] in ("[", "{", '"'):
+            raise argparse.ArgumentTypeError(
+                f"Expected JSON after {name}=; received: {value} "
+                f"({error.msg} at character {error.pos})"
+            ) from error
+    as_json = {"True": "true", "False": "false", "None": "null"}.get(value)
+    if as_json:
+        raise argparse.ArgumentTypeError(
+            f"Expected JSON, {name}={as_json}; received: {text}"
+        )
+    return name, value
+
+
+def json_or_string(text: str) -> Any:
+    """The type of arguments that are JSON values, or else strings."""
+    return override(f"VALUE={text}")[1]
+
+
+def at_least(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    """The type of arguments that are integers from a minimum on."""
+    expected = f"at least {minimum}"
+    if maximum < math.inf:
+        expected = f"{minimum} to {maximum}"
+
+    def parse(text: str) -> int:
+        value = _parsed(int, "an integer", text)
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"Expected {expected}; received: {text}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of arguments that are finite numbers above 0."""
+    value = _parsed(float, "a number", text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"Expected a finite number above 0; received: {text}"
+        )
+    return value
+
+
+def integer_or(word: str) -> Callable[[str], int | str]:
+    """The type of arguments that are one word, or positive integers."""
+    integer = at_least(1)
+    return lambda text: text if text == word else integer(text)
+
+
+def _parsed(kind, what, text):
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected {what}; received: {text}"
+        ) from error
+
+
+def _json_file(text: str) -> str:
+    """The type of `--json`, which must not take the next positional argument."""
+    if text != STDOUT and Path(text).suffix != ".json":
+        raise argparse.ArgumentTypeError(
+            f"Expected a file that ends with .json, or none; received: {text}"
+        )
+    return text

@@ -1,0 +1,167 @@
+"""Estimate the memory, traffic and time of training on many devices.
+
+This is arithmetic: no device is needed, and nothing is allocated. Without
+--expert-parallel, all layouts that the numbers allow are compared, and the one that
+splits the experts most is shown in detail.
+"""
+
+import argparse
+import contextlib
+from typing import Any
+
+import keras_moe
+from keras_moe.cli.arguments import (
+    FIRST,
+    Result,
+    add_layout,
+    add_num_classes,
+    add_overrides,
+    add_preset,
+    at_least,
+    model_overrides,
+    positive,
+)
+
+EXAMPLES = """\
+keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
+keras-moe estimate vmoe_h14 --chip h200 --devices 8 --batch-size 512
+keras-moe estimate vmoe_l16 --chip tpu_v5e --devices 64 --batch-size 4096 \
+--expert-parallel 32 --set rematerialize=true"""
+# Arguments of `distribution.costs`, and what sets them.
+OWN = {
+    "model_or_preset": FIRST,
+    "num_devices": "--devices",
+    "batch_size": "--batch-size",
+    "chip": "--chip",
+    "expert_parallel": "--expert-parallel",
+    "model_parallel": "--model-parallel",
+    "optimizer": "--optimizer",
+    "dtype": "--dtype",
+    "utilization": "--utilization",
+    "text_tokens": "--text-tokens",
+    "num_classes": "--num-classes",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_preset(parser)
+    parser.add_argument(
+        "--chip",
+        default="tpu_v4",
+        help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p or h200.",
+    )
+    parser.add_argument(
+        "--devices",
+        type=at_least(1),
+        required=True,
+        metavar="N",
+        help="The number of devices.",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=at_least(1),
+        required=True,
+        metavar="N",
+        help="The number of examples in a step, on all devices together.",
+    )
+    add_layout(parser)
+    parser.add_argument(
+        "--optimizer",
+        default="adam",
+        help="The optimizer: sgd, momentum, adam or adafactor.",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        help="The type of the activations: bfloat16, float16 or float32.",
+    )
+    parser.add_argument(
+        "--utilization",
+        type=positive,
+        default=0.4,
+        metavar="X",
+        help="The share of the chip's peak FLOPs that the model reaches.",
+    )
+    parser.add_argument(
+        "--text-tokens",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="The number of text tokens with each image.",
+    )
+    add_num_classes(parser, "Count a head for this number of classes, too.")
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace, console: Any) -> Result:
+    if args.expert_parallel is not None:
+        chosen = costs(args, args.expert_parallel)
+        return Result({"costs": as_json(chosen)}, (chosen.print,))
+    compared = layouts(args)
+    chosen = compared[max(compared)]
+    values = {str(parallel): as_json(each) for parallel, each in compared.items()}
+    return Result(
+        {"layouts": values, "costs": as_json(chosen)},
+        (comparison(args, compared), chosen.print),
+    )
+
+
+def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:
+    return keras_moe.distribution.costs(
+        args.preset,
+        args.devices,
+        args.batch_size,
+        args.chip,
+        expert_parallel,
+        args.model_parallel,
+        args.optimizer,
+        args.dtype,
+        args.utilization,
+        args.text_tokens,
+        args.num_classes,
+        **model_overrides(args.set, OWN),
+    )
+
+
+def layouts(args: argparse.Namespace) -> dict[int, Any]:
+    """The costs for each number of devices over which experts can be split."""
+    compared = {1: costs(args, 1)}
+    devices = args.devices // args.model_parallel
+    for ways in range(2, devices + 1):
+        if devices % ways == 0:
+            # A number that does not divide the experts is refused, as is any number
+            # for a dense model.
+            with contextlib.suppress(ValueError):
+                compared[ways] = costs(args, ways)
+    return compared
+
+
+def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
+    """A table with a row for each layout."""
+    from rich.table import Table
+
+    table = Table(title=f"{args.preset} on {args.devices} x {args.chip}")
+    table.add_column("expert_parallel")
+    for column in ("GiB per device", "fits", "all-to-all GB", "ms per step"):
+        table.add_column(column, justify="right")
+    for parallel, each in compared.items():
+        fastest, slowest = each.step_seconds
+        table.add_row(
+            str(parallel),
+            f"{each.memory_bytes / 2**30:.1f}",
+            "yes" if each.fits else "no",
+            f"{each.traffic['all-to-all (tokens)'] / 1e9:.3f}",
+            f"{1e3 * fastest:,.0f} to {1e3 * slowest:,.0f}",
+        )
+    return table
+
+
+def as_json(each: Any) -> dict:
+    """The costs, and what follows from them."""
+    return {
+        **each._asdict(),
+        "chip": each.chip._asdict(),
+        "memory_bytes": each.memory_bytes,
+        "fits": each.fits,
+        "step_seconds": each.step_seconds,
+    }

@@ -1,0 +1,97 @@
+"""The arithmetic of training as a command."""
+
+import re
+
+import pytest
+
+from keras_moe import distribution
+from keras_moe.cli.main import main
+from keras_moe.distribution.costs import ITEMSIZES, OPTIMIZERS
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def plan(program):
+    return lambda *arguments: program("estimate", *arguments)
+
+
+HUGE = ("vmoe_h14", "--devices", 256, "--batch-size", 4096)
+
+
+def test_a_layout(plan):
+    status, output, _ = plan(
+        *HUGE, "--expert-parallel", 32, "--optimizer", "adafactor", "--num-classes", 9,
+        "--utilization", 0.5, "--set", "rematerialize=true",
+    )  # fmt: skip
+    expected = distribution.costs(
+        "vmoe_h14", 256, 4096, "tpu_v4", 32, 1, "adafactor", utilization=0.5,
+        num_classes=9, rematerialize=True,
+    )  # fmt: skip
+    assert status == 0
+    assert f"{expected.memory_bytes / 2**30:.2f}" in output
+    assert f"{expected.traffic['all-to-all (tokens)'] / 1e9:,.3f} GB" in output
+    assert "(fits)" in output
+    assert "50% of peak" in output
+
+
+@pytest.fixture(scope="module")
+def compared(tables_and_json):
+    """The tables and the JSON of all layouts of a model of few blocks."""
+    return tables_and_json("estimate", *HUGE, "--set", "num_layers=4")
+
+
+def few_blocks(expert_parallel):
+    return distribution.costs(
+        "vmoe_h14", 256, 4096, expert_parallel=expert_parallel, num_layers=4
+    )
+
+
+def test_json_has_the_chosen_layout_and_all_others(compared):
+    _, values = compared
+    assert list(values["layouts"]) == ["1", "2", "4", "8", "16", "32"]
+    expected = few_blocks(32)
+    assert values["costs"] == values["layouts"]["32"]
+    assert values["costs"]["memory"] == expected.memory
+    assert values["costs"]["memory_bytes"] == expected.memory_bytes
+    assert values["costs"]["step_seconds"] == list(expected.step_seconds)
+    assert values["costs"]["chip"]["name"] == "tpu_v4"
+
+
+def test_help_names_every_choice(capsys):
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    text = capsys.readouterr().out
+    for name in (*distribution.CHIPS, *OPTIMIZERS, *ITEMSIZES):
+        assert re.search(rf"\b{name}\b", text), name
+
+
+def test_layouts_are_compared(compared):
+    output, _ = compared
+    rows = output.split("memory of a device")[0]
+    for parallel in (1, 2, 4, 8, 16, 32):
+        assert f"{few_blocks(parallel).memory_bytes / 2**30:.1f}" in rows
+    assert "experts over 32" in output
+
+
+def test_what_does_not_fit_is_explained(plan):
+    status, _, errors = plan(*HUGE, "--expert-parallel", "batch")
+    assert status == 2
+    assert "expert_parallel=256, num_experts=32" in errors
+    assert "NAME=VALUE" in plan(*HUGE, "--set", "x")[2]
+    dense = ("vit_b16", "--devices", 6, "--batch-size", 12)
+    assert "experts over 1, heads over 2" in plan(*dense, "--model-parallel", 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chip", "tpu_v9"), "tpu_v9"),
+        (("--optimizer", "lion"), "optimizer='lion'"),
+        (("--dtype", "int8"), "dtype='int8'"),
+        (("--set", "num_expert=4"), "num_experts"),
+        (("--set", "chip=h200"), "received: chip='h200', which --chip sets"),
+    ],
+)
+def test_unknown_names_are_refused(mistake, arguments, message):
+    assert message in mistake("estimate", *HUGE, *arguments)
