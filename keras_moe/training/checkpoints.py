@@ -1,6 +1,6 @@
 """Checkpoints of a run: written whole or not at all, found again, and restored.
 
-A checkpoint is a folder `step-00000120`; `checkpoint_files.py` has its two formats.
+A checkpoint is a folder `step-00000120`; `_checkpoint_files.py` has its two formats.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from keras_moe.processes import (
     checked_all_gather,
     rank_and_world_size,
 )
-from keras_moe.training.checkpoint_files import (
+from keras_moe.training._checkpoint_files import (
     STATE_FILE,
     as_path,
     is_orbax,

@@ -14,8 +14,8 @@ from keras import ops
 
 from keras_moe import data
 from keras_moe.processes import process_index, rank_and_world_size
+from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
-from keras_moe.training.checkpoint_files import is_remote
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
 from keras_moe.training.data_sections import Datasets
 from keras_moe.training.non_finite import (

@@ -23,7 +23,7 @@ from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.conversion import is_convertible
 from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
-from keras_moe.training.upcycled import (
+from keras_moe.training._upcycled import (
     UpcyclingReport,
     carry_state,
     copy_weights,

@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 import orbax.checkpoint  # noqa: E402
 
 from keras_moe import distribution, models, training  # noqa: E402
-from keras_moe.training import checkpoint_files  # noqa: E402
+from keras_moe.training import _checkpoint_files as checkpoint_files  # noqa: E402
 from tests.forks import run_forked  # noqa: E402
 
 CONFIG = {

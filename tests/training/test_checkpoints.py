@@ -14,7 +14,8 @@ import pytest
 
 from keras_moe import processes, training
 from keras_moe.files import FolderInUse
-from keras_moe.training import checkpoint_files, checkpoints
+from keras_moe.training import _checkpoint_files as checkpoint_files
+from keras_moe.training import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
@@ -210,7 +211,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, fai
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if failing == "save_file":
-        failing = "keras_moe.training.checkpoint_files.save_file"
+        failing = "keras_moe.training._checkpoint_files.save_file"
     monkeypatch.setattr(failing, full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2, seed=2)

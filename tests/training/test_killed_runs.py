@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.training.checkpoint_files import is_orbax
+from keras_moe.training._checkpoint_files import is_orbax
 
 ROOT = Path(__file__).resolve().parents[2]
 

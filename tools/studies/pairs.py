@@ -21,7 +21,7 @@ from rich.table import Table
 from keras_moe import analysis, data, evaluation, training
 from keras_moe.cli.arguments import Result, add_data, add_overrides, at_least
 from keras_moe.cli.train import backend_and_versions
-from keras_moe.training.upcycled import copy_weights
+from keras_moe.training._upcycled import copy_weights
 from tools.studies import plots
 from tools.studies.study import (
     OnProgress,
