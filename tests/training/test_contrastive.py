@@ -253,7 +253,7 @@ def test_captions_of_training_and_of_the_evaluation(folder):
     ):
         np.testing.assert_array_equal(actual, other)
     large = mine.replace(**{"data.batch_size": 10})
-    with pytest.raises(ValueError, match="no larger than .*batch_size=10"):
+    with pytest.raises(ValueError, match=r"no larger than .*batch_size=10"):
         large.datasets(model)
 
 
