@@ -206,7 +206,7 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
         return [(labels, labels)]
 
     monkeypatch.setattr("keras_moe.data.load", load)
-    recipe = training.load_recipe("mumoe_digits")
+    recipe = training.load_recipe("clip_emoji")
     arguments = argparse.Namespace(
         **dict.fromkeys(("health_every", "retrieval_every"), 0),
         **{"few_shot_every": 1, "few_shot_data": None, "data_dir": None, "shots": [1]},
