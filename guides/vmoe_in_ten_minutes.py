@@ -53,7 +53,7 @@ from IPython.display import Image, display
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from keras_moe import analysis, data, evaluation, models
+from keras_moe import analysis, data, evaluation, models, report
 from keras_moe.analysis import plots
 
 keras.utils.set_random_seed(0)
@@ -157,14 +157,14 @@ display(Image(picture))
 # later block a token knows its whole image from attention, so that an expert may
 # prefer a digit as well as a place or a stroke.
 #
-# `analysis.report` collects this and more in one page, `report.html`, with its figures
-# as PNG files and its numbers as JSON beside it. The page needs no network and no
-# server: open it in a browser. It begins with findings in plain words.
+# `report.write_report` collects this and more in one page, `report.html`, with its
+# figures as PNG files and its numbers as JSON beside it. The page needs no network and
+# no server: open it in a browser. It begins with findings in plain words.
 
 # %%
-written = analysis.report(model, test, folder / "report", name="digits", verbose=0)
-for verdict in written.verdicts:
-    print(f"{verdict.level:>8}: {verdict.text}")
+written = report.write_report(model, test, folder / "report", name="digits", verbose=0)
+for finding in written.findings:
+    print(f"{finding.level:>8}: {finding.text}")
 
 # %% [markdown]
 # ## Train one from random weights

@@ -34,7 +34,15 @@ if not _is_program():
 
 _CORE = ("layers", "losses", "ops", "routers")
 # These need more than Keras (KerasHub, tf.data, matplotlib): imported at first use.
-_LAZY = ("analysis", "data", "distribution", "evaluation", "models", "training")
+_LAZY = (
+    "analysis",
+    "data",
+    "distribution",
+    "evaluation",
+    "models",
+    "report",
+    "training",
+)
 
 __all__ = [*_LAZY, "__version__", "layers", "losses", "ops", "routers"]
 

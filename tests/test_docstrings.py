@@ -20,6 +20,7 @@ DOCUMENTED = (
     "distribution",
     "evaluation",
     "analysis",
+    "report",
     "training",
 )
 

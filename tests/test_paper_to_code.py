@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keras_moe import models, training
-from keras_moe.analysis.report.sections import SECTIONS
+from keras_moe.report.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "paper_to_code.md").read_text(encoding="utf-8")

@@ -26,7 +26,6 @@ from keras_moe.analysis.pruning import (
     prune_experts,
     select_experts,
 )
-from keras_moe.analysis.report import Report, report
 from keras_moe.analysis.routing import (
     RoutingStatistics,
     dropped_at_capacities,
@@ -67,7 +66,6 @@ __all__ = [
     "ExpertView",
     "FairnessMetrics",
     "FlowStatistics",
-    "Report",
     "RoutingScores",
     "RoutingStatistics",
     "TokenTags",
@@ -99,7 +97,6 @@ __all__ = [
     "print_load_by_type",
     "print_statistics",
     "prune_experts",
-    "report",
     "routing_scores",
     "routing_statistics",
     "routing_usage",

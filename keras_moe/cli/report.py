@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         "page": str(written.page),
         "json": str(written.data),
         "pictures": [str(path) for path in written.pictures],
-        "verdicts": [verdict._asdict() for verdict in written.verdicts],
+        "findings": [finding._asdict() for finding in written.findings],
     }
     return Result(values, (findings_table(values), f"Report: {written.page}"))
 
@@ -109,7 +109,7 @@ def write_report(
     chosen: Model, args: argparse.Namespace, console: Any
 ) -> tuple[Any, Any]:
     """Writes the report; returns it and the data."""
-    from keras_moe.analysis.report.section import Options
+    from keras_moe.report import Options
 
     model = chosen.load()
     examples = find_examples(args, chosen.recipe, ("captions", *PAIR_OPTIONS))
@@ -126,7 +126,7 @@ def write_report(
         batches = examples.pairs(shape, args.batch_size)
         class_names = None
     with keras_moe.data.reading_errors():
-        written = keras_moe.analysis.report(
+        written = keras_moe.report.write_report(
             model,
             with_bar(console)(batches, examples.split),
             args.output,
@@ -155,8 +155,8 @@ def findings_table(values: dict) -> Any:
     )
     table.add_column("finding")
     table.add_column("")
-    for verdict in values["verdicts"]:
-        level = Text(verdict["level"], STYLES[verdict["level"]])
+    for finding in values["findings"]:
+        level = Text(finding["level"], STYLES[finding["level"]])
         # `Text` reads no markup, which names in the data may look like.
-        table.add_row(level, Text(verdict["text"]))
+        table.add_row(level, Text(finding["text"]))
     return table

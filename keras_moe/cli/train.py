@@ -211,7 +211,7 @@ def check_options(args: argparse.Namespace) -> None:
             "continues it; received: both"
         )
     if args.report_examples:
-        from keras_moe.analysis.report.page import import_jinja2
+        from keras_moe.report.writing import import_jinja2
 
         # Before the training, at whose end the report is.
         import_jinja2()
@@ -412,7 +412,7 @@ def write_report(
         return None
     data = recipe.data
     try:
-        return keras_moe.analysis.report(
+        return keras_moe.report.write_report(
             trained.model,
             test,
             folder / "report",

@@ -6,14 +6,14 @@ whether it is read from its start or from its middle.
 
 import copy
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_moe.data.labels import Classes
-from keras_moe.data.reading import read_or_name, records_or_name
+from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 
 # Encoded examples that are held to shuffle record files: a gigabyte of photographs. The
 # order of the files is shuffled, too.
@@ -110,6 +110,21 @@ class Examples:
     def all_items(self) -> Any:
         """A data set of (position, item) of all examples in the order of the source."""
         return self.pass_over(Share(0, 1, 1), None, 0, None)
+
+    def scan(
+        self, function: Callable, progress: Callable[[int, int], Any] | None = None
+    ) -> Iterator[tuple[np.ndarray, ...]]:
+        """Batches of `function(position, item)` of all examples, as arrays."""
+        import tensorflow as tf
+
+        dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
+        done = 0
+        with reading_errors():
+            for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
+                yield columns
+                done += len(columns[0])
+                if progress is not None:
+                    progress(done, self.count)
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """A data set of (position, item): one pass of a host.
@@ -314,7 +329,7 @@ def record_offsets(path: Path) -> list[int]:
             if at > size:
                 raise ValueError(
                     f"Expected whole records; received: {path}, whose record "
-                    f"{len(offsets) - 1} goes on after the end of the file"
+                    f"{len(offsets) - 1} continues after the end of the file"
                 )
             file.seek(at)
     return offsets

@@ -26,17 +26,37 @@ SPLITS = ("train", "validation", "test", "all")
 _HELD_OUT_FRACTION = 0.1
 
 
-def matching_files(pattern: str, names: str) -> list[Path]:
-    """The files of a folder or a glob, sorted."""
+def matching_files(source: str, names: str) -> list[Path]:
+    """The files of a source such as "tfrecord:PATH", a folder or a glob; sorted."""
+    pattern = source.partition(":")[2]
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), names)
     paths = [Path(path) for path in sorted(glob.glob(pattern))]
-    return [path for path in paths if path.is_file()]
+    paths = [path for path in paths if path.is_file() and path.suffix != ".json"]
+    if not paths:
+        raise ValueError(
+            f"Expected a folder with files {names}, or a glob that matches some; "
+            f"received: source={source!r}"
+        )
+    return paths
 
 
-def is_of_split(path: Path, split: str) -> bool:
-    """Whether a file's name has the split as a word, as "train-00000-of-00008" has."""
-    return split in re.split(r"[-_.]", path.name)
+def files_of_split(source: str, names: str, split: str) -> list[Path]:
+    """Those files that have the split as a word, as "train-00000-of-00008" has.
+
+    Files that are named by numbers only, such as img2dataset's, are in every split.
+    """
+    paths = matching_files(source, names)
+    chosen = [path for path in paths if split in re.split(r"[-_.]", path.name)]
+    if not chosen and not any(re.search("[A-Za-z]", path.stem) for path in paths):
+        chosen = paths
+    if not chosen:
+        raise ValueError(
+            f"Expected files of {source} with the split as a word of their names, or "
+            f"numbers only; received: split={split!r}, "
+            f"{[path.name for path in paths[:3]]}"
+        )
+    return chosen
 
 
 def folders_in(path: Path) -> list[str]:
@@ -121,7 +141,7 @@ def kept_arrays(
     """Arrays of one length from a file, or made and then kept there.
 
     Processes that start together wait for the one that makes them. Where the file
-    cannot be written, a warning says so, and the arrays are not kept.
+    cannot be written there is a warning, and the arrays are not kept.
 
     Args:
         path: path of the file.

@@ -29,7 +29,7 @@ from keras_moe.data._files import (
     is_file_within,
     leads_outside,
 )
-from keras_moe.data.json_schema import DictOf, ListOf, Text, read_json
+from keras_moe.data._json_schema import DictOf, ListOf, Text, read_json
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 

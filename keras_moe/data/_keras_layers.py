@@ -166,7 +166,7 @@ class Equalization(keras.layers.Equalization):
         table = tf.clip_by_value(tf.round(table), 0.0, 255.0)
         places = tf.clip_by_value(pixels / 255.0 * last, 0.0, float(last))
         equalized = tf.gather(table, tf.cast(places, "int32"), axis=1, batch_dims=1)
-        # A channel of one level stays, selected as a whole.
+        # A channel of one level stays as it is.
         several = tf.math.count_nonzero(counts, axis=-1) > 1
         equalized = tf.raw_ops.Select(condition=several, x=equalized, y=pixels)
         return tf.reshape(tf.transpose(equalized), tf.shape(images))

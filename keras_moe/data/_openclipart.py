@@ -44,7 +44,7 @@ _BLOCK = 512
 # The number of pictures below which a category is no class.
 _LEAST_OF_CLASS = 40
 _NO_CLASS = "unsorted"
-# Keywords that say nothing of the picture.
+# Keywords that do not describe the picture.
 _NO_KEYWORDS = ("", "hash", "unsorted", "magick")
 _BY_SOMEONE = re.compile(r"^clip ?art by .* - ")
 _PLACES = ("", "usr/share/openclipart")
@@ -60,7 +60,7 @@ class ClipArt(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """What an SVG says of its picture, in lower case."""
+    """The metadata in an SVG, in lower case."""
 
     title: str
     keywords: tuple[str, ...]
@@ -149,7 +149,7 @@ def _files(folder: Path, suffix: str) -> list[str]:
 
 
 def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
-    """Reads all pictures and what is said of them, with a progress bar."""
+    """Reads all pictures and their metadata, with a progress bar."""
     if not files:
         raise ValueError(f"Expected PNG files in folders below {root / 'png'}")
     # Pillow warns of palettes, and of sizes below those that it refuses.
@@ -235,12 +235,12 @@ def _of_file(name: str, artist: str) -> str:
 
 def _caption(title: str, description: _Description) -> str:
     """A title and the keywords that say something else."""
-    said = [title]
+    parts = [title]
     for keyword in description.keywords:
-        is_new = keyword not in (*said, description.artist, *_NO_KEYWORDS)
+        is_new = keyword not in (*parts, description.artist, *_NO_KEYWORDS)
         if is_new and not {*keyword.split()} <= {*title.split()}:
-            said.append(keyword)
-    return ", ".join(said)
+            parts.append(keyword)
+    return ", ".join(parts)
 
 
 def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 
     if settings.start_batch and not all(step.is_stateless for step in settings.steps):
         warnings.warn(
-            "Augmentations with a random state of their own do not continue where they "
+            "Augmentations with their own random state do not continue where they "
             "were: these batches differ from those of an uninterrupted run",
             stacklevel=4,
         )

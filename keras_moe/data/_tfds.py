@@ -153,7 +153,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
             f"received: source='tfds:{name}'{hint if close else ''}"
         ) from error
     except Exception as error:
-        # A namespace such as huggingface: has errors of its own.
+        # A namespace such as huggingface: has its own errors.
         raise ValueError(
             "Expected a data set that TensorFlow Datasets can open; "
             f"received: source='tfds:{name}' ({type(error).__name__}: {error})"
@@ -180,9 +180,8 @@ def _prepare(name: str, builder: Any) -> None:
 def _answer_of(function: Callable[[], Any], question: str) -> Any:
     """Returns or raises the result of a function, if it comes in time.
 
-    Libraries that look a name up on the network have no time-outs of their own, or
-    multiply them by attempts. A function that is late goes on in a thread, whose
-    result is lost.
+    Libraries that look a name up on the network have no time-outs, or multiply them by
+    attempts. A function that is late continues in a thread, and its result is lost.
     """
     done: dict[str, Any] = {}
 
@@ -228,7 +227,7 @@ def _label_numbers(label: Any) -> Any:
 
 
 def _classes(labels: Any) -> Classes:
-    """The classes of a feature: a `ClassLabel`, a sequence of such, or attributes.
+    """The classes of a feature: a `ClassLabel`, a sequence of them, or attributes.
 
     Attributes are sorted by name, since a data set that is read without its code has
     lost their order; those of CelebA are sorted in any case.

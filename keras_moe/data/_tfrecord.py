@@ -1,6 +1,6 @@
 """TFRecord files of `tf.train.Example` with images, and labels or captions.
 
-A file `dataset.json` beside them has what the records do not. With labels:
+A file `dataset.json` next to them describes the records. With labels:
 
     {
       "classes": ["cat", "dog"],               names, or a number of classes
@@ -30,7 +30,6 @@ Stored tokens are rows of "max_length" integers, one after the other:
     }
 """
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -41,8 +40,8 @@ from keras_moe.data._examples import (
     RecordFile,
     record_offsets,
 )
-from keras_moe.data._files import is_of_split, matching_files
-from keras_moe.data.json_schema import (
+from keras_moe.data._files import files_of_split, matching_files
+from keras_moe.data._json_schema import (
     DictOf,
     Either,
     Integer,
@@ -55,6 +54,7 @@ from keras_moe.data.labels import PARENTS, Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
 
 SIDECAR = "dataset.json"
+_NAMES = "*.tfrecord*"
 IMAGE, LABEL, CAPTIONS = "image/encoded", "image/class/label", "image/captions"
 TOKENS = {"token_ids": "image/token_ids", "padding_mask": "image/padding_mask"}
 _COUNTS = DictOf(Integer(0, 2**40))
@@ -80,8 +80,7 @@ CAPTION_FILE = Record(
 
 
 def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
-    """The classes, from the file beside the records."""
-    _record_paths(pattern)
+    """The classes, from the file next to the records."""
     return _settings(pattern)[1]
 
 
@@ -166,19 +165,12 @@ def open_captioned(
 
 def _split_files(pattern: str, split: str, counts: dict[str, int]) -> list[RecordFile]:
     """The files of a split, with their numbers of records."""
-    paths = _record_paths(pattern)
-    # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
-    chosen = [p for p in paths if is_of_split(p, split)]
-    if not chosen:
-        raise ValueError(
-            f"Expected files of tfrecord:{pattern} with the split as a word of their "
-            f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
-        )
-    # The counts do not hold for files of the same name in other folders.
-    known = {paths[0].parent / name: count for name, count in counts.items()}
+    # Counts do not hold for files of the same name in other folders.
+    folder = _sidecar_path(pattern).parent
+    known = {folder / name: count for name, count in counts.items()}
     files = [
         RecordFile(str(p), 0, known[p] if p in known else len(record_offsets(p)))
-        for p in chosen
+        for p in files_of_split(f"tfrecord:{pattern}", _NAMES, split)
     ]
     files = [file for file in files if file.take]
     if not files:
@@ -205,28 +197,20 @@ def corrupt_files(pattern: str) -> list[str]:
 
 def _record_paths(pattern: str) -> list[Path]:
     """The TFRecord files of a folder or a glob, sorted."""
-    paths = matching_files(pattern, "*.tfrecord*")
-    paths = [path for path in paths if path.suffix != ".json"]
-    if not paths:
-        raise ValueError(
-            "Expected a folder with TFRecord files, or a glob that matches some; "
-            f"received: source='tfrecord:{pattern}'"
-        )
-    return paths
+    return matching_files(f"tfrecord:{pattern}", _NAMES)
 
 
 def _sidecar_path(pattern: str) -> Path:
-    """The path of the file beside the records, which need not be there."""
-    is_folder = os.path.isdir(pattern)
-    return (Path(pattern) if is_folder else _record_paths(pattern)[0].parent) / SIDECAR
+    """The path of the file next to the records, which need not exist."""
+    return _record_paths(pattern)[0].parent / SIDECAR
 
 
 def _settings(pattern: str) -> tuple[dict, Classes]:
-    """The content of the file beside the records, and its classes."""
+    """The content of the file next to the records, and its classes."""
     path = _sidecar_path(pattern)
     if not path.is_file():
         raise ValueError(
-            f'Expected {SIDECAR} with {{"classes": [names]}} or their number beside '
+            f'Expected {SIDECAR} with {{"classes": [names]}} or their number next to '
             f"the TFRecord files; received: source='tfrecord:{pattern}' without"
         )
     settings = read_json(path, LABEL_FILE)

@@ -8,7 +8,6 @@ read once, and images at their offsets: order, shards and resumption are those o
 import functools
 import json
 import os
-import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ import numpy as np
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import IndexedExamples
 from keras_moe.data._files import (
+    files_of_split,
     image_suffixes,
-    is_of_split,
     leads_outside,
-    matching_files,
 )
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -48,7 +46,7 @@ def open_captioned(
     """
     import tensorflow as tf
 
-    files = _split_files(pattern, split)
+    files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
     captions, places, faults = [], [], {}
     file_of, members = [], []
     for number, path in enumerate(files):
@@ -107,27 +105,6 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
     return content
 
 
-def _split_files(pattern: str, split: str) -> list[Path]:
-    """The tar files whose names have the split as a word, or all if none has words."""
-    paths = matching_files(pattern, "*.tar")
-    if not paths:
-        raise ValueError(
-            "Expected a folder with tar files, or a glob that matches some; "
-            f"received: source='webdataset:{pattern}'"
-        )
-    chosen = [path for path in paths if is_of_split(path, split)]
-    # The files of img2dataset are such as "00012.tar".
-    if not chosen and not any(re.search("[A-Za-z]", path.stem) for path in paths):
-        chosen = paths
-    if not chosen:
-        raise ValueError(
-            f"Expected files of webdataset:{pattern} with the split as a word of their "
-            f"names, or numbers alone; received: split={split!r}, "
-            f"{[path.name for path in paths[:3]]}"
-        )
-    return chosen
-
-
 # Captions, the number of pairs and their batches need the same headers.
 @functools.lru_cache(maxsize=4096)
 def _read_index(
@@ -139,7 +116,7 @@ def _read_index(
     with path.open("rb") as file:
         try:
             for member in _plain_members(path, file, size):
-                last = f" behind {member.name}"
+                last = f" after {member.name}"
                 key, suffix = _key_of(member.name)
                 places = members.setdefault(key, {}).setdefault(suffix, [])
                 places.append(_Member(member.offset_data, member.size))
@@ -167,13 +144,13 @@ def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]
             archive.members = []
             if not member.isdir():
                 yield member
-    # The end of an archive is 1,024 zeros or more, and nothing is behind it.
+    # The end of an archive is 1,024 zeros or more, and nothing follows it.
     file.seek(at)
     if file.read(512) != bytes(512):
         raise tarfile.ReadError("no end of the archive")
     while chunk := file.read(1 << 20):
         if chunk.count(0) != len(chunk):
-            raise tarfile.ReadError("content behind its end")
+            raise tarfile.ReadError("content after its end")
 
 
 def _read_header(read: Callable[[], Any]) -> Any:

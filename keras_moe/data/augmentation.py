@@ -206,7 +206,7 @@ class RandomResizedCrop:
         """Crops an image file, and decodes no more of it than the crop needs.
 
         The result is that of `self(decode(encoded), seed)`, bit for bit. Only JPEG
-        files can be decoded in part; others are decoded as a whole.
+        files can be decoded in part; others are decoded whole.
 
         Args:
             encoded: bytes of a JPEG, PNG, GIF or BMP file.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data.json_schema import DictOf, ListOf, Record, Text, read_json
+from keras_moe.data._json_schema import DictOf, ListOf, Record, Text, read_json
 from keras_moe.files import write_json
 
 PARENTS = DictOf(ListOf(Text()))
@@ -126,7 +126,7 @@ class LabelHierarchy:
         return {"classes": list(self.classes), "parents": parents}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load` reads, as a whole or not at all."""
+        """Writes a JSON file that `load` reads, atomically."""
         write_json(Path(path), self.to_dict())
 
     @classmethod
@@ -134,7 +134,7 @@ class LabelHierarchy:
         """Reads a JSON file with "classes" and "parents".
 
         Args:
-            path: path of a file of `save`, or of the `dataset.json` beside TFRecord
+            path: path of a file of `save`, or of the `dataset.json` next to TFRecord
                 files.
         """
         settings = read_json(Path(path), _FILE)

@@ -1,6 +1,5 @@
 """Batches of images with labels or captions, from the name of a data set."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,15 +7,12 @@ import numpy as np
 
 from keras_moe.checks import (
     LARGEST_SEED,
-    check_argument_names,
     check_bool,
     check_image_shape,
     check_integer,
-    check_one_of,
 )
 from keras_moe.data import digits
 from keras_moe.data._captions import (
-    CHOICES,
     CaptionChoice,
     CaptionOptions,
     batch_sizes,
@@ -24,152 +20,13 @@ from keras_moe.data._captions import (
     mixed,
     stored_captions,
 )
-from keras_moe.data._examples import Examples, Share
+from keras_moe.data._examples import Examples
 from keras_moe.data._pipeline import BatchSettings, batches
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.labels import as_hierarchy, make_labels
+from keras_moe.data.options import LoadOptions, PairOptions, made_options
 from keras_moe.data.selection import left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Where batches begin, which host reads what, and what is left out."""
-
-    repeat: bool = False
-    start_batch: int = 0
-    shard: tuple[int, int] = (0, 1)
-    exclude: Any = ()
-    unreadable: str = "raise"
-
-    def __post_init__(self):
-        check_bool("repeat", self.repeat)
-        check_integer("start_batch", self.start_batch, minimum=0)
-        if self.start_batch and not self.repeat:
-            raise ValueError(
-                "Expected repeat=True with a batch to start at; received: "
-                f"repeat={self.repeat}, start_batch={self.start_batch}"
-            )
-
-    def share_of(self, batch_size: int) -> Share:
-        """The host's share of batches of a size."""
-        try:
-            index, count = self.shard
-            index = check_integer("shard[0]", index, minimum=0)
-            count = check_integer("shard[1]", count)
-        except (TypeError, ValueError):
-            index, count = 0, 0
-        if index >= count or batch_size % count:
-            raise ValueError(
-                "Expected (index, count) with 0 <= index < count, where count divides "
-                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
-            )
-        return Share(index, count, batch_size // count)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadOptions(_Options):
-    """Options of `load` for long runs, several labels, several hosts and bad images.
-
-    Args:
-        repeat: whether passes follow one another without end. All batches are full:
-            the examples that do not fill one at the end of a pass are left out of it.
-        start_batch: number of the batch to begin with, if `repeat` is true. Layers and
-            callables with a random state of their own cannot go on where they were,
-            and there is a warning.
-        shard: (index, count), the part of this host among several. All hosts have
-            equally many batches, and see different examples. With images in memory and
-            in folders, a host has rows of the batches of one host alone; with record
-            files each host reads its own part. With a distribution of Keras set
-            `auto_shard_dataset=False`.
-        multi_label: whether examples have several labels. They are numbers of classes,
-            sorted and padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`;
-            with `one_hot` they are vectors.
-        hierarchy: a `LabelHierarchy`, its dict or the path of its file, if
-            `multi_label` is true: an example has all classes above its own, too. Labels
-            are then those of the hierarchy, which has the source's classes by their
-            names.
-        max_labels: number of labels of an example after padding, if `multi_label` is
-            true; the default is the largest number there can be, where the source
-            knows it.
-        exclude: indices of the examples to leave out, in the order of the source; or
-            the path of a JSON file of `write_exclusion` or `keras-moe deduplicate`; or
-            a list of such paths.
-        unreadable: treatment of images that cannot be read or decoded. `"raise"` is
-            an error that names the file, when the image is met; see `reading_errors`
-            for its class. `"exclude"` decodes all images once before the first batch,
-            warns of those that cannot be read, with their number, and leaves them out
-            as `exclude` does: batch n still follows from the arguments, as long as the
-            same images are unreadable. `find_unreadable` and `write_exclusion` do it
-            once for all runs.
-
-    Example:
-
-    >>> from keras_moe.data import LoadOptions
-    >>> LoadOptions(repeat=True, start_batch=100).start_batch
-    100
-    """
-
-    multi_label: bool = False
-    hierarchy: Any = None
-    max_labels: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_bool("multi_label", self.multi_label)
-        if self.max_labels is not None:
-            check_integer("max_labels", self.max_labels)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PairOptions(_Options):
-    """Options of `load_pairs`.
-
-    Args:
-        repeat: whether passes follow one another without end; see `LoadOptions`.
-        start_batch: number of the batch to begin with, if `repeat` is true.
-        shard: (index, count), the part of this host among several; see `LoadOptions`.
-        exclude: indices of the images to leave out, with all their captions, in the
-            order of the source; or files of such; see `LoadOptions`. For a mixture, a
-            dict of the sources with theirs.
-        unreadable: treatment of images that cannot be read, and of captions that are
-            missing, empty or not UTF-8. `"raise"` is an error that names the image.
-            `"exclude"` reads all images once before the first batch, warns of the
-            others, with their number, and leaves them out with all their captions.
-        captions: choice of the captions where an image has several: `"random"` draws
-            one in each pass, by seed; `"first"` takes the first one; with `"all"` each
-            caption makes a pair of its own, and a pass has every pair once.
-        templates: captions of a source of classes, such as `"a photo of a {}."`, or a
-            sequence of such, or the path of a text file with one in each line. The
-            class's name takes the place of `{}`. The default is `"{}"`.
-
-    Example:
-
-    >>> from keras_moe.data import PairOptions
-    >>> PairOptions(captions="all").captions
-    'all'
-    """
-
-    captions: str = "random"
-    templates: Any = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_one_of("captions", self.captions, CHOICES)
-
-    def exclude_of(self, name: str, source: Any) -> Any:
-        """`exclude` of the source `name`, which may be part of a mixture."""
-        exclude = self.exclude
-        if not isinstance(source, Mapping):
-            return exclude
-        if exclude is None or (isinstance(exclude, (tuple, list)) and not exclude):
-            return ()
-        if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
-            raise ValueError(
-                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
-                f"received: exclude={self.exclude!r:.100}"
-            )
-        return exclude.get(name, ())
 
 
 class _Loader:
@@ -177,7 +34,7 @@ class _Loader:
 
     def __init__(
         self,
-        options: _Options,
+        options: LoadOptions | PairOptions,
         split: str,
         image_shape: tuple[int, int, int],
         batch_size: int,
@@ -265,41 +122,42 @@ def load(
 ) -> Any:
     """Loads batches of images and labels as a `tf.data.Dataset`, for any backend.
 
-    Images are resized bilinearly, without antialiasing, as in the published pipelines.
-    Grey images are repeated over the channels, and RGB becomes luminance where
-    `image_shape` has one channel.
+    Images are resized bilinearly without antialiasing, as in published pipelines. Grey
+    images are repeated over the channels, and RGB becomes luminance if `image_shape`
+    has one channel.
 
-    The same arguments give the same batches, together with TensorFlow's global seed
-    where one is set. Each pass over the data set has another order and another
-    augmentation. Exceptions are layers and callables in `augment` with a random state
-    of their own; see there.
+    The same arguments give the same batches, given TensorFlow's global seed if one is
+    set. Each pass over the data has another order and another augmentation. Exceptions
+    are layers and callables in `augment` with their own random state.
 
-    With `repeat` the data set has no end, and its batch n follows from the arguments
+    With `repeat` the data set is infinite, and batch n follows from the arguments
     alone, in any process: `start_batch=n` gives, bit for bit, the batches after the
-    first n. Images in memory and in folders begin there at once; in record files the
-    records before are read, and not decoded.
+    first n. Images in memory and folders start there at once; of record files the
+    earlier records are read, but not decoded.
 
     Args:
-        source: name of the data set: `"digits"`, scikit-learn's handwritten digits;
-            `"emoji"` or `"emoji:noto"`, OpenMoji's or Noto's drawings with Unicode's
-            subgroups as classes (see `load_emoji`); `"fashion_mnist"`, the files of
-            the Debian package `dataset-fashion-mnist` or in `data_dir`, else TensorFlow
-            Datasets'; `"openclipart:PATH"`, the drawings of the Debian packages
-            `openclipart-png` and `openclipart-svg`, with their categories as classes;
-            `"tfds:NAME"` for a classification data set of TensorFlow Datasets, such as
-            `"tfds:cifar10"`, which is downloaded if it is not in `data_dir`;
-            `"tfrecord:GLOB"` for TFRecord files, or a folder of such, with a
-            `dataset.json` beside them that names the classes (see `write_tfrecords`,
-            and `find_corrupt_files` where records cannot be read); or `"folder:PATH"`
-            for images in files `PATH/split/class/name.png` (or jpg, bmp, gif; webp
-            from TensorFlow 2.20 on), also in folders below that of the class, or with
-            several labels each in `PATH/split/labels.json`, such as
-            `{"name.png": ["cat", "animal"]}`. A warning counts other files, such as
-            tif, which TensorFlow does not decode.
-        split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST;
-            a split of `load_emoji`; any split of TensorFlow Datasets, such as
-            `"train[:90%]"`; a word in the names of TFRecord files, such as
-            `train-00000-of-00008.tfrecord`; a folder's name.
+        source: name of the data set:
+
+            - `"digits"`: scikit-learn's handwritten digits.
+            - `"emoji"`, or `"emoji:noto,size=32"`: OpenMoji's or Noto's drawings, with
+              Unicode's subgroups as classes; see `load_emoji`.
+            - `"fashion_mnist"`: the files of the Debian package
+              `dataset-fashion-mnist`, or in `data_dir`, or else TensorFlow Datasets'.
+            - `"openclipart:PATH"`: the drawings of the Debian packages
+              `openclipart-png` and `openclipart-svg`, with their categories as classes.
+            - `"tfds:NAME"`: a classification data set of TensorFlow Datasets, such as
+              `"tfds:cifar10"`, downloaded if it is not in `data_dir`.
+            - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, next to a
+              `dataset.json` that names the classes; see `write_tfrecords`, and
+              `find_corrupt_files` if records cannot be read.
+            - `"folder:PATH"`: files `PATH/split/class/name.png` (or jpg, bmp, gif; webp
+              from TensorFlow 2.20 on), also in subfolders of a class; or with several
+              labels each in `PATH/split/labels.json`, such as `{"name.png": ["cat",
+              "animal"]}`. A warning counts other files, such as tif.
+        split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
+            of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
+            a word in the names of TFRecord files, such as
+            `train-00000-of-00008.tfrecord`; the name of a folder.
         image_shape: (height, width, channels) of the images.
         batch_size: number of images in a batch, over all shards.
         augment: random changes of the images:
@@ -322,14 +180,14 @@ def load(
               and one-hot "labels".
             - a sequence of these, applied in order.
 
-            Steps before the first one that mixes labels see single images, and the
-            others see batches. Layers of Keras draw from seeds per element; layers of
-            KerasCV and callables without `seed` use their own random state, one call
-            after the other, in the order of the data.
+            Steps before the first one that mixes labels see single images, the others
+            batches. Keras layers draw from a seed per element; KerasCV layers and
+            callables without `seed` use their own random state, one call after the
+            other, in the order of the data.
         shuffle: whether the order is random; None is True for splits that begin with
             "train".
-        seed: seed of the order and of the augmentation. The digits' and the emoji's
-            own splits do not depend on it.
+        seed: seed of order and augmentation. The splits of the digits and the emoji do
+            not depend on it.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             mixing labels makes them so.
         drop_remainder: whether to drop a last batch that is not full.
@@ -350,7 +208,7 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    options = _made(LoadOptions, options, "load")
+    options = made_options(LoadOptions, options, "load")
     loader = _Loader(
         options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
     )
@@ -386,9 +244,9 @@ def load_pairs(
 ) -> Any:
     """Loads batches of images and captions as a `tf.data.Dataset`, for any backend.
 
-    The order, its seeds, shards and resumption are those of `keras_moe.data.load`:
-    with `repeat`, batch n follows from the arguments alone, and `start_batch=n` gives,
-    bit for bit, the batches after the first n.
+    Order, seeds, shards and resumption are those of `keras_moe.data.load`: with
+    `repeat`, batch n follows from the arguments alone, and `start_batch=n` gives, bit
+    for bit, the batches after the first n.
 
     Args:
         source: pairs to load:
@@ -403,8 +261,8 @@ def load_pairs(
               `captions.csv`, with the columns "image" and "caption", or in
               `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
               in each line. An image may have several lines.
-            - `"webdataset:GLOB"`: tar files, not compressed, or a folder of such:
-              `0007.jpg` with `0007.txt`, or with `0007.json`, which has a "caption".
+            - `"webdataset:GLOB"`: uncompressed tar files, or a folder of them, with
+              `0007.jpg` and `0007.txt`, or `0007.json` with a "caption".
             - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
               `dataset.json` that names their features.
             - `"tfds:NAME"`: a data set of TensorFlow Datasets with captions, such as
@@ -413,20 +271,19 @@ def load_pairs(
               classes are captions, by `templates`.
             - a tuple of images in memory, uint8 (images, height, width, channels), and
               captions: a string, or a sequence of strings, for each image.
-            - a dict of such names and their weights, such as `{"tfds:coco_captions": 3,
+            - a dict from names to weights, such as `{"tfds:coco_captions": 3,
               "emoji": 1}`: a mixture, in which each batch has 3 pairs of the first
               source for each pair of the second. It needs `repeat`.
-        split: split of the source, a word in the names of tar and record files; tar
-            files whose names have numbers alone are in every split. Arrays have none,
-            and any word will do.
+        split: split of the source; a word in the names of tar and record files. Tar
+            files named by numbers only are in every split. Arrays have no splits, so
+            any word will do.
         image_shape: (height, width, channels) of the images.
         batch_size: number of pairs in a batch, over all shards.
         tokenizer: callable from a string tensor (batch,) to a dict of `"token_ids"` and
             `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
             captions as strings.
-        augment: random changes of the images, which leave the captions as they are; see
-            `keras_moe.data.load`. Those that mix labels are refused. A flip makes
-            captions with "left" and "right" false.
+        augment: random changes of the images, see `keras_moe.data.load`, but none that
+            mix labels. Captions are unchanged: a flip makes "left" and "right" false.
         shuffle: whether the order is random; None is True for splits that begin with
             "train".
         seed: seed of the order, of the captions and of the augmentation.
@@ -453,7 +310,7 @@ def load_pairs(
     >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
     ([b'a cat', b'a dog'], [0, 1])
     """
-    options = _made(PairOptions, options, "load_pairs")
+    options = made_options(PairOptions, options, "load_pairs")
     loader = _Loader(
         options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
     )
@@ -551,7 +408,7 @@ def num_pairs(
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
     (2, 3)
     """
-    options = _made(PairOptions, options, "num_pairs")
+    options = made_options(PairOptions, options, "num_pairs")
     opened = _open_pairs(source, split, options, data_dir)
     return sum(_pairs(examples, source, split, options).count for examples in opened)
 
@@ -580,7 +437,7 @@ def load_captions(
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
     ('a cat', 'a dog', 'a puppy')
     """
-    options = _made(PairOptions, options, "load_captions")
+    options = made_options(PairOptions, options, "load_captions")
     captions: list[tuple[str, ...]] = []
     for examples in _open_pairs(source, split, options, data_dir):
         exclude = options.exclude_of(examples.name, source)
@@ -594,13 +451,6 @@ def load_captions(
         else:
             captions += [texts[i] for i in np.delete(np.arange(len(texts)), excluded)]
     return tuple(caption for several in captions for caption in several)
-
-
-def _made(kind: type, options: dict[str, Any], owner: str) -> Any:
-    """The options of a function, whose names are checked."""
-    known = [field.name for field in dataclasses.fields(kind)]
-    check_argument_names(options, known, owner)
-    return kind(**options)
 
 
 def _open_pairs(source, split, options, data_dir, image_shape=None) -> list[Examples]:

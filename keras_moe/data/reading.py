@@ -1,7 +1,7 @@
 """Reading examples so that an error names the file.
 
 TensorFlow's graphs have no exceptions, and its errors seldom name the file. A data set
-can ignore an error, so `attempt` reads one example in a data set of its own, which then
+can ignore an error, so `attempt` reads one example in its own data set, which then
 continues with an element that raises an error with the file's name. That takes as long
 as decoding several images: `map_or_name` therefore ignores the errors of all examples
 in one data set, and reads only the missing example again.

@@ -1,4 +1,4 @@
-"""Writes TFRecord files of a split, beside a file that describes them."""
+"""Writes the TFRecord files of a split, and the file that describes them."""
 
 import contextlib
 import errno
@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_moe.checks import check_integer, check_path
 from keras_moe.data._captions import checked_captions, encoded
+from keras_moe.data._json_schema import read_json
 from keras_moe.data._tfrecord import (
     CAPTION_FILE,
     CAPTIONS,
@@ -22,7 +23,6 @@ from keras_moe.data._tfrecord import (
     SIDECAR,
     TOKENS,
 )
-from keras_moe.data.json_schema import read_json
 from keras_moe.data.labels import LabelHierarchy
 from keras_moe.files import new_file, write_failed, write_json
 
@@ -40,8 +40,8 @@ def write_tfrecords(
 ) -> None:
     """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
 
-    The files take their places when all are written; a write that fails leaves the
-    older ones. Splits are written one by one, with the same classes.
+    Older files are replaced when all new ones are written, and stay if that fails.
+    Splits are written one by one, with the same classes.
 
     Args:
         folder: path of the folder, which need not exist.
@@ -49,7 +49,7 @@ def write_tfrecords(
             on.
         examples: iterable of (image, label) or (image, labels): encoded bytes of a JPEG
             or PNG file, or uint8 (height, width, 1 or 3); the number of a class, or a
-            list of such. Either every example has a list, or none.
+            list of numbers. Either every example has a list, or none.
         classes: names of the classes, or their number.
         parents: dict from a class to those above it; see `LabelHierarchy`.
         num_files: number of files, to which examples are dealt out in turn.
@@ -106,7 +106,7 @@ def _write_labelled(parts, examples, num_classes) -> tuple[list[int], int | None
             one = isinstance(labels, (int, np.integer))
             try:
                 values = [int(labels)] if one else list(map(operator.index, labels))
-            except TypeError:  # The labels are no integers, or no list of such.
+            except TypeError:  # No integers, or no list of integers.
                 values = [-1]
             if is_list is None:
                 is_list = not one
@@ -134,8 +134,8 @@ def write_pair_tfrecords(
 ) -> None:
     """Writes images and captions as TFRecord files, which `"tfrecord:FOLDER"` reads.
 
-    The files take their places when all are written; a write that fails leaves the
-    older ones. Splits are written one by one.
+    Older files are replaced when all new ones are written, and stay if that fails.
+    Splits are written one by one.
 
     Args:
         folder: path of the folder, which need not exist.
@@ -143,7 +143,7 @@ def write_pair_tfrecords(
             on.
         pairs: iterable of (image, caption) or (image, captions): encoded bytes of a
             JPEG or PNG file, or uint8 (height, width, 1 or 3); a string, or a sequence
-            of such.
+            of strings.
         num_files: number of files, to which pairs are dealt out in turn.
         tokenizer: callable from a list of strings to `"token_ids"` and
             `"padding_mask"`, arrays (captions, tokens), which are stored in place of

@@ -78,11 +78,9 @@ class LayerScale(keras.layers.Layer):
         return x * self.scale
 
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
-        """The shapes of the trained weights by path."""
         return {"scale": (shape[-1],)}
 
     def cost(self, shape: tuple) -> Cost:
-        """The cost for tokens of one image."""
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
@@ -122,9 +120,6 @@ class EncoderBlock(keras.layers.Layer):
 
     Output shape:
         (B, N, D).
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Reference:
         *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation 1;
@@ -195,10 +190,7 @@ class EncoderBlock(keras.layers.Layer):
             build_once(part, input_shape)
 
     def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
-        """The tokens, and a list with the record of a token mixer that has experts.
-
-        Such a mixer leaves out the expert in `ablated`, one for each example.
-        """
+        """The tokens, and a list with the record of a token mixer that has experts."""
         x, records = inner_call(self.mixer_norm, tokens), ()
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
@@ -220,11 +212,11 @@ class EncoderBlock(keras.layers.Layer):
         return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
-        """Mixes the tokens of each run by themselves."""
+        """Mixes each run of tokens separately."""
         if not getattr(self.token_mixer, "takes_mask", False):
             raise ValueError(
-                "Expected boundaries=() for a token mixer whose weights have the "
-                f"number of tokens for a shape; received: boundaries={boundaries}, "
+                "Expected boundaries=() for a token mixer with weights for a "
+                f"fixed number of tokens; received: boundaries={boundaries}, "
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
         places = _checked_places(boundaries, tokens.shape[1])
@@ -271,8 +263,8 @@ class EncoderBlock(keras.layers.Layer):
         check_ids("modality_ids", modality_ids, shape)
         if mask is not None and not getattr(self.token_mixer, "takes_mask", False):
             raise ValueError(
-                "Expected mask=None for a token mixer whose weights have the number of "
-                "tokens for a shape; received: a mask, "
+                "Expected mask=None for a token mixer with weights for a fixed number "
+                "of tokens; received: a mask, "
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
         return mask
@@ -289,22 +281,12 @@ class EncoderBlock(keras.layers.Layer):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         shapes = {}
         for part in self._parts:
             shapes.update(under(part.name, part.weight_shapes(shape)))
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return sum((part.cost(shape) for part in self._parts), Cost())
 
     @property
@@ -370,9 +352,6 @@ class MoEEncoderBlock(EncoderBlock):
     Output shape:
         `(tokens, Routing)`: tokens (B, N, D), and the MoE layer's routing record. With
         `TokenMuMoE` a third: its record, of channels.
-
-    Raises:
-        ValueError: as `EncoderBlock`.
 
     Example:
 

@@ -19,7 +19,7 @@ from keras_moe.ops.primitives import on_several_devices
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PerExpert(keras.initializers.Initializer):
-    """Initialises each expert's slice by itself, so that its fans are its own.
+    """Initialises each expert's slice with the fans of one expert.
 
     An initializer that sees (E, D, H) takes E for a kernel's spatial size and makes
     the weights too small.
@@ -73,9 +73,9 @@ class PerExpert(keras.initializers.Initializer):
     def _initializer(self, index):
         seed = getattr(self.initializer, "seed", None)
         if self.shared or not isinstance(seed, int):
-            # Constants have no seed, and a SeedGenerator moves on by itself.
+            # Constants have no seed, and a SeedGenerator advances at each draw.
             return self.initializer
-        # An initializer repeats its values: each expert has a seed of its own.
+        # An initializer repeats its values: each expert gets its own seed.
         config = {**self.initializer.get_config(), "seed": seed + index}
         return type(self.initializer).from_config(config)
 
@@ -118,7 +118,7 @@ def _is_like(dataset, variable):
 
 
 class ExpertKernels(keras.layers.Layer):
-    """Base class of layers that apply linear maps of their own for each expert.
+    """Base class of layers with separate linear maps for each expert.
 
     Both act on this layer and not on layers inside it, since `Model.quantize` skips
     layers that have layers.
@@ -138,7 +138,6 @@ class ExpertKernels(keras.layers.Layer):
         raise NotImplementedError
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the kernels and biases by name."""
         raise NotImplementedError
 
     def add_kernels(self, dim: int, kernel_initializer: Any, bias_initializer: Any):

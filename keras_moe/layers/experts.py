@@ -71,10 +71,6 @@ class Experts(ExpertKernels):
     Output shape:
         That of the inputs.
 
-    Raises:
-        ValueError: if an argument is out of range, or the input has another number
-            of experts.
-
     Reference:
         *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
         Transformer*, for gated experts.
@@ -205,14 +201,7 @@ class Experts(ExpertKernels):
         return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Parts of variables; an expert's outputs are zero if these are.
-
-        Args:
-            expert: number of the expert.
-
-        Returns:
-            A list of a variable and an index into it.
-        """
+        """Parts of variables; an expert's outputs are zero if these are."""
         names = ["output_kernel"]
         names += ["output_bias"] * self.use_bias + ["output_lora_b"] * self.lora_enabled
         return [(getattr(self, name), (expert,)) for name in names]
@@ -221,11 +210,6 @@ class Experts(ExpertKernels):
         return keras.KerasTensor(inputs.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_rows, dim).
-        """
         _, dim = shape
         sizes = dict.fromkeys(self.linear_names, (dim, self.mlp_dim))
         sizes["output"] = (self.mlp_dim, dim)
@@ -237,11 +221,6 @@ class Experts(ExpertKernels):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost of `num_rows` rows or slots, each of which meets one expert.
-
-        Args:
-            shape: (num_rows, dim).
-        """
         num_rows, dim = shape
         weights = Cost.all_active(self.weight_shapes(shape))
         return Cost(

@@ -1,7 +1,7 @@
 """Layers inside layers: how an owner takes, builds and calls them.
 
-PyTorch runs op by op, where `keras.layers.Layer.__call__` costs some 60 us beside the
-operation itself: about a tenth of a small model's forward pass. `inner_call` and
+PyTorch runs op by op, where `keras.layers.Layer.__call__` costs some 60 us on top of
+the operation: about a tenth of a small model's forward pass. `inner_call` and
 `fused_bias` go when Keras's own call is cheap there.
 """
 
@@ -72,7 +72,7 @@ def _cast(layer, value):
 
 
 def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) -> Any:
-    """`dropout(x)`, without the call of a layer whose rate is 0.
+    """`dropout(x)`, without a call if the rate is 0.
 
     A call of a layer takes some 60 us in Python, where a backend runs op by op.
     """

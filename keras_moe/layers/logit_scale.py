@@ -34,9 +34,6 @@ class LogitScale(keras.layers.Layer):
     Output shape:
         That of the input, float32.
 
-    Raises:
-        ValueError: if `scale` or `largest_scale` is not positive, or `bias` no number.
-
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
         section 2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
@@ -94,7 +91,7 @@ class LogitScale(keras.layers.Layer):
         return keras.tree.map_structure(unit_vectors, embeddings)
 
     def parameters(self) -> dict[str, Any]:
-        """The scalars that a contrastive loss reads beside the embeddings, by name."""
+        """The scalars of a contrastive loss, by name."""
         if not self.built:
             self.build()
             self.built = True
@@ -104,15 +101,7 @@ class LogitScale(keras.layers.Layer):
         return scalars
 
     def logits(self, image_embeddings: Any, text_embeddings: Any) -> Any:
-        """The scaled similarities of images and texts.
-
-        Args:
-            image_embeddings: unit vectors (B, D).
-            text_embeddings: unit vectors (C, D).
-
-        Returns:
-            float32 (B, C).
-        """
+        """The scaled similarities of images and texts."""
         images, texts = (
             ops.cast(ops.convert_to_tensor(x), "float32")
             for x in (image_embeddings, text_embeddings)
@@ -133,19 +122,9 @@ class LogitScale(keras.layers.Layer):
         )
 
     def weight_shapes(self, shape: tuple | None = None) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: shape of an embedding, on which they do not depend.
-        """
         return {"log_scale": (), **({} if self.bias_value is None else {"bias": ()})}
 
     def cost(self, shape: tuple) -> Cost:
-        """The cost for one embedding: no matmul.
-
-        Args:
-            shape: (dim,).
-        """
         return Cost.all_active(self.weight_shapes())
 
     def get_config(self):

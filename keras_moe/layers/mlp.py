@@ -33,9 +33,6 @@ class MLP(keras.layers.Layer):
     Output shape:
         (..., D).
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Example:
 
     >>> import numpy as np
@@ -89,11 +86,6 @@ class MLP(keras.layers.Layer):
         return input_shape
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         _, dim = shape
         return {
             "hidden/kernel": (dim, self.mlp_dim),
@@ -103,11 +95,6 @@ class MLP(keras.layers.Layer):
         }
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         flops = 4 * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -143,9 +130,6 @@ class TokenMLP(MLP):
     Output shape:
         (B, N, D).
 
-    Raises:
-        ValueError: if an argument is out of range, or the number of tokens is unknown.
-
     Reference:
         *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1 (the first line).
 
@@ -167,19 +151,9 @@ class TokenMLP(MLP):
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return super().weight_shapes(shape[::-1])
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         flops = 4 * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)

@@ -23,7 +23,6 @@ from keras_moe.compat import get_keras_mask
 from keras_moe.layers.inner_call import build_once, inner_call, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.plans import Routing
 
 DISPATCHERS = ("index", "einsum")
@@ -31,28 +30,26 @@ DISPATCHERS = ("index", "einsum")
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MoE(keras.layers.Layer):
-    """Sends each token to its experts and brings their outputs home.
+    """Routes each token to its experts and combines their outputs.
 
     While training, the tokens of the batch are cut into groups of `group_size`,
     within which they compete for the experts' capacity. The last group is filled
     with padding that is not routed, so any batch size works. At inference each image
-    is its own group by default and its result does not depend on the batch; with a
-    `SoftRouter` it always is. A token that no expert serves gets zeros: in a
-    transformer the residual carries it.
+    is a group by default, so that its result does not depend on the batch; with a
+    `SoftRouter` it always is. A token that no expert serves gets zeros: the
+    residual connection carries it on.
 
-    Beside the feed-forward experts there may be MoE++'s zero-computation experts, which
-    act on their tokens in place: `zero_experts` give 0, `copy_experts` the token,
-    `constant_experts` a mixture of it and a trained vector. By name the router is then
-    a `PathwayAwareRouter`, which limits capacity by kind. It has defaults of its own
-    (gamma 1.1, no noise): to compare with a layer without these experts, make both
-    routers with the same options, by `keras_moe.routers.get`.
+    A `PathwayAwareRouter` may have MoE++'s zero-computation experts, too, which act on
+    their tokens in place: zero experts give 0, copy experts the token, constant experts
+    a mixture of it and a trained vector.
 
     Args:
-        router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
-            `keras_moe.routers.get`), or a router layer such as `TokenChoiceRouter`.
+        router: name of a router, such as `"softmax_token_choice"` or `"soft"`, or a
+            dict of the name and arguments (see `keras_moe.routers.get`), or a router
+            layer such as `TokenChoiceRouter`.
         experts: `Experts` layer with the router's number of feed-forward experts.
         group_size: S, tokens per group; None makes one group of the whole batch.
-            Some routers make each image a group of its own instead.
+            Some routers make each example a group instead.
         auxiliary_losses: dict from name to weight such as
             `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`; see
             `keras_moe.losses.get`.
@@ -61,11 +58,6 @@ class MoE(keras.layers.Layer):
         dispatcher: form in which experts with a capacity get their tokens: `"index"`
             (gathers; memory linear in tokens) or `"einsum"` (the dense tensors of
             `plan.dense()`; for small groups on TPUs).
-        zero_experts: number of zero experts; None takes that of the router, or 0 for a
-            router by name.
-        copy_experts: number of copy experts, likewise.
-        constant_experts: number of constant experts, likewise; `"auto"` is equation 10
-            of *MoE++*.
         input_scale: factor on the tokens before the experts, but not before the router;
             the released code of MoE++ takes K.
         **kwargs: arguments of `keras.layers.Layer`.
@@ -81,10 +73,7 @@ class MoE(keras.layers.Layer):
 
     Output shape:
         `(tokens, Routing)`: tokens (B, N, D), and the routing record with
-        float32 arrays (B, N, E); a `SoftRouter`'s logits have a slot axis behind.
-
-    Raises:
-        ValueError: if an argument is out of range or the parts do not fit.
+        float32 arrays (B, N, E); a `SoftRouter`'s logits have a slot axis at the end.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6.
@@ -110,9 +99,6 @@ class MoE(keras.layers.Layer):
         group_size: int | None = None,
         auxiliary_losses: Any = None,
         dispatcher: str = "index",
-        zero_experts: int | None = None,
-        copy_experts: int | None = None,
-        constant_experts: Any = None,
         input_scale: float = 1.0,
         **kwargs,
     ):
@@ -122,10 +108,8 @@ class MoE(keras.layers.Layer):
             group_size = check_integer("group_size", group_size)
         self.dispatcher = check_one_of("dispatcher", dispatcher, DISPATCHERS)
         self.experts = layer_argument(experts, "experts")
-        counts = (zero_experts, copy_experts, constant_experts)
-        if isinstance(router, str):
-            types = expert_types(self.experts.num_experts, *(c or 0 for c in counts))
-            router = routers.get(router, types)
+        if isinstance(router, str) or (isinstance(router, dict) and "name" in router):
+            router = routers.get(router, self.experts.num_experts)
         self.router = layer_argument(router, "router")
         types = self.router.expert_types
         if types.ffn != self.experts.num_experts:
@@ -134,7 +118,6 @@ class MoE(keras.layers.Layer):
                 f"router.num_experts={self.router.num_experts}, of these {types.ffn} "
                 f"FFN experts, experts.num_experts={self.experts.num_experts}"
             )
-        self._check_counts(counts, types)
         self.zero_computation_experts = None
         if types.zero_computation:
             self.zero_computation_experts = ZeroComputationExperts(
@@ -164,18 +147,6 @@ class MoE(keras.layers.Layer):
         if self.zero_computation_experts is not None:
             self.zero_computation_experts.build((None, length, dim))
 
-    @staticmethod
-    def _check_counts(counts, types):
-        names = ("zero_experts", "copy_experts", "constant_experts")
-        if counts[2] == "auto":
-            counts = expert_types(types.ffn, types.zero, types.copy, "auto")[1:]
-        for name, count, routed in zip(names, counts, types[1:]):
-            if count is not None and count != routed:
-                raise ValueError(
-                    f"Expected {name} as the router has them, {routed}; "
-                    f"received: {name}={count}"
-                )
-
     def call(
         self,
         tokens: Any,
@@ -194,10 +165,10 @@ class MoE(keras.layers.Layer):
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
             tokens = _without_padding(tokens, mask)
-        by_image = self.router.groups_per_example(training)
+        by_example = self.router.groups_per_example(training)
         grouped, group_mask, group_ids, residual = (
             (tokens, mask, modality_ids, residual)
-            if by_image
+            if by_example
             else self._group(tokens, mask, modality_ids, residual)
         )
         plan, routing = inner_call(
@@ -212,10 +183,22 @@ class MoE(keras.layers.Layer):
             self._add_losses(routing, group_mask, group_ids)
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
+        # Equation 2: dispatch, experts, combine.
+        slots = plan
+        if self.dispatcher == "einsum" and plan.group_sizes is None:
+            # Not for rows: without a capacity the dense tensors have no bound.
+            slots = plan.dense()
+        outputs = inner_call(
+            self.experts, slots.dispatch(grouped), plan.group_sizes, training=training
+        )
         if self._measures_contributions:
-            routing = routing._replace(affinity=self._contributions(grouped, plan))
-        outputs = self._run_experts(grouped, plan, training)
-        if by_image:
+            routing = routing._replace(affinity=self._contributions(outputs, slots))
+        outputs = slots.combine(outputs)
+        if self.zero_computation_experts is not None:
+            outputs = outputs + inner_call(
+                self.zero_computation_experts, grouped, plan.in_place_weights
+            )
+        if by_example:
             return outputs, routing
         return tree.map_structure(
             lambda x: self._ungroup(x, tokens), (outputs, routing)
@@ -235,27 +218,20 @@ class MoE(keras.layers.Layer):
 
     @contextlib.contextmanager
     def measuring_contributions(self) -> Iterator[None]:
-        """A context in which the record has what each expert adds to each token.
-
-        In the place of `Routing.affinity` there is the weight of an expert in the
-        token's output times the norm of the expert's own output, as REAP prunes by.
-        Functions that were compiled before the context still have the affinity.
-
-        Reference:
-            *REAP the Experts: Why Pruning Prevails for One-Shot MoE compression*,
-            arXiv 2510.13999.
-        """
+        """A context in which the record's `affinity` is what experts add to tokens."""
+        # The weight of an expert in a token's output times the norm of the expert's
+        # own output, as *REAP the Experts* (arXiv 2510.13999) prunes by. Functions
+        # compiled before the context keep the affinity.
         self._measures_contributions = True
         try:
             yield
         finally:
             self._measures_contributions = False
 
-    def _contributions(self, tokens, plan):
+    def _contributions(self, outputs, plan):
         """Weights times norms of the experts' outputs, float32 (G, S, E)."""
-        outputs, plan = self._expert_outputs(tokens, plan, training=False)
         norms = ops.norm(ops.cast(outputs, "float32"), axis=-1, keepdims=True)
-        # Each expert's norms stand in its column, where combining keeps them apart.
+        # One column per expert, so that combining keeps their norms apart.
         columns = ops.one_hot(self.router.expert_columns, self.router.num_experts)
         if plan.group_sizes is None:
             return plan.combine(norms * ops.expand_dims(columns, 1))
@@ -264,29 +240,6 @@ class MoE(keras.layers.Layer):
         owner = ops.searchsorted(ends, rows, side="right")
         owner = ops.minimum(owner, columns.shape[0] - 1)
         return plan.combine(norms * ops.take(columns, owner, axis=0))
-
-    def _expert_outputs(self, tokens, plan, training):
-        """The outputs by slot or row, and the plan that combines them."""
-        # Rows stay rows: without a capacity equation 2's tensors have no bound.
-        if self.dispatcher == "einsum" and plan.group_sizes is None:
-            plan = plan.dense()
-        outputs = inner_call(
-            self.experts,
-            plan.dispatch(tokens),
-            plan.group_sizes,
-            training=training,
-        )
-        return outputs, plan
-
-    def _run_experts(self, tokens, plan, training):
-        outputs, plan = self._expert_outputs(tokens, plan, training)
-        outputs = plan.combine(outputs)
-        if self.zero_computation_experts is not None:
-            in_place = inner_call(
-                self.zero_computation_experts, tokens, plan.in_place_weights
-            )
-            outputs = outputs + in_place
-        return outputs
 
     def compute_output_spec(
         self,
@@ -352,11 +305,6 @@ class MoE(keras.layers.Layer):
             self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         parts = [self.router, self.experts]
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts)
@@ -366,13 +314,6 @@ class MoE(keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image, if none is dropped.
-
-        A token meets the router and, on average, as many experts as the router says.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)
@@ -396,14 +337,7 @@ class MoE(keras.layers.Layer):
         return self.group_size
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Parts of variables; see `Experts.expert_slices`.
-
-        Args:
-            expert: number of an FFN expert.
-
-        Raises:
-            ValueError: if it is a zero-computation expert.
-        """
+        """Parts of variables; see `Experts.expert_slices`."""
         if expert >= self.router.expert_types.ffn:
             raise ValueError(
                 f"Expected one of {self.router.expert_types.ffn} FFN experts, which "
@@ -419,15 +353,12 @@ class MoE(keras.layers.Layer):
             group_size=self.group_size,
             auxiliary_losses=losses.serialize(self.auxiliary_losses),
             dispatcher=self.dispatcher,
-            zero_experts=self.router.expert_types.zero,
-            copy_experts=self.router.expert_types.copy,
-            constant_experts=self.router.expert_types.constant,
             input_scale=self.input_scale,
         )
         return config
 
 
 def _without_padding(x, mask):
-    """Zeros in the place of padding, which may hold anything: 0 times NaN is NaN."""
+    """Zeroes padding, which may hold anything: 0 times NaN is NaN."""
     real = ops.expand_dims(ops.cast(mask, "bool"), -1)
     return ops.where(real, x, ops.zeros_like(x))

@@ -87,7 +87,7 @@ class MoEConfig(BlockConfig):
     """The mixtures of experts of an encoder: which blocks, what experts, which router.
 
     Every backbone takes one as `moe`, or its fields as a dict. Presets, `from_preset`
-    and the programs name the fields, and the router's arguments beside them, flatly:
+    and the programs take the fields and the router's arguments as flat names:
     `from_preset("vmoe_b32", num_experts=8, num_selected_experts=1)`.
 
     Args:
@@ -117,9 +117,9 @@ class MoEConfig(BlockConfig):
         dispatcher: `"index"` or `"einsum"`.
         zero_experts: number of MoE++'s experts that give 0, in addition to the
             `num_experts`; see `keras_moe.layers.MoE`. With experts of these three types
-            a token choice router is a `PathwayAwareRouter`, and what is left open
-            follows *MoE++*: capacity factor 1.1, no noise, gating residuals, the
-            balance loss of weight 0.01, each expert drawn by itself.
+            a token choice router is a `PathwayAwareRouter`, and the defaults
+            are those of *MoE++*: capacity factor 1.1, no noise, gating residuals, the
+            balance loss of weight 0.01, separate draws for each expert.
         copy_experts: number of experts that give the token.
         constant_experts: number of experts that mix the token with a trained vector, or
             `"auto"`.
@@ -137,11 +137,6 @@ class MoEConfig(BlockConfig):
             `keras_moe.routers.pruned.PrunedTokenChoiceRouter`; and `"removed"`, whether
             the layers have these experts alone. `keras_moe.analysis.prune_experts`
             writes it; None has all experts.
-
-    Raises:
-        ValueError: if a field or an argument of the router is unknown, or a field is
-            out of range; the values of the router's arguments are checked where the
-            layers are made.
 
     Reference:
         *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in Vision
@@ -426,10 +421,6 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
 
     Returns:
         Sorted indices.
-
-    Raises:
-        ValueError: if an index is out of range or twice there, if more blocks are
-            asked for than there are, or if the name is unknown.
 
     Reference:
         *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2",

@@ -34,8 +34,7 @@ from keras_moe.ops.plans import Routing
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
-# The part of the inputs' size above which coefficients are not kept, but computed
-# again, which takes eager PyTorch a twentieth of the layer's time.
+# Coefficients above this share of the inputs' size are recomputed for the gradient.
 _LARGE = 1 / 3
 
 
@@ -59,17 +58,12 @@ class ExpertCoefficients(keras.layers.Layer):
         training: whether statistics are those of the batch, and update the moving ones.
         logits: products of the inputs and each kernel, if the caller has them.
         mask: boolean (...), False for padding, which has no part in batch statistics.
-        with_sources: whether what `MultilinearExperts` computes the coefficients from
-            again is returned, too.
+        with_sources: whether to return, too, what `MultilinearExperts` recomputes
+            entmax's coefficients from: a tuple for each level, which may be empty.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
-        expert axis has all N_1 x ... x N_L experts. With `with_sources` there comes a
-        source for each level, which is empty for another activation than entmax, or
-        where coefficients are few beside the inputs.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        expert axis has all N_1 x ... x N_L experts.
 
     Reference:
         *Multilinear Mixture of Experts*, section 3.1 and appendix H.3.
@@ -84,7 +78,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
     """
 
-    # The gate stands in the place of a router, and has these attributes of one.
+    # Attributes that other layers' routers have.
     gating_residual = False
     summary = "muMoE"
 
@@ -118,20 +112,16 @@ class ExpertCoefficients(keras.layers.Layer):
         self.means, self.variances = [], []
         if self.normalization != "batch":
             return
+        fixed = {"trainable": False, "autocast": False}
         for level, count in enumerate(self.num_experts):
-            for name, initializer, variables in (
-                ("mean", "zeros", self.means),
-                ("variance", "ones", self.variances),
-            ):
-                variables.append(
-                    self.add_weight(
-                        name=f"moving_{name}_{level}",
-                        shape=(count,),
-                        initializer=initializer,
-                        trainable=False,
-                        autocast=False,
-                    )
+            self.means.append(
+                self.add_weight((count,), "zeros", name=f"moving_mean_{level}", **fixed)
+            )
+            self.variances.append(
+                self.add_weight(
+                    (count,), "ones", name=f"moving_variance_{level}", **fixed
                 )
+            )
 
     def call(
         self,
@@ -211,22 +201,12 @@ class ExpertCoefficients(keras.layers.Layer):
         return ExpertTypes(total_experts(self.num_experts))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name; moving statistics are not trained.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return {
             f"kernel_{level}": (shape[-1], count)
             for level, count in enumerate(self.num_experts)
         }
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         flops = 2 * num_tokens * dim * sum(self.num_experts)
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -262,10 +242,7 @@ def check_levels(num_experts: Any) -> tuple[int, ...]:
 
 def total_experts(num_experts: tuple[int, ...]) -> int:
     """E, the product over levels."""
-    total = 1
-    for count in num_experts:
-        total *= count
-    return total
+    return math.prod(num_experts)
 
 
 def outer(values: Any, combine: Any) -> Any:
@@ -293,11 +270,10 @@ class MultilinearExperts(keras.layers.Layer):
         factorization: `"cp"`, `"tr"` (tensor ring), `"tucker"`, or None for the whole
             tensor, which is also the dense mixture of linear experts.
         rank: R of CP; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
-            for as many parameters as a dense layer of I to O has, or one of
-            `match_shape`; TR then has ranks 4, ..., 4, R, and Tucker 4 for each level
-            of at least 4 experts and R for inputs and units. A rank that is no integer,
-            such as 0.75, is a share of I of at most 1, rounded down.
-        match_shape: inputs and units of the dense layer for `"match_dense"`.
+            for as many parameters as a dense layer of I to O has; TR then has ranks
+            4, ..., 4, R, and Tucker 4 for each level of at least 4 experts and R for
+            inputs and units. A fraction up to 1, such as 0.75, is relative to I,
+            rounded down.
         use_bias: whether a bias is folded into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
         **kwargs: arguments of `keras.layers.Layer`.
@@ -307,14 +283,10 @@ class MultilinearExperts(keras.layers.Layer):
         coefficients: sequence with (..., N_l) for each level.
         projected: product of the inputs and `input_factor()`, if the caller has it.
         sources: tensors of each level, which the gradient keeps instead of its
-            coefficients, or an empty tuple; see `ExpertCoefficients`. In half precision
-            they are left out.
+            coefficients, or an empty tuple; see `ExpertCoefficients`.
 
     Output shape:
         (..., O).
-
-    Raises:
-        ValueError: if an argument is out of range, or ranks or coefficients do not fit.
 
     Reference:
         *Multilinear Mixture of Experts*, equations 1 to 3, 15 to 18, appendix F.2.
@@ -334,7 +306,6 @@ class MultilinearExperts(keras.layers.Layer):
         num_experts: Any,
         factorization: str | None = "cp",
         rank: Any = "match_dense",
-        match_shape: tuple[int, int] | None = None,
         use_bias: bool = True,
         expert_noise: float = 1.0,
         **kwargs,
@@ -346,16 +317,6 @@ class MultilinearExperts(keras.layers.Layer):
             "factorization", factorization, tensors.FACTORIZATIONS
         )
         self.rank = check_rank(rank, self.factorization, len(self.num_experts))
-        if match_shape is not None:
-            if self.rank != "match_dense":
-                raise ValueError(
-                    "Expected rank='match_dense' for a match_shape; "
-                    f"received: rank={rank}, match_shape={match_shape}"
-                )
-            match_shape = tuple(
-                check_integer("match_shape", size) for size in match_shape
-            )
-        self.match_shape = match_shape
         self.use_bias = check_bool("use_bias", use_bias)
         self.expert_noise = check_not_negative("expert_noise", expert_noise)
 
@@ -429,9 +390,6 @@ class MultilinearExperts(keras.layers.Layer):
 
         Returns:
             (len(indices), I, O); with a bias I + 1 rows, the last of which is the bias.
-
-        Raises:
-            ValueError: if an expert is out of range.
         """
         matrices = []
         for index in indices:
@@ -470,7 +428,7 @@ class MultilinearExperts(keras.layers.Layer):
             for level, (a, count) in enumerate(zip(coefficients, self.num_experts))
         ]
         # All experts but one, as a sum over the first level at which they part from
-        # it: exactly zero where nobody else takes part.
+        # it: exactly zero if no other expert takes part.
         outputs = 0.0
         for level, (a, own) in enumerate(zip(coefficients, chosen)):
             others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
@@ -495,7 +453,7 @@ class MultilinearExperts(keras.layers.Layer):
             self.factorization,
             self.num_experts,
             [(inputs + self.use_bias, self.units)],
-            dense_parameters(self.match_shape or (inputs, self.units)),
+            dense_parameters((inputs, self.units)),
         )
 
     def _tensor_spec(self, inputs):
@@ -513,11 +471,6 @@ class MultilinearExperts(keras.layers.Layer):
         return keras.KerasTensor(shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         if self.factorization is None:
             names = ["tensor"]
         else:
@@ -528,29 +481,16 @@ class MultilinearExperts(keras.layers.Layer):
         return dict(zip(names, tensors.factor_shapes(*self._tensor_spec(shape[-1]))))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         flops = 2 * num_tokens * self.multiply_adds(dim)
         return Cost.all_active(self.weight_shapes(shape), flops)
 
     def multiply_adds(self, dim: int) -> int:
-        """Multiply-adds of one token's matmuls (Table 5 of the paper).
-
-        Args:
-            dim: I.
-        """
+        """Multiply-adds of one token's matmuls (Table 5 of the paper)."""
         return factorized_multiply_adds(*self._tensor_spec(dim))
 
     def naive_multiply_adds(self, dim: int) -> int:
-        """Multiply-adds of one token if the whole tensor is built first (Table 8).
-
-        Args:
-            dim: I.
-        """
+        """Multiply-adds of one token if the whole tensor is built first (Table 8)."""
         return naive_multiply_adds(*self._tensor_spec(dim))
 
     def get_config(self):
@@ -560,7 +500,6 @@ class MultilinearExperts(keras.layers.Layer):
             num_experts=self.num_experts,
             factorization=self.factorization,
             rank=self.rank,
-            match_shape=self.match_shape,
             use_bias=self.use_bias,
             expert_noise=self.expert_noise,
         )

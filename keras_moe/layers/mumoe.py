@@ -65,7 +65,6 @@ class MuMoEBase(keras.layers.Layer):
         return inputs, logits, projected
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path."""
         shapes = under(self.gate.name, self.gate.weight_shapes(shape))
         if self.norm is not None:
             shapes.update(under(self.norm.name, self.norm.weight_shapes(shape)))
@@ -74,7 +73,6 @@ class MuMoEBase(keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost of rows, every one of which meets all experts."""
         total = self.gate.cost(shape)
         if self.norm is not None:
             total += self.norm.cost(shape)
@@ -94,7 +92,6 @@ class MuMoE(MuMoEBase):
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: factorization of `MultilinearExperts`.
         rank: rank of `MultilinearExperts`; `"match_dense"` counts the gate, too.
-        match_shape: inputs and units of the dense layer for `"match_dense"`.
         activation: activation of `ExpertCoefficients`.
         normalization: normalization of `ExpertCoefficients`.
         use_bias: whether the experts have biases, see `MultilinearExperts`.
@@ -112,9 +109,6 @@ class MuMoE(MuMoEBase):
 
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
-
-    Raises:
-        ValueError: as the two layers; or if an edited output is no unit.
 
     Reference:
         *Multilinear Mixture of Experts*, section 3, and 4.2 for edits.
@@ -135,7 +129,6 @@ class MuMoE(MuMoEBase):
         num_experts: Any,
         factorization: str | None = "cp",
         rank: Any = "match_dense",
-        match_shape: tuple[int, int] | None = None,
         activation: Any = "entmax",
         normalization: str | None = "batch",
         use_bias: bool = True,
@@ -150,7 +143,6 @@ class MuMoE(MuMoEBase):
             "num_experts": self.gate.num_experts,
             "factorization": factorization,
             "rank": rank,
-            "match_shape": match_shape,
             "use_bias": use_bias,
             "expert_noise": expert_noise,
         }
@@ -182,20 +174,15 @@ class MuMoE(MuMoEBase):
             )
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """The layer of experts, not built, with the shape of its inputs.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """The layer of experts, not built, with the shape of its inputs."""
         dim, arguments = shape[-1], dict(self._arguments)
         factorization, units = arguments["factorization"], arguments["units"]
         if arguments["rank"] == "match_dense" and factorization is not None:
-            dense = arguments.pop("match_shape") or (dim, units)
             arguments["rank"] = matching_rank(
                 factorization,
                 arguments["num_experts"],
                 [(dim + arguments["use_bias"], units)],
-                dense_parameters(dense) - self.gate.cost((1, dim)).parameters,
+                dense_parameters((dim, units)) - self.gate.cost((1, dim)).parameters,
             )
         experts = MultilinearExperts(
             dtype=self.dtype_policy, name="experts", **arguments
@@ -301,9 +288,6 @@ class MuMoEBlock(MuMoEBase):
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
 
-    Raises:
-        ValueError: as `MuMoE`.
-
     Reference:
         *Multilinear Mixture of Experts*, section 4.3.
 
@@ -352,11 +336,7 @@ class MuMoEBlock(MuMoEBase):
         )
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """Both layers of experts, not built, with the shapes of their inputs.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """Both layers of experts, not built, with the shapes of their inputs."""
         num_rows, dim = shape
         rank, hidden, units = self._options["rank"], self.mlp_dim, self.units or dim
         if rank == "match_dense":
@@ -466,9 +446,6 @@ class TokenMuMoE(keras.layers.Layer):
     Output shape:
         `(tokens, Routing)`: (B, N, D), and the record of the coefficients (B, D, E).
 
-    Raises:
-        ValueError: if the number of tokens is unknown, or another one.
-
     Reference:
         *Multilinear Mixture of Experts*, section 4.3.
 
@@ -523,19 +500,9 @@ class TokenMuMoE(keras.layers.Layer):
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return under(self.block.name, self.block.weight_shapes(shape[::-1]))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return self.block.cost(shape[::-1])
 
     def get_config(self):

@@ -77,7 +77,7 @@ class MuMoEConfig(BlockConfig):
     def __post_init__(self):
         if self.expert_mlp_dim is not None:
             check_integer("expert_mlp_dim", self.expert_mlp_dim)
-        # The layer checks its arguments, and says how they are kept.
+        # The layer checks its arguments and makes them plain.
         checked = self._block(1, "gelu", None).get_config()
         values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}
         levels = checked["num_experts"]
@@ -120,12 +120,7 @@ class MuMoEConfig(BlockConfig):
         ]
 
     def block(self, encoder: Any, mlp_dim: int) -> MuMoEBlock:
-        """A muMoE block for an encoder's feed-forward layer or token mixer, not built.
-
-        Args:
-            encoder: `keras_moe.layers.EncoderSpec`.
-            mlp_dim: H.
-        """
+        """A block for an encoder's feed-forward layer or token mixer, not built."""
         return self._block(
             mlp_dim, self.expert_activation or encoder.activation, encoder.dtype
         )
@@ -147,9 +142,6 @@ def moe_config(moe: Any) -> MoEConfig | MuMoEConfig | None:
     Args:
         moe: `MoEConfig`, `MuMoEConfig`, None, or a dict of either's fields, of which
             `"router": "mumoe"` makes the latter.
-
-    Raises:
-        ValueError: if it is none of these, or a field is unknown or out of range.
 
     Example:
 

@@ -59,9 +59,6 @@ class LayerNorm(keras.layers.Layer):
     Output shape:
         (..., D), in the layer's compute dtype.
 
-    Raises:
-        ValueError: if `epsilon` is not positive.
-
     Example:
 
     >>> import numpy as np
@@ -113,20 +110,10 @@ class LayerNorm(keras.layers.Layer):
         return input_shape
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image; matmuls alone count as FLOPs.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):

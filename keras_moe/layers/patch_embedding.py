@@ -39,9 +39,6 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
     Returns:
         An array (height, width, channels, D).
 
-    Raises:
-        ValueError: if `channels` is not a positive integer.
-
     Example:
 
     >>> import numpy as np
@@ -78,9 +75,6 @@ def resize_patch_kernel(
 
     Returns:
         An array (new height, new width, channels, D) of the dtype of `kernel`.
-
-    Raises:
-        ValueError: if `patch_size` is not positive, or `interpolation` is unknown.
 
     Reference:
         *FlexiViT: One Model for All Patch Sizes*, equation 4.
@@ -125,8 +119,8 @@ class PatchEmbedding(keras.layers.Layer):
         interpolation: interpolation of loaded weights of another patch size; see
             `resize_patch_kernel`.
         padding: `"valid"` for images that the patch size divides, or `"same"`, which
-            adds zeros around an image up to whole patches, one more behind than
-            before where their number is odd, as convolutions do.
+            adds zeros around an image up to whole patches, one more after than
+            before if their number is odd, as convolutions do.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
@@ -134,10 +128,6 @@ class PatchEmbedding(keras.layers.Layer):
 
     Output shape:
         (B, N, D), with N the number of patches, row by row.
-
-    Raises:
-        ValueError: if the patch size does not divide the image, or an argument is
-            out of range.
 
     Reference:
         *An Image is Worth 16x16 Words*, equation 1.
@@ -244,22 +234,12 @@ class PatchEmbedding(keras.layers.Layer):
         return (input_shape[0], rows * columns, self.hidden_dim)
 
     def weight_shapes(self, shape: tuple[int, int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (height, width, channels) of an image.
-        """
         return {
             "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
             "bias": (self.hidden_dim,),
         }
 
     def cost(self, shape: tuple[int, int, int]) -> Cost:
-        """The cost for one image.
-
-        Args:
-            shape: (height, width, channels) of an image.
-        """
         shapes = self.weight_shapes(shape)
         rows, columns = self.grid(shape)
         flops = 2 * rows * columns * math.prod(shapes["kernel"])
@@ -318,17 +298,7 @@ class ClassToken(keras.layers.Layer):
         return (batch, None if num_tokens is None else num_tokens + 1, dim)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim), without the class token.
-        """
         return {"token": (1, 1, shape[-1])}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim), without the class token.
-        """
         return Cost.all_active(self.weight_shapes(shape))

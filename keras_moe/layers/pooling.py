@@ -42,9 +42,6 @@ class TokenPooling(keras.layers.Layer):
     Output shape:
         (B, D).
 
-    Raises:
-        ValueError: if `pooling` is unknown.
-
     Example:
 
     >>> import numpy as np
@@ -74,19 +71,9 @@ class TokenPooling(keras.layers.Layer):
         return (input_shape[0], input_shape[-1])
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path: none.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return {}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return Cost()
 
     def get_config(self):
@@ -115,10 +102,6 @@ class AttentionPooling(keras.layers.Layer):
 
     Output shape:
         (B, D).
-
-    Raises:
-        ValueError: if `num_heads` does not divide D, or an offset is asked for without
-            its normalisation.
 
     Reference:
         *Scaling Vision Transformers*, section 3.2 (the MAP head).
@@ -189,11 +172,6 @@ class AttentionPooling(keras.layers.Layer):
         return (input_shape[0], input_shape[-1])
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         attention = self._attention(shape[-1])
         shapes = {"probe": (1, 1, shape[-1])}
         for part in (attention, self.norm, self.mlp):
@@ -201,11 +179,6 @@ class AttentionPooling(keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         # Queries and outputs of the probe, keys and values of all tokens.
         flops = 4 * (num_tokens + 1) * dim * dim + 4 * num_tokens * dim
@@ -251,10 +224,6 @@ class MaskedPooling(keras.layers.Layer):
 
     Output shape:
         (B, D).
-
-    Raises:
-        ValueError: if `pooling` is unknown, `end_of_text_id` is no id or of no use to
-            it, or `token_ids` is missing.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
@@ -340,19 +309,9 @@ class MaskedPooling(keras.layers.Layer):
         return (input_shape[0], input_shape[-1])
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path: none.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return {}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one text.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return Cost()
 
     def get_config(self):

@@ -31,9 +31,6 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
         float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the column
         and frequencies `10000^(-i / (D/4 - 1))`.
 
-    Raises:
-        ValueError: if `dim` is not a multiple of 4, or below 8.
-
     Example:
 
     >>> from keras_moe.layers import sincos_table
@@ -72,9 +69,6 @@ def resize_positions(
 
     Returns:
         An array (1, N', D) of the dtype of `table`.
-
-    Raises:
-        ValueError: if `table` is smaller than its grid, or `interpolation` is unknown.
 
     Example:
 
@@ -124,10 +118,6 @@ class PositionEmbedding(keras.layers.Layer):
 
     Output shape:
         (B, N, D).
-
-    Raises:
-        ValueError: if `kind` or `interpolation` is unknown, or N does not fit the
-            grid.
 
     Reference:
         *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
@@ -205,19 +195,9 @@ class PositionEmbedding(keras.layers.Layer):
         self.embedding.assign(value)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return {"embedding": (1, *shape)} if self.kind == "learned" else {}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):

@@ -21,7 +21,7 @@ from keras_moe.compat import (
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, none of whose inner values is kept for the gradient."""
+    """`function(*inputs)`, keeping no inner values for the gradient."""
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
     state = _state(layer)
@@ -41,7 +41,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
             losses = list(scope.losses)
             # The sublayers would claim them by ids, which other tensors may get later.
             clear_losses(layer)
-        # State beside the gradients, such as batch statistics.
+        # State that changes without gradients, such as batch statistics.
         structure["changed"] = [
             v
             for v, value in zip(weights, values)

@@ -32,7 +32,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         key_dim: size of a head; D / num_heads in ViT.
         query_key_norm: whether queries and keys are normalised in each head, as in Soft
             MoE's and ViT-22B's blocks: attention cannot then grow without bound.
-        query_key_norm_bias: whether that normalisation has an offset beside its
+        query_key_norm_bias: whether that normalisation has an offset in addition to its
             scale, as timm's `qk_norm` has.
         layer_norm_epsilon: epsilon of that normalisation.
         dropout: dropout rate on the attention weights.
@@ -49,9 +49,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 
     Output shape:
         (B, N, D).
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Reference:
         *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers to
@@ -189,11 +186,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return arguments
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         heads = (self.num_heads, self.key_dim)
         shapes = {}
@@ -209,11 +201,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one image.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         num_tokens, dim = shape
         inner = self.num_heads * self.key_dim
         flops = 8 * num_tokens * dim * inner + 4 * num_tokens * num_tokens * inner
@@ -242,6 +229,6 @@ def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> Non
     check_bool("query_key_norm", query_key_norm)
     if check_bool("query_key_norm_bias", query_key_norm_bias) and not query_key_norm:
         raise ValueError(
-            "Expected query_key_norm=True beside query_key_norm_bias=True; received: "
+            "Expected query_key_norm=True for query_key_norm_bias=True; received: "
             "query_key_norm=False"
         )

@@ -34,9 +34,6 @@ class TokenEmbedding(keras.layers.Embedding):
     Output shape:
         (B, N, D).
 
-    Raises:
-        ValueError: if a size is not a positive integer.
-
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
         section 2.4.
@@ -77,23 +74,13 @@ class TokenEmbedding(keras.layers.Embedding):
         return self.output_dim
 
     def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens,).
-        """
         return {"embeddings": (self.vocabulary_size, self.hidden_dim)}
 
     def cost(self, shape: tuple[int]) -> Cost:
-        """The cost for one text: a lookup multiplies nothing.
-
-        Args:
-            shape: (num_tokens,).
-        """
         return Cost.all_active(self.weight_shapes(shape))
 
     def quantize(self, mode=None, type_check=True, config=None):
-        # Keras refuses subclasses, which may have a lookup of their own.
+        # Keras refuses subclasses, which may override the lookup.
         super().quantize(mode, type_check=False, config=config)
 
     def get_config(self):
@@ -122,9 +109,6 @@ class TextPositions(keras.layers.Layer):
 
     Output shape:
         (B, N, D).
-
-    Raises:
-        ValueError: if `max_length` is not a positive integer, or a text is longer.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
@@ -183,19 +167,9 @@ class TextPositions(keras.layers.Layer):
         self.embedding.assign(np.array(store["0"][:, : self.max_length]))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return {"embedding": (1, self.max_length, shape[-1])}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for tokens of one text.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):

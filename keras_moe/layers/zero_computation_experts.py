@@ -39,9 +39,6 @@ class ZeroComputationExperts(keras.layers.Layer):
     Output shape:
         (B, N, D).
 
-    Raises:
-        ValueError: if there is no expert, or a count is negative.
-
     Reference:
         *MoE++*, equations 3 to 5.
 
@@ -132,11 +129,6 @@ class ZeroComputationExperts(keras.layers.Layer):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
         _, dim = shape
         if not self.constant_experts:
             return {}
@@ -146,13 +138,6 @@ class ZeroComputationExperts(keras.layers.Layer):
         }
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost of assignments that are spread evenly over the experts.
-
-        Constant experts alone have a cost: `W_c x` and the mixture.
-
-        Args:
-            shape: (num_assignments, dim).
-        """
         num_assignments, dim = shape
         share = self.constant_experts / self.num_experts
         weights = Cost.all_active(self.weight_shapes(shape))

@@ -46,9 +46,6 @@ def expert_capacity(
     Returns:
         The capacity: an int, or a scalar int32 tensor if `num_tokens` is a tensor.
 
-    Raises:
-        ValueError: if an argument is out of range, or if the capacity is below 1.
-
     Reference:
         *Routers in Vision Mixture of Experts*, section 2.1; V-MoE uses
         `"ceil"` and multiples of 4.
@@ -109,9 +106,6 @@ def heterogeneous_capacity(
     Returns:
         `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is a
         tensor; the second is None without zero-computation experts.
-
-    Raises:
-        ValueError: if an argument is out of range, or a capacity is below 1.
 
     Example:
 

@@ -31,12 +31,11 @@ def expert_choice(
     Args:
         affinity: float32 (G, S, E), by which an expert takes its tokens; -inf forbids
             a pair.
-        gates: float32 (G, S, E), the combine weights. Gradients flow through these
-            alone.
+        gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         capacity: C, slots per expert and group; at most S.
         mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
             stay empty where fewer than C tokens are left.
-        normalize_gates: normalisation; `"after"` divides the gates by the sum over the
+        normalize_gates: `"after"` divides the gates by the sum over the
             experts that took the token (*CLIP-UP*, appendix B.3), and None leaves them
             as they are.
         filled_slots: integers (G,), the number of the C slots that an expert may fill
@@ -44,9 +43,6 @@ def expert_choice(
 
     Returns:
         A `SlotPlan`.
-
-    Raises:
-        ValueError: if `capacity` is out of range, or shapes do not fit.
 
     Reference:
         *Routers in Vision Mixture of Experts*, Algorithm 2.
@@ -78,8 +74,8 @@ def expert_choice(
     best, tokens = top_values(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
     if filled_slots is not None:
-        place = ops.arange(capacity, dtype="int32")
-        filled = filled & (place < ops.reshape(filled_slots, (-1, 1, 1)))
+        position = ops.arange(capacity, dtype="int32")
+        filled = filled & (position < ops.reshape(filled_slots, (-1, 1, 1)))
     slot_tokens = ops.where(filled, tokens, -1)
 
     # Every filled slot writes itself at its token and expert.

@@ -1,9 +1,9 @@
-"""Token choice: every token takes its K experts, first come, first served.
+"""Token choice: every token chooses its K experts, first come, first served.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, R rows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -24,7 +24,7 @@ from keras_moe.ops.primitives import max_along, take
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
 INT32_MAX = 2**31 - 1
-# In the place of a slot: served, by an expert that has none.
+# Instead of a slot: the choice is served by an expert that has none.
 _IN_PLACE = -2
 
 
@@ -47,10 +47,9 @@ def token_choice(
     full is dropped; the token's other choices stand. Ties take the lowest expert.
 
     Args:
-        affinity: float32 (G, S, E), by which a token takes its experts and its place in
-            the queue; the gates themselves in V-MoE.
-        gates: float32 (G, S, E), the combine weights. Gradients flow through these
-            alone.
+        affinity: float32 (G, S, E), by which a token chooses its experts and its place
+            in the queue; the gates themselves in V-MoE.
+        gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
         priority: order in which the tokens of a group are served:
@@ -60,22 +59,19 @@ def token_choice(
             the smallest goes first. Ties keep their order.
         mask: boolean (G, S), False for tokens (padding) that are not routed and
             use no capacity; None routes every token.
-        normalize_gates: normalisation; `"before"` divides the gates by the sum of the
-            token's K, `"after"` by the sum of those that got a slot (*CLIP-UP*,
-            appendix B.3), and None leaves them as they are.
+        normalize_gates: `"before"` divides the gates by the sum of the token's K,
+            `"after"` by the sum of those that got a slot (*CLIP-UP*, appendix B.3),
+            and None leaves them as they are.
         in_place_experts: Z, the number of experts at the end of the axis that act on
-            tokens in place: they have no slots.
+            tokens in place and have no slots.
         in_place_capacity: number of tokens that each of these serves in a group; None
             is unlimited.
-        available: boolean (E,), False for experts that serve nobody: choices of these
+        available: boolean (E,), False for experts that serve no token: choices of these
             are dropped. None is True for all.
 
     Returns:
         A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
         size S x E x C is built.
-
-    Raises:
-        ValueError: if an argument is out of range, or shapes do not fit.
 
     Example:
 
@@ -91,57 +87,26 @@ def token_choice(
     check_affinity(affinity, gates, capacity, mask)
     _check(num_selected_experts, affinity.shape[-1], normalize_gates)
     priority = _check_priority(priority, tuple(affinity.shape[:2]))
-    num_groups, num_tokens, num_experts = ops.shape(affinity)
+    _, num_tokens, num_experts = ops.shape(affinity)
     num_slotted = _check_in_place(in_place_experts, num_experts)
 
     experts, weights = top_experts(affinity, gates, num_selected_experts)
+    # Choices that are not routed queue at an expert after the last, without slots.
     if mask is not None:
-        # Masked tokens queue at an expert behind the last, which has no slots.
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
         experts = ops.where(mask, experts, num_experts)
     if available is not None:
-        # So do tokens of an expert that serves nobody.
         experts = ops.where(_at_experts(available, experts), experts, num_experts)
 
-    # One integer holds group, expert, choice and place in the queue. Sorting these
-    # serves every queue at once; a position is a rank minus the queue's start.
     order = _order(priority, affinity, num_selected_experts)
-    experts_in_order = experts
-    if order is not None:
-        experts_in_order = ops.take_along_axis(
-            experts, ops.expand_dims(order, -1), axis=1
-        )
-    queue_size = num_selected_experts * num_tokens
-    num_queues = num_experts + 1
-    _check_range(num_groups, num_queues, queue_size)
-    group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
-    choice = ops.arange(num_selected_experts, dtype="int32")
-    place = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1))
-    queue = group * num_queues + experts_in_order
-    keys = queue * queue_size + choice * num_tokens + place
-    keys = ops.sort(ops.reshape(keys, (-1,)))
-    starts = ops.cast(
-        ops.searchsorted(
-            keys, ops.arange(num_groups * num_queues, dtype="int32") * queue_size
-        ),
-        "int32",
-    )
-
-    # From slots to tokens: the c-th key after the start of the expert's queue.
-    bounds = ops.reshape(starts, (num_groups, num_queues))
-    bounds = bounds[:, : num_slotted + 1]
-    rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
-    filled = rank < bounds[:, 1:, None]
-    key = take(keys, ops.minimum(rank, num_groups * queue_size - 1))
-    token = key % num_tokens
-    if order is not None:
-        token = _at(order, token)
-    slot_tokens = ops.where(filled, token, -1)
+    queues = _sorted_queues(experts, order, num_experts + 1)
+    slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
 
     # From tokens to slots: every key writes its slot at its token and choice.
-    queue = ops.floor_divide(keys, queue_size)
-    position = ops.arange(num_groups * queue_size, dtype="int32") - take(starts, queue)
-    expert = queue % num_queues
+    queue = ops.floor_divide(queues.keys, num_selected_experts * num_tokens)
+    position = ops.arange(ops.shape(queues.keys)[0], dtype="int32")
+    position = position - take(queues.starts, queue)
+    expert = queue % (num_experts + 1)
     kept = (position < capacity) & (expert < num_slotted)
     slot = ops.where(kept, expert * capacity + position, -1)
     if in_place_experts:
@@ -149,16 +114,7 @@ def token_choice(
         if in_place_capacity is not None:
             kept = kept & (position < in_place_capacity)
         slot = ops.where(kept, _IN_PLACE, slot)
-    group = ops.floor_divide(queue, num_queues)
-    token = keys % num_tokens
-    if order is not None:
-        token = take(ops.reshape(order, (-1,)), group * num_tokens + token)
-    choice = ops.floor_divide(keys, num_tokens) % num_selected_experts
-    target = (group * num_tokens + token) * num_selected_experts + choice
-    token_slots = ops.scatter_update(
-        ops.zeros_like(slot), ops.expand_dims(target, -1), slot
-    )
-    token_slots = ops.reshape(token_slots, ops.shape(experts))
+    token_slots = _scatter_to_choices(queues, queue, slot)
     if not in_place_experts:
         combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
         return RoutingPlan(slot_tokens, token_slots, combine_weights)
@@ -169,8 +125,77 @@ def token_choice(
         ops.maximum(token_slots, -1),
         ops.where(in_place, 0.0, weights),
     )
-    places = ops.where(in_place, experts - num_slotted, -1)
-    return HeterogeneousPlan(plan, *one_hot_choices(places, weights, in_place_experts))
+    chosen = ops.where(in_place, experts - num_slotted, -1)
+    return HeterogeneousPlan(plan, *one_hot_choices(chosen, weights, in_place_experts))
+
+
+class _Queues(NamedTuple):
+    """The choices of all groups, sorted by group, expert, choice and priority.
+
+    `keys` int32 (G x S x K), each ((group * queues + expert) * K + choice) * S + place,
+    where place is that of the token in the `order` of its group, (G, S) or None;
+    `starts` int32 (G x queues), the first key of each queue; `num_queues` of a group,
+    one for each expert and one for choices that are not routed; `shape` (G, S, K).
+    """
+
+    keys: Any
+    starts: Any
+    order: Any
+    num_queues: Any
+    shape: tuple
+
+
+def _sorted_queues(experts, order, num_queues):
+    """One sort of integers serves every queue at once.
+
+    A choice's position in its queue is its rank less that of the queue's start.
+    """
+    num_groups, num_tokens, num_choices = shape = ops.shape(experts)
+    if order is not None:
+        experts = ops.take_along_axis(experts, ops.expand_dims(order, -1), axis=1)
+    queue_size = num_choices * num_tokens
+    _check_range(num_groups, num_queues, queue_size)
+    group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
+    choice = ops.arange(num_choices, dtype="int32")
+    place = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1))
+    queue = group * num_queues + experts
+    keys = queue * queue_size + choice * num_tokens + place
+    keys = ops.sort(ops.reshape(keys, (-1,)))
+    first = ops.arange(num_groups * num_queues, dtype="int32") * queue_size
+    starts = ops.cast(ops.searchsorted(keys, first), "int32")
+    return _Queues(keys, starts, order, num_queues, shape)
+
+
+def _tokens_of_slots(queues, num_experts, capacity):
+    """The c-th token of each expert's queue, (G, E, C), -1 after its end."""
+    num_groups, num_tokens, _ = queues.shape
+    bounds = ops.reshape(queues.starts, (num_groups, queues.num_queues))
+    bounds = bounds[:, : num_experts + 1]
+    rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
+    filled = rank < bounds[:, 1:, None]
+    last = ops.shape(queues.keys)[0] - 1
+    token = take(queues.keys, ops.minimum(rank, last)) % num_tokens
+    if queues.order is not None:
+        # order[g, token[g, e, c]]
+        flat = ops.reshape(token, (num_groups, num_experts * capacity))
+        flat = ops.take_along_axis(queues.order, flat, axis=1)
+        token = ops.reshape(flat, ops.shape(token))
+    return ops.where(filled, token, -1)
+
+
+def _scatter_to_choices(queues, queue, values):
+    """Values of the sorted choices as (G, S, K); `queue` is that of each key."""
+    _, num_tokens, num_choices = queues.shape
+    group = ops.floor_divide(queue, queues.num_queues)
+    token = queues.keys % num_tokens
+    if queues.order is not None:
+        token = take(ops.reshape(queues.order, (-1,)), group * num_tokens + token)
+    choice = ops.floor_divide(queues.keys, num_tokens) % num_choices
+    target = (group * num_tokens + token) * num_choices + choice
+    values = ops.scatter_update(
+        ops.zeros_like(values), ops.expand_dims(target, -1), values
+    )
+    return ops.reshape(values, queues.shape)
 
 
 def dropless_token_choice(
@@ -186,28 +211,24 @@ def dropless_token_choice(
 
     The choices of all groups are sorted by expert into rows, so that memory grows with
     the tokens and not with the load of the busiest expert. `token_choice` with room
-    for everybody gives the same outputs.
+    for every choice gives the same outputs.
 
     Args:
-        affinity: float32 (G, S, E), by which a token takes its experts; ties take the
+        affinity: float32 (G, S, E), by which a token chooses its experts; ties take the
             lowest expert.
-        gates: float32 (G, S, E), the combine weights. Gradients flow through these
-            alone.
+        gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
-        normalize_gates: normalisation; `"before"` and `"after"` both divide a token's K
-            gates by their sum, since none is dropped unless its expert is not
-            available; None leaves them as they are.
+        normalize_gates: `"before"` and `"after"` both divide a token's K gates by their
+            sum, since only choices of unavailable experts are dropped; None leaves them
+            as they are.
         in_place_experts: Z, the number of experts at the end of the axis that act on
-            tokens in place: they have no rows.
-        available: boolean (E,), False for experts that serve nobody; see
+            tokens in place and have no rows.
+        available: boolean (E,), False for experts that serve no token; see
             `token_choice`.
 
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
-
-    Raises:
-        ValueError: if an argument is out of range, or shapes do not fit.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 1.
@@ -330,9 +351,6 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     Returns:
         float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
 
-    Raises:
-        ValueError: if K is out of range.
-
     Example:
 
     >>> import numpy as np
@@ -365,13 +383,6 @@ def _order(priority, affinity, num_selected_experts):
         _, chosen = top_experts(affinity, affinity, num_selected_experts)
         rank = -ops.sum(chosen, axis=-1)
     return ops.cast(ops.argsort(ops.stop_gradient(rank), axis=-1), "int32")
-
-
-def _at(order, places):
-    """`order[g, places[g, e, c]]`."""
-    num_groups, num_experts, capacity = ops.shape(places)
-    flat = ops.reshape(places, (num_groups, num_experts * capacity))
-    return ops.reshape(ops.take_along_axis(order, flat, axis=1), ops.shape(places))
 
 
 def _check(num_selected_experts, num_experts, normalize_gates):

@@ -58,11 +58,7 @@ class Affinity:
         """Raises ValueError if no gradient flows through the affinity."""
 
     def noisy_combine(self, side: str) -> bool:
-        """Whether the softmax that combines has the noise that routes.
-
-        The released routers by transport plans have it if experts choose; if tokens
-        choose, they combine with the softmax of the clean logits.
-        """
+        """Whether the softmax that combines has the noise that routes."""
         return side == "expert"
 
     def get_config(self) -> dict:

@@ -28,12 +28,11 @@ ZERO_GATES = ("keep", "remove")
 class PathwayAwareRouter(TokenChoiceRouter):
     """Token choice among feed-forward and zero-computation experts, as in MoE++.
 
-    The experts stand in the order FFN, zero, copy, constant. Only FFN experts have
-    slots or rows; a `HeterogeneousPlan` has the tokens that the others serve in place.
+    The order of experts is FFN, zero, copy, constant. Only FFN experts have slots or
+    rows; a `HeterogeneousPlan` has the gates by which the others act in place.
 
-    While training, equation 8 limits what an expert serves by its type; a choice that
-    overflows is dropped. At inference every token is served by default, also in groups
-    of very few tokens.
+    In training, equation 8 gives each type of experts a capacity; choices above it are
+    dropped. At inference no token is dropped by default.
 
     The released code is another model than the paper's equations, which are the
     default here. It takes `gate_hidden_dim=8 * num_experts`,
@@ -93,7 +92,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     """
 
     default_capacity_factor = 1.1
-    # MoE++ draws each expert by itself.
+    # MoE++ draws each expert separately.
     shares_expert_initialization = False
     refused_arguments = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
@@ -235,10 +234,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return self.choose(affinity, gates, mask, capacity, priority, **arguments)
 
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
-        """The capacities of an FFN and of a zero-computation expert (equation 8).
-
-        Both are None if every token is served.
-        """
+        """The capacities of an FFN and of a zero-computation expert (equation 8)."""
         if self.serves_every_token(training):
             return None, None
         return heterogeneous_capacity(

@@ -1,4 +1,4 @@
-"""Routers of a layer some of whose experts are pruned.
+"""Routers of layers with pruned experts.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
@@ -137,19 +137,19 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
     """A router like another one, which chooses among some of its experts.
 
     With `removed` and `"router_drop"` the result is a router of the same class with
-    fewer experts, whose kernel has the columns of the kept ones, and noise of the same
-    deviation as before. Its `num_experts` defines the capacity.
+    fewer experts: its kernel has the kept columns, and its noise keeps its standard
+    deviation. Its `num_experts` defines the capacity.
     """
     check_one_of("method", method, METHODS)
     # A subclass may do something else with the experts' columns.
     if type(router) is not TokenChoiceRouter:
         raise ValueError(
-            "Expected a TokenChoiceRouter, whose experts can be pruned; "
+            "Expected a TokenChoiceRouter to prune experts; "
             f"received: {type(router).__name__}"
         )
     if router.excluded_experts:
         raise ValueError(
-            "Expected excluded_experts=() of routers whose experts are pruned; "
+            "Expected excluded_experts=() to prune experts; "
             f"received: excluded_experts={router.excluded_experts}"
         )
     is_transport = isinstance(router.affinity, SparsityConstrainedAffinity)

@@ -134,11 +134,9 @@ class Router(keras.layers.Layer):
         raise NotImplementedError
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by name, for tokens (num_tokens, dim)."""
         raise NotImplementedError
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost for one example's tokens (num_tokens, dim)."""
         weights = Cost.all_active(self.weight_shapes(shape))
         # One multiply-add per weight and token.
         return weights._replace(flops=2 * shape[0] * weights.parameters)

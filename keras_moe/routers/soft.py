@@ -29,10 +29,10 @@ EPSILON = 1e-6
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, outputs of slots.
 
-    Nothing is dropped, nothing is discrete, and an image never meets another one: a
-    group is always an image. Each slot has a learned vector; its logits with the
+    Nothing is dropped, nothing is discrete, and images do not interact: each image is a
+    group. Each slot has a learned vector; its logits with the
     tokens, in softmax over tokens, fill the slot, and in softmax over all slots bring
-    the experts' outputs home.
+    the experts' outputs back.
 
     Args:
         num_experts: E.
@@ -42,8 +42,7 @@ class SoftRouter(Router):
         num_selected_experts: K of the capacity. No token selects K experts: the papers'
             formula has 1, the default.
         capacity_rounding: rounding of the capacity, `"ceil"`, or `"round"` as in the
-            released code, whose sparse routers have `"ceil"`. C is not rounded up to
-            multiples, like that of sparse routers if each image is a group.
+            released code (its sparse routers have `"ceil"`).
         normalize: whether tokens and slot vectors are divided by their norms, and
             multiplied by a learned scale. This keeps the softmaxes from collapsing in
             wide models.

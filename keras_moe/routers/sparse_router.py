@@ -183,7 +183,7 @@ class SparseRouter(Router):
         super().build(input_shape)
         initializer = self.kernel_initializer
         if self.num_modalities:
-            # Each kernel is drawn by itself: the fan-in is D, not M x D.
+            # One draw per kernel: the fan-in is D, not M x D.
             initializer = _each(initializer)
         shape = self.weight_shapes(input_shape[-2:])["kernel"]
         self.kernel = self.add_kernel("kernel", shape, initializer)
@@ -225,10 +225,7 @@ class SparseRouter(Router):
         return f"num_modalities={self.num_modalities}, expert_pools={self.expert_pools}"
 
     def known_tokens(self, modality_ids: Any) -> Any:
-        """The tokens (G, S) of known modalities, or None if there are no others.
-
-        A graph cannot raise for an unknown modality: its tokens are not routed.
-        """
+        """The tokens (G, S) of known modalities, or None if there are no others."""
         if self.modality_count is None:
             return None
         if modality_ids is None:
@@ -349,7 +346,7 @@ class SparseRouter(Router):
         )
 
     def multiple_of(self, training: bool | None) -> int | None:
-        """The number whose multiples capacities are, or None."""
+        """The number that capacities are rounded up to a multiple of, or None."""
         # Rounded up to a multiple, an example's few slots would be twice as many.
         by_example = self.groups_per_example(training)
         return None if by_example else self.capacity_multiple_of

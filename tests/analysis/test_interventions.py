@@ -8,6 +8,7 @@ from keras import ops
 from keras_moe import analysis, models
 from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
+from keras_moe.report import write_report
 from tests.dense_tensor import dense_tensor
 from tests.small_models import SMALL, images, with_weights
 
@@ -472,7 +473,7 @@ def test_bad_arguments_are_refused():
         lambda model: analysis.mask_experts(model, {"block_1": [0]}),
         lambda model: analysis.mean_coefficients(model, IMAGES),
         lambda model: analysis.prune_experts(model, {"block_1": [0]}),
-        lambda model: analysis.report(model, IMAGES, "nowhere"),
+        lambda model: write_report(model, IMAGES, "nowhere"),
     ],
 )
 def test_what_is_no_model_is_refused(analyse, model):

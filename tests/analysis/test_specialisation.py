@@ -1,4 +1,4 @@
-"""Polysemanticity, load and fairness, computed by hand; and their pictures."""
+"""Polysemanticity, load and fairness, computed by hand."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from keras_moe import analysis
-from keras_moe.analysis import ExpertAblation, plots
+from keras_moe.analysis import ExpertAblation
 from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.data import oversample
 from keras_moe.ops import Routing
@@ -95,50 +95,6 @@ def test_oversampling_gives_as_many_places(count):
     assert not np.array_equal(indices, oversample(members, count, seed=2))
 
 
-def test_pictures_are_drawn(tmp_path):
-    images = np.random.default_rng(0).uniform(-1, 1, (12, 8, 8, 1))
-    gates = np.random.default_rng(1).dirichlet([0.2] * 3, (12, 1))
-    head = Routing(*[gates] * 6)
-    block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
-    metrics = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
-    names = list("abcdefghijkl")
-    loads = {"a": analysis.expert_load(head), "b": analysis.expert_load(block)}
-    for name, draw in {
-        "images": lambda path: plots.plot_expert_images(images, head, path, names),
-        "top": lambda path: plots.plot_expert_images(
-            images, head, path, experts=[2], seed=None, threshold=None
-        ),
-        "patches": lambda path: plots.plot_expert_patches(images, block, (2, 2), path),
-        "ablation": lambda path: plots.plot_ablation(
-            {"a": ablation(), "b": ablation()}, path, list("0123")
-        ),
-        "polysemanticity": lambda path: plots.plot_polysemanticity(
-            {"final": {2: [2.0], 4: [1.0, 1.2]}, "penultimate": {2: [3.0]}}, path
-        ),
-        "load": lambda path: plots.plot_expert_load(loads, path),
-        "subpopulations": lambda path: plots.plot_subpopulations(
-            metrics, metrics, path, target=(1, 1)
-        ),
-    }.items():
-        path = tmp_path / f"{name}.png"
-        draw(path)
-        assert path.stat().st_size > 5_000, name
-
-
-def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "keras_moe.analysis.plots.experts.save_figure",
-        lambda figure, path, title: drawn.append(figure),
-    )
-    for gained in (0.1, 0.4):
-        accuracy, ablated = np.array([0.1, 0.5]), np.array([[gained, 0.2]])
-        one = ExpertAblation(np.arange(1), np.ones(2), accuracy, ablated)
-        plots.plot_ablation({"a": one}, tmp_path / "x.png", experts_per_model=1)
-    bottoms = [figure.axes[0].get_ylim()[0] for figure in drawn]
-    assert bottoms == [-5, -105]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -161,15 +117,6 @@ def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatc
         (lambda: oversample([True, True, False], 1), "count=1"),
         (lambda: oversample([1, 0], 3), "int64"),
         (lambda: oversample([True, False], 3.0), "count=3.0"),
-        (
-            lambda: plots.plot_expert_images(
-                np.zeros((2, 4, 4, 1)), Routing(*[np.full((2, 1, 4), 0.25)] * 6), "x"
-            ),
-            "0.5",
-        ),
-        (lambda: plots.plot_ablation({}, "x"), "ablations={}"),
-        (lambda: plots.plot_polysemanticity({}, "x"), "scores={}"),
-        (lambda: plots.plot_expert_load({}, "x"), "loads={}"),
     ],
 )
 def test_bad_arguments_are_refused(call, message):

@@ -52,7 +52,7 @@ def test_images_of_a_run(program, tmp_path):
     assert status == 0, errors
     shown = json.loads((output / "report.json").read_text())["sections"]["explorer"]
     assert [example["number"] for example in shown["examples"]] == [3, 17]
-    assert values["verdicts"][0]["level"] in printed
+    assert values["findings"][0]["level"] in printed
     assert "report.html" in printed.replace("\n", "")
 
 

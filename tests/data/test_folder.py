@@ -13,18 +13,20 @@ import pytest
 
 from keras_moe.data import (
     _files,
+    class_names,
     excluded_examples,
     find_corrupt_files,
     find_unreadable,
     load,
     load_captions,
     load_pairs,
+    num_classes,
     num_examples,
     num_pairs,
     reading_errors,
     write_exclusion,
 )
-from tests.pipelines import SHAPE, numbers, rows, save
+from tests.pipelines import SHAPE, levels, numbers, rows, save
 
 tf = pytest.importorskip("tensorflow")
 
@@ -42,17 +44,37 @@ def photos(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["folder", "tfrecord"])
+@pytest.mark.parametrize("kind", ["folder", "tfrecord", "webdataset"])
 def test_nul_in_a_path_is_named(kind):
     source = f"{kind}:a\0b"
-    calls = (
-        lambda: load(source, "train", GREY),
-        lambda: num_examples(source, "train"),
-        lambda: find_corrupt_files(source),
-    )
+    calls = [lambda: load_pairs(source, "train", GREY)]
+    if kind != "webdataset":
+        calls += [
+            lambda: load(source, "train", GREY),
+            lambda: num_examples(source, "train"),
+            lambda: find_corrupt_files(source),
+        ]
     for call in calls:
-        with pytest.raises(ValueError, match=f"received: source='{source}'"):
+        with pytest.raises(ValueError, match=f"received: source='{kind}:a"):
             call()
+
+
+def test_classes_are_those_of_all_splits(tmp_path):
+    for number, name in enumerate(["train/b/0", "train/a/1", "test/b/2", "test/c/3"]):
+        save(tmp_path / f"{name}.png", number)
+    source = f"folder:{tmp_path}"
+    assert class_names(source) == ("a", "b", "c")
+    assert num_classes(source) == 3
+    for split, expected in (("train", {0: 1, 1: 0}), ("test", {2: 1, 3: 2})):
+        (batch,) = load(source, split, GREY).as_numpy_iterator()
+        assert dict(zip(levels(batch[0]), batch[1].tolist())) == expected
+    with pytest.raises(ValueError, match=r"one of .'test', 'train'.*split='dev'"):
+        load(source, "dev")
+    (tmp_path / "empty" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match="split='empty' without any"):
+        load(source, "empty")
+    with pytest.raises(ValueError, match=r"a source with labels.*'webdataset:a\*'"):
+        load("webdataset:a*", "train")
 
 
 def test_animations(tmp_path):

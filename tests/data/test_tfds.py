@@ -64,31 +64,38 @@ def make_builder(
             raise NotImplementedError
 
     Written.name = name
+    prepare(Written, data_dir)
+
+
+def prepare(builder, folder):
     config = tfds.download.DownloadConfig(try_download_gcs=False)
-    Written(data_dir=str(data_dir)).download_and_prepare(download_config=config)
+    builder(data_dir=str(folder)).download_and_prepare(download_config=config)
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tfds")
-    label = tfds.features.ClassLabel(names=LABELS)
     for name, channels in (("insects", 3), ("grey_insects", 1)):
-        make_builder(
-            name,
-            folder,
-            {
-                "image": tfds.features.Image(
-                    shape=(None, None, channels), encoding_format="png"
-                ),
-                "label": label,
-                "id": np.int64,
-            },
-            lambda index, channels=channels: {
-                **dict(zip(("image", "label"), example(index, channels))),
-                "id": index,
-            },
-        )
+        shape = (None, None, channels)
+        features = {
+            "image": tfds.features.Image(shape=shape, encoding_format="png"),
+            "label": tfds.features.ClassLabel(names=LABELS),
+            "id": np.int64,
+        }
+
+        def encode(index, channels=channels):
+            image, label = example(index, channels)
+            return {"image": image, "label": label, "id": index}
+
+        make_builder(name, folder, features, encode)
     return str(folder)
+
+
+@pytest.fixture
+def insects(data_dir):
+    """A function from a split and options to batches."""
+    options = {"image_shape": (6, 6, 3), "data_dir": data_dir}
+    return lambda split, **more: load("tfds:insects", split, **options, **more)
 
 
 def resized(index, size, channels=3):
@@ -115,11 +122,9 @@ def test_images_and_labels(data_dir):
         assert sum(near) == 1
 
 
-def test_slices_and_sums_of_splits(data_dir):
+def test_slices_and_sums_of_splits(insects):
     def read(split):
-        return arrays(
-            load("tfds:insects", split, (6, 6, 3), shuffle=False, data_dir=data_dir)
-        )[0]
+        return arrays(insects(split, shuffle=False))[0]
 
     first, last = read("train[:90%]"), read("train[90%:]")
     assert (len(first), len(last)) == (27, 3)
@@ -128,18 +133,15 @@ def test_slices_and_sums_of_splits(data_dir):
     assert len(read("test+train")) == 39
 
 
-def test_order(data_dir):
-    def make(split, **kwargs):
-        return load("tfds:insects", split, (6, 6, 3), data_dir=data_dir, **kwargs)
-
-    dataset = make("train[:20]")
+def test_order(insects):
+    dataset = insects("train[:20]")
     first, second = arrays(dataset), arrays(dataset)
-    assert same(first, arrays(make("train[:20]")))
+    assert same(first, arrays(insects("train[:20]")))
     assert not same(first, second)
     assert contents(first[0]) == contents(second[0])
-    assert not same(first, arrays(make("train[:20]", seed=1)))
-    assert same(arrays(make("test")), arrays(make("test")))
-    assert not same(first, arrays(make("train[:20]", shuffle=False)))
+    assert same(arrays(insects("test")), arrays(insects("test")))
+    for options in ({"seed": 1}, {"shuffle": False}):
+        assert not same(first, arrays(insects("train[:20]", **options)))
 
 
 def test_grey_and_colour(data_dir):
@@ -155,23 +157,14 @@ def test_grey_and_colour(data_dir):
         read("tfds:insects", 2)
 
 
-def test_augmentation_and_batches(data_dir):
-    def make():
-        return load(
-            "tfds:insects",
-            "train",
-            (6, 6, 3),
-            batch_size=8,
-            augment=["random_resized_crop", "flip", "mixup"],
-            drop_remainder=True,
-            data_dir=data_dir,
-        )
-
-    images, labels = arrays(make())
+def test_augmentation_and_batches(insects):
+    steps = ["random_resized_crop", "flip", "mixup"]
+    options = {"batch_size": 8, "augment": steps, "drop_remainder": True}
+    images, labels = arrays(insects("train", **options))
     assert images.shape == (24, 6, 6, 3)
     assert labels.shape == (24, 4)
     np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
-    assert same((images, labels), arrays(make()))
+    assert same((images, labels), arrays(insects("train", **options)))
 
 
 def test_num_classes(data_dir):
@@ -193,14 +186,14 @@ def test_unknown_names_and_splits(data_dir):
         load("tfds:insects", "train[:0]", data_dir=data_dir)
 
 
-IMAGE = tfds.features.Image(shape=(4, 4, 3))
+IMAGE, PIXELS = tfds.features.Image(shape=(4, 4, 3)), np.zeros((4, 4, 3), "uint8")
 CLASS = tfds.features.ClassLabel(num_classes=3)
 
 
 @pytest.mark.parametrize(
     ("name", "features", "values"),
     [
-        ("no_label", {"image": IMAGE}, {"image": np.zeros((4, 4, 3), "uint8")}),
+        ("no_label", {"image": IMAGE}, {"image": PIXELS}),
         (
             "no_image",
             {"text": tfds.features.Text(), "label": CLASS},
@@ -209,7 +202,7 @@ CLASS = tfds.features.ClassLabel(num_classes=3)
         (
             "numbers",
             {"image": IMAGE, "label": np.int64},
-            {"image": np.zeros((4, 4, 3), "uint8"), "label": 7},
+            {"image": PIXELS, "label": 7},
         ),
         (
             "with_alpha",
@@ -219,21 +212,11 @@ CLASS = tfds.features.ClassLabel(num_classes=3)
     ],
 )
 def test_other_tasks_are_refused(tmp_path, name, features, values):
-    make_builder(
-        name,
-        tmp_path,
-        features,
-        lambda _: values,
-        supervised_keys=None,
-        splits={"train": 2},
-    )
-    with pytest.raises(
-        ValueError, match=rf"tfds:{name} to have an image .*received: fe"
-    ):
+    make_builder(name, tmp_path, features, lambda _: values, None, {"train": 2})
+    message = rf"tfds:{name} to have an image .*received: fe"
+    with pytest.raises(ValueError, match=message):
         load(f"tfds:{name}", "train", data_dir=str(tmp_path))
-    with pytest.raises(
-        ValueError, match=rf"tfds:{name} to have an image .*received: fe"
-    ):
+    with pytest.raises(ValueError, match=message):
         num_classes(f"tfds:{name}", data_dir=str(tmp_path))
 
 
@@ -318,8 +301,7 @@ def celeb_a(tmp_path_factory):
             raise NotImplementedError
 
     Small.name = "celeb_a"
-    config = tfds.download.DownloadConfig(try_download_gcs=False)
-    Small(data_dir=str(folder)).download_and_prepare(download_config=config)
+    prepare(Small, folder)
     return str(folder), names
 
 
@@ -413,18 +395,10 @@ def test_a_download_asks_once_whether_there_is_a_network(monkeypatch, tmp_path):
     wait.set()
 
 
-def test_batches_without_end_begin_anywhere(data_dir):
+def test_batches_without_end_begin_anywhere(insects):
     def read(start, count):
-        dataset = load(
-            "tfds:insects",
-            "train[3:]",
-            (6, 6, 3),
-            batch_size=4,
-            augment="flip",
-            data_dir=data_dir,
-            repeat=True,
-            start_batch=start,
-        )
+        options = {"batch_size": 4, "augment": "flip", "repeat": True}
+        dataset = insects("train[3:]", start_batch=start, **options)
         images, labels = zip(*dataset.take(count).as_numpy_iterator())
         return np.stack(images), np.stack(labels)
 
@@ -485,8 +459,7 @@ def captions_dir(tmp_path_factory):
         def _generate_examples(self):
             raise NotImplementedError
 
-    config = tfds.download.DownloadConfig(try_download_gcs=False)
-    FewImages(data_dir=str(folder)).download_and_prepare(download_config=config)
+    prepare(FewImages, folder)
     flickr = {
         "image": tfds.features.Image(**JPEG),
         "captions": tfds.features.Sequence(tfds.features.Text()),

@@ -96,7 +96,7 @@ def test_a_tar_that_is_cut_off(tmp_path):
     # Within content, within a header, and between members: each has 2 x 1,024 bytes.
     for size in (4 * 1024 + 530, 4 * 1024 + 100, 4 * 1024):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"train\.tar is cut off behind 0001\.txt"):
+        with pytest.raises(ValueError, match=r"train\.tar is cut off after 0001\.txt"):
             load_pairs(source, "train", SHAPE)
         with pytest.warns(UserWarning, match=r"1 of 3 images.*train\.tar is cut off"):
             dataset = load_pairs(source, "train", SHAPE, **options)
@@ -107,7 +107,7 @@ def test_a_tar_that_is_cut_off(tmp_path):
         load_pairs(source, "train", SHAPE)
     # Content behind the end is as good as cut off.
     path.write_bytes(whole + whole)
-    with pytest.raises(ValueError, match=r"behind 0002\.txt \(content behind its end"):
+    with pytest.raises(ValueError, match=r"after 0002\.txt \(content after its end"):
         load_pairs(source, "train", SHAPE)
     path.write_bytes(whole + bytes(4096))
     assert num_pairs(source, "train") == 3

@@ -1,6 +1,10 @@
+"""Every public layer of `layers` and `routers`, by our check and by Keras's own."""
+
 import keras
 import numpy as np
 import pytest
+from keras import tree
+from keras.src import testing
 
 from keras_moe import layers, losses, routers
 from keras_moe.layers import (
@@ -27,6 +31,7 @@ from keras_moe.layers import (
     TokenPooling,
     ZeroComputationExperts,
 )
+from keras_moe.ops import ExpertTypes
 from keras_moe.routers import (
     ExpertChoiceRouter,
     PathwayAwareRouter,
@@ -166,9 +171,6 @@ def moe_plus_plus(**kwargs):
         ),
         group_size=N,
         auxiliary_losses={"heterogeneous_balance": 0.1},
-        zero_experts=1,
-        copy_experts=1,
-        constant_experts=2,
         **kwargs,
     )
 
@@ -345,17 +347,9 @@ def test_every_public_layer_is_checked():
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), group_size=0), "group_size"),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), dispatcher="x"), "'x'"),
         (lambda: MoE("softmax", Experts(2, 8)), "router='softmax'"),
-        (lambda: MoE("soft", Experts(2, 8), zero_experts=1), "router='soft'"),
-        (
-            lambda: MoE("softmax_token_choice", Experts(2, 8), copy_experts=-1),
-            "copy_experts=-1",
-        ),
-        (
-            lambda: MoE(
-                PathwayAwareRouter(3, zero_experts=1), Experts(2, 8), copy_experts=1
-            ),
-            "copy_experts=1",
-        ),
+        (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
+        (lambda: PathwayAwareRouter(3, copy_experts=-1), "copy_experts=-1"),
+        (lambda: MoE({"name": "soft", "slots": 1}, Experts(2, 8)), "slots=1"),
         (
             lambda: MoE(PathwayAwareRouter(3, zero_experts=1), Experts(3, 8)),
             "2 FFN experts",
@@ -480,3 +474,77 @@ def test_bad_arguments_are_refused_with_their_values(make, message):
         make()
     assert "Expected" in str(error.value)
     assert "received" in str(error.value)
+
+
+SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
+# Layers that take layers as arguments.
+WITH_PARTS = (
+    "EncoderBlock",
+    "MoE",
+    "MoE of several kinds",
+    "MoEEncoderBlock",
+    "TokenMuMoE",
+)
+
+
+class Case(testing.TestCase):
+    """Not collected by its own name: a test makes it and calls what it has."""
+
+    __test__ = False
+
+    def runTest(self):
+        pass
+
+
+@pytest.fixture
+def case():
+    case = Case()
+    case.setUp()
+    yield case
+    case.doCleanups()
+
+
+def spec(outputs):
+    shapes = tree.map_structure(lambda x: tuple(x.shape), outputs)
+    dtypes = tree.map_structure(
+        lambda x: keras.backend.standardize_dtype(x.dtype), outputs
+    )
+    return shapes, dtypes
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_keras_checks_it(case, name):
+    make = MAKERS[name]
+    cls = type(make())
+    config = make().get_config()
+    config.pop("name")
+    shape = SHAPES.get(name, (B, N, D))
+    expected_shape, expected_dtype = spec(make()(np.zeros(shape, "float32")))
+    case.run_layer_test(
+        cls,
+        # Layers in it are configs: Keras makes the layer many times from them.
+        init_kwargs=config,
+        input_shape=shape,
+        expected_output_shape=expected_shape,
+        expected_output_dtype=expected_dtype,
+        # Auxiliary losses are added while training only.
+        expected_num_losses=0,
+        supports_masking=make().supports_masking,
+        # It changes the dtype of the layer alone, and the parts keep theirs.
+        run_mixed_precision_check=name not in WITH_PARTS,
+    )
+
+
+def test_zero_computation_experts(case):
+    case.run_layer_test(
+        ZeroComputationExperts,
+        init_kwargs={"zero_experts": 1, "copy_experts": 2, "constant_experts": 3},
+        input_shape={"tokens_shape": (B, N, D), "weights_shape": (B, N, 6)},
+        expected_output_shape=(B, N, D),
+        expected_output_dtype="float32",
+        expected_num_trainable_weights=2,
+        expected_num_losses=0,
+        supports_masking=False,
+        # Keras's model for it passes one input on; an MoE layer trains them.
+        run_training_check=False,
+    )

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_moe import routers
 from keras_moe.layers import Experts, MoE, ZeroComputationExperts
+from keras_moe.ops import expert_types
 from keras_moe.routers import PathwayAwareRouter
 from tests.calls import call
 from tests.training_gradients import training_gradients
@@ -127,8 +129,8 @@ def ours_value(variable):
 
 @pytest.mark.backend_free
 def test_by_name():
-    moe = MoE("softmax_token_choice", Experts(8, 16), 8, zero_experts=1,
-              copy_experts=1, constant_experts="auto")  # fmt: skip
+    router = routers.get("softmax_token_choice", expert_types(8, 1, 1, "auto"))
+    moe = MoE(router, Experts(8, 16), 8)
     assert moe.router.expert_types == (8, 1, 1, 1)
     again = MoE.from_config(moe.get_config())
     assert again.get_config() == moe.get_config()

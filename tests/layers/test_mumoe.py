@@ -483,7 +483,6 @@ def test_learns_with_batch_statistics():
         (lambda: MuMoE(4, 4, input_norm=1), "input_norm=1"),
         (lambda: MuMoE(4, 4, None, 3), "rank=3"),
         (lambda: MuMoE(4, 4, "svd"), "factorization='svd'"),
-        (lambda: MuMoE(4, 4, rank=2, match_shape=(3, 4)), "match_shape=\\(3, 4\\)"),
         (lambda: MuMoE(4, 4, normalization="group"), "normalization='group'"),
         (lambda: MuMoE(4, 4, expert_noise=-1.0), "expert_noise=-1.0"),
         (lambda: MuMoE(4, 4, edited_outputs=(4,)), "edited_outputs=\\(4,\\)"),

@@ -262,7 +262,7 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
         ({"images": 3}, r"images\.shape=\(\)"),
         ({"preset": "limoe"}, "preset='limoe'"),
         ({"preset": "clip_up", "router": "soft"}, "router='soft'"),
-        ({"normalize_gates": "after"}, "normalize_gates='after'"),
+        ({"normalize_gates": "never"}, "normalize_gates='never'"),
         ({"carry_optimizer": True}, "without an optimizer"),
     ],
 )

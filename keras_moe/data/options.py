@@ -1,0 +1,156 @@
+"""The options of `load` and `load_pairs`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from keras_moe.checks import (
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_one_of,
+)
+from keras_moe.data._captions import CHOICES
+from keras_moe.data._examples import Share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Where batches begin, which host reads what, and what is left out."""
+
+    repeat: bool = False
+    start_batch: int = 0
+    shard: tuple[int, int] = (0, 1)
+    exclude: Any = ()
+    unreadable: str = "raise"
+
+    def __post_init__(self):
+        check_bool("repeat", self.repeat)
+        check_integer("start_batch", self.start_batch, minimum=0)
+        if self.start_batch and not self.repeat:
+            raise ValueError(
+                "Expected repeat=True with a batch to start at; received: "
+                f"repeat={self.repeat}, start_batch={self.start_batch}"
+            )
+
+    def share_of(self, batch_size: int) -> Share:
+        """The host's share of batches of a size."""
+        try:
+            index, count = self.shard
+            index = check_integer("shard[0]", index, minimum=0)
+            count = check_integer("shard[1]", count)
+        except (TypeError, ValueError):
+            index, count = 0, 0
+        if index >= count or batch_size % count:
+            raise ValueError(
+                "Expected (index, count) with 0 <= index < count, where count divides "
+                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
+            )
+        return Share(index, count, batch_size // count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions(_Options):
+    """Options of `load` for long runs, several labels, several hosts and bad images.
+
+    Args:
+        repeat: whether to pass over the data endlessly. All batches are then full, and
+            the examples at the end of a pass that do not fill one are left out of it.
+        start_batch: number of the first batch, with `repeat`. Layers and callables with
+            their own random state cannot continue where they were: there is a warning.
+        shard: (index, count), the part of this host among several. All hosts have
+            equally many batches of different examples. From memory and folders, a host
+            reads its rows of the batches that a single host would have; of record files
+            it reads its own part. With a Keras distribution, set
+            `auto_shard_dataset=False`.
+        multi_label: whether examples have several labels: class numbers, sorted and
+            padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`, or vectors
+            with `one_hot`.
+        hierarchy: a `LabelHierarchy`, its dict or the path of its file, with
+            `multi_label`. Examples also get all classes above their own, and labels are
+            those of the hierarchy, which contains the source's classes by name.
+        max_labels: number of labels of an example after padding, with `multi_label`. By
+            default the largest possible number, if the source knows it.
+        exclude: indices of examples to leave out, in the order of the source; or the
+            path of a JSON file of `write_exclusion` or `keras-moe deduplicate`; or a
+            list of such paths.
+        unreadable: what to do about images that cannot be read or decoded. `"raise"`
+            raises an error that names the file when it reaches the image (see
+            `reading_errors` for its class). `"exclude"` first decodes all images once,
+            and leaves out those that fail, with a warning that counts them; batch n
+            still follows from the arguments while the same images fail.
+            `find_unreadable` and `write_exclusion` do it once for all runs.
+
+    Example:
+
+    >>> from keras_moe.data import LoadOptions
+    >>> LoadOptions(repeat=True, start_batch=100).start_batch
+    100
+    """
+
+    multi_label: bool = False
+    hierarchy: Any = None
+    max_labels: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_bool("multi_label", self.multi_label)
+        if self.max_labels is not None:
+            check_integer("max_labels", self.max_labels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(_Options):
+    """Options of `load_pairs`.
+
+    Args:
+        repeat: whether to pass over the data endlessly; see `LoadOptions`.
+        start_batch: number of the first batch, with `repeat`.
+        shard: (index, count), the part of this host among several; see `LoadOptions`.
+        exclude: indices of images to leave out with all their captions, or files of
+            indices, see `LoadOptions`; for a mixture, a dict from sources to these.
+        unreadable: what to do about images that cannot be read, and captions that are
+            missing, empty or not UTF-8. `"raise"` raises an error that names the image.
+            `"exclude"` first reads all images once, and leaves out those that fail with
+            all their captions, with a warning that counts them.
+        captions: which caption of an image with several: `"random"` draws one in each
+            pass, `"first"` takes the first, and with `"all"` each caption makes a pair,
+            and a pass has every pair once.
+        templates: captions for a source of classes, such as `"a photo of a {}."`, with
+            `{}` for the class's name: one, a sequence, or the path of a text file with
+            one per line. The default is `"{}"`.
+
+    Example:
+
+    >>> from keras_moe.data import PairOptions
+    >>> PairOptions(captions="all").captions
+    'all'
+    """
+
+    captions: str = "random"
+    templates: Any = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of("captions", self.captions, CHOICES)
+
+    def exclude_of(self, name: str, source: Any) -> Any:
+        """`exclude` of the source `name`, which may be part of a mixture."""
+        exclude = self.exclude
+        if not isinstance(source, Mapping):
+            return exclude
+        if exclude is None or (isinstance(exclude, (tuple, list)) and not exclude):
+            return ()
+        if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
+            raise ValueError(
+                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
+                f"received: exclude={self.exclude!r:.100}"
+            )
+        return exclude.get(name, ())
+
+
+def made_options(kind: type, options: dict[str, Any], owner: str) -> Any:
+    """The options of a function, whose names are checked."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    check_argument_names(options, known, owner)
+    return kind(**options)

@@ -1,0 +1,411 @@
+"""Figures of the report: loads, depths, classes, and queues.
+
+Axes: L layers, E experts, U groups of tokens (modalities, types, or classes), Q
+positions of a queue.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, plain_axis
+from keras_moe.report.model import shortened
+from keras_moe.report.section import evenly_spaced
+
+# Layers with a panel.
+MAX_PANELS = 8
+_WIDTH = 3.6
+_STYLES = ("-", "--", ":", "-.")
+_TYPES = {
+    "ffn": "#0072B2",
+    "zero": "#E69F00",
+    "copy": "#009E73",
+    "constant": "#CC79A7",
+    "pruned": GREY,
+}
+# More numbers do not fit on an axis.
+_NUM_TICKS = 16
+# Cells as one small picture, since paths of thousands would be a large page.
+_MAP = {"cmap": "cividis", "rasterized": True, "vmin": 0, "vmax": 3}
+
+
+def draw_loads(
+    shares: dict[str, Any],
+    title: str,
+    types: tuple[str, ...],
+    dropped: Any = None,
+    capacity: float | None = None,
+) -> Any:
+    """Draws the share of the work that each expert of a layer does, by modality."""
+    figure = new_figure(figsize=(3.5, 2.3))
+    axis = figure.subplots()
+    positions, width = np.arange(len(types)), 0.84 / len(shares)
+    for number, (group, row) in enumerate(shares.items()):
+        left = positions + (number - (len(shares) - 1) / 2) * width
+        colours = COLOURS[number]
+        if len(shares) == 1:
+            colours = [_TYPES[name] for name in types]
+        axis.bar(left, 100 * np.asarray(row), width, color=colours)
+        if len(shares) > 1:
+            axis.plot([], [], "s", color=COLOURS[number], label=group)
+    if dropped is not None and np.any(dropped):
+        bottom = 100 * np.asarray(next(iter(shares.values())))
+        style = {"color": "none", "edgecolor": COLOURS[5], "hatch": "////"}
+        height = 100 * np.asarray(dropped)
+        style |= {"linewidth": 0.6, "label": "dropped"}
+        axis.bar(positions, height, width, bottom=bottom, **style)
+    if len(shares) == 1 and len({*types}) > 1:
+        for name in dict.fromkeys(types):
+            axis.plot([], [], "s", color=_TYPES[name], label=name)
+    present = len(types) - types.count("pruned")
+    axis.axhline(100 / present, color=GREY, lw=1, ls="--", label="equal share")
+    if capacity is not None:
+        axis.axhline(100 * capacity, color=COLOURS[5], lw=1, label="capacity")
+    axis.set_xticks(_expert_ticks(len(types)))
+    axis.set_xlabel("expert", fontsize=8)
+    axis.set_ylabel("% of the work", fontsize=8)
+    plain_axis(axis, title)
+    # The legend goes above the bars.
+    axis.set_ylim(0, 1.28 * axis.get_ylim()[1])
+    axis.legend(
+        loc="upper left",
+        ncols=3,
+        fontsize=7,
+        frameon=False,
+        borderpad=0.1,
+        columnspacing=1.0,
+        handlelength=1.2,
+        handletextpad=0.4,
+    )
+    figure.tight_layout(pad=0.4)
+    return figure
+
+
+def draw_load_map(shares: Any, names: list[str], title: str) -> Any:
+    """Draws the shares of the experts of all layers, in units of an equal share."""
+    num_experts = max(len(row) for row in shares)
+    values = np.full((len(shares), num_experts), np.nan)
+    for line, row in zip(values, shares):
+        line[: len(row)] = np.asarray(row) * np.isfinite(row).sum()
+    # The words next to the scale take an inch.
+    height = 0.75 + max(0.17 * len(shares), 1.0)
+    ticks = _expert_ticks(num_experts)
+    return _draw_map(values, names, height, ticks, ticks, "times equal share", title)
+
+
+def draw_class_map(work: Any, names: list[str], title: str) -> Any:
+    """Draws the work of experts by class, in units of the average class.
+
+    Experts are in the order of the classes that use them most, and those without work
+    are last.
+    """
+    work = np.asarray(work)
+    known = np.where(np.isnan(work), -1.0, work)
+    favourite = np.where(known.max(axis=0) < 0, len(work), known.argmax(axis=0))
+    order = np.lexsort((-known.max(axis=0), favourite))
+    ticks, label = np.arange(len(order)), "expert"
+    if len(order) > _NUM_TICKS:
+        ticks, label = ticks[:0], "experts, by the class that uses them most"
+    height = 0.95 + max(0.16 * len(names), 0.6)
+    names = [shortened(name, 18) for name in names]
+    unit = "times the average class"
+    figure = _draw_map(
+        work[:, order], names, height, ticks, order[ticks], unit, title, label
+    )
+    figure.axes[0].set_ylabel("class", fontsize=8)
+    figure.tight_layout(pad=0.4)
+    return figure
+
+
+def _draw_map(values, names, height, ticks, labels, unit, title, label="expert"):
+    """Draws a map of experts, and a scale from 0 to three times of a unit."""
+    figure = new_figure(figsize=(3.5, height))
+    axis = figure.subplots()
+    image = axis.pcolormesh(values, **_MAP)
+    axis.invert_yaxis()
+    axis.set_xticks(np.asarray(ticks) + 0.5, labels)
+    axis.set_yticks(np.arange(len(names)) + 0.5, names, parse_math=False)
+    axis.set_xlabel(label, fontsize=8)
+    bar = figure.colorbar(image, ax=axis, extend="max", ticks=[0, 1, 2, 3])
+    bar.set_label(unit, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    plain_axis(axis, title)
+    figure.tight_layout(pad=0.4)
+    return figure
+
+
+def _expert_ticks(num_experts):
+    """The numbers of experts that fit on an axis."""
+    most = _NUM_TICKS if num_experts <= 10 else 9
+    steps = (1, 2, 4, 5, 8, *range(10, num_experts + 10, 10))
+    step = next(x for x in steps if num_experts <= x * most or x >= num_experts)
+    return np.arange(num_experts)[::step]
+
+
+def draw_class_heat(
+    values: Any,
+    experts: Any,
+    class_names: list[str],
+    label: str,
+    diverging: bool = False,
+) -> Any:
+    """Draws a number for each expert and class (experts, classes), by colour."""
+    values = np.asarray(values, float)
+    names = [shortened(name, 12) for name in class_names]
+    longest = max(map(len, names))
+    height = 1.15 + 0.2 * len(values) + (0.07 * longest if longest > 2 else 0.1)
+    figure = new_figure(figsize=(_WIDTH, height), dpi=110)
+    axis = figure.subplots()
+    top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
+    limits = {"vmin": 0, "vmax": top, "cmap": "viridis"}
+    if diverging:
+        limits = {"vmin": -top, "vmax": top, "cmap": "PuOr_r"}
+    heat = axis.imshow(values, aspect="auto", **limits)
+    style = {"fontsize": 7, "parse_math": False}
+    rotation = 90 if longest > 2 else 0
+    axis.set_xticks(range(len(names)), names, rotation=rotation, **style)
+    axis.set_yticks(range(len(values)), list(map(str, experts)), **style)
+    axis.set_ylabel("expert", fontsize=8)
+    axis.set_xlabel("class", fontsize=8)
+    axis.tick_params(length=0)
+    bar = figure.colorbar(heat, ax=axis, orientation="horizontal", location="top")
+    bar.set_label(label, fontsize=8)
+    bar.locator.set_params(nbins=5)
+    bar.update_ticks()
+    bar.ax.tick_params(labelsize=7)
+    figure.tight_layout()
+    return figure
+
+
+class Line(NamedTuple):
+    """A line of `draw_depth`: values by layer, with a band around them or None."""
+
+    layers: list[int]
+    values: Any
+    band: Any = None
+    colour: int = 0
+    style: int = 0
+
+
+def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
+    """Draws figures in [0, 1] of layers over the depth."""
+    figure = new_figure(figsize=(3.5, 2.6))
+    axis = figure.subplots()
+    for name, line in lines.items():
+        style = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": COLOURS[line.colour]}
+        style |= {"linestyle": _STYLES[line.style], "label": name}
+        axis.plot(line.layers, line.values, **style)
+        if line.band is not None:
+            colour = COLOURS[line.colour]
+            axis.fill_between(line.layers, *line.band, color=colour, alpha=0.2, lw=0)
+    numbers = [name.removeprefix("block_") for name in names]
+    is_short = all(number.isdigit() for number in numbers)
+    step = -(-len(names) // 14)
+    texts = (numbers if is_short else names)[::step]
+    turned = {} if is_short or len(texts) < 3 else {"rotation": 90}
+    axis.set_xticks(np.arange(len(names))[::step], texts, parse_math=False, **turned)
+    axis.set_xlim(-0.4, len(names) - 0.6)
+    axis.set_xlabel("block" if is_short else "layer", fontsize=8)
+    axis.set_ylabel(label, fontsize=8)
+    axis.set_ylim(0, 1.04)
+    plain_axis(axis)
+    axis.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
+    if len(lines) > 1:
+        axis.legend(
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            ncols=2,
+            fontsize=7.5,
+            frameon=False,
+            borderaxespad=0.2,
+            handlelength=2.6,
+            columnspacing=1.0,
+        )
+    figure.tight_layout(pad=0.4)
+    return figure
+
+
+def draw_queues(
+    counts: Any, edges: Any, names: list[str], types: list[str], capacity: str
+) -> Any:
+    """Draws the positions of tokens in queues (L, types, Q), a panel for each layer."""
+    counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
+    layers = evenly_spaced(len(counts), MAX_PANELS)
+    figure, axes = _panels(len(layers))
+    for axis, layer in zip(axes, layers):
+        share = counts[layer] / max(counts[layer].sum(), 1.0)
+        top = max(share.sum(axis=0).max(), 1e-9)
+        axis.axvspan(1.0, edges[-1], color=GREY, alpha=0.18, linewidth=0)
+        below = np.zeros(len(edges) - 1)
+        for colour, row in zip(COLOURS, share):
+            above = below + row
+            # One path for all positions.
+            style = {"baseline": below, "fill": True, "linewidth": 0}
+            axis.stairs(above, edges, color=colour, **style)
+            below = above
+        axis.axvline(1.0, color="black", linewidth=1.0, linestyle="--")
+        axis.set_xlim(edges[0], edges[-1])
+        axis.set_ylim(0, 1.08 * top)
+        axis.set_xticks(np.arange(edges[0], edges[-1] + 1e-6))
+        _style(axis, names[layer])
+    words = f"position in the queue, in capacities (line: {capacity})"
+    _legend(figure, [*zip(types, COLOURS)], words)
+    return figure
+
+
+def draw_modalities(
+    counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
+) -> Any:
+    """Draws each modality's choices of each expert, and their drops, by layer.
+
+    `counts` has (2, E) by modality: choices, and those that are dropped.
+    """
+    figure, axes = _panels(len(counts))
+    for axis, own, room, name in zip(axes, counts, capacities, names):
+        experts = np.arange(len(room))
+        served = [(choices - dropped, 1.0) for choices, dropped in own.values()]
+        parts = [*served, *((dropped, 0.35) for _, dropped in own.values())]
+        total = sum(part.sum() for part, _ in parts) or 1.0
+        below = np.zeros(len(room))
+        for (part, alpha), colour in zip(parts, COLOURS[: len(own)] * 2):
+            style = {"color": colour, "alpha": alpha, "linewidth": 0}
+            axis.bar(experts, part / total, 0.85, below, **style)
+            below = below + part / total
+        ends, style = (experts - 0.5, experts + 0.5), {"linewidth": 1.0}
+        room = np.asarray(room) / total
+        axis.hlines(room, *ends, color="black", linestyle="--", **style)
+        _style(axis, name)
+        axis.set_xticks(experts[:: max(len(experts) // 8, 1)])
+    modalities = list(dict.fromkeys(name for own in counts for name in own))
+    words = "expert (pale: dropped; line: capacity; all choices are 100%)"
+    _legend(figure, [*zip(modalities, COLOURS)], words)
+    return figure
+
+
+def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
+    """Draws the largest gates of served and of dropped tokens, by layer."""
+    served, dropped = (np.asarray(x, "float64") for x in (served, dropped))
+    layers = evenly_spaced(len(served), MAX_PANELS)
+    figure, axes = _panels(len(layers))
+    types = [("served", COLOURS[0]), ("dropped by all its experts", COLOURS[5])]
+    for axis, layer in zip(axes, layers):
+        for counts, (_, colour) in zip((served[layer], dropped[layer]), types):
+            if counts.sum():
+                share = counts / counts.sum()
+                axis.stairs(share, edges, fill=True, color=colour, alpha=0.3)
+                axis.stairs(share, edges, color=colour, linewidth=1.2)
+        axis.set_xlim(edges[0], edges[-1])
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(np.linspace(edges[0], edges[-1], 3))
+        _style(axis, names[layer])
+    _legend(figure, types, "largest gate of the token (each group is 100%)")
+    return figure
+
+
+def draw_positions(shares: Any, names: list[str]) -> Any:
+    """Draws how often the patch at each position of images is dropped, by layer."""
+    shares = np.asarray(shares, "float64")
+    layers = evenly_spaced(len(shares), MAX_PANELS)
+    columns = min(len(layers), 4)
+    figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.45)
+    top = max(float(shares.max()), 0.01)
+    for axis, layer in zip(axes, layers):
+        image = axis.imshow(shares[layer], cmap="viridis", vmin=0.0, vmax=top)
+        axis.set_axis_off()
+        name = shortened(names[layer], 18)
+        axis.set_title(name, fontsize=7, pad=4, parse_math=False)
+    figure.subplots_adjust(left=0.02, right=0.98, wspace=0.08)
+    height = figure.get_size_inches()[1]
+    area = figure.add_axes((0.2, 0.3 / height, 0.6, 0.08 / height))
+    bar = figure.colorbar(
+        image, cax=area, orientation="horizontal", format=_percent(".3g")
+    )
+    bar.outline.set_visible(False)
+    bar.locator = _ticks()
+    bar.ax.tick_params(labelsize=7, length=2)
+    return figure
+
+
+def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) -> Any:
+    """Draws the share of dropped tokens by capacity factor, a line for each layer."""
+    shares = np.asarray(shares, "float64")
+    layers = evenly_spaced(len(shares), len(COLOURS))
+    figure = new_figure(figsize=(_WIDTH, 2.5))
+    axis = figure.subplots()
+    rows = math.ceil(len(layers) / 3)
+    figure.subplots_adjust(0.13, 0.17, 0.97, 1 - (0.06 + 0.19 * rows) / 2.5)
+    for colour, layer in zip(COLOURS, layers):
+        style = {"marker": ".", "markersize": 4, "linewidth": 1.3, "color": colour}
+        label = shortened(names[layer], 18)
+        axis.plot(factors, shares[layer], label=label, **style)
+    for factor in marked:
+        axis.axvline(factor, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xlim(0, max(factors))
+    axis.set_ylim(0, max(1.05 * shares.max(), 0.01))
+    axis.set_xlabel("capacity factor", fontsize=8)
+    _style(axis, None)
+    axis.yaxis.set_major_formatter(_percent(".3g"))
+    style = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
+    _without_math(figure.legend(loc="upper center", **style))
+    return figure
+
+
+def _panels(count, height=1.15, columns=2, legend=0.42):
+    """A figure with panels, and room in inches for a legend below them."""
+    columns = max(min(count, columns), 1)
+    rows = max(math.ceil(count / columns), 1)
+    total = rows * (height + 0.35) + legend
+    figure = new_figure(figsize=(_WIDTH, total))
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes[count:]:
+        axis.remove()
+    figure.subplots_adjust(
+        left=0.1,
+        right=0.96,
+        bottom=(legend + 0.2) / total,
+        top=1 - 0.2 / total,
+        wspace=0.28,
+        hspace=0.36 / height,
+    )
+    return figure, axes[:count]
+
+
+def _style(axis, title):
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=7, length=2)
+    axis.yaxis.set_major_locator(_ticks())
+    axis.yaxis.set_major_formatter(_percent(".0f"))
+    if title is not None:
+        title = shortened(title, 18)
+        axis.set_title(title, fontsize=7, pad=3, parse_math=False)
+
+
+def _percent(digits):
+    return lambda value, _: f"{100 * value:{digits}}%"
+
+
+def _ticks():
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(4)
+
+
+def _legend(figure, types, words):
+    """Words for the horizontal axis, and a legend below them."""
+    from matplotlib.patches import Patch
+
+    height = figure.get_size_inches()[1]
+    figure.text(0.5, 0.24 / height, words, ha="center", va="bottom", fontsize=7)
+    handles = [Patch(color=colour, label=name) for name, colour in types]
+    style = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
+    legend = figure.legend(
+        handles=handles, loc="lower center", handlelength=1.0, **style
+    )
+    _without_math(legend)
+
+
+def _without_math(legend):
+    """Shows names with dollar signs as they are."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)

@@ -1,0 +1,332 @@
+"""Markup that sections write: sprites, maps and chips, and routing for the script.
+
+All untrusted texts are escaped. Maps are drawn in patches of `CELL` units; colours
+repeat, so each patch has the number of its expert, too.
+
+Axes: N tokens, E experts, K entries that are kept of each token, R rows, C columns,
+T height and width of a tile.
+"""
+
+import base64
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup, escape
+
+COLOURS = 8
+CELL = 10
+# Levels of the opacity of a heat map, each of which is one path.
+_LEVELS = 5
+_SMALLEST_TILE = 12
+_GAP = 1
+# A packed entry is an unsigned integer: the expert above, then one bit for whether the
+# expert serves the token, then the value as a fraction of the largest.
+VALUE_BITS = 15
+_LARGEST = 2**VALUE_BITS - 1
+
+
+# Sprites: small images in one picture, with words next to its rows.
+
+
+def drawable(image: np.ndarray) -> np.ndarray:
+    """An image with one channel or three; others have the mean of their channels."""
+    if image.shape[-1] in (1, 3):
+        return image
+    return image.mean(axis=-1, keepdims=True)
+
+
+def tile_of(image: Any, size: int) -> np.ndarray:
+    """An image as a square tile of a sprite."""
+    image = np.asarray(image, "float32")
+    if image.ndim != 3 or not image.size:
+        raise ValueError(
+            f"Expected an image (height, width, channels); received: "
+            f"shape={image.shape}"
+        )
+    image = drawable(image)
+    pixels = np.clip(np.nan_to_num((image + 1.0) * 127.5), 0.0, 255.0)
+    pixels = np.broadcast_to(np.round(pixels), (*image.shape[:2], 3)).astype("uint8")
+    is_smaller = max(image.shape[:2]) > size
+    pillow = _pillow()
+    # Pixels of digits stay squares, and large images are averaged.
+    method = pillow.Resampling.BOX if is_smaller else pillow.Resampling.NEAREST
+    return np.asarray(pillow.fromarray(pixels).resize((size, size), method))
+
+
+def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.ndarray:
+    """A patch as a tile, in the middle of its dimmed surroundings."""
+    image = np.asarray(image, "float32")
+    height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
+    row, column = divmod(int(index), grid[1])
+    margins = (height + 1) // 2, (width + 1) // 2
+    top, left = row * height, column * width
+    # Grey beyond the image's edge.
+    padded = np.pad(image, [(m, m) for m in margins] + [(0, 0)])
+    area = padded[top : top + height + 2 * margins[0]]
+    area = area[:, left : left + width + 2 * margins[1]]
+    tile = tile_of(area, size).astype("float32")
+    inside = np.zeros(tile.shape[:2], bool)
+    edges = [
+        round(size * margin / (length + 2 * margin))
+        for margin, length in zip(margins, (height, width))
+    ]
+    inside[edges[0] : size - edges[0], edges[1] : size - edges[1]] = True
+    # Dimmed to a grey that is neither black nor white.
+    dimmed = 0.35 * tile + 0.65 * 128.0
+    return np.where(inside[..., None], tile, dimmed).astype("uint8")
+
+
+def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
+    """Tiles (R, C, T, T, 3 or 4) as one picture: its data URI, width and height.
+
+    The picture is WebP if Pillow has it, else PNG. Its quality and then the size of
+    its tiles fall until it is small enough.
+    """
+    tiles = np.asarray(tiles)
+    if tiles.ndim != 5 or tiles.shape[-1] not in (3, 4) or not tiles.size:
+        raise ValueError(
+            "Expected tiles (rows, columns, size, size, 3 or 4), at least one; "
+            f"received: shape={tiles.shape}"
+        )
+    pillow = _pillow()
+    from PIL import features
+
+    sheet = pillow.fromarray(_sheet(tiles))
+    full, size = sheet.size, tiles.shape[2]
+    kind = "webp" if features.check("webp") else "png"
+    while True:
+        for quality in (85, 65, 45) if kind == "webp" else (None,):
+            content = io.BytesIO()
+            options = {"quality": quality, "method": 4} if quality else {}
+            sheet.save(content, kind, **options)
+            if content.tell() <= max_bytes:
+                break
+        if content.tell() <= max_bytes or size <= _SMALLEST_TILE:
+            break
+        size = size * 3 // 4
+        scale = size / tiles.shape[2]
+        shape = [max(round(length * scale), 1) for length in full]
+        sheet = pillow.fromarray(_sheet(tiles)).resize(shape, pillow.Resampling.BOX)
+    text = base64.b64encode(content.getvalue()).decode("ascii")
+    return f"data:image/{kind};base64,{text}", *full
+
+
+def sprite_figure(
+    tiles: Any, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
+) -> Markup:
+    """A sprite with a name next to each row."""
+    if len(names) != len(tiles):
+        raise ValueError(
+            f"Expected a name for each of {len(tiles)} rows; received: {len(names)}"
+        )
+    uri, width, height = sprite(tiles, max_bytes)
+    rows = Markup("").join(Markup("<span>{}</span>").format(name) for name in names)
+    return Markup(
+        '<figure class="sprite"><div><div class="rows" aria-hidden="true">{}</div>'
+        '<img src="{}" alt="{}" width="{}" height="{}"></div>'
+        "<figcaption>{}</figcaption></figure>"
+    ).format(rows, uri, alt, width, height, caption)
+
+
+def _sheet(tiles):
+    """All tiles in one array, with a transparent gap between them."""
+    rows, columns, size, _, channels = tiles.shape
+    step = size + _GAP
+    sheet = np.zeros((rows * step - _GAP, columns * step - _GAP, 4), "uint8")
+    for row in range(rows):
+        for column in range(columns):
+            area = sheet[row * step :, column * step :][:size, :size]
+            area[..., 3] = 255
+            area[..., :channels] = tiles[row, column]
+    return sheet
+
+
+def _pillow():
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "Reports need Pillow: pip install 'keras-moe[report]'"
+        ) from error
+    return Image
+
+
+# Maps over an image, and chips of words.
+
+
+def expert_map(
+    experts: np.ndarray, grid: tuple[int, int], image: str | None, title: str
+) -> Markup:
+    """A map of the expert of each patch, over the image."""
+    paths, numbers = Markup(), Markup()
+    for expert, patches in _patches_by_value(experts).items():
+        if expert >= 0:
+            paths += Markup('<path class="c{}" d="{}"/>').format(
+                expert % COLOURS, _squares(patches, grid[1])
+            )
+    for row in range(grid[0]):
+        of_row = experts[row * grid[1] : (row + 1) * grid[1]]
+        numbers += Markup('<text y="{}">{}</text>').format(
+            CELL * row + 7,
+            Markup().join(
+                Markup('<tspan x="{}">{}</tspan>').format(
+                    CELL * column + CELL // 2, expert if expert >= 0 else "x"
+                )
+                for column, expert in enumerate(of_row.tolist())
+            ),
+        )
+    alt = f"{title}: {_counts_in_words(experts)}"
+    return _map_figure(grid, image, paths + numbers, alt, title)
+
+
+def heat_map(
+    values: np.ndarray, grid: tuple[int, int], image: str | None, title: str
+) -> Markup:
+    """A map of each patch's share in one expert's slots, over the image."""
+    largest = max(float(values.max(initial=0.0)), 1e-9)
+    levels = np.rint(values / largest * _LEVELS).astype(int)
+    paths = Markup()
+    for level, patches in _patches_by_value(levels).items():
+        if level > 0:
+            paths += Markup('<path class="h{}" d="{}"/>').format(
+                level, _squares(patches, grid[1])
+            )
+    row, column = divmod(int(values.argmax()), grid[1])
+    alt = f"{title}, on the patch of row {row + 1}, column {column + 1}"
+    return _map_figure(grid, image, paths, alt, title)
+
+
+def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
+    """The words of a caption with the expert of each."""
+    chips = Markup(" ").join(
+        Markup('<span class="chip {}">{}<sub>{}</sub></span>').format(
+            f"c{expert % COLOURS}" if expert >= 0 else "none",
+            word,
+            expert if expert >= 0 else "x",
+        )
+        for word, expert in zip(words, experts.tolist())
+    )
+    return Markup('<p class="chips"><b>{}</b> {}</p>').format(title, chips)
+
+
+def legend(names: Sequence[str]) -> Markup:
+    """The colours of experts, by their names."""
+    shown = names[: 2 * COLOURS]
+    chips = Markup(" ").join(
+        Markup('<span class="chip c{}">{}</span>').format(expert % COLOURS, name)
+        for expert, name in enumerate(shown)
+    )
+    if len(names) > len(shown):
+        chips += escape(f" and so on to {len(names) - 1}")
+    return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
+
+
+def _counts_in_words(experts):
+    """How many patches each expert has, such as "expert 3: 5 patches"."""
+    counts = Counter(experts.tolist())
+    dropped = counts.pop(-1, 0)
+
+    def patches(number):
+        return f"{number} patch{'' if number == 1 else 'es'}"
+
+    texts = [f"expert {e}: {patches(number)}" for e, number in counts.most_common()]
+    if dropped:
+        texts.append(f"{patches(dropped)} without an expert")
+    return ", ".join(texts)
+
+
+def _map_figure(grid, image, content, alt, title):
+    picture = Markup("")
+    if image is not None:
+        picture = Markup('<use href="#{}"/>').format(image)
+    return Markup(
+        '<figure class="map"><svg viewBox="0 0 {} {}" role="img" aria-label="{}">'
+        "{}{}</svg><figcaption>{}</figcaption></figure>"
+    ).format(CELL * grid[1], CELL * grid[0], alt, picture, content, title)
+
+
+def _patches_by_value(values):
+    """The indices of each value, in the order of the values."""
+    return {
+        value: np.flatnonzero(values == value) for value in sorted({*values.tolist()})
+    }
+
+
+def _squares(patches, columns):
+    """A path of patches, in which neighbours in a row are one rectangle."""
+    path, runs = "", []
+    for patch in patches.tolist():
+        row, column = divmod(patch, columns)
+        if runs and runs[-1][0] == row and sum(runs[-1][1:]) == column:
+            runs[-1][2] += 1
+        else:
+            runs.append([row, column, 1])
+    for row, column, width in runs:
+        across = CELL * width
+        path += f"M{CELL * column} {CELL * row}h{across}v{CELL}h-{across}z"
+    return path
+
+
+# Routing of single examples, packed for the page's script.
+
+
+class TokenRouting(NamedTuple):
+    """The experts of one example's tokens in one layer.
+
+    Attributes:
+        values: (N, E), gates; of soft routers, a token's share of an expert's slots,
+            which sum to 1 over tokens; of muMoE, coefficients.
+        served: boolean (N, E), whether the expert has a part in the token's output.
+        weights: (N, E), weights of the experts in the token's output.
+    """
+
+    values: np.ndarray
+    served: np.ndarray
+    weights: np.ndarray
+
+    def heaviest(self) -> np.ndarray:
+        """(N,), the expert of largest weight, or -1 of a token that none serves."""
+        best = np.where(self.served, self.weights, -np.inf).argmax(axis=-1)
+        return np.where(self.served.any(axis=-1), best, -1)
+
+
+def token_routing(record: Any, kind: str, index: int) -> TokenRouting:
+    """The routing of one example."""
+    gates, dispatched, combined = (
+        np.array(x[index], "float32")
+        for x in (record.gates, record.dispatched, record.combined)
+    )
+    if kind == "soft":
+        slots = np.maximum(dispatched.sum(axis=0, keepdims=True), 1e-9)
+        return TokenRouting(dispatched / slots, np.ones(gates.shape, bool), combined)
+    if kind == "mumoe":
+        return TokenRouting(gates, gates > 0, gates)
+    return TokenRouting(gates, dispatched > 0, combined)
+
+
+def pack(routing: TokenRouting, kept: int) -> dict:
+    """The routing as JSON: K entries by token, the heaviest first."""
+    values, kept = np.nan_to_num(routing.values), min(kept, routing.values.shape[-1])
+    largest = float(max(values.max(initial=0.0), 1e-9))
+    # Those that serve by weight, then the others by value.
+    rank = np.where(routing.served, routing.weights, values)
+    order = np.lexsort((-rank, ~routing.served), axis=-1)[:, :kept]
+    parts = np.clip(np.take_along_axis(values, order, axis=-1) / largest, 0, 1)
+    served = np.take_along_axis(routing.served, order, axis=-1)
+    entries = np.rint(parts * _LARGEST).astype("<u4")
+    entries |= served.astype("<u4") << np.uint32(VALUE_BITS)
+    entries |= order.astype("<u4") << np.uint32(VALUE_BITS + 1)
+    text = base64.b64encode(entries.astype("<u4").tobytes()).decode("ascii")
+    return {"entries": text, "largest": round(largest, 6)}
+
+
+def json_script(name: str, data: Any) -> Markup:
+    """Data for the page's script, in which no text can end the element."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return Markup('<script type="application/json" id="{}">{}</script>').format(
+        name, Markup(text)
+    )

@@ -1,0 +1,244 @@
+"""The model that is reported on, with a description of each of its routing records.
+
+Axes: E experts, K selected experts.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.usage import masks_padding
+
+IMAGE, TEXT = "image", "text"
+# The type of experts that a pruned layer has lost, or whose position is empty.
+PRUNED = "pruned"
+# No encoding of a file can write halves of a surrogate pair.
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Block(NamedTuple):
+    """A routing record of the model.
+
+    Attributes:
+        key: key of `model.routing`, such as `"block_1"`, `"image/block_3"` or `"head"`.
+        block: name of its layer, without a modality if both share it: `"block_3"` of a
+            shared trunk, `"image/block_3"` of a separate tower.
+        modality: modality of its tokens, `"image"` or `"text"`.
+        kind: one of `"token_choice"`, `"expert_choice"`, `"soft"` and `"mumoe"`.
+        expert_types: type of each of the E experts of the record: `"ffn"`, in MoE++
+            `"zero"`, `"copy"` or `"constant"`, and `"pruned"` for those that are gone.
+        num_selected_experts: K of token choice, or None.
+        capacity_factor: capacity factor at inference, or None if nothing is dropped.
+        group_size: number of tokens that are routed together at inference; None if
+            each example is a group.
+        training_capacity_factor: capacity factor in training, or None.
+        pruning: method by which experts are pruned, as in
+            `keras_moe.analysis.prune_experts`, or None.
+        routes_padding: whether padding is routed like any other token, and uses
+            capacity.
+    """
+
+    key: str
+    block: str
+    modality: str
+    kind: str
+    expert_types: tuple[str, ...]
+    num_selected_experts: int | None = None
+    capacity_factor: float | None = None
+    group_size: int | None = None
+    training_capacity_factor: float | None = None
+    pruning: str | None = None
+    routes_padding: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether experts serve only some of the tokens."""
+        return self.kind in ("token_choice", "expert_choice")
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.expert_types)
+
+    @property
+    def is_present(self) -> np.ndarray:
+        """Boolean (E,), False for pruned experts."""
+        return np.array([name != PRUNED for name in self.expert_types])
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether it routes tokens: neither a head, nor the channels of a mixer."""
+        return self.key != "head" and not self.key.endswith("/token_mixer")
+
+    @property
+    def short_key(self) -> str:
+        """The key without a modality."""
+        return self.key.removeprefix(f"{self.modality}/")
+
+    def expert_name(self, expert: int) -> str:
+        """The number of an expert, with its type if it is no FFN.
+
+        Args:
+            expert: number of the expert.
+        """
+        name = self.expert_types[expert]
+        return f"{expert}" if name == "ffn" else f"{expert} {name}"
+
+
+class ReportedModel(NamedTuple):
+    """The model that is reported on.
+
+    Attributes:
+        keras_model: model with `routing`.
+        name: name for titles; untrusted text, to be escaped.
+        blocks: its routing records by key, in order of depth.
+        grid: numbers of patches down and across, or None without images.
+        class_names: names of the classes of labels, or None if they have none;
+            untrusted text, to be escaped.
+        modalities: modalities of its inputs, `"image"`, `"text"`, or both.
+    """
+
+    keras_model: Any
+    name: str
+    blocks: dict[str, Block]
+    grid: tuple[int, int] | None
+    class_names: tuple[str, ...] | None
+    modalities: tuple[str, ...]
+
+    @property
+    def backbone(self) -> Any:
+        """The backbone of the model, or the model itself."""
+        return getattr(self.keras_model, "backbone", self.keras_model)
+
+    def by_layer(self) -> dict[str, dict[str, Block]]:
+        """The records of each layer by modality, in order of depth.
+
+        A layer that both modalities share has two.
+        """
+        layers = {}
+        for block in self.blocks.values():
+            layers.setdefault(block.block, {})[block.modality] = block
+        return layers
+
+    def of_tokens(self, modality: str) -> list[Block]:
+        """The records whose tokens are patches, or words.
+
+        Args:
+            modality: `"image"` or `"text"`.
+        """
+        if modality == IMAGE and self.grid is None:
+            return []
+        blocks = self.blocks.values()
+        return [x for x in blocks if x.is_of_tokens and x.modality == modality]
+
+    def class_name(self, label: int) -> str:
+        """The name of a class, or its number.
+
+        Args:
+            label: number of the class.
+        """
+        names = self.class_names or ()
+        return names[label] if label < len(names) else str(label)
+
+
+def reported_model(
+    model: Any, name: str | None = None, class_names: Any = None
+) -> ReportedModel:
+    """Describes a Keras model for a report."""
+    if not getattr(model, "routing", None):
+        raise ValueError(
+            "Expected a model with experts, whose `routing` has their records; "
+            f"received: {type(model).__name__} without"
+        )
+    backbone = getattr(model, "backbone", model)
+    inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
+    takes = {IMAGE: "images" in inputs, TEXT: "token_ids" in inputs}
+    default = IMAGE if takes[IMAGE] else TEXT
+    if class_names is None:
+        preprocessor = getattr(model, "preprocessor", None)
+        class_names = getattr(preprocessor, "class_names", None)
+    return ReportedModel(
+        model,
+        _shown(model.name if name is None else name),
+        {key: _block(model, backbone, key, default) for key in model.routing},
+        _grid(backbone) if takes[IMAGE] else None,
+        None if class_names is None else tuple(map(_shown, class_names)),
+        tuple(modality for modality, is_taken in takes.items() if is_taken),
+    )
+
+
+def _shown(name):
+    """A name as pages, pictures and files can hold it."""
+    return shortened(plain_text(name if isinstance(name, bytes) else str(name)))
+
+
+def plain_text(text: Any) -> str:
+    """A text that files and pictures can hold."""
+    if isinstance(text, bytes):
+        return text.decode("utf-8", "replace")
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Expected texts; received: {text!r:.80}, {type(text).__name__}"
+        )
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """A text of bounded length, with an ellipsis if it was longer."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _grid(backbone):
+    """The grid of patches, if the model knows it."""
+    try:
+        return tuple(backbone.grid)
+    except (AttributeError, ValueError):
+        return None
+
+
+def _block(model, backbone, key, default):
+    modality, slash, _ = key.partition("/")
+    if not slash or modality not in (IMAGE, TEXT):
+        modality = default
+    num_experts = int(model.routing[key].dispatched.shape[-1])
+    block = Block(key, key, modality, "mumoe", ("ffn",) * num_experts)
+    if not block.is_of_tokens:
+        return block
+    layer = getattr(backbone.get_layer(key), "feed_forward", None)
+    router = getattr(layer, "router", None)
+    # The router of a muMoE gives coefficients, and `ablated` removes an expert.
+    if router is None or hasattr(layer, "ablated"):
+        return block
+    side = getattr(router, "side", None)
+    invariant = router.groups_per_example(False)
+    training_capacity_factor = getattr(router, "capacity_factor", None)
+    if getattr(router, "dropless", False):
+        training_capacity_factor = None
+    # The experts that a pruned layer keeps.
+    kept = getattr(router, "kept_experts", None)
+    if kept is None:
+        counts = router.expert_types._asdict()
+        types = tuple(name for name, count in counts.items() for _ in range(count))
+    else:
+        types = tuple("ffn" if e in kept else PRUNED for e in range(num_experts))
+    return block._replace(
+        block=_name_of(backbone, key, layer, model.routing),
+        kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
+        expert_types=types,
+        num_selected_experts=getattr(router, "num_selected_experts", None),
+        capacity_factor=None if side is None else router.limits(False)[0],
+        group_size=None if invariant else layer.group_size,
+        training_capacity_factor=training_capacity_factor,
+        pruning=None if kept is None else router.method,
+        routes_padding=modality == TEXT and not masks_padding(model, key),
+    )
+
+
+def _name_of(backbone, key, layer, keys):
+    """A layer's name, without a modality if both share it."""
+    modality, slash, name = key.partition("/")
+    other = f"{TEXT if modality == IMAGE else IMAGE}/{name}"
+    if slash and other in keys and backbone.get_layer(other).feed_forward is layer:
+        return name
+    return key

@@ -1,0 +1,330 @@
+"""The queues before the experts of each layer, at the capacity of training.
+
+Axes: B batch, N tokens, S group_size, E experts.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_moe.analysis.routing import expert_queues
+from keras_moe.ops import heterogeneous_capacity
+from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.section import Batch
+
+# A batch may become this many times as large, to make its groups whole.
+_MOST_TIMES = 4
+# Bytes of records from which groups are drawn.
+_BYTES = 1 << 26
+
+
+class ShuffledBatches:
+    """Batches of random examples, grouped as in training.
+
+    Data often come class by class, and similar tokens queue before the same experts.
+    Records wait until there are `_BYTES` of them; each batch is drawn from those that
+    wait.
+    """
+
+    def __init__(self, model: ReportedModel, batch_size: int, seed: int):
+        self.batch_size = batch_size
+        self._keys = [x.key for x in model.blocks.values() if x.is_sparse]
+        self._generator = np.random.default_rng(seed)
+        self._waiting, self._drawn, self._record = [], 0, None
+
+    def add(self, batch: Batch) -> Iterator[Batch]:
+        """Adds examples, and yields the batches that are drawn then."""
+        if not self._keys:
+            return
+        self._record = type(batch.routing[self._keys[0]])
+        for index in range(batch.size):
+            self._waiting.append(self._row(batch, index))
+        size = sum(x.nbytes for x in keras.tree.flatten(self._waiting[0]))
+        while len(self._waiting) >= max(_BYTES // size, 1) + self.batch_size:
+            yield self._draw()
+
+    def rest(self) -> Iterator[Batch]:
+        """The batches of all examples that wait; the last one may be smaller."""
+        while self._waiting:
+            yield self._draw()
+
+    def _row(self, batch, index):
+        """What queues need of an example, copied: no view keeps its whole batch."""
+        rows = {}
+        for key in self._keys:
+            record = batch.routing[key]
+            is_finite = batch.finite.get(key, np.ones(record.gates.shape[:2], bool))
+            parts = (record.affinity, record.gates, is_finite)
+            rows[key] = [x[index].copy() for x in parts]
+        masks = {x: np.array(y[index], bool) for x, y in batch.masks.items()}
+        return rows, masks
+
+    def _draw(self):
+        rows = []
+        for _ in range(min(self.batch_size, len(self._waiting))):
+            index = int(self._generator.integers(len(self._waiting)))
+            rows.append(self._waiting[index])
+            last = self._waiting.pop()
+            if index < len(self._waiting):
+                self._waiting[index] = last
+        records, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        routing, finite = {}, {}
+        for key, (affinity, gates, is_finite) in records.items():
+            # Queues read no other field.
+            fields = dict.fromkeys(self._record._fields, affinity)
+            routing[key] = self._record(**{**fields, "gates": gates})
+            finite[key] = is_finite
+        start, self._drawn = self._drawn, self._drawn + len(rows)
+        return Batch(start, None, None, None, masks, None, routing, None, finite, {})
+
+
+class Queues(NamedTuple):
+    """The queues before the experts of a layer in one batch.
+
+    Attributes:
+        positions: int32 (B, N, E), result of `expert_queues`.
+        group_tokens: number of tokens of a group, S.
+        counts: boolean (B, N), False for padding that is not routed.
+        gates: float32 (B, N), the largest gate of each token.
+        runs: slices of N by modality.
+        group_size: number of examples of a group.
+        left_out: number of examples of the batch that fill no group.
+    """
+
+    positions: np.ndarray
+    group_tokens: int
+    counts: np.ndarray
+    gates: np.ndarray
+    runs: dict[str, slice]
+    group_size: int
+    left_out: int
+
+
+class LayerQueues:
+    """The queues before the experts of one layer."""
+
+    def __init__(self, model: ReportedModel, blocks: list[Block]):
+        self.blocks = blocks
+        self.name = blocks[0].block
+        layer = model.backbone.get_layer(self.name).feed_forward
+        self.router, self._group_size = layer.router, layer.group_size
+        # Examples of a group, which the first batch decides.
+        self._examples = None
+        # A pruned layer has fewer experts than its record.
+        self.num_experts = layer.router.num_experts
+        self.selected = blocks[0].num_selected_experts
+        self.chooses = blocks[0].kind == "token_choice"
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """The capacity factor of training; None without, or with a fixed capacity."""
+        return getattr(self.router, "capacity_factor", None)
+
+    @property
+    def approximation(self) -> str | None:
+        """Why drops of a transport plan are approximate; None where gates decide.
+
+        A record has the plan of inference. The plan of training differs if its groups
+        or its capacity do.
+        """
+        affinity = getattr(self.router, "affinity", None)
+        if not hasattr(affinity, "iterations"):
+            return None
+        if not self.chooses and getattr(affinity, "sparse", False):
+            return (
+                "dropped tokens are approximate. A sparsity-constrained plan has as "
+                "many entries as the capacity, and the recorded one is that of "
+                "inference: a smaller capacity cuts it off, and a larger one takes "
+                "further tokens in the order of their affinity."
+            )
+        if self._group_size is None or self.blocks[0].group_size is not None:
+            return None
+        return (
+            "dropped tokens are approximate. The recorded transport plan is that of "
+            "inference, where each example is a group; training plans for groups of "
+            "several examples."
+        )
+
+    def read(self, batch: Batch) -> Queues:
+        """The queues of a batch, whose tokens compete as in training.
+
+        Successive examples fill groups. If the first batch is smaller than a group, it
+        stands for one; examples after the last whole group are left out. All sections
+        share the result.
+        """
+        return batch.once(("queues", self.name), lambda: self._read(batch))
+
+    def _read(self, batch):
+        records = [batch.routing[block.key] for block in self.blocks]
+        counts = np.concatenate([batch.routed_of(x) for x in self.blocks], axis=1)
+        runs, length = {}, 0
+        for block, record in zip(self.blocks, records):
+            tokens = record.affinity.shape[1]
+            runs[block.modality] = slice(length, length + tokens)
+            length += tokens
+        size = len(counts)
+        per_group, wanted = size, self.examples_of(length)
+        if wanted is not None:
+            self._examples = self._examples or min(wanted, size)
+            per_group = self._examples
+        used = size // per_group * per_group
+        affinity, gates = (
+            np.concatenate([getattr(record, field)[:used] for record in records], 1)
+            for field in ("affinity", "gates")
+        )
+        counts = counts[:used]
+        if getattr(self.router, "method", None) == "router_pred":
+            affinity = np.where(self._kept(), affinity, -np.inf)
+        positions = np.zeros(affinity.shape, "int32")
+        if used:
+            selected = self.selected if self.chooses else None
+            priority = self._priority(affinity.shape[:2], runs)
+            positions = expert_queues(affinity, selected, priority, per_group, counts)
+        tokens, left_out = per_group * length, size - used
+        largest = gates.max(axis=-1)
+        return Queues(positions, tokens, counts, largest, runs, per_group, left_out)
+
+    def examples_of(self, length: int) -> int | None:
+        """The number of examples whose tokens compete in training; None for a batch."""
+        if self._group_size is None:
+            return None
+        return max(self._group_size // length, 1)
+
+    def capacities(self, group_tokens: int, factor: float | None = None) -> np.ndarray:
+        """The capacity of each expert, integers (E,)."""
+        router, kept = self.router, self._kept()
+        if factor is None and getattr(router, "capacity", None) is not None:
+            return np.where(kept, min(router.capacity, group_tokens), 0)
+        factor = factor or self.capacity_factor or 1.0
+        # Expert choice hides its number, which its config has.
+        selected = router.get_config().get("num_selected_experts", 1)
+        types, multiple_of = router.expert_types, router.capacity_multiple_of
+        try:
+            if not types.zero_computation:
+                capacity = router.capacity_of(
+                    group_tokens, factor, selected, multiple_of
+                )
+                return np.where(kept, capacity, 0)
+            capacities = heterogeneous_capacity(
+                group_tokens,
+                types,
+                router.tau,
+                factor,
+                selected,
+                router.capacity_rounding,
+                multiple_of,
+            )
+        except ValueError:
+            # A single image is too small a group for this factor.
+            return kept.astype("int64")
+        return np.repeat(capacities, [types.ffn, types.zero_computation])
+
+    def _kept(self):
+        """The experts that serve any token, boolean (E,); pruning leaves some."""
+        experts = np.arange(self.num_experts)
+        return np.isin(experts, getattr(self.router, "kept_experts", experts))
+
+    def _priority(self, shape, runs):
+        priority = getattr(self.router, "priority", "first_come")
+        if isinstance(priority, str):
+            # Where training draws an order, any order is as good.
+            return "first_come" if priority == "shuffled" else priority
+        names = ("image", "text")
+        ranks = np.zeros(shape, "float32")
+        for rank, modality in enumerate(priority):
+            if (run := runs.get(names[modality])) is not None:
+                ranks[:, run] = rank
+        return ranks
+
+
+class Groups:
+    """The groups in which a section has read the queues of layers."""
+
+    def __init__(self, layers: list[LayerQueues]):
+        self.layers = layers
+        self._sizes, self._tokens, self._examples = {}, {}, 0
+        self._left_out = dict.fromkeys((layer.name for layer in layers), 0)
+
+    def add(self, layer: LayerQueues, queues: Queues) -> None:
+        """Adds a layer's queues of a batch."""
+        self._sizes.setdefault(layer.name, queues.group_size)
+        self._tokens[layer.name] = queues.group_tokens // queues.group_size
+        self._left_out[layer.name] += queues.left_out
+        if layer is self.layers[0]:
+            self._examples += len(queues.positions) + queues.left_out
+
+    def paragraphs(self) -> list[str]:
+        """Sentences on the groups, and on layers whose drops are approximate."""
+        alike = _names_by_text(
+            (layer.name, self._sentence(layer))
+            for layer in self.layers
+            if layer.name in self._sizes
+        )
+        if len(alike) == 1:
+            paragraphs = [text[0].upper() + text[1:] for text in alike]
+        else:
+            paragraphs = _named(alike)
+        texts = ((layer.name, layer.approximation) for layer in self.layers)
+        return paragraphs + _named(_names_by_text(x for x in texts if x[1]))
+
+    def _sentence(self, layer):
+        size, tokens = self._sizes[layer.name], self._tokens[layer.name]
+        wanted = layer.examples_of(tokens)
+        examples = "1 example" if size == 1 else f"{size:,} examples"
+        if wanted is None:
+            return f"training groups whole batches; here these have {examples}."
+        text = f"the tokens of {examples} compete, as in training."
+        if size < wanted:
+            text = (
+                f"the tokens of {examples} compete here, but of {wanted:,} in "
+                "training: raise batch_size to see that."
+            )
+        if left_out := self._left_out[layer.name]:
+            text += (
+                f" {left_out:,} of {self._examples:,} examples at the end fill no "
+                "group and are left out here."
+            )
+        return text
+
+
+def _names_by_text(pairs):
+    """The names of layers that have the same text, by text."""
+    names = {}
+    for name, text in pairs:
+        names.setdefault(text, []).append(name)
+    return names
+
+
+def _named(names_by_text):
+    return [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
+
+
+def whole_groups(model: ReportedModel, batch_size: int) -> int:
+    """A batch size close to another one in which groups of training are whole."""
+    sizes = set()
+    for layer in queues_of_layers(model, ("token_choice", "expert_choice")):
+        records = [model.keras_model.routing[block.key] for block in layer.blocks]
+        lengths = [record.dispatched.shape[1] for record in records]
+        if None not in lengths:
+            sizes.add(layer.examples_of(sum(lengths)))
+    sizes.discard(None)
+    largest, all_whole = max(sizes, default=1), math.lcm(*sizes)
+    if largest > batch_size:
+        return largest if largest <= _MOST_TIMES * batch_size else batch_size
+    step = all_whole if all_whole <= batch_size else largest
+    return batch_size // step * step
+
+
+def queues_of_layers(
+    model: ReportedModel, kinds: tuple[str, ...], modality: str | None = None
+) -> list[LayerQueues]:
+    """The queues of a model's layers, in order of depth."""
+    layers = []
+    for blocks in model.by_layer().values():
+        blocks = [block for block in blocks.values() if block.kind in kinds]
+        if blocks and (modality is None or modality in {x.modality for x in blocks}):
+            layers.append(LayerQueues(model, blocks))
+    return layers

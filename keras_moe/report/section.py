@@ -1,0 +1,414 @@
+"""A section of the report, and all that it reads and returns.
+
+Axes: B batch, N tokens, E experts, C capacity.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from keras_moe.checks import check_integer
+from keras_moe.report.model import Block, ReportedModel
+
+LEVELS = ("good", "notice", "problem")
+# Memory must not grow with the largest label: classes from this one on do not count.
+MAX_CLASSES = 1000
+# Nor with the vocabulary: a tokenizer has fewer words, and others do not count.
+MAX_WORDS = 65_536
+
+
+class Batch(NamedTuple):
+    """A batch of examples and the model's routing of them, as NumPy arrays.
+
+    Attributes:
+        start: number of its first example in the data.
+        images: float32 (B, height, width, channels) in [-1, 1], or None.
+        captions: B untrusted texts, to be escaped, or None.
+        words: strings of each caption's tokens, N of them, `""` for padding, or None.
+        masks: boolean (B, N) by modality, True for the tokens that count.
+        labels: integers (B,), or None. Negative ones have no class.
+        routing: `Routing` by key, float32 (B, N, E), with (B, N, E, C) for the logits
+            of soft routers; an image's class token comes first if there is one.
+        outputs: float32 (B, classes), the logits of a classifier, or None.
+        finite: boolean (B, N) by key, False for tokens whose record has NaN or
+            infinite numbers, for which `routing` has zeros. Keys without such tokens
+            are missing.
+        shared: results that several sections read, by name, or None; see `once`.
+    """
+
+    start: int
+    images: np.ndarray | None
+    captions: list[str] | None
+    words: list[list[str]] | None
+    masks: dict[str, np.ndarray]
+    labels: np.ndarray | None
+    routing: dict[str, Any]
+    outputs: np.ndarray | None
+    finite: dict[str, np.ndarray]
+    shared: dict[Any, Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return len(next(iter(self.routing.values())).dispatched)
+
+    def mask_of(self, block: Block) -> np.ndarray:
+        """Boolean (B, N), True for the rows of a record that count and are finite.
+
+        Args:
+            block: description of the record.
+        """
+        return self._tokens_of(block) & self.finite.get(block.key, True)
+
+    def routed_of(self, block: Block) -> np.ndarray:
+        """Boolean (B, N), True for rows that are routed and finite, with padding.
+
+        Args:
+            block: description of the record.
+        """
+        mask = self._tokens_of(block) | block.routes_padding
+        return mask & self.finite.get(block.key, True)
+
+    def num_broken(self, block: Block) -> int:
+        """The number of tokens of a record that are not finite.
+
+        Args:
+            block: description of the record.
+        """
+        is_finite = self.finite.get(block.key, np.True_)
+        return int((self._tokens_of(block) & ~is_finite).sum())
+
+    def _tokens_of(self, block):
+        """Boolean (B, N), False for padding."""
+        shape = self.routing[block.key].dispatched.shape[:2]
+        mask = self.masks.get(block.modality) if block.is_of_tokens else None
+        # Layers that merge tokens have other rows.
+        if mask is None or mask.shape != shape:
+            return np.ones(shape, bool)
+        return np.asarray(mask, bool)
+
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """A result that sections share, computed by the first that asks for it.
+
+        Args:
+            name: hashable name of the result.
+            make: function that computes it from the batch.
+        """
+        if self.shared is None:
+            return make()
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
+
+class Options(NamedTuple):
+    """Choices of a report that its sections read.
+
+    Attributes:
+        num_examples: number of random examples to show one by one.
+        top: number of the best of a kind to show, such as the patches of an expert.
+        capacities: capacity factors at which dropped tokens are shown.
+        seed: seed of the choice of examples, and of the groups that queue together.
+        examples: numbers of examples to show instead of random ones, counted from 0 in
+            the order of the data, or None.
+    """
+
+    num_examples: int = 6
+    top: int = 8
+    capacities: tuple[float, ...] = (1.0, 0.5, 0.25)
+    seed: int = 0
+    examples: tuple[int, ...] | None = None
+
+
+class Figure(NamedTuple):
+    """A picture of a section.
+
+    Successive figures stand side by side if there is room. Up to 3.6 inches fit a
+    phone; a wider one scrolls there.
+
+    Attributes:
+        drawing: a matplotlib figure.
+        alt: alternative text.
+        caption: text below it.
+        name: stem of its PNG file, unique in the report.
+    """
+
+    drawing: Any
+    alt: str
+    caption: str
+    name: str
+
+
+class Table(NamedTuple):
+    """A table of a section; cells are escaped, and empty columns are left out.
+
+    Attributes:
+        head: titles of the columns.
+        rows: cells by row: texts, numbers, or None for an empty one.
+        caption: text above it.
+    """
+
+    head: list[str]
+    rows: list[list[Any]]
+    caption: str
+
+
+class Html(NamedTuple):
+    """Custom markup of a section.
+
+    Attributes:
+        markup: `markupsafe.Markup`, in which every untrusted text is escaped.
+    """
+
+    markup: Any
+
+
+class Finding(NamedTuple):
+    """A finding in plain words.
+
+    Attributes:
+        level: `"good"`, `"notice"` or `"problem"`.
+        text: a sentence such as `"block_7: 3 of 32 experts get no token."`.
+    """
+
+    level: str
+    text: str
+
+
+class SectionContent(NamedTuple):
+    """The content of a section.
+
+    Attributes:
+        body: figures, tables, markup, and paragraphs as strings, in reading order.
+        data: JSON-serialisable figures, for `report.json`.
+        findings: findings, which the top of the page repeats.
+    """
+
+    body: list[Figure | Table | Html | str]
+    data: dict[str, Any]
+    findings: Sequence[Finding] = ()
+
+
+NO_TOKENS = SectionContent(["The data has no tokens that count."], {})
+
+
+class Section(ABC):
+    """A section of the report, which reads the data batch by batch.
+
+    Memory must not grow with the number of examples: a section keeps counts, the best
+    of a kind, or a few examples.
+
+    Args:
+        model: model that is reported on.
+        options: choices of the report.
+
+    Example:
+
+    >>> from keras_moe.report import Section, SectionContent
+    >>> class Count(Section):
+    ...     title, anchor, intro = "Examples", "examples", "Their number."
+    ...     count = 0
+    ...     def update(self, batch):
+    ...         self.count += batch.size
+    ...     def finish(self):
+    ...         data = {"examples": self.count}
+    ...         return SectionContent([f"{self.count} examples."], data)
+    """
+
+    title: ClassVar[str]
+    # The end of its address, and its key in report.json.
+    anchor: ClassVar[str]
+    # One or two sentences on how to read it.
+    intro: ClassVar[str]
+
+    def __init__(self, model: ReportedModel, options: Options):
+        self.model, self.options = model, options
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        """Whether the section says something about a model.
+
+        Args:
+            model: model that is reported on.
+        """
+        return True
+
+    def update(self, batch: Batch) -> None:  # noqa: B027
+        """Reads a batch.
+
+        Args:
+            batch: examples and their routing.
+        """
+
+    def update_queues(self, batch: Batch) -> None:  # noqa: B027
+        """Reads a batch of random examples, grouped as in training.
+
+        Args:
+            batch: only masks, affinities and gates, of the examples that `update` reads
+                in the order of the data.
+        """
+
+    @abstractmethod
+    def finish(self) -> SectionContent:
+        """Returns the content, after the last batch."""
+
+
+class LayerSection(Section):
+    """A section that counts by routing record, and has a table with a row for each.
+
+    `reads` chooses the records, `new_counts` makes an empty count, and `count` adds a
+    batch to it. `row` gives the cells below `head`.
+
+    Args:
+        model: model that is reported on.
+        options: choices of the report.
+
+    Example:
+
+    >>> from keras_moe.report import LayerSection, SectionContent
+    >>> class Tokens(LayerSection):
+    ...     title, anchor, intro = "Tokens", "tokens", "Tokens by layer."
+    ...     head = ("layer", "tokens")
+    ...     def new_counts(self, block):
+    ...         return [0]
+    ...     def count(self, counts, block, batch):
+    ...         counts[0] += int(batch.mask_of(block).sum())
+    ...     def row(self, block, counts):
+    ...         return [block.key, counts[0]]
+    ...     def finish(self):
+    ...         return SectionContent([self.table("Tokens by layer")], self.counts)
+    """
+
+    # Titles of the columns of its table.
+    head: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, model: ReportedModel, options: Options):
+        super().__init__(model, options)
+        self.blocks = {k: x for k, x in model.blocks.items() if self.reads(x)}
+        self.counts = {key: self.new_counts(x) for key, x in self.blocks.items()}
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        """Whether it reads any record of a model.
+
+        Args:
+            model: model that is reported on.
+        """
+        return any(map(cls.reads, model.blocks.values()))
+
+    @classmethod
+    def reads(cls, block: Block) -> bool:
+        """Whether the section counts a record.
+
+        Args:
+            block: description of the record.
+        """
+        return True
+
+    @abstractmethod
+    def new_counts(self, block: Block) -> Any:
+        """Makes an empty count, which `count` changes in place.
+
+        Args:
+            block: description of the record.
+        """
+
+    @abstractmethod
+    def count(self, counts: Any, block: Block, batch: Batch) -> None:
+        """Adds a batch to the counts of a record.
+
+        Args:
+            counts: result of `new_counts`.
+            block: description of the record.
+            batch: examples and their routing.
+        """
+
+    def update(self, batch: Batch) -> None:
+        """Counts a batch for each record.
+
+        Args:
+            batch: examples and their routing.
+        """
+        for key, block in self.blocks.items():
+            self.count(self.counts[key], block, batch)
+
+    def row(self, block: Block, counts: Any) -> list[Any]:
+        """The cells of a record.
+
+        Args:
+            block: description of the record.
+            counts: its counts.
+        """
+        raise NotImplementedError
+
+    def table(self, caption: str) -> Table:
+        """The table with a row for each record.
+
+        Args:
+            caption: text above it.
+        """
+        rows = [self.row(x, self.counts[key]) for key, x in self.blocks.items()]
+        return Table(list(self.head), rows, caption)
+
+
+class Reservoir:
+    """Keeps a few examples of one pass over data whose length is not known.
+
+    Every example has the same chance. The choice depends on the seed and the order of
+    the examples, not on how they are batched. `numbers` keeps the examples of these
+    numbers instead.
+    """
+
+    def __init__(
+        self, size: int, seed: int | None = 0, numbers: Iterable[int] | None = None
+    ):
+        self.size, self.seen = check_integer("size", size), 0
+        self._numbers = None if numbers is None else sorted(numbers)
+        self._generator = np.random.default_rng(seed)
+        self._slots: dict[int, tuple[int, Any]] = {}
+
+    @classmethod
+    def of_options(cls, options: Options) -> "Reservoir":
+        """The examples that a report shows one by one."""
+        size = options.num_examples if options.examples is None else 1
+        return cls(size, options.seed, options.examples)
+
+    def offer(self, count: int, take: Callable[[int], Any]) -> None:
+        """Offers the next examples; `take` gives one by its index among them."""
+        if self._numbers is not None:
+            for number in self._numbers:
+                if self.seen <= number < self.seen + count:
+                    self._slots[number] = (number, take(number - self.seen))
+            self.seen += count
+            return
+        for index, draw in enumerate(self._generator.random(count)):
+            slot = self.seen
+            if slot >= self.size:
+                slot = int(draw * (self.seen + 1))
+            if slot < self.size:
+                self._slots[slot] = (self.seen, take(index))
+            self.seen += 1
+
+    @property
+    def kept(self) -> dict[int, Any]:
+        """The examples that are kept, by their numbers, in the order of the data."""
+        return dict(sorted(self._slots.values(), key=lambda pair: pair[0]))
+
+
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most `most` evenly spaced indices of `range(count)`, ends included."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / max(most - 1, 1)) for index in range(most)]
+
+
+def file_name(name: str) -> str:
+    """A name as a part of a file's name: letters, digits and underscores."""
+    return "".join(x if x.isalnum() else "_" for x in name)
+
+
+def beyond_classes(number: int) -> str:
+    """A part of a sentence on examples of too many classes."""
+    return f"{number:,} of classes from number {MAX_CLASSES:,} on"

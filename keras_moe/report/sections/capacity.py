@@ -1,0 +1,421 @@
+"""What the capacity of training, or another one, drops: tokens, and patches of images.
+
+Axes: B batch, N tokens, E experts, T types of tokens, Q positions of a queue.
+"""
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import faded
+from keras_moe.analysis.routing import served_at
+from keras_moe.analysis.tokens import of_patches
+from keras_moe.report.figures import (
+    MAX_PANELS,
+    draw_drops,
+    draw_modalities,
+    draw_positions,
+    draw_priorities,
+    draw_queues,
+)
+from keras_moe.report.markup import drawable, sprite_figure, tile_of
+from keras_moe.report.model import ReportedModel
+from keras_moe.report.queues import Groups, queues_of_layers
+from keras_moe.report.section import (
+    NO_TOKENS,
+    Batch,
+    Figure,
+    Finding,
+    Html,
+    Section,
+    SectionContent,
+    Table,
+    evenly_spaced,
+)
+
+# From three capacities on all positions are one bin.
+_EDGES = np.linspace(0.0, 3.0, 25)
+_GATES = np.linspace(0.0, 1.0, 21)
+# The types of tokens, in the order of the counts below.
+_TYPES = ("image patches", "class token", "text tokens")
+_MANY_DROPS = 0.1
+_FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+_MOST_LAYERS = 4
+_TILE, _BYTES = 56, 90_000
+
+
+class _Counts:
+    """The counts of one layer."""
+
+    def __init__(self, num_experts, num_patches):
+        self.queues = np.zeros((3, len(_EDGES) - 1), "int64")
+        # By type of token: choices, those beyond the capacity, tokens, dropped tokens.
+        self.totals = np.zeros((3, 4), "int64")
+        # By range of gates: served and dropped tokens.
+        self.gates = np.zeros((2, len(_GATES) - 1), "int64")
+        self.gate_sums = np.zeros((3, 2))
+        # By expert: choices, and those beyond the capacity.
+        self.experts = np.zeros((2, num_experts), "int64")
+        # By position in images: tokens, and dropped ones.
+        self.patches = np.zeros((2, num_patches), "int64")
+        # By modality and expert: choices, and those beyond the capacity.
+        self.modalities = {}
+        # By expert: the capacities of all groups together.
+        self.room = np.zeros(num_experts, "int64")
+
+
+class Priorities(Section):
+    """The section on priorities."""
+
+    title = "Priorities and the capacity cut"
+    anchor = "priorities"
+    intro = (
+        "In training, an expert serves its queue up to its capacity and drops the "
+        "choices after it. Here all tokens of the data queue as they do in training; "
+        "the other sections drop tokens only if the model does at inference."
+    )
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.layers = queues_of_layers(model, ("token_choice",))
+        self.groups = Groups(self.layers)
+        grid = model.grid or (0, 0)
+        self.num_patches = grid[0] * grid[1]
+        self.counts = [_Counts(x.num_experts, self.num_patches) for x in self.layers]
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        return any(block.kind == "token_choice" for block in model.blocks.values())
+
+    def update_queues(self, batch: Batch) -> None:
+        for layer, counts in zip(self.layers, self.counts):
+            queues = layer.read(batch)
+            self.groups.add(layer, queues)
+            self._count(counts, queues, layer.capacities(queues.group_tokens))
+
+    def _count(self, counts, queues, capacities):
+        chosen = queues.positions >= 0
+        served = served_at(queues.positions, capacities)
+        cut = chosen & ~served
+        dropped = ~served.any(axis=-1)
+        # The middle of a position: the last before the cut is before the line.
+        middles = (queues.positions + 0.5) / np.maximum(capacities, 1e-9)
+        bins = np.searchsorted(_EDGES, middles, side="right") - 1
+        bins = np.clip(bins, 0, len(_EDGES) - 2)
+        counts.experts += np.stack([x.sum(axis=(0, 1)) for x in (chosen, cut)])
+        counts.room += capacities * (len(queues.positions) // queues.group_size)
+        for modality, run in queues.runs.items():
+            own = np.stack([x[:, run].sum(axis=(0, 1)) for x in (chosen, cut)])
+            counts.modalities[modality] = counts.modalities.get(modality, 0) + own
+        for token_type, run in self._runs(queues):
+            counted = queues.counts[:, run]
+            if not counted.any():
+                continue
+            own, own_dropped = chosen[:, run][counted], dropped[:, run][counted]
+            counts.queues[token_type] += np.bincount(
+                bins[:, run][counted][own], minlength=len(_EDGES) - 1
+            )
+            numbers = (own, cut[:, run][counted], counted, own_dropped)
+            counts.totals[token_type] += [int(x.sum()) for x in numbers]
+            gates = queues.gates[:, run][counted]
+            for row, part in enumerate((~own_dropped, own_dropped)):
+                counts.gates[row] += np.histogram(gates[part], _GATES)[0]
+                counts.gate_sums[token_type, row] += gates[part].sum()
+        if self.num_patches and "image" in queues.runs:
+            run = queues.runs["image"]
+            patches, gone = (
+                x[:, run][:, -self.num_patches :] for x in (queues.counts, dropped)
+            )
+            counts.patches += [patches.sum(axis=0), (gone & patches).sum(axis=0)]
+
+    def _runs(self, queues):
+        """Pairs of a type of token and its slice of the tokens."""
+        for modality, run in queues.runs.items():
+            if modality != "image":
+                yield 2, run
+                continue
+            # Without a grid, a class token cannot be told apart.
+            first = 0
+            if self.num_patches:
+                first = max(run.stop - run.start - self.num_patches, 0)
+            yield 0, slice(run.start + first, run.stop)
+            if first:
+                yield 1, slice(run.start, run.start + first)
+
+    def finish(self) -> SectionContent:
+        totals = np.array([counts.totals for counts in self.counts])
+        present = np.flatnonzero(totals[..., 2].sum(axis=0))
+        if not len(present):
+            return NO_TOKENS._replace(data={"layers": []})
+        names = [layer.name for layer in self.layers]
+        types = [_TYPES[number] for number in present]
+        rows, data = [], []
+        for layer, counts in zip(self.layers, self.counts):
+            data.append(_data(layer, counts, present))
+            rows += [_row(layer.name, counts, number) for number in present]
+        head = [
+            "layer",
+            "tokens",
+            "choices beyond the capacity",
+            "tokens without an expert",
+            "mean gate, served",
+            "mean gate, dropped",
+        ]
+        table = Table(head, rows, "Choices of tokens at the capacity of training")
+        body = [*self.groups.paragraphs(), *self._figures(names, present, types), table]
+        return SectionContent(body, {"layers": data}, self._findings())
+
+    def _findings(self):
+        findings, worst = [], 0.0
+        for layer, counts in zip(self.layers, self.counts):
+            choices, cut, tokens, dropped = counts.totals.sum(axis=0)
+            share = cut / max(choices, 1)
+            worst = max(worst, share)
+            if share > _MANY_DROPS:
+                text = (
+                    f"{layer.name}: the capacity of training would drop {share:.0%} of "
+                    f"the tokens' choices, and {dropped / max(tokens, 1):.0%} of the "
+                    "tokens would get no expert. Raise capacity_factor to train "
+                    "further"
+                )
+                served = layer.blocks[0].capacity_factor is None
+                text += "; inference drops nothing." if served else "."
+                findings.append(Finding("notice", text))
+        if findings:
+            return findings
+        text = (
+            f"The capacity of training would drop at most {worst:.1%} of the tokens' "
+            "choices in any layer."
+        )
+        return [Finding("good", text)]
+
+    def _figures(self, names, present, types):
+        left_out = ""
+        if len(names) > MAX_PANELS:
+            left_out = (
+                f" The figure shows {MAX_PANELS} of {len(names)} layers; the table has "
+                "all."
+            )
+        factors = {layer.capacity_factor for layer in self.layers}
+        known = factors - {None}
+        words = "capacity"
+        if len(factors) == 1 and known:
+            words = f"capacity factor {known.pop():g}"
+        queues = [counts.queues[present] for counts in self.counts]
+        gates = [[counts.gates[row] for counts in self.counts] for row in (0, 1)]
+        figures = [
+            Figure(
+                draw_queues(queues, _EDGES, names, types, words),
+                "Histograms of the positions of tokens in the queues before the "
+                f"experts, by layer, for {', '.join(types)}; the table below has their "
+                "shares.",
+                "Who stands where: the front of the queue is left, and training drops "
+                "what is right of the line. The last bar has all further positions."
+                f"{left_out}",
+                "priorities_queues",
+            ),
+            Figure(
+                draw_priorities(*gates, _GATES, names),
+                "Histograms of the largest gate of served and of dropped tokens, by "
+                "layer; the table below has their means.",
+                "How sure the router is of the tokens that are served and dropped. "
+                f"Batch priority routing drops those with small gates.{left_out}",
+                "priorities_gates",
+            ),
+        ]
+        shared = [x for x in range(len(names)) if len(self.counts[x].modalities) > 1]
+        if shared:
+            drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
+            drawing = draw_modalities(
+                [self.counts[x].modalities for x in drawn],
+                [self.counts[x].room for x in drawn],
+                [names[x] for x in drawn],
+            )
+            alt = (
+                "Stacked bars of the tokens of each modality that choose each expert, "
+                "by layer, with those that it drops in pale colours, and lines at the "
+                "experts' capacities."
+            )
+            caption = (
+                "Who chooses each expert, and whom it drops (pale) at the capacity of "
+                "training (line)."
+            )
+            figures.append(Figure(drawing, alt, caption, "priorities_modalities"))
+        shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
+        if self.num_patches and np.any(shares):
+            grids = [share.reshape(self.model.grid) for share in shares]
+            alt = (
+                "Maps of the share of images whose patch at a position gets no expert, "
+                "by layer."
+            )
+            caption = (
+                "Where in images patches get no expert at the capacity of training."
+                f"{left_out}"
+            )
+            drawing = draw_positions(grids, names)
+            figures.append(Figure(drawing, alt, caption, "priorities_positions"))
+        return figures
+
+
+def _row(layer, counts, token_type):
+    choices, cut, tokens, dropped = counts.totals[token_type].tolist()
+    means = [
+        f"{total / count:.2f}" if count else None
+        for total, count in zip(
+            counts.gate_sums[token_type], (tokens - dropped, dropped)
+        )
+    ]
+    shares = (f"{cut / max(choices, 1):.1%}", f"{dropped / max(tokens, 1):.1%}")
+    return [layer, _TYPES[token_type], *shares, *means]
+
+
+def _data(layer, counts, present):
+    choices, cut = counts.experts
+    return {
+        "layer": layer.name,
+        "capacity_factor": layer.capacity_factor,
+        "edges": _EDGES.tolist(),
+        "queues": {
+            _TYPES[number]: counts.queues[number].tolist() for number in present
+        },
+        "cut_by_expert": (cut / np.maximum(choices, 1)).tolist(),
+        "capacity": counts.room.tolist(),
+        "by_modality": {
+            modality: dict(zip(("choices", "cut"), own.tolist()))
+            for modality, own in counts.modalities.items()
+        },
+        "gate_edges": _GATES.tolist(),
+        "gates_served": counts.gates[0].tolist(),
+        "gates_dropped": counts.gates[1].tolist(),
+    }
+
+
+class DroppedPatches(Section):
+    """The section on drops."""
+
+    title = "Dropped patches at several capacities"
+    anchor = "dropped-patches"
+    intro = (
+        "The plan is recomputed at each capacity factor from the recorded gates. "
+        "Patches in their own colours are served; the more of a patch's choices are "
+        "dropped, the bluer and darker it is."
+    )
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.layers = _layers_of_images(model)
+        self.groups = Groups(self.layers)
+        # A line has few marks, however many factors the layers have.
+        marked = {layer.capacity_factor for layer in self.layers} - {None}
+        self.marked = sorted(marked)[:4]
+        self.factors = sorted({*_FACTORS, *options.capacities, *self.marked})
+        # By layer and factor: tokens of images, dropped ones, choices, dropped ones.
+        self.counts = np.zeros((len(self.layers), len(self.factors), 4), "int64")
+        self.drawn = evenly_spaced(len(self.layers), _MOST_LAYERS)
+        self.tiles: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        return model.grid is not None and bool(_layers_of_images(model))
+
+    def update(self, batch: Batch) -> None:
+        if batch.images is None:
+            return
+        for number in self.drawn:
+            if number not in self.tiles:
+                self.tiles[number] = self._draw(batch, self.layers[number])
+
+    def update_queues(self, batch: Batch) -> None:
+        for number, layer in enumerate(self.layers):
+            queues = layer.read(batch)
+            self.groups.add(layer, queues)
+            run = queues.runs["image"]
+            counted = queues.counts[:, run]
+            chosen = (queues.positions >= 0)[:, run]
+            for column, factor in enumerate(self.factors):
+                served = self._served(layer, queues, factor)
+                gone = counted & ~served.any(axis=-1)
+                numbers = (counted, gone, chosen, chosen & ~served)
+                self.counts[number, column] += [int(x.sum()) for x in numbers]
+
+    def _served(self, layer, queues, factor):
+        """The tokens of images that each expert serves, boolean (B, N, E)."""
+        capacities = layer.capacities(queues.group_tokens, factor)
+        return served_at(queues.positions, capacities)[:, queues.runs["image"]]
+
+    def _draw(self, batch, layer):
+        """Tiles (factors, images, T, T, 3) of images of the first batch."""
+        queues = layer.read(batch)
+        most = max(self.options.num_examples, 1)
+        chosen = evenly_spaced(len(queues.positions), most)
+        rows = []
+        for factor in sorted(self.options.capacities, reverse=True):
+            served = self._served(layer, queues, factor)
+            patches = of_patches(served, self.model.grid).sum(axis=-1)
+            # If experts choose, one that chooses a patch is enough.
+            share = np.minimum(patches, 1)
+            if layer.chooses:
+                share = patches / layer.selected
+            tiles = [self._tile(batch.images[index], share[index]) for index in chosen]
+            rows.append(tiles)
+        return np.array(rows)
+
+    def _tile(self, image, share):
+        rows, columns = self.model.grid
+        height, width = image.shape[0] // rows, image.shape[1] // columns
+        share = np.kron(share.reshape(rows, columns), np.ones((height, width)))
+        image = drawable(image[: rows * height, : columns * width])
+        return tile_of(2.0 * faded(image, share) - 1.0, _TILE)
+
+    def finish(self) -> SectionContent:
+        if not self.tiles:
+            return SectionContent(["The data has no images."], {})
+        names = [layer.name for layer in self.layers]
+        dropped = self.counts[..., 1] / np.maximum(self.counts[..., 0], 1)
+        choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
+        body = self.groups.paragraphs()
+        body += [self._sprite(number, dropped) for number in self.drawn]
+        caption = "Share of image tokens that get no expert at all, by capacity factor."
+        if self.marked:
+            caption += " Dashed: the factor of training."
+        if len(names) > 6:
+            caption += " The figure shows six layers; the table has all."
+        drawing = draw_drops(self.factors, dropped, names, self.marked)
+        alt = "Curves of the share of dropped tokens by capacity factor, by layer."
+        body.append(Figure(drawing, alt, caption, "dropped_patches"))
+        body.append(self._table(names, dropped, choices))
+        data = {
+            "capacity_factors": self.factors,
+            "dropped_tokens": dict(zip(names, dropped.tolist())),
+            "dropped_choices": dict(zip(names, choices.tolist())),
+        }
+        return SectionContent(body, data)
+
+    def _table(self, names, dropped, choices):
+        shown = sorted(self.options.capacities)
+        columns = [self.factors.index(factor) for factor in shown]
+        head = ["layer", *(f"no expert at {factor:g}" for factor in shown)]
+        shares = dropped[:, columns]
+        if any(layer.chooses and layer.selected > 1 for layer in self.layers):
+            head += [f"choices dropped at {factor:g}" for factor in shown]
+            shares = np.concatenate([shares, choices[:, columns]], axis=1)
+        rows = [[x, *(f"{y:.1%}" for y in row)] for x, row in zip(names, shares)]
+        return Table(head, rows, "Image tokens dropped at a capacity factor")
+
+    def _sprite(self, number, dropped):
+        name, tiles = self.layers[number].name, self.tiles[number]
+        factors = sorted(self.options.capacities, reverse=True)
+        shares = [dropped[number, self.factors.index(factor)] for factor in factors]
+        words = [f"{f:g} ({share:.0%} dropped)" for f, share in zip(factors, shares)]
+        markup = sprite_figure(
+            tiles,
+            [f"c = {factor:g}" for factor in factors],
+            f"{tiles.shape[1]} images in {name} with dropped patches faded, at "
+            f"capacity factors {', '.join(words)}.",
+            f"{name}: the same images at a capacity factor c of {', '.join(words)} of "
+            "all image tokens.",
+            _BYTES // len(self.drawn),
+        )
+        return Html(markup)
+
+
+def _layers_of_images(model):
+    return queues_of_layers(model, ("token_choice", "expert_choice"), "image")

@@ -1,0 +1,350 @@
+"""One example's routing, drawn over its image and its words.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from keras_moe.analysis.tokens import of_patches
+from keras_moe.report.markup import (
+    CELL,
+    COLOURS,
+    TokenRouting,
+    expert_map,
+    heat_map,
+    json_script,
+    legend,
+    pack,
+    sprite,
+    tile_of,
+    token_routing,
+    word_chips,
+)
+from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
+from keras_moe.report.section import (
+    Batch,
+    Html,
+    Options,
+    Reservoir,
+    Section,
+    SectionContent,
+    evenly_spaced,
+)
+
+# Characters of the page for the script's data, and for the maps that need no script.
+DATA_BUDGET, MAPS_BUDGET = 160_000, 110_000
+# An entry of a token has four bytes, which are 16 / 3 characters of base64.
+_ENTRIES = DATA_BUDGET * 3 // 16
+_LAYERS, _EXPERTS = 12, 8
+# The chooser has the others.
+_MAPS = 36
+# The largest side of an image in pixels, and bytes of its file and of all files.
+_SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
+
+
+class Example(NamedTuple):
+    """The parts of an example that drawings need.
+
+    Attributes:
+        image: (height, width, channels) in [-1, 1], or None.
+        caption: its caption, or None.
+        words: the strings of the caption's tokens, or None.
+        label: number of its class, or None.
+        predicted: number of the class of the largest output, or None.
+        routing: `TokenRouting` of patches or words by key.
+    """
+
+    image: np.ndarray | None
+    caption: str | None
+    words: list[str] | None
+    label: int | None
+    predicted: int | None
+    routing: dict[str, TokenRouting]
+
+    def picture(self, number: int) -> str | None:
+        """The id of its image on the page."""
+        return None if self.image is None else f"example-{number}"
+
+
+class Explorer(Section):
+    """Which expert each patch and word of an example goes to, layer by layer."""
+
+    title = "One example, layer by layer"
+    anchor = "explorer"
+    intro = (
+        "The number in a patch, or after a word, is the expert whose output has the "
+        "largest weight there; a cross is a token that no expert serves. The colours "
+        "repeat after eight experts."
+    )
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
+
+    def __init__(self, model: ReportedModel, options: Options):
+        super().__init__(model, options)
+        blocks = [*model.of_tokens(IMAGE), *model.of_tokens(TEXT)]
+        self._blocks = {k: x for k, x in model.blocks.items() if x in blocks}
+        # The keys of the records by layer and modality.
+        self._layers = {}
+        for key, block in self._blocks.items():
+            self._layers.setdefault(block.block, {})[block.modality] = key
+        self._reservoir = Reservoir.of_options(options)
+
+    def update(self, batch: Batch) -> None:
+        self._reservoir.offer(
+            batch.size,
+            lambda index: kept_example(self.model, [*self._blocks], batch, index),
+        )
+
+    def finish(self) -> SectionContent:
+        examples, kept = _within_budget(self._reservoir.kept, self._blocks)
+        names = {number: self._name(number, x) for number, x in examples.items()}
+        data = json_script("explorer-data", self._data(examples, names, kept))
+        maps, shown = self._maps(examples, names)
+        body = [Html(self._pictures(examples) + _chooser() + data)]
+        if any(block.kind == "soft" for block in self._blocks.values()):
+            body.append(
+                "The slots of a soft expert are mixtures of all tokens. Its maps show "
+                "where it looks: the deeper the colour, the larger the patch's share "
+                "in the expert's slots."
+            )
+        body.append(Html(maps))
+        if shown < len(examples):
+            body.append(
+                f"The maps of {len(examples) - shown} more examples are in the "
+                "chooser above, which needs JavaScript."
+            )
+        body.append(self._choice(len(examples)))
+        return SectionContent(body, {"examples": _routing_data(examples)})
+
+    def _choice(self, shown):
+        """A sentence on which examples these are."""
+        seen = self._reservoir.seen
+        if self.options.examples is None:
+            return f"{shown} of {seen:,} examples, drawn with seed {self.options.seed}."
+        wanted = len(self.options.examples)
+        if shown < wanted:
+            return (
+                f"The page has room for {shown} of the {wanted} examples that were "
+                "requested."
+            )
+        return f"The examples that were requested, {shown} of {seen:,}."
+
+    def _name(self, number, example):
+        parts = [f"Example {number}"]
+        for what, value in (("label", example.label), ("predicted", example.predicted)):
+            if value is not None:
+                parts.append(f"{what} {self.model.class_name(value)}")
+        return ", ".join(parts)
+
+    def _pictures(self, examples):
+        """The images, once for all maps of them."""
+        if self.model.grid is None:
+            return Markup("")
+        rows, columns = self.model.grid
+        most = min(_BYTES, _ALL_BYTES // max(len(examples), 1))
+        images = Markup("").join(
+            Markup(
+                '<image id="{}" width="{}" height="{}" href="{}" '
+                'preserveAspectRatio="none"/>'
+            ).format(
+                example.picture(number),
+                CELL * columns,
+                CELL * rows,
+                image_uri(example.image, most),
+            )
+            for number, example in examples.items()
+            if example.image is not None
+        )
+        return Markup(
+            '<svg class="pictures" width="0" height="0" aria-hidden="true"><defs>{}'
+            "</defs></svg>"
+        ).format(images)
+
+    def _data(self, examples, names, kept):
+        """The script's data."""
+        layers = []
+        for name, keys in self._layers.items():
+            block = self._blocks[next(iter(keys.values()))]
+            experts = [
+                f"{e}" if x == "ffn" else f"{e}, {x}"
+                for e, x in enumerate(block.expert_types)
+            ]
+            by_modality = {modality: kept[key] for modality, key in keys.items()}
+            layer = {"name": name, "kind": block.kind, "experts": experts}
+            layers.append({**layer, "kept": by_modality})
+        return {
+            "grid": self.model.grid,
+            "cell": CELL,
+            "colours": COLOURS,
+            "layers": layers,
+            "examples": [
+                {
+                    "name": names[number],
+                    "image": example.picture(number),
+                    "words": example.words or [],
+                    "layers": [
+                        {
+                            modality: pack(example.routing[key], kept[key])
+                            for modality, key in keys.items()
+                        }
+                        for keys in self._layers.values()
+                    ],
+                }
+                for number, example in examples.items()
+            ],
+        }
+
+    def _maps(self, examples, names):
+        """The maps of the first examples, and their number."""
+        blocks = self._blocks.values()
+        colours, drawn, shown, count = Markup(""), Markup(""), 0, 0
+        if not all(block.kind == "soft" for block in blocks):
+            longest = max(blocks, key=lambda block: block.num_experts)
+            colours = legend(
+                [longest.expert_name(e) for e in range(longest.num_experts)]
+            )
+        for number, example in examples.items():
+            markup = self._example_maps(number, example, names[number])
+            count += markup.count("<svg ")
+            if shown and (count > _MAPS or len(drawn + markup) > MAPS_BUDGET):
+                break
+            drawn, shown = drawn + markup, shown + 1
+        maps = colours + Markup('<div class="examples">{}</div>').format(drawn)
+        return maps, shown
+
+    def _example_maps(self, number, example, name):
+        image, grid = example.picture(number), self.model.grid
+        rows, chips = Markup(""), Markup("")
+        layers = list(self._layers.items())
+        chosen = [layers[index] for index in evenly_spaced(len(layers), _LAYERS)]
+        for layer, keys in chosen:
+            for modality, key in keys.items():
+                routing = example.routing[key]
+                if modality == TEXT:
+                    chips += word_chips(routing.heaviest(), example.words or [], layer)
+                elif self._blocks[key].kind == "soft":
+                    rows += _soft_maps(routing, grid, image, layer)
+                else:
+                    rows += expert_map(routing.heaviest(), grid, image, layer)
+        note = ""
+        if len(chosen) < len(layers):
+            note = f" ({len(chosen)} of {len(layers)} layers)"
+        caption = Markup("")
+        if example.caption is not None:
+            caption = Markup("<p>{}</p>").format(example.caption)
+        return Markup(
+            '<article class="example"><h3>{}{}</h3>{}<div class="maps">{}</div>{}'
+            "</article>"
+        ).format(name, note, caption, rows, chips)
+
+
+def _routing_data(examples):
+    """The examples for report.json."""
+    data = []
+    for number, example in examples.items():
+        fields = example._asdict()
+        experts = {k: x.heaviest().tolist() for k, x in fields.pop("routing").items()}
+        fields.pop("image")
+        data.append({"number": number, **fields, "experts": experts})
+    return data
+
+
+def kept_example(
+    model: ReportedModel, keys: list[str], batch: Batch, index: int
+) -> Example:
+    """The parts of an example that drawings need, as copies."""
+    words, counts = None, None
+    if batch.words is not None:
+        counts = np.array([word != "" for word in batch.words[index]])
+        if TEXT in batch.masks:
+            counts = np.asarray(batch.masks[TEXT][index], bool)
+        words = [word for word, keep in zip(batch.words[index], counts) if keep]
+    routing = {}
+    for key in keys:
+        block = model.blocks[key]
+        whole = token_routing(batch.routing[key], block.kind, index)
+        if block.modality == IMAGE:
+            parts = (of_patches(x[None], model.grid)[0] for x in whole)
+        else:
+            parts = (x if counts is None else x[counts] for x in whole)
+        routing[key] = TokenRouting(*parts)
+    label = predicted = None
+    if batch.labels is not None and batch.labels[index] >= 0:
+        label = int(batch.labels[index])
+    if batch.outputs is not None and np.isfinite(batch.outputs[index]).all():
+        predicted = int(batch.outputs[index].argmax())
+    return Example(
+        None if batch.images is None else np.array(batch.images[index]),
+        None if batch.captions is None else shortened(batch.captions[index]),
+        words,
+        label,
+        predicted,
+        routing,
+    )
+
+
+def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
+    """A square picture of an image, as a data URI; maps give it its shape."""
+    tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
+    return sprite(tile[None, None], max_bytes)[0]
+
+
+def _within_budget(examples, blocks):
+    """The examples that the page has room for, and the entries kept of a token."""
+    experts = {key: block.num_experts for key, block in blocks.items()}
+    least = {
+        key: min(block.num_experts, block.num_selected_experts or 2)
+        for key, block in blocks.items()
+    }
+
+    def entries(chosen, kept):
+        return sum(
+            len(routing.values) * kept[key]
+            for example in chosen.values()
+            for key, routing in example.routing.items()
+        )
+
+    while len(examples) > 1 and entries(examples, least) > _ENTRIES:
+        examples = dict(list(examples.items())[:-1])
+    for more in range(max(experts.values()), 0, -1):
+        wider = {key: max(least[key], min(more, experts[key])) for key in experts}
+        if entries(examples, wider) <= _ENTRIES:
+            return examples, wider
+    return examples, least
+
+
+def _soft_maps(routing, grid, image, layer):
+    """Maps of the experts whose slots look at the fewest patches."""
+    most = np.argsort(-routing.values.max(axis=0), kind="stable")[:_EXPERTS]
+    maps = Markup("")
+    for expert in sorted(most.tolist()):
+        values = routing.values[:, expert]
+        title = f"{layer}, expert {expert}: up to {values.max():.0%}"
+        maps += heat_map(values, grid, image, title)
+    if routing.values.shape[1] > _EXPERTS:
+        maps += escape(f"{_EXPERTS} of {routing.values.shape[1]} experts")
+    return maps
+
+
+def _chooser():
+    """The controls and the drawing that the script fills."""
+    selects = Markup("").join(
+        Markup('<label>{} <select id="explorer-{}"></select></label> ').format(
+            label, label.lower()
+        )
+        for label in ("Example", "Layer", "Expert", "Token")
+    )
+    return Markup(
+        '<div id="explorer-chooser" class="explorer" hidden><p class="controls">{}'
+        '<button type="button" id="explorer-back">Previous layer</button> '
+        '<button type="button" id="explorer-on">Next layer</button></p>'
+        '<figure><svg id="explorer-map" role="img"></svg>'
+        '<p class="chips" id="explorer-words"></p>'
+        '<figcaption id="explorer-says" aria-live="polite"></figcaption></figure>'
+        "</div>"
+    ).format(selects)

@@ -1,0 +1,319 @@
+"""The model's layers: their costs, and how decided their routers are by depth.
+
+Axes: B batch, N tokens, E experts, T tokens that count.
+"""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.routing import entropy
+from keras_moe.report.figures import Line, draw_depth
+from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.section import (
+    Batch,
+    Figure,
+    Finding,
+    LayerSection,
+    Section,
+    SectionContent,
+    Table,
+)
+
+KINDS = {
+    "token_choice": "tokens choose experts",
+    "expert_choice": "experts choose tokens",
+    "soft": "experts take mixtures of tokens",
+    "mumoe": "muMoE: all experts, weighted",
+}
+# Bins of the histograms of largest gates, from which quartiles are read.
+NUM_BINS = 200
+# A router whose median gate is below this number of equal shares hardly chooses.
+UNSURE = 1.2
+
+
+class Overview(Section):
+    """The section on the model itself."""
+
+    title = "The model"
+    anchor = "model"
+    intro = (
+        "Which layers have experts, how tokens reach them, and what the parts of the "
+        "model cost. Active parameters are those that one token uses; FLOPs count the "
+        "multiplications and additions of matrix products."
+    )
+
+    def finish(self) -> SectionContent:
+        body = [self._layers()]
+        data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
+        if (description := self._description()) is not None:
+            body.append(_costs(description))
+            data["costs"] = description.to_dict()
+        return SectionContent(body, data)
+
+    def _layers(self):
+        rows = []
+        for name, records in self.model.by_layer().items():
+            block = next(iter(records.values()))
+            experts = str(block.num_experts)
+            if types := [x for x in dict.fromkeys(block.expert_types) if x != "ffn"]:
+                counts = [f"{block.expert_types.count(x)} {x}" for x in types]
+                experts += f" ({', '.join(counts)})"
+            rows.append(
+                [
+                    name,
+                    " and ".join(records),
+                    KINDS[block.kind],
+                    experts,
+                    block.num_selected_experts,
+                    block.training_capacity_factor,
+                    _at_inference(block),
+                ]
+            )
+        head = ["layer", "tokens of", "routing", "experts", "per token"]
+        head += ["capacity factor", "at inference"]
+        return Table(head, rows, "Layers with experts")
+
+    def _description(self):
+        """The costs, if the model knows them."""
+        describe = getattr(self.model.keras_model, "describe", None)
+        try:
+            return None if describe is None else describe()
+        except ValueError:
+            # A custom family may have no costs.
+            return None
+
+
+def _at_inference(block):
+    if block.kind != "token_choice":
+        return None
+    if block.capacity_factor is None:
+        return "all tokens are served"
+    return f"capacity factor {block.capacity_factor:g}"
+
+
+def _gflops(flops):
+    """Text of 1e9 operations, for small and large models alike."""
+    return f"{flops / 1e9:,.2f}" if flops >= 1e8 else f"{flops / 1e9:.6f}"
+
+
+def _costs(description):
+    """The table of costs, with one row for successive parts that are alike."""
+    groups = []
+    for part in description.parts:
+        stem = re.sub(r"\d+", "#", part.name)
+        if groups and groups[-1][0] == (stem, *part[1:]):
+            groups[-1][1].append(part)
+        else:
+            groups.append(((stem, *part[1:]), [part]))
+    rows = []
+    for _, parts in groups:
+        first, count = parts[0], len(parts)
+        name = first.name if count == 1 else f"{first.name} to {parts[-1].name}"
+        numbers = (count * first.parameters, count * first.active_parameters)
+        rows.append([name, first.kind, *numbers, _gflops(count * first.flops)])
+    numbers = (description.parameters, description.active_parameters)
+    rows.append(["all", None, *numbers, _gflops(1e9 * description.gflops)])
+    unit = f"GFLOPs per {description.example}"
+    head = ["part", "kind", "parameters", "active", unit]
+    return Table(head, rows, f"Costs, with {description.num_tokens} tokens")
+
+
+class Entropies(NamedTuple):
+    """Entropies of one routing record, over log E.
+
+    Attributes:
+        local: mean over tokens of the entropy of a token's gates.
+        global_: entropy of the mean of all tokens' gates.
+        local_after: `local` of the weights in the outputs, after the dispatch.
+        global_after: `global_` of the tokens that experts served.
+    """
+
+    local: float
+    global_: float
+    local_after: float
+    global_after: float
+
+
+class EntropySums:
+    """The sums of a record from which its entropies follow."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self._gates, self._served = np.zeros((2, num_experts))
+        self._local = self._local_after = 0.0
+        self._tokens = self._tokens_after = 0
+
+    def add(self, gates: np.ndarray, combined: np.ndarray, served: np.ndarray) -> None:
+        """Adds tokens."""
+        shares, _ = _normalised(gates)
+        self._tokens += len(shares)
+        self._local += float(entropy(shares).sum())
+        self._gates += shares.sum(axis=0)
+        after, kept = _normalised(combined)
+        self._tokens_after += int(kept.sum())
+        self._local_after += float(entropy(after[kept]).sum())
+        self._served += np.asarray(served, "float64").sum(axis=0)
+
+    def entropies(self) -> Entropies:
+        """The entropies of all tokens so far."""
+        scale = float(np.log(max(self.num_experts, 2)))
+        totals = [_normalised(x[None])[0] for x in (self._gates, self._served)]
+        before, after = (float(entropy(x)[0]) for x in totals)
+        return Entropies(
+            self._local / max(self._tokens, 1) / scale,
+            before / scale,
+            self._local_after / max(self._tokens_after, 1) / scale,
+            after / scale,
+        )
+
+
+def _normalised(rows):
+    """Rows of sum 1, and which rows had a positive one."""
+    rows = np.maximum(np.asarray(rows, "float64"), 0.0)
+    sums = rows.sum(axis=-1, keepdims=True)
+    return rows / np.where(sums > 0, sums, 1.0), sums[..., 0] > 0
+
+
+class RoutingEntropies(LayerSection):
+    """The section on entropies."""
+
+    title = "Entropies before and after the dispatch"
+    anchor = "entropies"
+    intro = (
+        "The entropy of one token's gates is low if the router is sure; the entropy of "
+        "the mean over all tokens is high if all experts are used. Both are fractions "
+        "of the largest possible one: 0 is one expert, 1 is all experts alike. Before "
+        "the dispatch they show what the router wants, after it what experts did."
+    )
+
+    def new_counts(self, block: Block) -> EntropySums:
+        return EntropySums(block.num_experts)
+
+    def count(self, counts: EntropySums, block: Block, batch: Batch) -> None:
+        record, mask = batch.routing[block.key], batch.mask_of(block)
+        done = record.dispatched if block.is_sparse else record.combined
+        counts.add(record.gates[mask], record.combined[mask], done[mask])
+
+    def finish(self) -> SectionContent:
+        entropies = {key: sums.entropies() for key, sums in self.counts.items()}
+        figures = [
+            self._figure(
+                entropies,
+                ("local", "local_after"),
+                "entropy of a token",
+                "entropy_local",
+                "Each token: how many experts share it, on average. Low is decided.",
+            ),
+            self._figure(
+                entropies,
+                ("global_", "global_after"),
+                "entropy of all tokens",
+                "entropy_global",
+                "All tokens together: how evenly they use experts. Low is collapse.",
+            ),
+        ]
+        data = {
+            key: {name.strip("_"): value for name, value in x._asdict().items()}
+            for key, x in entropies.items()
+        }
+        return SectionContent(figures, data)
+
+    def _figure(self, entropies, fields, label, name, caption):
+        names, layers = depths(self.model)
+        several, lines = len(self.model.modalities) > 1, {}
+        for number, modality in enumerate(self.model.modalities):
+            keys = [k for k, x in self.blocks.items() if x.modality == modality]
+            for style, (field, when) in enumerate(zip(fields, ("before", "after"))):
+                if keys:
+                    lines[f"{modality}, {when}" if several else when] = Line(
+                        [layers[key] for key in keys],
+                        [getattr(entropies[key], field) for key in keys],
+                        colour=number if several else style,
+                        style=style,
+                    )
+        drawing = draw_depth(lines, names, label)
+        alt = f"{label.capitalize()} by layer, before and after the dispatch."
+        return Figure(drawing, alt, caption, name)
+
+
+def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
+    """The names of layers by depth, and the depth of each record.
+
+    Towers of two modalities share depths, by the numbers of their blocks: one tower may
+    have fewer than the other.
+    """
+    short = {key: block.short_key for key, block in model.blocks.items()}
+    names = list(dict.fromkeys(short.values()))
+    names.sort(key=lambda name: int(re.sub(r"\D", "", name) or 10**6))
+    return names, {key: names.index(name) for key, name in short.items()}
+
+
+class Confidence(LayerSection):
+    """The section on confidence."""
+
+    title = "Confidence by depth"
+    anchor = "confidence"
+    intro = (
+        "The largest gate of each token: 1 is a router that is sure of one expert. The "
+        "line is the median token's, and the shade has the middle half of all tokens."
+    )
+
+    def new_counts(self, block: Block) -> np.ndarray:
+        return np.zeros(NUM_BINS, "int64")
+
+    def count(self, counts: np.ndarray, block: Block, batch: Batch) -> None:
+        gates = batch.routing[block.key].gates[batch.mask_of(block)].max(axis=-1)
+        bins = np.clip((gates * NUM_BINS).astype(int), 0, NUM_BINS - 1)
+        counts += np.bincount(bins, minlength=NUM_BINS)
+
+    def finish(self) -> SectionContent:
+        quartiles = {
+            key: quantiles(counts, (0.25, 0.5, 0.75))
+            for key, counts in self.counts.items()
+        }
+        names, layers = depths(self.model)
+        lines = {}
+        for colour, modality in enumerate(self.model.modalities):
+            keys = [k for k, x in self.blocks.items() if x.modality == modality]
+            if keys:
+                low, middle, high = np.array([quartiles[key] for key in keys]).T
+                own = [layers[key] for key in keys]
+                lines[modality] = Line(own, middle, (low, high), colour)
+        figure = Figure(
+            draw_depth(lines, names, "largest gate of a token"),
+            "The median of tokens' largest gates by layer, with quartiles.",
+            "How sure the router is of its first choice, by layer.",
+            "confidence",
+        )
+        findings = []
+        for key, block in self.blocks.items():
+            median = quartiles[key][1]
+            if block.is_sparse and 1 < block.num_experts * median < UNSURE:
+                text = (
+                    f"{key}: the router hardly chooses. Half of its tokens have a "
+                    f"largest gate below {median:.3f}, and equal gates would be "
+                    f"{1 / block.num_experts:.3f}: train longer, or lower the weight "
+                    "of its auxiliary losses."
+                )
+                findings.append(Finding("notice", text))
+        fields = ("lower_quartile", "median", "upper_quartile")
+        data = {key: dict(zip(fields, values)) for key, values in quartiles.items()}
+        return SectionContent([figure], data, findings)
+
+
+def quantiles(counts: np.ndarray, parts: tuple[float, ...]) -> list[float]:
+    """Quantiles of numbers in [0, 1] from their histogram."""
+    total = counts.sum()
+    if not total:
+        return [0.0] * len(parts)
+    edges = np.concatenate([[0], np.cumsum(counts)])
+    results = []
+    for part in parts:
+        target = part * total
+        place = int(np.searchsorted(edges, target, side="left")) - 1
+        place = min(max(place, 0), len(counts) - 1)
+        within = (target - edges[place]) / max(counts[place], 1)
+        results.append(float((place + within) / len(counts)))
+    return results

@@ -1,0 +1,490 @@
+"""The work of each expert: by layer, modality and class, and which could go.
+
+Axes: B batch, N tokens, E experts, K selected experts, T tokens that count, U classes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.plots import plot_coverage
+from keras_moe.analysis.pruning import CoverageCurve
+from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
+from keras_moe.report.figures import draw_class_map, draw_load_map, draw_loads
+from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.section import (
+    MAX_CLASSES,
+    Batch,
+    Figure,
+    Finding,
+    LayerSection,
+    Options,
+    SectionContent,
+    Table,
+    beyond_classes,
+    evenly_spaced,
+    file_name,
+)
+
+# Layers of a deep model with their own pictures, and with maps of classes.
+MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
+# Classes that are drawn.
+MAX_DRAWN = 30
+# Fractions of dropped choices from which on they are a notice, or a problem.
+DROPS = (0.01, 0.1)
+# Fractions of the work for which the needed experts are counted.
+COVERED = (0.9, 0.95, 0.99)
+
+
+class LayerCounts:
+    """The work of the experts in one routing record."""
+
+    def __init__(self, block: Block):
+        self.block = block
+        self.tokens = self.unserved = self.broken = 0
+        self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
+
+    def update(self, batch: Batch) -> None:
+        """Adds a batch."""
+        record, counts = batch.routing[self.block.key], batch.routed_of(self.block)
+        served = record.dispatched[counts]
+        self.tokens += len(served)
+        self.broken += batch.num_broken(self.block)
+        self.unserved += int((served.sum(axis=1) == 0).sum())
+        self.served += served.sum(axis=0, dtype="float64")
+        self.mass += record.combined[counts].sum(axis=0, dtype="float64")
+        self.demand += demand(self.block, record, counts).sum(axis=0, dtype="float64")
+
+    @classmethod
+    def together(cls, name: str, parts: list["LayerCounts"]) -> "LayerCounts":
+        """The counts of a layer that several modalities share."""
+        total = cls(parts[0].block._replace(key=name))
+        for part in parts:
+            for field in ("tokens", "unserved", "broken", "served", "mass", "demand"):
+                setattr(total, field, getattr(total, field) + getattr(part, field))
+        return total
+
+    @property
+    def work(self) -> np.ndarray:
+        """(E,), what the experts do: their tokens, or weights if all serve all."""
+        return self.served if self.block.is_sparse else self.mass
+
+    @property
+    def shares(self) -> np.ndarray:
+        """(E,), the fractions of the work that the experts do; sum 1."""
+        return self.work / max(self.work.sum(), 1e-12)
+
+    @property
+    def dropped(self) -> float:
+        """The fraction of the tokens' choices that no expert served."""
+        return float(1.0 - self.served.sum() / max(self.demand.sum(), 1.0))
+
+    @property
+    def entropy(self) -> float:
+        """The entropy of the shares over log E; 1 is a balanced load.
+
+        E counts the experts that are there.
+        """
+        number = int(self.block.is_present.sum())
+        if number < 2:
+            return 1.0
+        return float(entropy(self.shares) / np.log(number))
+
+
+def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
+    """The experts that tokens chose, (T, E) of 0 and 1, whether they served or not."""
+    served = record.dispatched[counts]
+    if block.kind != "token_choice" or block.capacity_factor is None:
+        return served
+    affinity, is_present = record.affinity[counts], block.is_present
+    if block.pruning not in (None, "router_pred_skip"):
+        # Tokens take the best of the others.
+        affinity = np.where(is_present, affinity, -np.inf)
+    chosen = np.argsort(-affinity, axis=1, kind="stable")
+    chosen = chosen[:, : block.num_selected_experts or 1]
+    result = np.zeros_like(served)
+    np.put_along_axis(result, chosen, 1.0, axis=1)
+    # Routers may choose by another rule, and what they serve was chosen. A choice of a
+    # pruned expert is lost, and not dropped by a capacity.
+    return np.maximum(np.where(is_present, result, 0.0), served)
+
+
+class Loads(LayerSection):
+    """The section on loads."""
+
+    title = "Load of the experts"
+    anchor = "loads"
+    intro = (
+        "The share of a layer's work that each expert does: of the tokens that it "
+        "serves or, if all experts serve all tokens, of the weights in the outputs. "
+        "The dashed line is an equal share."
+    )
+    head = (
+        "layer",
+        "entropy of loads",
+        "largest share",
+        "experts without work",
+        "tokens no expert serves",
+        "choices dropped",
+    )
+
+    def __init__(self, model: ReportedModel, options: Options):
+        super().__init__(model, options)
+        # Work (U, E) by key, which grows with the largest label.
+        self._by_class = {}
+        self._num_beyond, self._num_without, self._has_labels = 0, 0, False
+        # Examples, and those whose outputs are not finite.
+        self._outputs = np.zeros(2, "int64")
+
+    def new_counts(self, block: Block) -> LayerCounts:
+        return LayerCounts(block)
+
+    def update(self, batch: Batch) -> None:
+        super().update(batch)
+        if batch.labels is None:
+            self._num_without += batch.size
+        else:
+            self._has_labels = True
+            self._num_beyond += int((batch.labels >= MAX_CLASSES).sum())
+            self._num_without += int((batch.labels < 0).sum())
+        if batch.outputs is not None:
+            is_broken = ~np.isfinite(batch.outputs).all(axis=-1)
+            self._outputs += [batch.size, is_broken.sum()]
+
+    def count(self, counts: LayerCounts, block: Block, batch: Batch) -> None:
+        counts.update(batch)
+        if batch.labels is None:
+            return
+        record, labels = batch.routing[block.key], batch.labels
+        kept = (labels >= 0) & (labels < MAX_CLASSES)
+        if not kept.any():
+            return
+        work = record.dispatched if block.is_sparse else record.combined
+        work = np.where(batch.mask_of(block)[..., None], work, 0.0).sum(axis=1)
+        table = self._by_class.get(block.key, np.zeros((0, block.num_experts)))
+        missing = int(labels[kept].max()) + 1 - len(table)
+        table = np.pad(table, ((0, max(missing, 0)), (0, 0)))
+        np.add.at(table, labels[kept], work[kept])
+        self._by_class[block.key] = table
+
+    def row(self, block: Block, counts: LayerCounts) -> list[Any]:
+        unserved, dropped = _drops(counts)
+        return [
+            block.key,
+            f"{counts.entropy:.3f}",
+            f"{counts.shares.max():.1%}",
+            int(((counts.work == 0) & block.is_present).sum()),
+            None if unserved is None else f"{unserved / max(counts.tokens, 1):.1%}",
+            None if dropped is None else f"{dropped:.1%}",
+        ]
+
+    def finish(self) -> SectionContent:
+        layers = self.model.by_layer()
+        names = list(layers)
+        shown = [names[index] for index in evenly_spaced(len(names), MAX_LAYERS)]
+        body = self._maps(layers) if len(layers) > 1 else []
+        body += [self._bars(name, layers[name]) for name in shown]
+        if any(self._capacity(layers[name]) is not None for name in shown):
+            body.append(
+                "The orange line is an expert's capacity. If inference limits it, "
+                "hatched tokens are dropped; otherwise it is the capacity of training, "
+                "and inference serves all tokens."
+            )
+        if len(shown) < len(layers):
+            body.append(
+                f"Figures show {len(shown)} of {len(layers)} layers; report.json has "
+                "all."
+            )
+        body.append(self.table("Balance by layer; an entropy of 1 is an equal load"))
+        body += self._classes(shown) + self._left_out()
+        findings, (examples, broken) = [], self._outputs.tolist()
+        if broken:
+            text = (
+                f"{broken:,} of {examples:,} examples have outputs that are not finite."
+            )
+            findings.append(Finding("problem", text))
+        counts = [
+            LayerCounts.together(name, [self.counts[x.key] for x in records.values()])
+            for name, records in layers.items()
+        ]
+        data = {key: self._data(key) for key in self.blocks}
+        return SectionContent(body, data, findings + health_findings(counts))
+
+    def _maps(self, layers):
+        """A map of all layers for each modality."""
+        figures = []
+        for modality in self.model.modalities:
+            blocks = [x[modality] for x in layers.values() if modality in x]
+            if not blocks:
+                continue
+            shares = [
+                np.where(block.is_present, self.counts[block.key].shares, np.nan)
+                for block in blocks
+            ]
+            several = len(self.model.modalities) > 1
+            tokens = f"{modality} tokens" if several else "tokens"
+            drawing = draw_load_map(shares, [x.short_key for x in blocks], tokens)
+            alt = f"Map of the shares of {tokens} by layer and expert."
+            caption = (
+                f"All layers at once: the share of the {tokens} that each expert gets. "
+                "Dark blue is an expert without work, yellow one with three times an "
+                "equal share or more."
+            )
+            figures.append(Figure(drawing, alt, caption, f"load_map_{modality}"))
+        return figures
+
+    def _bars(self, name, records):
+        counts = {k: self.counts[block.key] for k, block in records.items()}
+        first = next(iter(counts.values()))
+        block, capacity = first.block, self._capacity(records)
+        if capacity is not None:
+            capacity /= block.num_experts
+        shares, dropped = {k: x.shares for k, x in counts.items()}, None
+        if len(counts) == 1 and first.dropped > 0:
+            total = max(first.demand.sum(), 1.0)
+            shares = {next(iter(shares)): first.served / total}
+            dropped = (first.demand - first.served) / total
+        return Figure(
+            draw_loads(shares, name, block.expert_types, dropped, capacity),
+            f"Bars of the share of work of each of {block.num_experts} experts of "
+            f"{name}: the largest is {max(x.max() for x in shares.values()):.0%}.",
+            f"{name}: {_range_text(counts)}",
+            f"load_{file_name(name)}",
+        )
+
+    def _capacity(self, records):
+        """The capacity factor of a layer's picture, if all experts have the same."""
+        block = next(iter(records.values()))
+        # Those of MoE++ differ by type, and those of pruned layers by method.
+        same = len(records) == 1 and len({*block.expert_types}) == 1
+        if block.kind != "token_choice" or not same:
+            return None
+        return block.capacity_factor or block.training_capacity_factor
+
+    def _classes(self, shown):
+        totals = next(iter(self._by_class.values()), np.zeros((0, 1))).sum(axis=1)
+        present = np.flatnonzero(totals)
+        if len(present) < 2:
+            return []
+        # The most frequent classes, in the order of their numbers.
+        largest = np.argsort(-totals[present], kind="stable")[:MAX_DRAWN]
+        chosen = np.sort(present[largest])
+        names = [self.model.class_name(int(label)) for label in chosen]
+        layers, figures = self.model.by_layer(), []
+        for index in evenly_spaced(len(shown), MAX_CLASS_MAPS):
+            for block in layers[shown[index]].values():
+                work = relative_work(self._by_class[block.key][chosen])
+                caption = (
+                    f"{block.key}: bright cells are experts that have specialised in a "
+                    "class, and work for it more than for the average one."
+                )
+                figures.append(
+                    Figure(
+                        draw_class_map(work, names, block.key),
+                        f"Map of the work of each expert of {block.key} by class.",
+                        caption,
+                        f"classes_{file_name(block.key)}",
+                    )
+                )
+        if len(chosen) < len(present):
+            figures.append(
+                f"Maps show the {len(chosen)} most frequent of {len(present)} classes."
+            )
+        return figures
+
+    def _left_out(self):
+        """A sentence on examples that are not counted by class."""
+        texts = [beyond_classes(self._num_beyond)] if self._num_beyond else []
+        if self._num_without:
+            texts.append(f"{self._num_without:,} without a label, or with several")
+        if not self._has_labels or not texts:
+            return []
+        return [f"Examples that are not counted by class: {'; '.join(texts)}."]
+
+    def _data(self, key):
+        counts = self.counts[key]
+        unserved, dropped = _drops(counts)
+        data = {
+            "tokens": counts.tokens,
+            "tokens_not_finite": counts.broken,
+            "shares": counts.shares.tolist(),
+            "served": counts.served.tolist(),
+            "mass": counts.mass.tolist(),
+            "demand": counts.demand.tolist(),
+            "entropy": counts.entropy,
+            "unserved_tokens": unserved,
+            "dropped_choices": dropped,
+        }
+        if key in self._by_class:
+            data["by_class"] = np.round(self._by_class[key], 4).tolist()
+        return data
+
+
+def _drops(counts):
+    """Tokens without an expert and dropped choices, None if there cannot be any."""
+    return (
+        counts.unserved if counts.block.is_sparse else None,
+        counts.dropped if counts.block.kind == "token_choice" else None,
+    )
+
+
+def relative_work(table: np.ndarray) -> np.ndarray:
+    """Work by class and expert, over that of the average class."""
+    totals = table.sum(axis=1, keepdims=True)
+    shares = table / np.where(totals > 0, totals, 1.0)
+    means = shares.mean(axis=0)
+    return np.where(means > 0, shares / np.where(means > 0, means, 1.0), np.nan)
+
+
+def _range_text(counts):
+    texts = []
+    for modality, layer in counts.items():
+        low, high = layer.shares.min(), layer.shares.max()
+        of = f" of the {modality}s' work" if len(counts) > 1 else " of the work"
+        texts.append(f"{low:.1%} to {high:.1%}{of}")
+    return f"experts do {' and '.join(texts)}."
+
+
+def health_findings(layers: list[LayerCounts]) -> list[Finding]:
+    """Findings on layers that are unhealthy, or one that says that none is."""
+    findings = []
+    for counts in layers:
+        key = counts.block.key
+        if counts.broken:
+            share = counts.broken / (counts.broken + counts.tokens)
+            share = f"{share:.0%}" if share >= 0.01 else "less than 1%"
+            text = (
+                f"{key}: the gates of {share} of the tokens are not finite. The report "
+                "leaves them out: look for NaN in the weights and the inputs."
+            )
+            findings.append(Finding("problem", text))
+        if counts.tokens and counts.work.sum() > 0:
+            findings += _findings_of(counts)
+        elif counts.tokens:
+            findings.append(Finding("problem", f"{key}: no expert serves a token."))
+        elif not counts.broken:
+            findings.append(Finding("notice", f"{key}: the data has no token for it."))
+    findings.sort(key=lambda finding: finding.level != "problem")
+    if findings:
+        return findings
+    text = (
+        "All experts of all layers work, and no layer has collapsed: the entropy of "
+        f"loads is at least {min(counts.entropy for counts in layers):.2f} of 1."
+    )
+    return [Finding("good", text)]
+
+
+def _findings_of(counts):
+    block, shares, work = counts.block, counts.shares, counts.work
+    key, number = block.key, int(block.is_present.sum())
+    findings = []
+    idle = np.flatnonzero((work == 0) & block.is_present)
+    # Experts with hardly any work.
+    dead = np.flatnonzero((shares < DEAD / number) & (work > 0))
+    level = "problem" if len(idle) + len(dead) > MAX_DEAD * number else "notice"
+    amount = "no token" if block.is_sparse else "no weight"
+    less = "less than a hundredth of an equal share"
+    for experts, one, many, what in (
+        (idle, "gets", "get", amount),
+        (dead, "does", "do", less),
+    ):
+        if len(experts):
+            text = (
+                f"{key}: {len(experts)} of {number} experts "
+                f"{one if len(experts) == 1 else many} {what} ({_experts(experts)})."
+            )
+            findings.append(Finding(level, text))
+    largest, how = int(shares.argmax()), None
+    if number > 2 and shares[largest] > MAX_SHARE:
+        how = f"expert {largest} does {shares[largest]:.0%} of the work"
+    elif number > 1 and counts.entropy < MIN_ENTROPY:
+        how = f"the entropy of its loads is {counts.entropy:.2f} of 1"
+    if how is not None:
+        text = (
+            f"{key} has collapsed: {how}. Train it with a larger weight of the "
+            "auxiliary losses that balance loads."
+        )
+        findings.append(Finding("problem", text))
+    if block.kind == "token_choice" and counts.dropped > DROPS[0]:
+        text = (
+            f"{key}: the capacity drops {counts.dropped:.1%} of the tokens' choices: "
+            "raise its capacity factor at inference."
+        )
+        level = "problem" if counts.dropped > DROPS[1] else "notice"
+        findings.append(Finding(level, text))
+    unserved = counts.unserved / counts.tokens
+    if block.kind == "expert_choice" and unserved > DROPS[1]:
+        text = (
+            f"{key}: no expert takes {unserved:.1%} of the tokens: raise "
+            "capacity_factor if these matter."
+        )
+        findings.append(Finding("notice", text))
+    return findings
+
+
+def _experts(numbers):
+    """The first experts of many by number."""
+    texts = [str(number) for number in numbers[:8]]
+    if len(numbers) > len(texts):
+        texts.append(f"and {len(numbers) - len(texts)} more")
+    return f"expert{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
+
+
+class Pruning(LayerSection):
+    """The section on experts that could go."""
+
+    title = "Experts that could go"
+    anchor = "pruning"
+    intro = (
+        "Experts are removed, the least used first; the curve is the share of the "
+        "tokens that the others serve, for a model of one modality if there are two. "
+        "keras_moe.analysis.prune_experts makes the smaller model: measure its "
+        "accuracy again."
+    )
+
+    @classmethod
+    def reads(cls, block: Block) -> bool:
+        return block.is_sparse
+
+    def new_counts(self, block: Block) -> LayerCounts:
+        return LayerCounts(block)
+
+    def count(self, counts: LayerCounts, block: Block, batch: Batch) -> None:
+        counts.update(batch)
+
+    def finish(self) -> SectionContent:
+        curves, rows, data = {}, [], {}
+        served = {k: x for k, x in self.blocks.items() if self.counts[k].served.sum()}
+        several = len({block.modality for block in served.values()}) > 1
+        for key, block in served.items():
+            curve = _curve(self.counts[key].served)
+            curves.setdefault(block.modality, {})[block.short_key] = curve
+            needed = [curve.needed(share) for share in COVERED]
+            gone = [e for e in curve.experts[needed[-1] :] if block.is_present[e]]
+            gone = ", ".join(map(str, sorted(gone))) or "none"
+            name = f"{block.modality}: {block.short_key}"
+            name = name if several else block.short_key
+            rows.append([name, int(block.is_present.sum()), *needed, gone])
+            data[f"{block.modality}/{block.short_key}"] = curve.to_dict()
+        if not curves:
+            return SectionContent(["No expert serves a token of this data."], {})
+        head = ["layer", "experts", *(f"needed for {x:.0%}" for x in COVERED)]
+        head.append(f"could go at {COVERED[-1]:.0%}")
+        figures = [
+            Figure(
+                plot_coverage({group: by_name}, title=""),
+                f"Share of the {group} tokens that are served, by the number of pruned "
+                "experts.",
+                f"{group.capitalize()} tokens. A curve that stays high has experts "
+                "that could go.",
+                f"coverage_{group}",
+            )
+            for group, by_name in curves.items()
+        ]
+        table = Table(head, rows, "Experts that are needed")
+        return SectionContent([*figures, table], data)
+
+
+def _curve(served):
+    order = np.argsort(-served, kind="stable")
+    return CoverageCurve(order, np.cumsum(served[order]) / served.sum())

@@ -1,0 +1,322 @@
+"""muMoE's experts: coefficients by class, load, and the classes that need them.
+
+Axes: B batch, N tokens, E experts, U classes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.ablation import ablate_experts
+from keras_moe.analysis.plots import plot_expert_load
+from keras_moe.report.figures import draw_class_heat
+from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.section import (
+    MAX_CLASSES,
+    Batch,
+    Figure,
+    Finding,
+    LayerSection,
+    Options,
+    Reservoir,
+    SectionContent,
+    Table,
+    beyond_classes,
+    file_name,
+)
+
+# The lowest coefficient with which an expert serves a token.
+THRESHOLD = 0.5
+# Bounds of the cost: experts of a layer that are ablated, images, bytes of these, and
+# classifications of an image without an expert, at least and at most.
+_EXPERTS, _IMAGES, _BYTES = 16, 256, 2**26
+_LEAST_PAIRS, _MOST_PAIRS = 2_048, 12_288
+_CLASSES = 20
+# Tokens that are classified at once without an expert.
+_TOKENS = 2**13
+
+
+class _Counts:
+    """The counts of one layer."""
+
+    def __init__(self, num_experts):
+        self.load, self.total = np.zeros(num_experts, int), np.zeros(num_experts)
+        self.tokens = 0
+        # Sums (U, E) of the mean coefficients of images, by class.
+        self.by_class = np.zeros((0, num_experts))
+
+    @property
+    def mean(self):
+        return self.total / max(self.tokens, 1)
+
+    @property
+    def experts(self):
+        """The experts with the largest coefficients, in their order."""
+        return np.sort(np.argsort(-self.total, kind="stable")[:_EXPERTS])
+
+
+class MuMoEExperts(LayerSection):
+    """Which experts a class uses, and which classes need an expert."""
+
+    title = "muMoE's experts"
+    anchor = "mumoe"
+    intro = (
+        "All experts of a muMoE have a part in each token, given by their "
+        "coefficients. An expert is monosemantic if a single class loses its accuracy "
+        "without it: its polysemanticity is then 0."
+    )
+    head = (
+        "layer",
+        "experts",
+        "without a part",
+        "most used (mean coefficient)",
+        f"tokens with a coefficient of at least {THRESHOLD:g}",
+    )
+
+    @classmethod
+    def reads(cls, block: Block) -> bool:
+        return block.kind == "mumoe"
+
+    def __init__(self, model: ReportedModel, options: Options):
+        super().__init__(model, options)
+        # Only these layers have classes, so that many layers need no more memory.
+        self._detailed = _detailed(self.blocks)
+        # Images by class.
+        self._images = np.zeros(0, int)
+        self._reservoir, self._examples, self._num_beyond = None, 0, 0
+
+    def new_counts(self, block: Block) -> _Counts:
+        return _Counts(block.num_experts)
+
+    def count(self, counts: _Counts, block: Block, batch: Batch) -> None:
+        gates = batch.routing[block.key].gates[batch.mask_of(block)]
+        counts.load += (gates >= THRESHOLD).sum(axis=0)
+        counts.total += gates.sum(axis=0, dtype="float64")
+        counts.tokens += len(gates)
+
+    def update(self, batch: Batch) -> None:
+        super().update(batch)
+        self._examples += batch.size
+        if batch.labels is None:
+            return
+        labels = np.asarray(batch.labels)
+        self._num_beyond += int((labels >= MAX_CLASSES).sum())
+        is_known = (labels >= 0) & (labels < MAX_CLASSES)
+        for key in self._detailed:
+            # An image without any finite token has no mean.
+            is_known &= batch.mask_of(self.blocks[key]).any(axis=1)
+        known = np.flatnonzero(is_known)
+        if not len(known):
+            return
+        self._add_classes(labels, known, batch)
+        if batch.outputs is not None and batch.images is not None:
+            self._keep(labels, known, batch)
+
+    def _add_classes(self, labels, known, batch):
+        classes = int(labels[known].max()) + 1
+        if batch.outputs is not None:
+            classes = max(classes, min(batch.outputs.shape[-1], MAX_CLASSES))
+        more = max(classes - len(self._images), 0)
+        self._images = np.pad(self._images, (0, more))
+        np.add.at(self._images, labels[known], 1)
+        for key in self._detailed:
+            counts = self.counts[key]
+            gates = np.asarray(batch.routing[key].gates, "float64")[known]
+            mask = batch.mask_of(self.blocks[key])[known][..., None]
+            means = (gates * mask).sum(axis=1) / mask.sum(axis=1)
+            counts.by_class = np.pad(counts.by_class, ((0, more), (0, 0)))
+            np.add.at(counts.by_class, labels[known], means)
+
+    def _keep(self, labels, known, batch):
+        if self._reservoir is None:
+            size = max(min(_IMAGES, _BYTES // max(batch.images[0].nbytes, 1)), 8)
+            self._reservoir = Reservoir(size, self.options.seed)
+        is_kept = labels[known] < batch.outputs.shape[-1]
+        known = known[is_kept & np.isfinite(batch.outputs[known]).all(axis=-1)]
+        self._reservoir.offer(
+            len(known),
+            lambda index: (np.array(batch.images[known[index]]), labels[known[index]]),
+        )
+
+    def row(self, block: Block, counts: _Counts) -> list[Any]:
+        mean = counts.mean
+        return [
+            block.key,
+            block.num_experts,
+            int((mean == 0).sum()),
+            f"{mean.argmax()} ({mean.max():.3f})",
+            f"{counts.load.sum() / max(counts.tokens, 1):.1%}",
+        ]
+
+    def finish(self) -> SectionContent:
+        table = self.table(
+            "Coefficients by layer. A token mixer's tokens are channels."
+        )
+        data, findings = {}, []
+        for key, counts in self.counts.items():
+            mean, load = counts.mean, counts.load
+            data[key] = {"mean_coefficients": mean.tolist(), "load": load.tolist()}
+            unused = int((mean == 0).sum())
+            if unused and counts.tokens:
+                text = f"{key}: {unused} of {len(mean)} experts have no part."
+                findings.append(Finding("notice", text))
+        body = [table, *map(self._load_figure, self._detailed)]
+        body += self._class_figures() + self._ablations(data, findings)
+        return SectionContent(body, data, findings)
+
+    def _load_figure(self, key):
+        load = self.counts[key].load
+        tokens = "Channels" if key.endswith("/token_mixer") else "Tokens"
+        return Figure(
+            plot_expert_load({key: load}, None, THRESHOLD, "", width=3.6),
+            f"{key}: the largest load is {load.max():,} tokens, of expert "
+            f"{load.argmax()}; {int((load == 0).sum())} experts have none",
+            f"{tokens} of {key} for which an expert has a coefficient of at least "
+            f"{THRESHOLD:g}.",
+            f"mumoe_load_{file_name(key)}",
+        )
+
+    def _class_names(self, chosen):
+        return [self.model.class_name(label) for label in chosen.tolist()]
+
+    def _chosen_classes(self):
+        """The classes with most images, in their order."""
+        order = np.argsort(-self._images, kind="stable")[:_CLASSES]
+        return np.sort(order[self._images[order] > 0])
+
+    def _class_figures(self):
+        chosen, figures = self._chosen_classes(), []
+        if not len(chosen):
+            return ["Coefficients by class need labels, which the data does not have."]
+        names = self._class_names(chosen)
+        for key in self._detailed:
+            experts = self.counts[key].experts
+            means = self.counts[key].by_class[chosen] / self._images[chosen, None]
+            best = [f"{x}: expert {e}" for x, e in zip(names, means.argmax(axis=1))]
+            left_out = _left_out(len(chosen), len(self._images), "classes")
+            left_out += _left_out(len(experts), means.shape[1], "experts")
+            figures.append(
+                Figure(
+                    draw_class_heat(
+                        means[:, experts].T, experts, names, "mean coefficient"
+                    ),
+                    f"{key}, the expert with the largest coefficient of each class: "
+                    f"{', '.join(best)}",
+                    f"Mean coefficients in {key} by class.{left_out}",
+                    f"mumoe_classes_{file_name(key)}",
+                )
+            )
+        if self._num_beyond:
+            text = beyond_classes(self._num_beyond)
+            figures.append(f"Examples that are not counted by class: {text}.")
+        return figures
+
+    def _ablations(self, data, findings):
+        if self._reservoir is None or not self._reservoir.seen:
+            return [
+                "Experts were not ablated, which needs a classifier, images and labels."
+            ]
+        per_image = sum(len(self.counts[key].experts) for key in self._detailed)
+        # At most the cost of reading the data twice, if that is not small.
+        pairs = min(max(2 * self._examples, _LEAST_PAIRS), _MOST_PAIRS)
+        kept = list(self._reservoir.kept.values())[: max(pairs // per_image, 1)]
+        images = np.stack([image for image, _ in kept])
+        labels = np.array([label for _, label in kept])
+        body, rows = [], []
+        for key in self._detailed:
+            try:
+                ablation = self._ablation(key, images, labels)
+            except ValueError as error:
+                # The outputs of a broken model are not finite, for example.
+                text = f"{key}: experts could not be ablated. {error}"
+                findings.append(Finding("problem", text))
+                continue
+            data[key]["ablation"] = {**ablation.to_dict(), "images": len(images)}
+            if ablation.changes.any():
+                body.append(self._ablation_figure(key, ablation, len(images)))
+            rows += self._ablation_rows(key, ablation)
+            findings.append(_finding(key, ablation))
+        head = ["layer", "expert", "polysemanticity", "classes that lose most"]
+        if rows:
+            caption = f"Experts that matter most, by {len(images)} images"
+            body.append(Table(head, rows, caption))
+        return body
+
+    def _ablation(self, key, images, labels):
+        counts = self.counts[key]
+        # Many small images at once, and few of many tokens, which need memory.
+        tokens = max(counts.tokens // max(self._examples, 1), 1)
+        return ablate_experts(
+            self.model.keras_model,
+            images,
+            labels,
+            layer=key,
+            experts=counts.experts,
+            batch_size=int(np.clip(_TOKENS // tokens, 32, 256)),
+            verbose=0,
+        )
+
+    def _ablation_figure(self, key, ablation, count):
+        has_images = ablation.counts > 0
+        chosen = self._chosen_classes()
+        chosen = chosen[chosen < len(has_images)]
+        chosen = chosen[has_images[chosen]]
+        changes, names = ablation.changes[:, chosen], self._class_names(chosen)
+        row, column = np.unravel_index(changes.argmax(), changes.shape)
+        left_out = _left_out(len(chosen), int(has_images.sum()), "classes")
+        left_out += _left_out(len(changes), self.blocks[key].num_experts, "experts")
+        label = "fraction of accuracy lost"
+        return Figure(
+            draw_class_heat(changes, ablation.experts, names, label, diverging=True),
+            f"{key}: class {names[column]} loses most, {changes[row, column]:.0%} of "
+            f"its accuracy, without expert {ablation.experts[row]}",
+            f"The fraction of its accuracy that a class loses without an expert of "
+            f"{key}, measured with {count} images drawn at random.{left_out}",
+            f"mumoe_ablation_{file_name(key)}",
+        )
+
+    def _ablation_rows(self, key, ablation):
+        changes, rows = ablation.changes, []
+        for row in np.argsort(-changes.max(axis=1), kind="stable")[: self.options.top]:
+            if not changes[row].any():
+                continue
+            worst = np.argsort(-changes[row], kind="stable")[:3]
+            worst = worst[changes[row, worst] > 0]
+            losses = [
+                f"{name} {changes[row, c]:.0%}"
+                for name, c in zip(self._class_names(worst), worst)
+            ]
+            score = round(float(ablation.polysemanticity[row]), 2)
+            rows.append([key, int(ablation.experts[row]), score, ", ".join(losses)])
+        return rows
+
+
+def _detailed(blocks):
+    """The head, the last block and the last token mixer, as far as they exist."""
+    heads = [key for key in blocks if key == "head"]
+    mixers = [key for key in blocks if key.endswith("/token_mixer")]
+    of_tokens = [key for key, block in blocks.items() if block.is_of_tokens]
+    return [*heads, *of_tokens[-1:], *mixers[-1:]]
+
+
+def _finding(key, ablation):
+    count = len(ablation.experts)
+    matter = int((ablation.changes != 0).any(axis=1).sum())
+    mean = ablation.mean_polysemanticity
+    if mean is None:
+        text = f"{key}: no class loses accuracy without any one of {count} experts."
+        return Finding("notice", text)
+    matters = "matters" if matter == 1 else "matter"
+    score = "its polysemanticity" if matter == 1 else "their mean polysemanticity"
+    text = (
+        f"{key}: {matter} of {count} experts {matters} for the accuracy of a class; "
+        f"{score} is {mean:.2f}."
+    )
+    return Finding("good", text)
+
+
+def _left_out(shown, total, what):
+    if shown >= total:
+        return ""
+    most = "images" if what == "classes" else "weight"
+    return f" The figure shows {shown} of {total} {what}, those with most {most}."

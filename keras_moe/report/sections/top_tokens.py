@@ -1,0 +1,333 @@
+"""The patches and the words with the largest weight of each expert.
+
+Axes: B batch, N tokens, E experts, X shown experts, T height and width of a tile.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.tokens import of_patches
+from keras_moe.report.markup import patch_tile, sprite_figure
+from keras_moe.report.model import IMAGE, TEXT, ReportedModel
+from keras_moe.report.section import (
+    MAX_WORDS,
+    NO_TOKENS,
+    Batch,
+    Html,
+    Section,
+    SectionContent,
+    Table,
+    evenly_spaced,
+)
+
+_MOST_LAYERS, _MOST_EXPERTS = 6, 32
+_TILE, _BYTES = 40, 150_000
+_MOST_CONTEXTS = 4
+
+
+class BestPatches:
+    """The patches with the largest weights for each expert, each of another image.
+
+    It shows all experts, or the busiest of the first batch. Memory is that of the
+    tiles: X times their number for an expert.
+    """
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        count: int = 8,
+        size: int = _TILE,
+        most: int = _MOST_EXPERTS,
+    ):
+        self.grid, self.count, self.size, self.most = grid, count, size, most
+        # Numbers of the shown experts; the first batch decides.
+        self.experts = self.weights = self.examples = self.tiles = None
+
+    def update(self, weights: Any, images: Any, start: int = 0) -> None:
+        """Reads a batch of weights (B, N, E)."""
+        weights = of_patches(np.asarray(weights, "float32"), self.grid)
+        if self.experts is None:
+            self.experts = _busiest(weights, self.most)
+            shape = (len(self.experts), self.count)
+            self.weights = np.zeros(shape, "float32")
+            self.examples = np.full(shape, -1, "int64")
+            self.tiles = np.zeros((*shape, self.size, self.size, 4), "uint8")
+        weights = weights[..., self.experts]
+        best, patches = weights.max(axis=1), weights.argmax(axis=1)
+        for row in range(len(self.experts)):
+            # Equal weights leave the first image where it is.
+            candidates = np.concatenate([self.weights[row], best[:, row]])
+            order = np.argsort(-candidates, kind="stable")[: self.count]
+            if order.max() < self.count:
+                continue
+            examples, tiles = self.examples[row].copy(), self.tiles[row].copy()
+            for place, winner in enumerate(order):
+                index = winner - self.count
+                self.weights[row, place] = candidates[winner]
+                if index < 0:
+                    self.examples[row, place] = examples[winner]
+                    self.tiles[row, place] = tiles[winner]
+                elif candidates[winner] > 0:
+                    self.examples[row, place] = start + index
+                    self.tiles[row, place, ..., :3] = patch_tile(
+                        images[index], self.grid, patches[index, row], self.size
+                    )
+                    self.tiles[row, place, ..., 3] = 255
+
+
+def _busiest(weights, most):
+    """The numbers of the experts with the largest weights (..., E), ascending."""
+    load = np.asarray(weights).reshape(-1, weights.shape[-1]).sum(axis=0)
+    return np.sort(np.argsort(-load, kind="stable")[:most])
+
+
+class Word(NamedTuple):
+    """A top word of an expert.
+
+    Attributes:
+        word: string of the token; untrusted text.
+        score: weight in the output, or lift over the base rate.
+        context: words around it; untrusted text.
+        count: number of times that the expert served it.
+    """
+
+    word: str
+    score: float
+    context: str
+    count: int
+
+
+class BestWords:
+    """The words with the largest weights for each expert, and those it gets too often.
+
+    It shows all experts, or the busiest of the first batch. Memory grows with the
+    number of different words, up to `MAX_WORDS`.
+    """
+
+    def __init__(self, count: int = 8, most: int = _MOST_EXPERTS, window: int = 3):
+        self.count, self.most, self.window = count, most, window
+        # Numbers of the shown experts; the first batch decides.
+        self.experts = None
+        # For each expert a dict from a word to its weight and context.
+        self._best: list[dict[str, tuple[float, str]]] = []
+        # The numbers of words, and by number how often each expert, and all, get it.
+        self._numbers: dict[str, int] = {}
+        self._served, self._all = np.zeros((0, 0)), np.zeros(0)
+        self.uncounted = 0
+
+    def update(self, weights: Any, words: list[list[str]], mask: Any = True) -> None:
+        """Reads a batch of weights (B, N, E)."""
+        weights = np.asarray(weights, "float32")
+        is_word = np.array([[bool(word) for word in row] for row in words], bool)
+        rows, places = np.nonzero(is_word & np.asarray(mask, bool))
+        if not len(rows):
+            return
+        weights = weights[rows, places]
+        if self.experts is None:
+            self.experts = _busiest(weights, self.most)
+            self._best = [{} for _ in self.experts]
+            self._served = np.zeros((0, len(self.experts)))
+        weights = weights[:, self.experts]
+        strings = [words[row][place] for row, place in zip(rows, places)]
+        self._count(strings, weights > 0)
+        for expert, best in enumerate(self._best):
+            self._keep_best(best, weights[:, expert], strings, words, rows, places)
+
+    def by_weight(self, row: int) -> list[Word]:
+        """The different words of largest weight."""
+        ranked = sorted(self._best[row].items(), key=lambda item: -item[1][0])
+        return [
+            Word(word, weight, context, self._times(word, row))
+            for word, (weight, context) in ranked[: self.count]
+        ]
+
+    def by_lift(self, row: int, min_count: int = 3) -> list[Word]:
+        """The words whose share of the expert's tokens most exceeds that of all."""
+        served, totals = self._served[:, row], self._all
+        base = totals / max(totals.sum(), 1.0)
+        own = served / max(served.sum(), 1.0)
+        lift = np.divide(own, base, out=np.zeros_like(own), where=base > 0)
+        lift = np.where((served >= min_count) & (lift > 1.0), lift, 0.0)
+        # Words that no other expert gets have the same lift: frequent ones go first.
+        order = np.lexsort((-served, -lift))[: self.count]
+        words = list(self._numbers)
+        return [
+            Word(words[i], float(lift[i]), "", int(served[i]))
+            for i in order
+            if lift[i] > 0
+        ]
+
+    def _count(self, strings, served):
+        numbers = []
+        for word in strings:
+            if word not in self._numbers and len(self._numbers) < MAX_WORDS:
+                self._numbers[word] = len(self._numbers)
+            numbers.append(self._numbers.get(word, -1))
+        numbers = np.array(numbers)
+        self.uncounted += int((numbers < 0).sum())
+        known = numbers >= 0
+        if (missing := len(self._numbers) - len(self._all)) > 0:
+            # Doubles the room, so that growth costs little.
+            missing = max(missing, len(self._all))
+            self._all = np.pad(self._all, (0, missing))
+            self._served = np.pad(self._served, ((0, missing), (0, 0)))
+        np.add.at(self._all, numbers[known], 1.0)
+        np.add.at(self._served, numbers[known], served[known].astype("float64"))
+
+    def _keep_best(self, best, weights, strings, words, rows, places):
+        floor = 0.0
+        if len(best) >= self.count:
+            floor = sorted(weight for weight, _ in best.values())[-self.count]
+        for token in np.argsort(-weights, kind="stable"):
+            weight = float(weights[token])
+            if weight <= floor or weight <= 0.0:
+                break
+            word = strings[token]
+            if word in best and best[word][0] >= weight:
+                continue
+            context = self._context(words[rows[token]], int(places[token]))
+            best[word] = (weight, context)
+            if len(best) > self.count:
+                del best[min(best, key=lambda key: best[key][0])]
+                floor = min(weight for weight, _ in best.values())
+
+    def _context(self, row, place):
+        """The word in brackets among its neighbours."""
+        before = [word for word in row[max(place - self.window, 0) : place] if word]
+        after = [word for word in row[place + 1 : place + 1 + self.window] if word]
+        return " ".join([*before, f"[{row[place]}]", *after])
+
+    def _times(self, word, row):
+        number = self._numbers.get(word)
+        return 0 if number is None else int(self._served[number, row])
+
+
+class TopTokens(Section):
+    """The section on the tokens with the largest weights."""
+
+    title = "Top tokens of each expert"
+    anchor = "top-tokens"
+    intro = (
+        "The patches with the largest weight of an expert in their output, each from "
+        "another image and in the middle of its dimmed surroundings; and the words. A "
+        "row of similar patches is an expert that has specialised in them."
+    )
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.images, self.texts = _shown(model, IMAGE), _shown(model, TEXT)
+        self.patches = {
+            x.key: BestPatches(model.grid, options.top) for x in self.images
+        }
+        self.words = {block.key: BestWords(options.top) for block in self.texts}
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
+
+    def update(self, batch: Batch) -> None:
+        for block in self.images if batch.images is not None else ():
+            weights = _weights(batch.routing[block.key], block)
+            self.patches[block.key].update(weights, batch.images, batch.start)
+        for block in self.texts if batch.words is not None else ():
+            weights = _weights(batch.routing[block.key], block)
+            mask = batch.mask_of(block)
+            self.words[block.key].update(weights, batch.words, mask)
+
+    def finish(self) -> SectionContent:
+        body, data = [], {}
+        for shown, modality in ((self.images, IMAGE), (self.texts, TEXT)):
+            count = len(self.model.of_tokens(modality))
+            if len(shown) < count:
+                body.append(
+                    f"{len(shown)} of {count} layers with {modality} tokens follow."
+                )
+        for block in self.images:
+            best = self.patches[block.key]
+            if best.tiles is not None:
+                body.append(self._sprite(block, best))
+                data[block.key] = {
+                    field: getattr(best, field).tolist()
+                    for field in ("experts", "examples", "weights")
+                }
+        for block in self.texts:
+            best = self.words[block.key]
+            if best.experts is not None:
+                table, data[block.key] = _word_table(block, best)
+                body.append(table)
+        return SectionContent(body, data) if body else NO_TOKENS
+
+    def _sprite(self, block, best):
+        names = [block.expert_name(expert) for expert in best.experts]
+        weights = [
+            f"{name}: weights {row[0]:.2f} to {row[row > 0][-1]:.2f}"
+            if row[0] > 0
+            else f"{name}: none"
+            for name, row in zip(names, best.weights)
+        ]
+        caption = (
+            f"{block.key}: a row of patches for each expert, the best on the left."
+        )
+        if block.num_experts > len(names):
+            caption += (
+                f" {len(names)} of {block.num_experts} experts, the busiest of the "
+                "first batch."
+            )
+        if (best.weights[:, 0] <= 0).any():
+            caption += " Empty rows are experts that get no patch."
+        alt = f"The top patches of each expert of {block.key}. {'; '.join(weights)}."
+        max_bytes = _BYTES // len(self.images)
+        return Html(sprite_figure(best.tiles, names, alt, caption, max_bytes))
+
+
+def _shown(model, modality):
+    """The blocks that are shown, of those whose tokens are patches or words."""
+    blocks = model.of_tokens(modality)
+    return [blocks[index] for index in evenly_spaced(len(blocks), _MOST_LAYERS)]
+
+
+def _weights(record, block):
+    """The weight of each expert for each token, (B, N, E)."""
+    if block.kind == "soft":
+        # The expert's slots are mixtures of tokens; these are the tokens' shares.
+        return record.dispatched
+    if block.kind == "mumoe":
+        return np.maximum(record.gates, 0.0)
+    return np.where(record.dispatched > 0, record.combined, 0.0)
+
+
+def _word_table(block, best):
+    """The table of an expert's words, and its data."""
+    rows, data = [], []
+    for row, expert in enumerate(best.experts):
+        heaviest, lifted = best.by_weight(row), best.by_lift(row)
+        contexts = [f"{word.context} {word.score:.2f}" for word in heaviest]
+        columns = (
+            [word.word for word in heaviest],
+            contexts[:_MOST_CONTEXTS],
+            [f"{word.word} {word.score:.1f}x ({word.count})" for word in lifted],
+        )
+        cells = [" · ".join(texts) or None for texts in columns]
+        rows.append([block.expert_name(expert), *cells])
+        data.append(
+            {
+                "expert": int(expert),
+                "by_weight": [word._asdict() for word in heaviest],
+                "by_lift": [word._asdict() for word in lifted],
+            }
+        )
+    head = ["expert", "words by weight", "in captions", "words by lift"]
+    caption = (
+        f"{block.key}: the words of largest weight, the same in their captions, and "
+        "the words that an expert gets more often than the others do, with the factor "
+        "and the number"
+    )
+    if block.num_experts > len(rows):
+        caption += (
+            f"; {len(rows)} of {block.num_experts} experts, the busiest of the first "
+            "batch"
+        )
+    if best.uncounted:
+        caption += f"; {best.uncounted:,} rare words are not counted"
+    return Table(head, rows, caption), data

@@ -1,0 +1,399 @@
+"""How tokens move from the experts of one layer to those of the next.
+
+Axes: E experts of a layer.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure
+from keras_moe.analysis.tokens import flow_statistics, token_flows
+from keras_moe.report.model import ReportedModel, shortened
+from keras_moe.report.section import (
+    NO_TOKENS,
+    Batch,
+    Figure,
+    Section,
+    SectionContent,
+    Table,
+)
+
+REST, NOBODY = "rest", "none"
+LAYERS_IN_A_ROW = 5
+_MAX_RIBBONS = 300
+_DEEP = 6
+_WIDTH = 3.6
+_BAR = 0.15
+# Not pure black or white, which a page would turn into its own colours.
+_DARK, _LIGHT = "#101010", "#fefefe"
+_INKS = (_LIGHT, _DARK, _LIGHT, _DARK, _DARK, _LIGHT, _LIGHT)
+_INK = dict(zip((*COLOURS, GREY), _INKS))
+
+
+class ExpertTransitions(Section):
+    """The section on transitions between the experts of successive layers."""
+
+    title = "Expert transitions"
+    anchor = "transitions"
+    intro = (
+        "Each bar is an expert, as high as its share of the tokens, and each ribbon is "
+        "the tokens that go from it to an expert of the next layer. Broad ribbons that "
+        "stay together are paths that many tokens take."
+    )
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.paths = _paths(model)
+        self.flows = {x: [0] * (len(blocks) - 1) for x, blocks in self.paths.items()}
+
+    @classmethod
+    def fits(cls, model: ReportedModel) -> bool:
+        return bool(_paths(model))
+
+    def update(self, batch: Batch) -> None:
+        for modality, blocks in self.paths.items():
+            flows = self.flows[modality]
+            for step, (source, target) in enumerate(itertools.pairwise(blocks)):
+                records = batch.routing[source.key], batch.routing[target.key]
+                mask = batch.mask_of(source) & batch.mask_of(target)
+                flows[step] = flows[step] + token_flows(*records, mask)
+
+    def finish(self) -> SectionContent:
+        figures, rows, data = [], [], {}
+        for modality, blocks in self.paths.items():
+            flows = self.flows[modality]
+            if not np.sum(flows[0]):
+                continue
+            names = [block.short_key for block in blocks]
+            figures.append(self._figure(modality, names, flows))
+            data[modality] = []
+            for source, target, counts in zip(names, names[1:], flows):
+                statistics = flow_statistics(counts)
+                ends = {"source": source, "target": target, "tokens": counts.tolist()}
+                data[modality].append({**ends, **statistics._asdict()})
+                shares = [f"{share:.0%}" for share in statistics]
+                rows.append([modality, f"{source} to {target}", *shares])
+        if not figures:
+            return NO_TOKENS
+        head = [
+            "tokens",
+            "layers",
+            "known from the expert before",
+            "tokens that stay together",
+            "by chance",
+        ]
+        caption = (
+            "How far an expert determines the next one: the share of the uncertainty "
+            "about the next expert that it removes, and how often two tokens of one "
+            "expert meet again in the next layer, compared with any two tokens"
+        )
+        return SectionContent([*figures, Table(head, rows, caption)], data)
+
+    def _figure(self, modality, names, flows):
+        diagram = main_flows(
+            flows,
+            max_experts=24 if len(names) <= _DEEP else 16,
+            max_ribbons=_MAX_RIBBONS // len(self.paths),
+        )
+        parts = [
+            f"Experts of {modality} tokens; a token is at the expert with "
+            "the largest weight in its output.",
+        ]
+        nodes = {node.name for column in diagram.columns for node in column}
+        if REST in nodes:
+            parts.append("Small experts are together in “rest”.")
+        if NOBODY in nodes:
+            parts.append("Tokens that no expert serves are in “none” (dotted).")
+        if diagram.shown < 0.9995:
+            parts.append(
+                f"Ribbons carry {diagram.shown:.0%} of the tokens; smaller ones are "
+                "left out."
+            )
+        alt = (
+            f"Flows of {modality} tokens between the experts of {', '.join(names)}. "
+            + _largest(diagram, names)
+        )
+        drawing = draw_flows(diagram, names)
+        return Figure(drawing, alt, " ".join(parts), f"transitions_{modality}")
+
+
+def _paths(model):
+    """The sparse blocks of each modality that has at least two of them."""
+    paths = {}
+    for block in model.blocks.values():
+        if block.is_sparse:
+            paths.setdefault(block.modality, []).append(block)
+    return {modality: blocks for modality, blocks in paths.items() if len(blocks) > 1}
+
+
+def _largest(diagram, names):
+    if not diagram.ribbons:
+        return ""
+    first = diagram.ribbons[0]
+    source = diagram.columns[first.layer][first.source].name
+    target = diagram.columns[first.layer + 1][first.target].name
+    return (
+        f"The broadest goes from {source} in {names[first.layer]} to {target} in "
+        f"{names[first.layer + 1]}."
+    )
+
+
+class Node(NamedTuple):
+    """The tokens of one expert in one layer.
+
+    Attributes:
+        name: number of the expert; `"rest"` for all small experts, `"none"` for tokens
+            that no expert serves.
+        bottom: lower end, in a column from 0 to 1.
+        height: share of the layer's tokens, scaled to what gaps leave of the column.
+    """
+
+    name: str
+    bottom: float
+    height: float
+
+
+class Ribbon(NamedTuple):
+    """The tokens that go from one node to a node of the next layer.
+
+    Attributes:
+        layer: number of the layer that they leave.
+        source: number of the node there.
+        target: number of the node in the next layer.
+        start: lower end at the source.
+        stop: lower end at the target.
+        height: its width at the source.
+        end_height: its width at the target, whose layer may have more gaps.
+    """
+
+    layer: int
+    source: int
+    target: int
+    start: float
+    stop: float
+    height: float
+    end_height: float
+
+
+class MainFlows(NamedTuple):
+    """An alluvial diagram.
+
+    Attributes:
+        columns: the nodes of each layer, from the top down.
+        ribbons: the ribbons, the broadest first.
+        shown: share of the tokens that these carry, averaged over the steps.
+    """
+
+    columns: list[list[Node]]
+    ribbons: list[Ribbon]
+    shown: float
+
+
+def main_flows(
+    flows: list[Any],
+    max_experts: int = 24,
+    min_share: float = 0.022,
+    max_ribbons: int = 300,
+    gap: float = 0.008,
+) -> MainFlows:
+    """Lays out the largest flows of tokens through experts.
+
+    Nodes stand next to those that their tokens come from, so that few ribbons cross.
+    """
+    flows = [np.asarray(each, "float64") for each in flows]
+    totals = [flows[0].sum(axis=1), *(each.sum(axis=0) for each in flows)]
+    merged = [_merged(total, max_experts, min_share) for total in totals]
+    # Flows between nodes, as shares of all tokens.
+    steps = [
+        _matrix(rows, each.shape[0])
+        @ (each / max(each.sum(), 1.0))
+        @ _matrix(columns, each.shape[1]).T
+        for each, rows, columns in zip(flows, merged, merged[1:])
+    ]
+    shares = [steps[0].sum(axis=1), *(step.sum(axis=0) for step in steps)]
+    columns = [_placed(merged[0], shares[0], np.arange(len(merged[0])), gap)]
+    for groups, share, step, above in zip(merged[1:], shares[1:], steps, merged):
+        middles = {node.name: node.bottom + node.height / 2 for node in columns[-1]}
+        middle = np.array([middles[name] for name, _ in above])
+        heights = middle @ step / np.maximum(share, 1e-12)
+        columns.append(_placed(groups, share, np.argsort(-heights, kind="stable"), gap))
+    places = [{node.name: number for number, node in enumerate(c)} for c in columns]
+    ribbons, shown, per_step = [], 0.0, max(max_ribbons // len(steps), 1)
+    for layer, step in enumerate(steps):
+        rows = [places[layer][name] for name, _ in merged[layer]]
+        targets = [places[layer + 1][name] for name, _ in merged[layer + 1]]
+        placed = np.zeros_like(step)
+        placed[np.ix_(rows, targets)] = step
+        new = _ribbons(layer, placed, columns[layer], columns[layer + 1])
+        new = sorted(new, key=lambda pair: -pair[0])[:per_step]
+        shown += sum(share for share, _ in new)
+        ribbons += [ribbon for _, ribbon in new]
+    ribbons.sort(key=lambda ribbon: -ribbon.height)
+    return MainFlows(columns, ribbons, shown / len(steps))
+
+
+def _merged(total, max_experts, min_share):
+    """Names of nodes with their experts: the largest, the rest, and none."""
+    experts, unserved = total[:-1], total[-1]
+    large = np.argsort(-experts, kind="stable")[:max_experts]
+    large = sorted(e for e in large if experts[e] >= min_share * max(total.sum(), 1.0))
+    groups = [(str(expert), [expert]) for expert in large if experts[expert] > 0]
+    small = [e for e in range(len(experts)) if e not in large]
+    if experts[small].sum() > 0:
+        # One small expert alone keeps its number.
+        alone = [e for e in small if experts[e] > 0]
+        groups.append((str(alone[0]) if len(alone) == 1 else REST, small))
+    if unserved > 0:
+        groups.append((NOBODY, [len(experts)]))
+    return groups
+
+
+def _matrix(groups, size):
+    matrix = np.zeros((len(groups), size))
+    for row, (_, experts) in enumerate(groups):
+        matrix[row, experts] = 1.0
+    return matrix
+
+
+def _placed(groups, shares, order, gap):
+    """The nodes from the top down, with gaps between them."""
+    room = 1.0 - gap * (len(groups) - 1)
+    nodes, top = [], 1.0
+    # The small experts and unserved tokens come last.
+    for number in sorted(order, key=lambda node: groups[node][0] in (REST, NOBODY)):
+        height = float(shares[number]) * room
+        top -= height
+        nodes.append(Node(groups[number][0], top, height))
+        top -= gap
+    return nodes
+
+
+def _ribbons(layer, step, sources, targets):
+    """Pairs of a share and its ribbon; at each node they leave and arrive in order."""
+    shares = np.maximum(step.sum(axis=1), 1e-12), np.maximum(step.sum(axis=0), 1e-12)
+    scale = np.array([node.height for node in sources]) / shares[0]
+    out = np.array([node.bottom + node.height for node in sources])
+    into = np.array([node.bottom + node.height for node in targets])
+    for source, row in enumerate(step):
+        for target, share in enumerate(row):
+            if share <= 0:
+                continue
+            height = share * scale[source]
+            out[source] -= height
+            arrived = share * targets[target].height / shares[1][target]
+            into[target] -= arrived
+            ends = float(out[source]), float(into[target]), height, arrived
+            yield float(share), Ribbon(layer, source, target, *ends)
+
+
+def draw_flows(flows: MainFlows, names: list[str]) -> Any:
+    """Draws an alluvial diagram: layers side by side, ribbons between their experts.
+
+    Rows of up to five layers fit a phone; each row begins with the last layer of the
+    row above.
+    """
+    count = len(flows.columns)
+    # Rows of equal length and scale.
+    rows = max(-(-(count - 1) // (LAYERS_IN_A_ROW - 1)), 1)
+    steps = max(-(-(count - 1) // rows), 1)
+    starts = range(0, max(count - 1, 1), steps)
+    # Room for the name of the smallest node.
+    height = min(4.4, max(2.4, 0.23 * max(map(len, flows.columns))))
+    figure = new_figure(figsize=(_WIDTH, (height + 0.35) * len(starts)))
+    axes = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
+    figure.subplots_adjust(
+        left=0.01,
+        right=0.99,
+        bottom=0.02 / len(starts),
+        top=1 - 0.28 / (height + 0.35) / len(starts),
+        hspace=0.4 / height,
+    )
+    # Names are wider than bars.
+    margin = 0.4 if steps > 2 else 0.25 if steps > 1 else 0.15
+    bar = _BAR / (0.98 * _WIDTH) * (steps + 2 * margin)
+    for axis, start in zip(axes, starts):
+        layers = range(start, min(start + steps + 1, count))
+        axis.set_axis_off()
+        axis.set_ylim(-0.01, 1.01)
+        axis.set_xlim(-margin, steps + margin)
+        for place, layer in enumerate(layers[:-1]):
+            for number, node in enumerate(flows.columns[layer]):
+                own = [
+                    ribbon
+                    for ribbon in flows.ribbons
+                    if (ribbon.layer, ribbon.source) == (layer, number)
+                ]
+                _draw_ribbons(axis, own, place, bar, _colour(node.name))
+        for place, layer in enumerate(layers):
+            for node in flows.columns[layer]:
+                _draw_node(axis, place, bar, node, 72 * height / 1.02)
+            axis.text(
+                place,
+                1.03,
+                shortened(names[layer], 12),
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                parse_math=False,
+            )
+    return figure
+
+
+def _colour(name):
+    """The colour of an expert; neighbours in number differ."""
+    return GREY if name in (REST, NOBODY) else COLOURS[int(name) % len(COLOURS)]
+
+
+def _draw_node(axis, place, bar, node, points):
+    from matplotlib.patches import Rectangle
+
+    colour, is_nobody = _colour(node.name), node.name == NOBODY
+    axis.add_patch(
+        Rectangle(
+            (place - bar / 2, node.bottom),
+            bar,
+            node.height,
+            facecolor="none" if is_nobody else colour,
+            edgecolor=colour,
+            linewidth=0.8 if is_nobody else 0,
+            linestyle=":" if is_nobody else "-",
+        )
+    )
+    is_word = node.name in (REST, NOBODY)
+    if node.height * points < (16 if is_word else 6.2):
+        return
+    axis.text(
+        place,
+        node.bottom + node.height / 2,
+        node.name,
+        ha="center",
+        va="center" if is_word else "center_baseline",
+        rotation=90 if is_word else 0,
+        fontsize=6,
+        color=colour if is_nobody else _INK[colour],
+        fontweight="bold",
+    )
+
+
+def _draw_ribbons(axis, ribbons, place, bar, colour):
+    """Draws the ribbons of one node as one path, which needs a third of the bytes."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    left, right = place + bar / 2, place + 1 - bar / 2
+    middle = (left + right) / 2
+    points, codes = [], []
+    for ribbon in ribbons:
+        lower, upper = ribbon.start, ribbon.start + ribbon.height
+        end_lower, end_upper = ribbon.stop, ribbon.stop + ribbon.end_height
+        points += [(left, lower), (middle, lower), (middle, end_lower)]
+        points += [(right, end_lower), (right, end_upper), (middle, end_upper)]
+        points += [(middle, upper), (left, upper), (left, lower)]
+        codes += [Path.MOVETO, *[Path.CURVE4] * 3, Path.LINETO, *[Path.CURVE4] * 3]
+        codes.append(Path.CLOSEPOLY)
+    if points:
+        path = Path(points, codes)
+        patch = PathPatch(path, facecolor=colour, alpha=0.45, linewidth=0)
+        axis.add_patch(patch).set_clip_on(False)

@@ -1,0 +1,91 @@
+"""Compute by token, load by type and routing scores, on records made by hand."""
+
+import numpy as np
+import pytest
+
+from keras_moe.analysis import (
+    compute_map,
+    experts_per_token,
+    load_by_type,
+    routing_scores,
+)
+from keras_moe.ops import ExpertTypes, Routing
+
+pytestmark = pytest.mark.backend_free
+TYPES = ExpertTypes(ffn=2, zero=1, copy=1)
+# One image of a class token and 1 x 2 patches; FFN, FFN, zero, copy.
+FIRST = np.array([[[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]], "float32")
+SECOND = np.array([[[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]]], "float32")
+
+
+def record(dispatched):
+    return Routing(*[dispatched] * 6)
+
+
+def test_ffn_experts_per_token():
+    layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
+    np.testing.assert_array_equal(
+        experts_per_token(layers["block_0"], TYPES), [[2, 1, 0]]
+    )
+    np.testing.assert_array_equal(experts_per_token(layers, TYPES), [[2, 1, 0]])
+    np.testing.assert_array_equal(compute_map(layers, TYPES, (1, 2)), [[[1, 0]]])
+
+
+def test_experts_of_each_type_per_token():
+    layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
+    for kind, expected in (
+        ("ffn", [[2, 1, 0]]),
+        ("zero", [[0, 0.5, 0.5]]),
+        ("copy", [[0, 0.5, 1]]),
+        ("constant", [[0, 0, 0]]),
+    ):
+        np.testing.assert_array_equal(experts_per_token(layers, TYPES, kind), expected)
+    np.testing.assert_array_equal(
+        compute_map(layers, TYPES, (1, 2), "zero"), [[[0.5, 0.5]]]
+    )
+
+
+def test_load_by_type():
+    loads = load_by_type({"a": record(FIRST), "b": record(SECOND)}, TYPES, 2)
+    assert loads["a"].shares == pytest.approx(
+        {"ffn": 3 / 6, "zero": 2 / 6, "copy": 1 / 6, "constant": 0.0}
+    )
+    assert loads["a"].dropped_choices == pytest.approx(0.0)
+    # One choice of the last token found no room.
+    assert loads["b"].dropped_choices == pytest.approx(1 / 6)
+    assert loads["b"].experts_per_token["ffn"] == pytest.approx(1.0)
+    mask = np.array([[True, True, False]])
+    masked = load_by_type({"b": record(SECOND)}, TYPES, 2, mask)["b"]
+    assert masked.dropped_choices == pytest.approx(0.0)
+
+
+def test_routing_scores():
+    gates = np.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]])
+    scores = routing_scores(record(gates))
+    np.testing.assert_allclose(scores.highest, [0.5, 0.7])
+    np.testing.assert_allclose(scores.second, [0.4, 0.2])
+    actual = scores.to_dict()
+    assert actual["highest_variance"] == pytest.approx(0.01)
+    assert actual["second_mean"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: experts_per_token(record(FIRST), ExpertTypes(2)), "\\(1, 3, 4\\)"),
+        (lambda: experts_per_token({}, TYPES), "none"),
+        (lambda: compute_map(record(FIRST), TYPES, (2, 2)), "3 tokens"),
+        (lambda: routing_scores(record(FIRST[..., :1])), "\\(1, 3, 1\\)"),
+        (lambda: routing_scores({"a": record(FIRST)}), "dict of a"),
+        (lambda: experts_per_token(record(FIRST), None), "expert_types=None"),
+        (lambda: load_by_type({"a": record(FIRST)}, TYPES, 0), "experts=0"),
+        (
+            lambda: load_by_type({"a": record(FIRST)}, TYPES, 2, np.zeros((1, 3))),
+            "none that counts",
+        ),
+        (lambda: experts_per_token(record(FIRST), TYPES, "best"), "expert_type='best'"),
+    ],
+)
+def test_bad_input_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,134 @@
+"""Pictures are drawn, and what cannot be drawn is refused."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from keras_moe.analysis import (
+    BlockUsage,
+    ExpertAblation,
+    ExpertUsage,
+    RoutingScores,
+    TypeLoads,
+    coverage_curves,
+    expert_load,
+    fairness_metrics,
+    plots,
+)
+from keras_moe.analysis.plots.figure import faded
+from keras_moe.ops import Routing
+
+pytestmark = pytest.mark.backend_free
+
+GENERATOR = np.random.default_rng(0)
+IMAGES = GENERATOR.uniform(-1, 1, (12, 8, 8, 1))
+BLACK = np.zeros((2, 4, 4, 1))
+HEAD = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 1))] * 6)
+BLOCK = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 5))] * 6)
+NAMES = list("abcdefghijkl")
+MAPS = {"zero": np.ones((12, 2, 2)), "constant": np.zeros((12, 2, 2))}
+METRICS = fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+ABLATION = ExpertAblation(
+    experts=np.array([0, 3, 5]),
+    counts=np.array([10, 10, 5, 0]),
+    accuracy=np.array([1.0, 0.5, 0.8, 0.0]),
+    ablated=np.array([[0, 0.5, 0.8, 0], [1.0, 0.25, 0.4, 0], [1.0, 0.5, 0.8, 0]]),
+)
+TOKENS = np.array([[1.0, 5.0, 2.0], [0.0, 1.0, 9.0]])
+USAGE = ExpertUsage(["image", "text"], {"block_1": BlockUsage(TOKENS, TOKENS)})
+CURVES = {group: coverage_curves(USAGE, groups=group) for group in USAGE.groups}
+LOADS = {"a": expert_load(HEAD), "b": expert_load(BLOCK)}
+SHARES = {"ffn": 0.6, "zero": 0.2, "copy": 0.1, "constant": 0.1}
+SCORES = RoutingScores(np.linspace(0.4, 1, 50), np.linspace(0, 0.4, 50))
+PICTURES = {
+    "views": (plots.plot_expert_views, IMAGES, BLOCK, (2, 2)),
+    "images": (partial(plots.plot_expert_images, labels=NAMES), IMAGES, HEAD),
+    "patches": (plots.plot_expert_patches, IMAGES, BLOCK, (2, 2)),
+    "compute": (plots.plot_compute_maps, IMAGES, MAPS["zero"]),
+    "types": (plots.plot_type_maps, IMAGES, MAPS),
+    "ablation": (plots.plot_ablation, {"a": ABLATION, "b": ABLATION}),
+    "polysemanticity": (plots.plot_polysemanticity, {"final": {2: [2.0], 4: [1, 1.2]}}),
+    "load": (plots.plot_expert_load, LOADS),
+    "subpopulations": (plots.plot_subpopulations, METRICS, METRICS),
+    "types_load": (plots.plot_load_by_type, {"b": TypeLoads(SHARES, SHARES, 0.0)}),
+    "scores": (plots.plot_routing_scores, {"a": SCORES}),
+    "coverage": (plots.plot_coverage, CURVES),
+    "usage": (plots.plot_expert_usage, USAGE),
+    "groups": (plots.plot_expert_groups, USAGE),
+    "history": (plots.plot_training_history, {"loss": [2.0, 1.0], "val_loss": [2, 1]}),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_drawn(name, tmp_path):
+    draw, *arguments = PICTURES[name]
+    path = tmp_path / f"{name}.png"
+    figure = draw(*arguments, path=path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5_000
+    assert figure.axes
+
+
+def test_pictures_of_the_best_images_and_of_colours(tmp_path):
+    colours = GENERATOR.uniform(-1, 1, (12, 8, 8, 3))
+    options = {"experts": [2], "seed": None, "threshold": None}
+    plots.plot_expert_images(colours, HEAD, tmp_path / "best", **options)
+    assert (tmp_path / "best.png").is_file()
+    assert plots.plot_expert_views(colours, BLOCK, (2, 2), images_per_expert=4).axes
+
+
+def test_compute_maps_are_no_wider_than_a_page(tmp_path):
+    path = tmp_path / "maps.png"
+    plots.plot_compute_maps(np.zeros((5, 4, 4, 1)), np.ones((5, 2, 2)), path)
+    with Image.open(path) as picture:
+        assert picture.width <= 1200
+
+
+def test_a_class_that_gains_much_leaves_room_for_the_losses():
+    bottoms = []
+    for gained in (0.1, 0.4):
+        accuracy, ablated = np.array([0.1, 0.5]), np.array([[gained, 0.2]])
+        one = ExpertAblation(np.arange(1), np.ones(2), accuracy, ablated)
+        figure = plots.plot_ablation({"a": one}, experts_per_model=1)
+        bottoms.append(figure.axes[0].get_ylim()[0])
+    assert bottoms == [-5, -105]
+
+
+def test_images_fade_by_share():
+    image = np.ones((1, 3, 1))
+    half = faded(image, np.array([[1.0, 0.5, 0.0]]))
+    np.testing.assert_array_equal(half[0, 0], 1.0)
+    np.testing.assert_allclose(half[0, 1], (half[0, 0] + half[0, 2]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plots.plot_expert_views(IMAGES[:5], BLOCK, (2, 2)), "12 records"),
+        (lambda: plots.plot_expert_views(IMAGES[..., 0], BLOCK, (2, 2)), "12, 8, 8"),
+        (
+            lambda: plots.plot_expert_images(
+                BLACK, Routing(*[np.full((2, 1, 4), 0.25)] * 6)
+            ),
+            "0.5",
+        ),
+        (lambda: plots.plot_type_maps(BLACK, {}), "shapes={}"),
+        (lambda: plots.plot_type_maps(BLACK, {"zero": np.ones((1, 2, 2))}), "2 images"),
+        (lambda: plots.plot_compute_maps(BLACK, np.ones((1, 2, 2))), "2 images"),
+        (lambda: plots.plot_load_by_type({}), "loads={}"),
+        (lambda: plots.plot_routing_scores({}), "scores={}"),
+        (lambda: plots.plot_training_history({}), "history={}"),
+        (lambda: plots.plot_training_history({"loss": []}), "'loss'"),
+        (lambda: plots.plot_ablation({}), "ablations={}"),
+        (lambda: plots.plot_polysemanticity({}), "scores={}"),
+        (lambda: plots.plot_expert_load({}), "loads={}"),
+        (lambda: plots.plot_coverage({}), "at least one group"),
+        (lambda: plots.plot_expert_usage(ExpertUsage(["all"], {})), "blocks="),
+        (lambda: plots.plot_expert_groups(ExpertUsage(["all"], {})), "at least one"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

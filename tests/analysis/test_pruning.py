@@ -1,0 +1,409 @@
+"""Which experts cover how much, and models whose experts are pruned."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models
+from keras_moe.analysis import (
+    BlockUsage,
+    ExpertUsage,
+    coverage_curves,
+    exclude_experts,
+    expert_scores,
+    expert_usage,
+    mask_experts,
+    merged_usage,
+    print_coverage,
+    prune_experts,
+    routing_usage,
+    select_experts,
+)
+from keras_moe.ops import Routing
+from keras_moe.routers.pruned import METHODS
+from tests.small_models import SMALL, images, with_weights
+
+to_numpy = ops.convert_to_numpy
+PRUNINGS = (mask_experts, prune_experts)
+SHAPE = (3, 16, 8, 2)
+SIZES = {**SMALL, "moe_layers": [0, 1], "num_experts": 5}
+# Experts 2 and 3 have equal numbers of tokens.
+HAND = ExpertUsage(
+    ["image", "text"],
+    {
+        "block_1": BlockUsage(
+            np.array([[1.0, 5.0, 2.0, 2.0], [0.0, 1.0, 9.0, 0.0]]),
+            np.array([[0.5, 1.5, 1.8, 0.2], [0.0, 0.5, 4.5, 0.0]]),
+            np.array([[4.0, 5.0, 1.0, 2.0], [0.0, 1.0, 1.0, 0.0]]),
+        )
+    },
+)
+KEPT = {"block_0": [1, 3, 4], "block_1": [0, 2]}
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def classifier(**changes):
+    sizes = {**SIZES, "router": "softmax_token_choice", **changes}
+    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
+    return with_weights(model)
+
+
+@pytest.mark.backend_free
+def test_scores_by_hand():
+    def scores(*arguments):
+        return expert_scores(HAND, *arguments)["block_1"].tolist()
+
+    assert scores("tokens") == [1, 6, 11, 2]
+    assert scores("tokens", "text") == [0, 1, 9, 0]
+    assert scores("mass", ["image"]) == [0.5, 1.5, 1.8, 0.2]
+    # The rarest expert adds most to its tokens.
+    assert scores("reap", "image") == [4.0, 1.0, 0.5, 1.0]
+    assert scores("reap") == pytest.approx([4.0, 1.0, 2 / 11, 1.0])
+    assert scores("reap", "text") == pytest.approx([0.0, 1.0, 1 / 9, 0.0])
+
+
+@pytest.mark.backend_free
+def test_coverage_by_hand():
+    curve = coverage_curves(HAND, groups="image")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [1, 2, 3, 0])
+    np.testing.assert_allclose(curve.covered, [0.5, 0.7, 0.9, 1.0])
+    curve = coverage_curves(HAND, "mass", "image")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [2, 1, 0, 3])
+    np.testing.assert_allclose(curve.covered, [0.45, 0.825, 0.95, 1.0])
+    curve = coverage_curves(HAND, groups="image", criterion="reap")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [0, 1, 3, 2])
+    np.testing.assert_allclose(curve.covered, [0.1, 0.6, 0.8, 1.0])
+    assert json.loads(json.dumps(curve.to_dict()))["experts"] == [0, 1, 3, 2]
+    print_coverage({"block_1": curve})
+
+
+@pytest.mark.backend_free
+def test_coverage_of_first_choices_by_hand():
+    # Three tokens prefer expert 0, which has room for one; K = 2.
+    gates = np.array([[[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
+    served = np.array([[[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    record = Routing(*[gates] * 4, served, served * gates)
+    block = routing_usage(record)
+    np.testing.assert_array_equal(block.first_choices, [[3, 0, 0]])
+    usage = ExpertUsage(["all"], {"block_1": block})
+    # Expert 1 served most, and without expert 0 no first choice is serviceable.
+    curve = coverage_curves(usage, "first_choices")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [1, 0, 2])
+    np.testing.assert_array_equal(curve.covered, [0, 1, 1])
+    np.testing.assert_allclose(coverage_curves(usage)["block_1"].covered, [0.75, 1, 1])
+    masked = routing_usage(record, mask=np.array([[True, True, False]]))
+    np.testing.assert_array_equal(masked.first_choices, [[2, 0, 0]])
+    again = ExpertUsage.from_dict(usage.to_dict())
+    total = merged_usage([usage, again]).blocks["block_1"]
+    np.testing.assert_array_equal(total.first_choices, [[6, 0, 0]])
+    with pytest.raises(ValueError, match="usage with first_choices"):
+        coverage_curves(HAND, "first_choices")
+
+
+@pytest.mark.backend_free
+def test_the_smallest_set_covers():
+    def kept(**arguments):
+        return select_experts(HAND, **arguments)["block_1"]
+
+    assert kept(count=2) == [1, 2]
+    assert kept(count={"block_1": 3}, groups="image") == [1, 2, 3]
+    assert kept(count=1, criterion="reap") == [0]
+    assert kept(coverage=0.7, groups="image") == [1, 2]
+    assert kept(coverage=0.71, groups="image") == [1, 2, 3]
+    assert kept(coverage=0.9, groups="text") == [2]
+    assert kept(coverage=0.9, groups="text", minimum=2) == [1, 2]
+    assert kept(coverage=1.0, groups="text") == [1, 2]
+    assert kept(coverage=0.8, groups="image", criterion="mass") == [1, 2]
+    assert kept(coverage=0.6, groups="image", criterion="reap") == [0, 1]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "count=None, coverage=None"),
+        ({"count": 1, "coverage": 0.5}, "either count or coverage"),
+        ({"count": 0}, "count=0"),
+        ({"count": 5}, "at most the 4 experts"),
+        ({"count": {"block_2": 1}}, "count of 'block_2'"),
+        ({"coverage": 0}, "coverage=0"),
+        ({"coverage": 1.5}, "coverage=1.5"),
+        ({"coverage": float("nan")}, "coverage=nan"),
+        ({"count": 1, "criterion": "load"}, "criterion='load'"),
+        ({"count": 1, "groups": "audio"}, "groups='audio'"),
+        ({"count": 1, "groups": []}, "groups=\\[\\]"),
+        ({"count": 1, "groups": ["text", "text"]}, "different groups"),
+        ({"coverage": 0.5, "minimum": 0}, "minimum=0"),
+    ],
+)
+def test_bad_selections_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        select_experts(HAND, **arguments)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (BlockUsage(np.zeros((1, 2)), np.zeros((1, 2))), "empty usage"),
+        (BlockUsage(np.array([[1.0, np.nan]]), np.ones((1, 2))), "finite tokens"),
+        (BlockUsage(np.array([[1.0, -1.0]]), np.ones((1, 2))), "negative"),
+        (BlockUsage(np.ones((1, 2)), np.ones((1, 3))), "mass of block_1"),
+        (BlockUsage(np.ones((2, 2)), np.ones((2, 2))), "each of the groups"),
+        (BlockUsage(np.ones(2), np.ones(2)), "each of the groups"),
+    ],
+)
+def test_usages_that_rank_nothing_are_refused(block, message):
+    with pytest.raises(ValueError, match=message):
+        select_experts(ExpertUsage(["all"], {"block_1": block}), count=1)
+
+
+@pytest.mark.backend_free
+def test_a_group_without_tokens_and_a_usage_without_norms_are_refused():
+    block = BlockUsage(np.array([[1.0, 2.0], [0.0, 0.0]]), np.ones((2, 2)))
+    usage = ExpertUsage(["image", "text"], {"block_1": block})
+    with pytest.raises(ValueError, match="groups='text' without"):
+        select_experts(usage, count=1, groups="text")
+    with pytest.raises(ValueError, match="contributions=True"):
+        select_experts(usage, count=1, criterion="reap")
+    with pytest.raises(ValueError, match="at least one group and block"):
+        select_experts(ExpertUsage([], {}), count=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return classifier()
+
+
+def outputs(model):
+    return model.predict(images(*SHAPE), verbose=0)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("method", METHODS)
+def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
+    masked = mask_experts(model, KEPT, method)
+    pruned = prune_experts(model, KEPT, method)
+    expected = outputs(masked)
+    assert np.abs(expected - outputs(model)).max() > 1e-2
+    np.testing.assert_allclose(outputs(pruned), expected, atol=1e-5)
+    pruned.save_to_preset(tmp_path / "pruned")
+    loaded = models.from_preset(str(tmp_path / "pruned"))
+    np.testing.assert_allclose(outputs(loaded), expected, atol=1e-5)
+    counts = [
+        layer.get_layer(name).feed_forward.experts.num_experts
+        for layer in (loaded.backbone,)
+        for name in KEPT
+    ]
+    assert counts == [3, 2]
+    # An expert has two kernels and two biases; a column of the router has 16 weights.
+    expert, column = 16 * 32 * 2 + 32 + 16, 16 if method == "router_drop" else 0
+    assert model.count_params() - loaded.count_params() == 5 * (expert + column)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("method", METHODS)
+def test_the_papers_capacity_is_that_of_the_masked_model(model, method):
+    whole = classifier(evaluation="official", capacity_factor=1.0)
+    expected = outputs(mask_experts(whole, KEPT, method))
+    np.testing.assert_allclose(
+        outputs(prune_experts(whole, KEPT, method)), expected, atol=1e-5
+    )
+    dropless = outputs(mask_experts(model, KEPT, method))
+    assert np.abs(expected - dropless).max() > 1e-4
+
+
+@pytest.mark.backend_free
+def test_dropping_from_the_router_is_exclusion(model):
+    excluded = exclude_experts(model, [1, 3])
+    kept = {name: [0, 2, 4] for name in KEPT}
+    masked = mask_experts(model, kept, "router_drop")
+    np.testing.assert_allclose(outputs(masked), outputs(excluded), atol=1e-6)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pruned_model_can_be_pruned_further(model, method):
+    at_once = prune_experts(model, {**KEPT, "block_0": [1, 4]}, method)
+    once = prune_experts(model, KEPT, method)
+    again = [0, 2] if method == "router_drop" else [1, 4]
+    from_masked = prune_experts(
+        mask_experts(model, KEPT, method), {"block_0": [1, 4]}, method
+    )
+    for other in (prune_experts(once, {"block_0": again}, method), from_masked):
+        assert other.backbone.moe == at_once.backbone.moe
+        np.testing.assert_allclose(outputs(other), outputs(at_once), atol=1e-6)
+
+
+@pytest.mark.backend_free
+def test_texts_with_a_kernel_for_each_modality_are_pruned():
+    sizes = {
+        "vocabulary_size": 20, "max_length": 5, "hidden_dim": 8, "num_layers": 2,
+        "num_heads": 2, "mlp_dim": 16, "moe_layers": [1], "num_experts": 4,
+        "num_selected_experts": 1, "num_modalities": 2, "pooling": "last",
+    }  # fmt: skip
+    model = with_weights(models.TextBackbone.from_config(sizes))
+    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
+    inputs = {
+        "token_ids": ids,
+        "padding_mask": np.ones_like(ids),
+        "modality_ids": ids % 2,
+    }
+    kept = {"block_1": [0, 2]}
+    expected = mask_experts(model, kept)(inputs)["tokens"]
+    pruned = prune_experts(model, kept)
+    assert pruned.get_layer("block_1").feed_forward.router.kernel.shape == (2, 8, 2)
+    np.testing.assert_allclose(
+        to_numpy(pruned(inputs)["tokens"]), to_numpy(expected), atol=1e-5
+    )
+
+
+def test_a_pruned_model_trains_and_keeps_its_size(model):
+    pruned = prune_experts(model, KEPT)
+    pruned.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    kernel = pruned.backbone.get_layer("block_1").feed_forward.router.kernel
+    before = to_numpy(kernel).copy()
+    history = pruned.fit(images(*SHAPE), np.arange(3), batch_size=3, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert kernel.shape == (16, 2)
+    assert np.abs(to_numpy(kernel) - before).max() > 0
+
+
+@pytest.mark.backend_free
+def test_the_config_says_which_experts_are_left(model):
+    config = json.loads(json.dumps(prune_experts(model, KEPT).get_config()))
+    assert config["backbone"]["config"]["moe"]["pruning"] == {
+        "method": "router_drop",
+        "kept_experts": KEPT,
+        "removed": True,
+    }
+    parts = models.describe(
+        "vmoe_digits", pruning={"kept_experts": {"block_1": [2, 3]}}
+    )
+    assert "MoE 2, K=2" in str(parts)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"block_0": [0, 5]}, "below num_experts=5"),
+        ({"block_0": [0, -1]}, "received: kept_experts=-1"),
+        ({"block_0": [1, 1]}, "different"),
+        ({"block_0": [3]}, "num_selected_experts=2"),
+        ({"block_0": []}, "at least one"),
+        ({"block_0": 3}, "sequence"),
+        ({"block_2": [0, 1]}, "received: 'block_2'"),
+        ({"block_9": [0, 1]}, "received: 'block_9'"),
+        ({}, "dict from blocks"),
+        ([0, 1], "dict from blocks"),
+    ],
+)
+@pytest.mark.parametrize("prune", [mask_experts, prune_experts])
+def test_bad_choices_are_refused(model, prune, kept, message):
+    with pytest.raises(ValueError, match=message):
+        prune(model, kept)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router": "soft"}, "SoftRouter"),
+        ({"router": "softmax_expert_choice"}, "ExpertChoiceRouter"),
+        ({"router": "mumoe"}, "ExpertCoefficients"),
+        ({"zero_experts": 1}, "PathwayAwareRouter"),
+        ({"moe_layers": None}, "received: 'block_0'"),
+        ({"moe_layers": [1]}, r"among \['block_1'\]; received: 'block_0'"),
+    ],
+)
+def test_other_mixtures_are_refused_by_name(changes, message):
+    sizes = {**SIZES, "router": "softmax_token_choice", **changes}
+    model = models.ViTBackbone.from_config(sizes)
+    with pytest.raises(ValueError, match=message):
+        prune_experts(model, {"block_0": [0, 1]})
+
+
+@pytest.mark.backend_free
+def test_another_pruning_than_before_is_refused(model):
+    pruned = prune_experts(model, KEPT, "router_pred_skip")
+    with pytest.raises(ValueError, match="method='router_pred_skip', by which"):
+        prune_experts(pruned, {"block_0": [1, 3]})
+    with pytest.raises(ValueError, match="pruned experts are removed"):
+        mask_experts(pruned, {"block_0": [1, 3]}, "router_pred_skip")
+    with pytest.raises(ValueError, match=r"among \[1, 3, 4\]"):
+        prune_experts(pruned, {"block_0": [0, 3]}, "router_pred_skip")
+    with pytest.raises(ValueError, match="method"):
+        prune_experts(model, KEPT, "drop")
+    with pytest.raises(ValueError, match="received: Sequential"):
+        prune_experts(keras.Sequential(), KEPT)
+    with pytest.raises(ValueError, match="excluded_experts"):
+        prune_experts(exclude_experts(model, [1]), KEPT)
+    with pytest.raises(ValueError, match="excluded_experts"):
+        exclude_experts(prune_experts(model, KEPT), [0])
+
+
+SMALL_PAIR = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
+IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4}
+TEXT = {"vocabulary_size": 20, "max_length": 5}
+
+
+def pairs():
+    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
+    mask = np.arange(5) < [[5], [3], [4]]
+    return {
+        "images": images(3, 8, 8, 3),
+        "token_ids": np.where(mask, ids, 0),
+        "padding_mask": mask,
+    }
+
+
+@pytest.mark.backend_free
+def test_limoe_is_pruned_for_its_texts():
+    moe = {"num_experts": 6, "num_selected_experts": 1}
+    model = with_weights(
+        models.LIMoEBackbone(**SMALL_PAIR, **IMAGE, **TEXT, projection_dim=4, moe=moe)
+    )
+    usage = expert_usage(model, pairs(), mask={"text": "padding_mask"}, verbose=0)
+    assert usage.groups == ["image", "text"]
+    np.testing.assert_array_equal(
+        usage.blocks["block_1"].tokens.sum(axis=1), [3 * 4, 12]
+    )
+    kept = select_experts(usage, coverage=1.0, groups="text")
+    assert len(kept["block_1"]) < 6
+    masked, pruned = (f(model, kept, "router_pred_skip")(pairs()) for f in PRUNINGS)
+    for name, expected in masked.items():
+        np.testing.assert_allclose(
+            to_numpy(pruned[name]), to_numpy(expected), atol=1e-5
+        )
+
+
+@pytest.mark.backend_free
+def test_towers_are_pruned_by_modality():
+    moe = {"moe_layers": [1], "num_experts": 4, "num_selected_experts": 1}
+    model = with_weights(
+        models.CLIPBackbone(
+            image={**SMALL_PAIR, **IMAGE, **moe},
+            text={**SMALL_PAIR, **TEXT, **moe},
+            projection_dim=4,
+        )
+    )
+    usage = expert_usage(model, pairs(), verbose=0)
+    assert list(usage.blocks) == ["image/block_1", "text/block_1"]
+    used = np.argmax(usage.blocks["text/block_1"].tokens[0])
+    kept = {"text/block_1": [e for e in range(4) if e != used][:2]}
+    masked, pruned = (f(model, kept)(pairs()) for f in PRUNINGS)
+    whole = model(pairs())
+    name = "text_embeddings"
+    np.testing.assert_allclose(
+        to_numpy(pruned[name]), to_numpy(masked[name]), atol=1e-5
+    )
+    assert np.abs(to_numpy(whole[name] - pruned[name])).max() > 1e-3
+    name = "image_embeddings"
+    np.testing.assert_allclose(to_numpy(pruned[name]), to_numpy(whole[name]), atol=1e-6)
+    with pytest.raises(ValueError, match="received: 'block_1' of CLIPBackbone"):
+        prune_experts(model, {"block_1": [0]})

@@ -1,0 +1,168 @@
+"""Kernels stacked by expert: how they are drawn and loaded."""
+
+import tracemalloc
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models
+from keras_moe.layers import Experts, PerExpert
+from keras_moe.ops.initializers import FastInitializer, skip_init
+
+
+def _experts(**options):
+    layer = Experts(num_experts=4, mlp_dim=256, **options)
+    layer.build((None, 4, 3, 128))
+    return layer
+
+
+def _model(**options):
+    inputs = keras.Input((4, 3, 128))
+    return keras.Model(inputs, Experts(4, 256, **options)(inputs))
+
+
+def _values(layer):
+    return [ops.convert_to_numpy(ops.cast(w, "float32")) for w in layer.weights]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("name", ["x.weights.h5", "x.weights.json"])
+def test_stored_kernels_are_what_was_saved(tmp_path, dtype, name):
+    saved, loaded = _model(dtype=dtype), _model(dtype=dtype)
+    # Shards hold a kernel each.
+    size = {"max_shard_size": 7e-4} if name.endswith("json") else {}
+    saved.save_weights(tmp_path / name, **size)
+    loaded.load_weights(tmp_path / name)
+    for expected, received in zip(_values(saved), _values(loaded)):
+        np.testing.assert_array_equal(received, expected)
+
+
+def test_stored_kernels_of_another_dtype_are_cast(tmp_path):
+    saved, loaded = _model(), _model(dtype="float16")
+    saved.save_weights(tmp_path / "x.weights.h5")
+    loaded.load_weights(tmp_path / "x.weights.h5")
+    for expected, received in zip(_values(saved), _values(loaded)):
+        np.testing.assert_array_equal(received, expected.astype("float16"))
+
+
+def test_a_kernel_of_another_shape_is_refused(tmp_path):
+    saved = _model()
+    saved.save_weights(tmp_path / "x.weights.h5")
+    inputs = keras.Input((5, 3, 128))
+    other = keras.Model(inputs, Experts(5, 256)(inputs))
+    with pytest.raises(ValueError, match="shape"):
+        other.load_weights(tmp_path / "x.weights.h5")
+
+
+def test_a_kernel_is_in_memory_once_while_it_is_read(tmp_path):
+    saved, loaded = _model(), _model()
+    saved.save_weights(tmp_path / "x.weights.h5")
+    kernel = 4 * 4 * 128 * 256
+    tracemalloc.start()
+    try:
+        loaded.load_weights(tmp_path / "x.weights.h5")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # PyTorch's weights are written in place; NumPy's memory becomes the others', of
+    # which there are two kernels. The rest is h5py's and Keras's own.
+    number = 0 if keras.backend.backend() == "torch" else 2
+    assert peak < (number + 0.5) * kernel
+
+
+def test_weights_that_are_loaded_are_not_drawn(tmp_path, monkeypatch):
+    model = models.from_preset(
+        "vmoe_digits", num_classes=3, mlp_dim=8, load_weights=False
+    )
+    model.save_to_preset(tmp_path / "preset")
+    draws = []
+
+    def draw(self, shape, dtype=None):
+        draws.append(shape)
+        return ops.zeros(shape, dtype)
+
+    # The kernels' own, which are drawn for every other model.
+    monkeypatch.setattr(keras.initializers.VarianceScaling, "__call__", draw)
+    monkeypatch.setattr(keras.initializers.RandomNormal, "__call__", draw)
+    loaded = models.from_preset(tmp_path / "preset")
+    assert not draws
+    for expected, received in zip(_values(model), _values(loaded)):
+        np.testing.assert_array_equal(received, expected)
+
+
+def test_a_new_head_is_drawn_and_trains(tmp_path):
+    sizes = {"num_layers": 2, "mlp_dim": 8}
+    backbone = models.from_preset("vmoe_digits", **sizes, seed=1, load_weights=False)
+    backbone.save_to_preset(tmp_path / "preset")
+    model = models.from_preset(tmp_path / "preset", num_classes=3)
+    for expected, received in zip(_values(backbone), _values(model.backbone)):
+        np.testing.assert_array_equal(received, expected)
+    # The step replaces weights whose memory is NumPy's.
+    images = np.linspace(-1, 1, 2 * np.prod(model.input_shape[1:]), dtype="float32")
+    images = images.reshape((2, *model.input_shape[1:]))
+    before = _values(model.backbone)
+    assert np.all(np.isfinite(model.train_on_batch(images, np.array([0, 2]))))
+    changes = [np.any(a != b) for a, b in zip(before, _values(model.backbone))]
+    assert sum(changes) > len(changes) / 2
+
+
+@pytest.mark.parametrize("initializer", [FastInitializer("ones"), PerExpert("ones")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_unwritten_values_are_zeros(initializer, dtype):
+    for shape in ((2, 3), (2, 0), (2,)):
+        with skip_init():
+            value = initializer(shape, dtype=dtype)
+        assert keras.backend.standardize_dtype(value.dtype) == dtype
+        assert tuple(value.shape) == shape
+        assert not np.any(ops.convert_to_numpy(ops.cast(value, "float32")))
+        with skip_init(), skip_init(False):
+            assert np.all(ops.convert_to_numpy(initializer(shape, dtype="float32")))
+
+
+def test_values_of_a_generator_are_drawn():
+    generators = [keras.random.SeedGenerator(0) for _ in range(2)]
+    initial = [keras.initializers.RandomNormal(seed=g) for g in generators]
+    expected = ops.convert_to_numpy(initial[0]((3,)))
+    with skip_init():
+        received = ops.convert_to_numpy(FastInitializer(initial[1])((3,)))
+    np.testing.assert_array_equal(received, expected)
+
+
+to_numpy = ops.convert_to_numpy
+
+
+@pytest.mark.parametrize("seed", [None, 3, "generator"])
+def test_each_expert_has_values_of_its_own(seed):
+    if seed == "generator":
+        seed = keras.random.SeedGenerator(3)
+    kernels = to_numpy(
+        PerExpert(keras.initializers.GlorotUniform(seed))((5, 8, 16), dtype="float32")
+    )
+    assert len(np.unique(kernels)) == kernels.size
+    limit = np.sqrt(6 / (8 + 16))
+    assert 0.9 * limit < np.abs(kernels).max() <= limit
+
+
+def test_a_seed_repeats_and_another_does_not():
+    make = [PerExpert(keras.initializers.RandomNormal(seed=s)) for s in (1, 1, 9)]
+    a, b, c = (to_numpy(initializer((3, 4))) for initializer in make)
+    np.testing.assert_array_equal(a, b)
+    assert np.abs(a - c).min() > 0
+
+
+def test_shared_and_constant_values():
+    shared = to_numpy(PerExpert("glorot_uniform", shared=True)((3, 4, 4)))
+    np.testing.assert_array_equal(shared[0], shared[2])
+    np.testing.assert_array_equal(to_numpy(PerExpert("ones")((3, 2))), np.ones((3, 2)))
+
+
+def test_the_config_makes_it_again():
+    initializer = PerExpert(keras.initializers.RandomNormal(0.5, seed=2), shared=True)
+    again = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(initializer)
+    )
+    np.testing.assert_array_equal(
+        to_numpy(again((2, 3))), to_numpy(initializer((2, 3)))
+    )

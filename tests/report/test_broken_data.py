@@ -1,0 +1,176 @@
+"""The report on models and data with numbers that are not finite, and odd batches.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.report import write_report, writing
+from keras_moe.report.data import RoutedData
+from keras_moe.report.model import reported_model
+from keras_moe.report.queues import Groups, queues_of_layers, whole_groups
+from keras_moe.report.section import MAX_CLASSES, Options
+from keras_moe.report.sections.loads import LayerCounts, health_findings
+from keras_moe.report.sections.mumoe import MuMoEExperts
+from tests.report_records import batch, block, record, reported
+from tests.small_models import SMALL, images, with_weights
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture(scope="module")
+def model():
+    fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3}
+    fields |= {"examples_per_group": 4, "evaluation": "official"}
+    return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
+
+
+def report(model, data, folder, **kwargs):
+    written = write_report(model, data, folder, verbose=0, **kwargs)
+    values = json.loads(written.data.read_text(), parse_constant=pytest.fail)
+    return written, values["sections"]
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_images_that_are_not_finite_are_left_out(model, tmp_path, number):
+    pixels, labels = images(8, 16, 8, 3), np.arange(8) % 3
+    broken = np.concatenate([pixels, pixels[:4]])
+    broken[8:, 0, 0, 0] = number
+    _, expected = report(model, (pixels, labels), tmp_path / "a", batch_size=4)
+    written, sections = report(
+        model,
+        (broken, np.append(labels, [0] * 4)),
+        tmp_path / "b",
+        batch_size=4,
+        options=Options(examples=(0, 8)),
+    )
+    assert written.findings[0].level == "problem"
+    texts = [x.text for x in written.findings]
+    assert "4 of 12 examples have outputs that are not finite." in texts
+    assert any("block_1: the gates of 33% of the tokens" in x for x in texts)
+    loads, own = sections["loads"]["block_1"], expected["loads"]["block_1"]
+    assert loads.pop("tokens_not_finite") == 4 * 9
+    assert own.pop("tokens_not_finite") == 0
+    assert loads == own
+    for name in ("entropies", "confidence", "pruning"):
+        assert sections[name] == expected[name], name
+    # Groups are others.
+    queues, own = (
+        {name: sum(x) for name, x in each["priorities"]["layers"][0]["queues"].items()}
+        for each in (sections, expected)
+    )
+    assert queues == own
+    whole, part = (x["predicted"] for x in sections["explorer"]["examples"])
+    assert whole is not None
+    assert part is None
+
+
+@pytest.mark.parametrize("preset", ["moepp_digits", "mumoe_digits"])
+def test_weights_that_are_not_finite(tmp_path, preset):
+    whole = models.from_preset(preset, load_weights=False, num_classes=10)
+    for weight in whole.weights:
+        if weight.path.endswith("kernel") and "float" in str(weight.dtype):
+            weight.assign(np.full(weight.shape, np.nan))
+            break
+    data = images(3, *whole.backbone.image_shape), np.array([0, 1, 2])
+    written, _ = report(whole, data, tmp_path / "r")
+    texts = [x.text for x in written.findings]
+    assert any("the gates of 100% of the tokens are not finite" in x for x in texts)
+    assert not any("no expert serves" in x or "have no part" in x for x in texts)
+
+
+def test_few_tokens_that_are_not_finite():
+    layer = block("b", 2, capacity_factor=None)
+    gates = np.tile([[0.9, 0.1], [0.2, 0.8]], (1, 200, 1))
+    served = (gates > 0.5).astype("float64")
+    is_finite = np.ones((1, 400), bool)
+    is_finite[0, 0] = False
+    counts = LayerCounts(layer)
+    records = {"b": record(gates, served)}
+    counts.update(batch(records, finite={"b": is_finite}))
+    assert (counts.tokens, counts.broken, counts.served.tolist()) == (
+        399,
+        1,
+        [199, 200],
+    )
+    (finding,) = health_findings([counts])
+    assert "the gates of less than 1% of the tokens" in finding.text
+
+
+def test_groups_are_whole(model, tmp_path):
+    of_report = reported_model(model)
+    # Below a group of four, up to a quarter of it, and above.
+    sizes = [whole_groups(of_report, size) for size in (1, 3, 4, 6, 33)]
+    assert sizes == [4, 4, 4, 4, 32]
+    data = images(22, 16, 8, 3)
+    small, own = report(model, data, tmp_path / "a", batch_size=6)
+    _, all_at_once = report(model, data, tmp_path / "b", batch_size=64)
+    for name in ("priorities", "dropped-patches"):
+        assert own[name] == all_at_once[name]
+    # Five groups of images with eight patches and a class token, and two choices each.
+    queues = own["priorities"]["layers"][0]["queues"]
+    assert sum(map(sum, queues.values())) == 20 * 9 * 2
+    page = small.page.read_text(encoding="utf-8")
+    assert "The tokens of 4 examples compete, as in training." in page
+    assert "2 of 22 examples at the end fill no group and are left out here." in page
+
+
+def test_groups_that_are_larger_than_a_batch(model):
+    of_report = reported_model(model)
+    layers = queues_of_layers(of_report, ("token_choice",))
+    groups = Groups(layers)
+    for part in RoutedData(of_report, batch_size=3).batches(images(8, 16, 8, 3)):
+        groups.add(layers[0], layers[0].read(part))
+    (text,) = groups.paragraphs()
+    assert text.startswith(
+        "The tokens of 3 examples compete here, but of 4 in training"
+    )
+    assert "2 of 8 examples at the end" in text
+
+
+def test_the_largest_label_takes_no_memory(model, tmp_path):
+    labels = np.array([0, 1, 10**12, -1])
+    _, sections = report(model, (images(4, 16, 8, 3), labels), tmp_path / "r")
+    assert len(sections["loads"]["block_1"]["by_class"]) == 2
+    page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
+    assert f"by class: 1 of classes from number {MAX_CLASSES:,} on; 1 without" in page
+    section = MuMoEExperts(reported(block("b", 2, kind="mumoe")), Options())
+    records = {"b": record(np.full((4, 2, 2), 0.5))}
+    section.update(batch(records, labels=labels))
+    content = section.finish()
+    assert any("by class: 1 of classes from" in str(x) for x in content.body)
+
+
+def test_a_page_that_would_be_too_large_says_what_it_leaves_out(
+    model, tmp_path, monkeypatch
+):
+    data = images(30, 16, 8, 3), np.arange(30) % 3
+    options = Options(num_examples=30)
+
+    def page_of(name):
+        folder = tmp_path / name
+        written = write_report(model, data, folder, options=options, verbose=0)
+        return written, written.page.read_text(encoding="utf-8")
+
+    written, whole = page_of("a")
+    assert "pictures left out" not in whole
+    most = len(whole.encode()) * 2 // 3
+    monkeypatch.setattr(writing, "MAX_BYTES", most)
+    written, cut = page_of("b")
+    assert most * 0.6 < len(cut.encode()) <= most
+    assert "<span>pictures left out for the page&#39;s size</span>" in cut
+    assert cut.count("no room for this picture") >= 1
+    # All figures are beside the page.
+    assert len(written.pictures) == len({*written.pictures}) > 3
+    for name in re.findall(r"it is in (\w+\.png)", cut):
+        assert (written.page.parent / name).is_file()
+    # Tables stay, even if the page is too large for them.
+    monkeypatch.setattr(writing, "MAX_BYTES", 1)
+    _, least = page_of("c")
+    assert "<svg" not in least.split("<main>")[1]
+    assert least.count("<table>") == whole.count("<table>")

@@ -1,0 +1,432 @@
+"""The report's sections on queues, transitions and top tokens, from records by hand."""
+
+import base64
+import io
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from keras_moe.analysis.plots.figure import figure_svg
+from keras_moe.analysis.routing import expert_queues, served_at
+from keras_moe.report import Figure, Html, Options, Table, queues
+from keras_moe.report.markup import patch_tile, sprite, tile_of
+from keras_moe.report.queues import queues_of_layers
+from keras_moe.report.sections.capacity import DroppedPatches, Priorities
+from keras_moe.report.sections.loads import LayerCounts
+from keras_moe.report.sections.top_tokens import BestPatches, BestWords, TopTokens
+from keras_moe.report.sections.transitions import ExpertTransitions
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    PathwayAwareRouter,
+    SoftRouter,
+    TokenChoiceRouter,
+)
+from keras_moe.routers.pruned import PrunedTokenChoiceRouter
+from tests.report_records import batch as batch_of
+from tests.report_records import block, record, reported
+
+pytestmark = pytest.mark.backend_free
+HOSTILE = "</svg><script>alert(1)</script>$x^2$"
+SECTIONS = (Priorities, DroppedPatches, ExpertTransitions, TopTokens)
+# A class token, then two patches.
+GATES = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]]], "float32")
+
+
+def subject(router, keys, grid, group_size=None, kind="token_choice"):
+    """A model whose layers have one router."""
+    counts = router.expert_types._asdict()
+    types = [name for name, count in counts.items() for _ in range(count)]
+    facts = {"kind": kind, "capacity_factor": None, "group_size": group_size}
+    facts["num_selected_experts"] = getattr(router, "num_selected_experts", None)
+    blocks = [block(x, types, block=x.rpartition("/")[2], **facts) for x in keys]
+    layer = SimpleNamespace(router=router, group_size=group_size)
+    model = SimpleNamespace(get_layer=lambda name: SimpleNamespace(feed_forward=layer))
+    return reported(*blocks, grid=grid, keras_model=model, name=HOSTILE)
+
+
+def batch(routing, grid=None, words=None, masks=None, start=0):
+    count, images = len(next(iter(routing.values())).gates), None
+    if grid is not None:
+        shape = (count, 4 * grid[0], 4 * grid[1], 1)
+        images = np.linspace(-1, 1, int(np.prod(shape)), dtype="float32")
+        images = images.reshape(shape)
+    facts = {"images": images, "words": words, "masks": masks or {}}
+    return batch_of(routing, start=start, **facts)
+
+
+def contents(about, *batches, options=None):
+    """The content of every section that fits, checked for what holds of each."""
+    made = {}
+    for section in SECTIONS:
+        if not section.fits(about):
+            continue
+        own = section(about, options or Options())
+        for each in batches:
+            own.update(each)
+            own.update_queues(each)
+        made[section] = content = own.finish()
+        json.dumps(content.data, allow_nan=False)
+        names = [item.name for item in content.body if isinstance(item, Figure)]
+        assert len(set(names)) == len(names)
+        for item in content.body:
+            if isinstance(item, Figure):
+                assert item.alt
+                assert item.caption
+                assert "<script" not in figure_svg(item.drawing)
+            elif isinstance(item, Html):
+                assert "<script" not in item.markup
+                assert ' alt="' in item.markup
+            elif isinstance(item, Table):
+                assert {len(row) for row in item.rows} <= {len(item.head)}
+    return made
+
+
+def test_queues_by_hand():
+    # All three prefer expert 0, which serves ceil(3 / 2) = 2.
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0, priority="max_gate")
+    about = subject(router, ["block_1"], (1, 2))
+    content = contents(about, batch({"block_1": record(GATES)}, (1, 2)))[Priorities]
+    layer = content.data["layers"][0]
+    assert layer["cut_by_expert"] == [pytest.approx(1 / 3), 0.0]
+    table = content.body[-1]
+    # The class token has the smallest gate, and is dropped.
+    assert [row[1:4] for row in table.rows] == [
+        ["image patches", "0.0%", "0.0%"],
+        ["class token", "100.0%", "100.0%"],
+    ]
+    assert table.rows[0][4:] == ["0.80", None]
+    assert table.rows[1][4:] == [None, "0.60"]
+    assert sum(layer["queues"]["class token"][:8]) == 0
+    assert sum(layer["queues"]["image patches"][:8]) == 2
+    assert content.findings[0].level == "notice"
+    assert "33% of the tokens' choices" in content.findings[0].text
+
+
+def test_modalities_of_a_shared_layer_compete():
+    router = TokenChoiceRouter(
+        2, 1, capacity_factor=1.0, num_modalities=2, priority=(1, 0)
+    )
+    keys = ["image/block_1", "text/block_1"]
+    about = subject(router, keys, (1, 2))
+    text = np.array([[[0.8, 0.2], [0.8, 0.2]]], "float32")
+    # Padding does not queue.
+    masks = {"text": np.array([[True, False]])}
+    routing = {keys[0]: record(GATES[:, 1:]), keys[1]: record(text)}
+    (layer,) = queues_of_layers(about, ("token_choice",))
+    queues = layer.read(batch(routing, (1, 2), masks=masks))
+    # Texts go first.
+    assert queues.positions[0, :, 0].tolist() == [1, 2, 0, -1]
+    assert queues.group_tokens == 4
+    assert layer.capacities(4).tolist() == [2, 2]
+    words = [["<b>cat</b>", ""]]
+    content = contents(about, batch(routing, (1, 2), words, masks))
+    rows = content[Priorities].body[-1].rows
+    assert [row[1:3] for row in rows] == [
+        ["image patches", "50.0%"],
+        ["text tokens", "0.0%"],
+    ]
+    (layer,) = content[Priorities].data["layers"]
+    assert layer["capacity"] == [2, 2]
+    assert layer["by_modality"] == {
+        "image": {"choices": [2, 0], "cut": [1, 0]},
+        "text": {"choices": [1, 0], "cut": [0, 0]},
+    }
+    assert "priorities_modalities" in [
+        x.name for x in content[Priorities].body if isinstance(x, Figure)
+    ]
+    best = content[TopTokens].data["text/block_1"][0]["by_weight"]
+    assert [word["context"] for word in best] == ["[<b>cat</b>]"]
+
+
+def test_padding_that_is_routed_queues_and_takes_capacity():
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0, num_modalities=2)
+    keys = ["image/block_1", "text/block_1"]
+    about = subject(router, keys, (1, 2))
+    text = np.array([[[0.8, 0.2], [0.8, 0.2]]], "float32")
+    masks = {"text": np.array([[True, False]])}
+    routing = {keys[0]: record(GATES[:, 1:]), keys[1]: record(text)}
+    blocks = {
+        x.key: x._replace(routes_padding=x.modality == "text")
+        for x in about.blocks.values()
+    }
+    own = about._replace(blocks=blocks)
+    content = contents(own, batch(routing, (1, 2), [["cat", ""]], masks))
+    counts = content[Priorities].data["layers"][0]["by_modality"]["text"]
+    assert counts == {"choices": [2, 0], "cut": [2, 0]}
+    loads = LayerCounts(blocks["text/block_1"])
+    loads.update(batch(routing, masks=masks))
+    assert loads.tokens == 2
+
+
+def test_groups_are_drawn_from_data_that_come_class_by_class():
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
+    about = subject(router, ["block_1"], None, group_size=8)
+    # Examples of one token: the first half chooses expert 0, the others expert 1.
+    gates = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], "float32").repeat(32, axis=0)
+    parts = [batch({"block_1": record(gates[i : i + 8])}) for i in range(0, 64, 8)]
+    in_order = contents(about, *parts)[Priorities].data["layers"][0]
+    assert in_order["cut_by_expert"] == [0.5, 0.5]
+
+    def drawn(seed):
+        shuffled = queues.ShuffledBatches(about, 8, seed)
+        assert not [x for part in parts for x in shuffled.add(part)]
+        return [*shuffled.rest()]
+
+    batches = drawn(0)
+    seen = np.concatenate([x.routing["block_1"].affinity for x in batches])
+    assert seen.shape == gates.shape
+    np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(gates, axis=0))
+    again = np.concatenate([x.routing["block_1"].affinity for x in drawn(0)])
+    np.testing.assert_array_equal(seen, again)
+    section = Priorities(about, Options())
+    for each in batches:
+        section.update_queues(each)
+    behind = section.finish().data["layers"][0]["cut_by_expert"]
+    assert max(behind) < 0.3
+
+
+def test_groups_are_drawn_from_few_records_of_long_data(monkeypatch):
+    monkeypatch.setattr(queues, "_BYTES", 1)
+    about = subject(TokenChoiceRouter(2, 1), ["block_1"], None)
+    shuffled = queues.ShuffledBatches(about, 4, seed=0)
+    part = batch({"block_1": record(np.repeat(GATES, 16, axis=0))})
+    sizes = [x.size for x in shuffled.add(part)]
+    assert sizes == [4, 4, 4]
+    assert [x.size for x in shuffled.rest()] == [4]
+
+
+def test_images_fill_groups_and_the_rest_is_left_out():
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
+    about = subject(router, ["block_1"], (1, 3), group_size=7)
+    (layer,) = queues_of_layers(about, ("token_choice",))
+    queues = layer.read(batch({"block_1": record(np.repeat(GATES, 5, axis=0))}))
+    # Two images of three tokens in a group of seven.
+    assert queues.group_tokens == 6
+    assert queues.positions.shape == (4, 3, 2)
+    assert queues.positions[:, :, 0].ravel().tolist() == [*range(6), *range(6)]
+    assert queues.left_out == 1
+    # A last batch that is smaller than a group is left out, and a first one is a group.
+    queues = layer.read(batch({"block_1": record(GATES)}))
+    assert (len(queues.positions), queues.left_out) == (0, 1)
+    (layer,) = queues_of_layers(about, ("token_choice",))
+    assert layer.read(batch({"block_1": record(GATES)})).group_tokens == 3
+
+
+def test_kinds_of_experts_have_capacities_of_their_own():
+    router = PathwayAwareRouter(
+        12, 2, zero_experts=1, copy_experts=1, constant_experts=2, tau=0.75
+    )
+    (layer,) = queues_of_layers(
+        subject(router, ["block_1"], None, 136), ("token_choice",)
+    )
+    ffn, in_place = router.capacities(136, training=True)
+    assert layer.capacities(136).tolist() == [ffn] * 8 + [in_place] * 4
+    # A group may be too small for a small factor.
+    rounding = TokenChoiceRouter(8, 1, capacity_rounding="round")
+    (layer,) = queues_of_layers(subject(rounding, ["b"], None), ("token_choice",))
+    assert layer.capacities(4, 0.25).tolist() == [1] * 8
+    fixed = TokenChoiceRouter(2, 1, capacity=3)
+    (layer,) = queues_of_layers(subject(fixed, ["b"], None), ("token_choice",))
+    assert layer.capacities(100).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("method", ["router_drop", "router_pred_skip", "router_pred"])
+def test_pruned_experts_serve_nobody(method):
+    router = PrunedTokenChoiceRouter(
+        2, [1], method, removed=True, num_selected_experts=1, capacity_factor=2.0
+    )
+    (layer,) = queues_of_layers(subject(router, ["block_1"], None), ("token_choice",))
+    gates = (
+        np.array([[[0.0, 1.0]] * 3], "float32") if method == "router_drop" else GATES
+    )
+    queues = layer.read(batch({"block_1": record(gates)}))
+    served = served_at(queues.positions, layer.capacities(3)).sum(axis=(0, 1))
+    # Choices of the pruned expert are lost, or go to the kept one.
+    assert served.tolist() == [0, 0 if method == "router_pred_skip" else 3]
+
+
+def test_drops_fall_with_capacity():
+    router = ExpertChoiceRouter(2, capacity_factor=1.0)
+    about = subject(router, ["block_1"], (1, 2), kind="expert_choice")
+    routing = {"block_1": record(GATES)}
+    made = contents(about, batch(routing, (1, 2)))
+    assert Priorities not in made
+    data = made[DroppedPatches].data
+    shares = data["dropped_tokens"]["block_1"]
+    # Experts take two tokens each at 1: the class token and the best of the others.
+    at = dict(zip(data["capacity_factors"], shares))
+    assert at[2.0] == 0.0
+    assert sorted(shares, reverse=True) == shares
+    assert at[0.25] == pytest.approx(1 / 3)
+
+
+def test_sections_share_the_queues_of_a_batch(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        queues,
+        "expert_queues",
+        lambda *args: calls.append(args) or expert_queues(*args),
+    )
+    about = subject(TokenChoiceRouter(2, 1), ["block_1"], (1, 2))
+    data = {"block_1": record(GATES)}
+    own = contents(about, batch(data, (1, 2)))
+    # One of them draws pictures from the batch that it reads.
+    assert len(calls) == 3
+    calls.clear()
+    shared = contents(about, batch(data, (1, 2))._replace(shared={}))
+    assert len(calls) == 1
+    for section in (Priorities, DroppedPatches):
+        assert shared[section].data == own[section].data
+
+
+@pytest.mark.parametrize(
+    ("router", "group_size", "expected"),
+    [
+        (ExpertChoiceRouter(2, affinity="softmax"), 8, None),
+        (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, "cuts it off"),
+        (ExpertChoiceRouter(2, affinity="sinkhorn"), 8, "groups of several"),
+        (TokenChoiceRouter(2, 1, affinity="sparsity_constrained"), 8, "groups of"),
+        (ExpertChoiceRouter(2, affinity="sinkhorn"), None, None),
+    ],
+)
+def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
+    kind = "expert_choice" if router.side == "expert" else "token_choice"
+    about = subject(router, ["block_1", "block_3"], (1, 2), group_size, kind)
+    # Records of inference, where each image is a group.
+    blocks = {key: x._replace(group_size=None) for key, x in about.blocks.items()}
+    routing = {key: record(GATES) for key in blocks}
+    made = contents(about._replace(blocks=blocks), batch(routing, (1, 2)))
+    for section in {*made} & {Priorities, DroppedPatches}:
+        groups, *texts = [x for x in made[section].body if isinstance(x, str)]
+        assert "1 example" in groups
+        assert len(texts) == (expected is not None)
+        if expected:
+            assert texts[0].startswith("block_1, block_3: dropped tokens are approx")
+            assert expected in texts[0]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_many_experts_and_layers(count):
+    rng = np.random.default_rng(0)
+    router = TokenChoiceRouter(32, 2, capacity_factor=1.05, priority="max_gate")
+    keys = [f"block_{number}" for number in range(1, 24, 2)]
+    about = subject(router, keys, (2, 2), group_size=20)
+    routing = {
+        key: record(rng.dirichlet(np.ones(32) / 4, (count, 5)), None, 2) for key in keys
+    }
+    made = contents(about, batch(routing, (2, 2)), batch(routing, (2, 2), start=count))
+    assert list(made) == list(SECTIONS)
+    flows = made[ExpertTransitions].data["image"]
+    assert len(flows) == 11
+    assert np.sum(flows[0]["tokens"]) == 2 * count * 5
+    for section, limit in zip(SECTIONS, (260_000, 140_000, 160_000, 220_000)):
+        size = sum(
+            len(figure_svg(item.drawing))
+            if isinstance(item, Figure)
+            else len(item.markup)
+            for item in made[section].body
+            if isinstance(item, (Figure, Html))
+        )
+        assert size < limit, section
+    kept = made[TopTokens].data["block_1"]
+    assert len(kept["experts"]) == 32
+    assert all(len({x for x in row if x >= 0}) <= 2 * count for row in kept["examples"])
+
+
+def test_sections_fit_their_models():
+    soft = subject(SoftRouter(4), ["block_1", "block_3"], (1, 2), kind="soft")
+    assert [section.fits(soft) for section in SECTIONS] == [False, False, False, True]
+    router = TokenChoiceRouter(2, 1)
+    one_layer = subject(router, ["block_1"], (1, 2))
+    assert not ExpertTransitions.fits(one_layer)
+    texts = subject(router, ["text/block_1", "text/block_3"], None)
+    assert [s.fits(texts) for s in SECTIONS] == [True, False, True, True]
+    head = subject(router, ["head"], (1, 2), kind="mumoe")
+    assert [section.fits(head) for section in SECTIONS] == [False] * 4
+
+
+def test_padding_does_not_flow():
+    router = TokenChoiceRouter(2, 1)
+    keys = ["text/block_1", "text/block_3"]
+    about = subject(router, keys, None)
+    routing = {key: record(GATES) for key in keys}
+    masks = {"text": np.array([[True, True, False]])}
+    made = contents(about, batch(routing, words=[["a", "b", ""]], masks=masks))
+    assert np.sum(made[ExpertTransitions].data["text"][0]["tokens"]) == 2
+    # A report on images alone has nothing to say about words.
+    masks = {"text": np.zeros((1, 3), bool)}
+    made = contents(about, batch(routing, words=[["", "", ""]], masks=masks))
+    assert made[ExpertTransitions].data == {}
+    assert made[TopTokens].data == {}
+
+
+def test_best_patches_are_of_different_images():
+    patches = BestPatches((1, 2), count=2, size=8, most=1)
+    images = np.linspace(-1, 1, 3 * 32).reshape(3, 4, 8, 1)
+    weights = np.zeros((3, 3, 2))
+    # The class token does not count; the second expert works less.
+    weights[0, 0, 0] = 1.0
+    weights[0, 1:, 0] = 0.5, 0.6
+    weights[1, 1, 0] = 0.4
+    weights[2, 2, 1] = 0.1
+    patches.update(weights, images)
+    assert patches.experts.tolist() == [0]
+    np.testing.assert_allclose(patches.weights, [[0.6, 0.4]])
+    assert patches.examples.tolist() == [[0, 1]]
+    np.testing.assert_array_equal(
+        patches.tiles[0, 0, ..., :3], patch_tile(images[0], (1, 2), 1, 8)
+    )
+    weights = np.zeros((1, 3, 2))
+    weights[0, 2, 0] = 0.5
+    first = patches.tiles[0, 0].copy()
+    patches.update(weights, images[2:], start=3)
+    np.testing.assert_allclose(patches.weights, [[0.6, 0.5]])
+    assert patches.examples.tolist() == [[0, 3]]
+    np.testing.assert_array_equal(patches.tiles[0, 0], first)
+
+
+def test_best_words_by_hand():
+    best = BestWords(count=2, window=1)
+    words = [["a", "red", "cat", ""], ["a", "blue", "cat", "<i>"]]
+    weights = np.zeros((2, 4, 2))
+    weights[..., 1] = [[0.1, 0.0, 0.9, 0.9], [0.2, 0.3, 0.8, 0.7]]
+    weights[0, 1, 0] = 0.5
+    mask = np.array([[True] * 4, [True, True, True, False]])
+    best.update(weights, words, mask)
+    top = best.by_weight(1)
+    assert [(word.word, word.context, word.count) for word in top] == [
+        ("cat", "red [cat]", 2),
+        ("blue", "a [blue] cat", 1),
+    ]
+    assert best.by_lift(1) == []
+    lifted = best.by_lift(1, min_count=2)
+    # Five words, six tokens, of which expert 1 serves all but "red".
+    assert [(word.word, round(word.score, 3)) for word in lifted] == [
+        ("a", 1.2),
+        ("cat", 1.2),
+    ]
+    assert best.by_lift(0, min_count=1)[0].score == pytest.approx(6.0)
+
+
+def test_sprites_are_pictures_of_bounded_size():
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(0, 256, (32, 8, 40, 40, 3), dtype="uint8")
+    uri, width, height = sprite(tiles, max_bytes=20_000)
+    assert (width, height) == (8 * 41 - 1, 32 * 41 - 1)
+    content = base64.b64decode(uri.partition(",")[2])
+    assert len(content) <= 20_000
+    assert Image.open(io.BytesIO(content)).width < width
+    with pytest.raises(ValueError, match="shape=\\(0, 8"):
+        sprite(tiles[:0])
+    with pytest.raises(ValueError, match="height, width, channels"):
+        tile_of(np.zeros((4, 4)), 8)
+    # Channels that no screen has are drawn as their mean.
+    channels = np.stack([np.full((4, 4), -1.0), np.full((4, 4), 1.0)], axis=-1)
+    assert np.ptp(tile_of(channels, 8)) == 0
+    assert patch_tile(channels, (2, 2), 3, 8).shape == (8, 8, 3)
+    # An image that is not square, of large patches and of numbers that are none.
+    image = np.full((60, 90, 3), np.nan)
+    assert patch_tile(image, (2, 3), 5, 20).shape == (20, 20, 3)

@@ -1,0 +1,250 @@
+"""The report's section on single examples, from records made by hand."""
+
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+
+from keras_moe.ops import Routing
+from keras_moe.report.markup import (
+    VALUE_BITS,
+    TokenRouting,
+    expert_map,
+    heat_map,
+    pack,
+    token_routing,
+    word_chips,
+)
+from keras_moe.report.section import Options, Reservoir
+from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer, image_uri
+from keras_moe.report.writing import checked_numbers
+from tests.report_records import batch, block, record, reported
+
+pytestmark = pytest.mark.backend_free
+HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
+
+
+def pictures(count=1):
+    return np.linspace(-1, 1, count * 32, dtype="float32").reshape(count, 4, 8, 1)
+
+
+def unpack(packed, kept):
+    """The entries of `pack` by token: expert, whether it serves, value."""
+    entries, largest = np.frombuffer(base64.b64decode(packed["entries"]), "<u4"), 2**15
+    return [
+        [
+            (
+                entry >> (VALUE_BITS + 1),
+                bool(entry >> VALUE_BITS & 1),
+                entry % largest / (largest - 1) * packed["largest"],
+            )
+            for entry in row
+        ]
+        for row in entries.reshape(-1, kept).tolist()
+    ]
+
+
+def markup(content):
+    return "".join(str(getattr(part, "markup", part)) for part in content.body)
+
+
+def data_of(content):
+    text = re.search(r'id="explorer-data">(.*?)</script>', markup(content)).group(1)
+    return json.loads(text)
+
+
+def test_a_reservoir_does_not_depend_on_batches():
+    def kept(sizes):
+        reservoir, first = Reservoir(3, seed=5), 0
+        for size in sizes:
+            reservoir.offer(size, lambda place, first=first: first + place)
+            first += size
+        return reservoir.kept
+
+    whole = kept([40])
+    assert kept([1] * 40) == kept([7, 30, 3]) == whole
+    assert list(whole) == sorted(whole) == list(whole.values())
+    assert list(kept([2])) == [0, 1]
+    chosen = [n for seed in range(300) for n in _kept_of(seed)]
+    counts = np.bincount(chosen, minlength=10)
+    # 90 of each, with a standard deviation of 8.
+    assert counts.min() > 58
+    assert counts.max() < 122
+
+
+def _kept_of(seed):
+    reservoir = Reservoir(3, seed)
+    reservoir.offer(10, int)
+    return reservoir.kept
+
+
+@pytest.mark.parametrize("sizes", [[40], [7, 30, 3], [1] * 40])
+def test_chosen_examples_do_not_depend_on_batches(sizes):
+    chosen, first = Reservoir(1, numbers=(17, 3)), 0
+    for size in sizes:
+        chosen.offer(size, lambda place, first=first: first + place)
+        first += size
+    assert chosen.kept == {3: 3, 17: 17}
+    assert chosen.seen == 40
+
+
+def test_the_examples_that_were_asked_for_are_drawn():
+    gates = np.eye(3, dtype="float32")[[[0, 1], [1, 2], [2, 0], [0, 0]]]
+    section = Explorer(reported(block("block_1")), Options(examples=(3, 1)))
+    section.update(batch({"block_1": record(gates)}, images=pictures(4)))
+    content = section.finish()
+    assert [x["number"] for x in content.data["examples"]] == [1, 3]
+    assert content.data["examples"][0]["experts"] == {"block_1": [1, 2]}
+    assert content.body[-1] == "The examples that were requested, 2 of 4."
+
+
+@pytest.mark.parametrize(
+    ("examples", "count", "message"),
+    [
+        ((3, 17), 17, "from 0 to 16, since the report reads 17; received: .*3, 17"),
+        ((3, 3), None, "different numbers"),
+        ((), None, "at least one"),
+        ((-1,), None, "examples=-1"),
+        ((0.5,), None, "examples=0.5"),
+        ("3", None, "a sequence"),
+        (3, None, "a sequence"),
+    ],
+)
+def test_numbers_that_no_example_has(examples, count, message):
+    with pytest.raises(ValueError, match=message):
+        checked_numbers(examples, count)
+    checked_numbers(None, 3)
+    checked_numbers([np.int64(2), 0], 3)
+
+
+def test_entries_are_the_heaviest_experts():
+    values = np.array([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
+    served = np.array([[True, False, True], [False, False, False]])
+    routing = TokenRouting(values, served, values * served)
+    assert routing.heaviest().tolist() == [2, -1]
+    packed = pack(routing, kept=2)
+    assert len(base64.b64decode(packed["entries"])) == 2 * 2 * 4
+    flat = [
+        (expert, serves, pytest.approx(value, abs=1e-4))
+        for expert, serves, value in [
+            (2, 1, 0.3),
+            (0, 1, 0.1),
+            (0, 0, 0.5),
+            (2, 0, 0.3),
+        ]
+    ]
+    assert [entry for row in unpack(packed, 2) for entry in row] == flat
+
+
+def test_shares_of_soft_slots_sum_to_one_over_tokens():
+    dispatched = np.array([[[0.5, 2.0], [1.5, 0.0]]], "float32")
+    soft = Routing(*[dispatched] * 6)
+    routing = token_routing(soft, "soft", 0)
+    np.testing.assert_allclose(routing.values, [[0.25, 1.0], [0.75, 0.0]])
+    assert routing.served.all()
+
+
+def test_maps_say_all_without_colours():
+    text = expert_map(np.array([3, 3, 12, -1]), (2, 2), "example-0", "block_1")
+    # Neighbours are one rectangle, and 12 has the colour of 4.
+    assert '<path class="c3" d="M0 0h20v10h-20z"/>' in text
+    assert '<path class="c4" d="M0 10h10v10h-10z"/>' in text
+    assert re.findall(r"<tspan[^>]*>(\w+)<", text) == ["3", "3", "12", "x"]
+    alt = "block_1: expert 3: 2 patches, expert 12: 1 patch, 1 patch without an expert"
+    assert f'aria-label="{alt}"' in text
+    heat = heat_map(np.array([0.0, 0.2, 0.4, 0.0]), (2, 2), None, "expert 0")
+    assert re.findall(r'class="(h\d)"', heat) == ["h2", "h5"]
+    assert "row 2, column 1" in heat
+    assert "<use" not in heat
+    chips = word_chips(np.array([0, 9, -1]), HOSTILE, "text")
+    assert not re.search("<img|</script|<b>[^t]", chips)
+    assert "&lt;img onerror=alert(1)&gt;<sub>9</sub>" in chips
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_images_are_small(channels):
+    image = np.random.default_rng(0).uniform(-2, 2, (300, 200, channels))
+    # Base64 takes four characters for three bytes.
+    assert len(image_uri(image)) < 4 / 3 * 16_000 + 40
+    assert len(image_uri(image[:8, :8])) < 1_000
+
+
+def test_one_example_of_images():
+    gates = [[[0.2, 0.2, 0.6], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1]]]
+    section = Explorer(reported(block("block_1")), Options())
+    labels, outputs = np.array([1]), np.array([[2.0, 1.0]])
+    facts = {"labels": labels, "outputs": outputs, "images": pictures()}
+    section.update(batch({"block_1": record(gates)}, **facts))
+    content = section.finish()
+    (example,) = content.data["examples"]
+    # The class token comes first, and has no place in the image.
+    assert example["experts"] == {"block_1": [0, 1]}
+    text = markup(content)
+    assert "label &lt;b&gt;one&lt;/b&gt;, predicted zero" in text
+    assert text.count("<h3>") == 1
+    data = data_of(content)
+    assert data["grid"] == [1, 2]
+    packed = data["examples"][0]["layers"][0]["image"]
+    assert [row[0][:2] for row in unpack(packed, 3)] == [(0, True), (1, True)]
+    assert data["layers"][0]["experts"] == ["0", "1", "2"]
+
+
+def test_captions_without_images():
+    section = Explorer(reported(block("text/block_0"), grid=None), Options())
+    gates = np.eye(3)[None, [0, 2, 1, 0]]
+    masks = {"text": np.array([[True, True, True, False]])}
+    words = [[*HOSTILE, ""]]
+    routing = {"text/block_0": record(gates)}
+    texts = {"words": words, "captions": [" ".join(HOSTILE)]}
+    section.update(batch(routing, masks=masks, **texts))
+    content = section.finish()
+    text = markup(content)
+    assert "<img" not in text
+    # That of the data, at its end.
+    assert text.count("</script>") == 1
+    data = data_of(content)
+    assert data["examples"][0]["words"] == HOSTILE
+    assert data["grid"] is None
+    assert content.data["examples"][0]["experts"] == {"text/block_0": [0, 2, 1]}
+
+
+def test_layers_of_both_modalities_are_one():
+    blocks = [
+        block("image/block_1", block="block_1"),
+        block("text/block_1", block="block_1"),
+        block("text/block_1/token_mixer"),
+        block("head"),
+    ]
+    section = Explorer(reported(*blocks), Options())
+    gates = np.eye(3)[None, [0, 2]]
+    masks = {"image": np.ones((1, 2), bool), "text": np.ones((1, 2), bool)}
+    routing = {each.key: record(gates) for each in blocks}
+    section.update(batch(routing, words=[["a", "b"]], masks=masks, images=pictures()))
+    (layer,) = data_of(section.finish())["layers"]
+    assert layer["name"] == "block_1"
+    assert sorted(layer["kept"]) == ["image", "text"]
+
+
+@pytest.mark.parametrize("kind", ["token_choice", "soft", "mumoe"])
+def test_large_models_stay_within_the_page(kind):
+    blocks = [block(f"block_{i}", 32, kind=kind) for i in range(24)]
+    section = Explorer(reported(*blocks, grid=(14, 14)), Options(num_examples=4))
+    gates = np.random.default_rng(0).dirichlet(np.ones(32), (4, 197))
+    routing = {each.key: record(gates) for each in blocks}
+    section.update(batch(routing, images=pictures(4)))
+    content = section.finish()
+    text = markup(content)
+    assert len(text) < 2 * DATA_BUDGET
+    assert "chooser" in text
+    data = data_of(content)
+    assert len(data["layers"]) == 24
+    # The heaviest experts, while there is room.
+    assert 1 <= data["layers"][0]["kept"]["image"] < 32
+
+
+def test_models_without_tokens_of_experts():
+    assert not Explorer.fits(reported(block("head", kind="mumoe")))
+    assert not Explorer.fits(reported(block("block_1"), grid=None))
+    assert Explorer.fits(reported(block("block_1")))

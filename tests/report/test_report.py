@@ -1,0 +1,465 @@
+"""The report: what it counts, the data that it takes, and the files that it writes.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+import inspect
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import layers, models
+from keras_moe.analysis import mask_experts, prune_experts
+from keras_moe.ops import Routing
+from keras_moe.report import (
+    Finding,
+    Options,
+    Section,
+    SectionContent,
+    Table,
+    write_report,
+    writing,
+)
+from keras_moe.report.data import RoutedData
+from keras_moe.report.model import reported_model
+from keras_moe.report.sections.layers import Confidence, EntropySums
+from keras_moe.report.sections.loads import LayerCounts, demand, health_findings
+from keras_moe.routers.pruned import METHODS
+from tests.report_records import batch, block, reported
+from tests.small_models import SMALL, images, small_classifier, small_pairs_model
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "<script>alert(1)</script></svg>$x_{"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_classifier()
+
+
+@pytest.fixture(scope="module")
+def pairs_model():
+    return small_pairs_model(["a cat", "two cats", "a dog and a cat"])
+
+
+def batches_of(model, data, **kwargs):
+    collection = RoutedData(reported_model(model), **kwargs)
+    return list(collection.batches(data))
+
+
+def test_routing_is_the_models_own(model):
+    pixels = images(5, 16, 8, 3)
+    batches = batches_of(model, (pixels, np.arange(5) % 3), batch_size=2)
+    assert [batch.start for batch in batches] == [0, 2, 4]
+    assert [batch.size for batch in batches] == [2, 2, 1]
+    expected = keras.Model(model.input, model.routing).predict(pixels, verbose=0)
+    for field in Routing._fields:
+        mine = np.concatenate([getattr(x.routing["block_1"], field) for x in batches])
+        np.testing.assert_allclose(
+            mine, getattr(expected["block_1"], field), rtol=1e-5, atol=1e-6
+        )
+    outputs = np.concatenate([x.outputs for x in batches])
+    logits = model.predict(pixels, verbose=0)
+    np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("head", [None, "mumoe"])
+def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
+    if head is not None:
+        head = layers.MuMoE(3, num_experts=2, rank=2)
+    model = small_classifier(head=head)
+    expected = keras.Model(model.input, [model.output, model.routing]).predict(
+        pixels := images(2, 16, 8, 3), verbose=0
+    )
+    calls = []
+    call = layers.MoE.call
+    monkeypatch.setattr(
+        layers.MoE,
+        "call",
+        lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs),
+    )
+    batches_of(model.backbone, pixels)
+    # Compilation calls it, too.
+    alone = len(calls)
+    (batch,) = batches_of(model, pixels)
+    assert len(calls) == 2 * alone
+    np.testing.assert_allclose(batch.outputs, expected[0], rtol=1e-4, atol=1e-5)
+    for key, record in expected[1].items():
+        for mine, its in zip(batch.routing[key], record):
+            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
+
+
+class Pixels(keras.utils.PyDataset):
+    """Two batches, of which the last has padding without weight."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        pixels = images(5, 16, 8, 3)
+        if not index:
+            return pixels[:3], np.array([0, 1, 2]), np.ones(3)
+        padded = np.concatenate([pixels[3:], pixels[:1]])
+        return padded, np.array([0, 1, 2]), np.array([1.0, 1.0, 0.0])
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("kind", ["arrays", "batches", "one_hot", "dataset"])
+def test_data_of_any_kind_is_the_same(model, kind):
+    pixels, labels = images(5, 16, 8, 3), np.array([0, 1, 2, 0, 1])
+    data = {
+        "arrays": (pixels, labels),
+        "batches": [(pixels[:4], labels[:4]), (pixels[4:], labels[4:])],
+        "one_hot": (pixels, np.eye(3)[labels]),
+        "dataset": Pixels(),
+    }[kind]
+    batches = batches_of(model, data, batch_size=4)
+    assert [batch.size for batch in batches] == [4, 1]
+    np.testing.assert_array_equal(np.concatenate([x.labels for x in batches]), labels)
+    np.testing.assert_array_equal(np.concatenate([x.images for x in batches]), pixels)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (3, [2, 1]), (9, [2, 2, 1])])
+def test_a_report_ends_after_a_number_of_examples(model, largest, sizes):
+    batches = batches_of(model, images(5, 16, 8, 3), batch_size=2, max_examples=largest)
+    assert [batch.size for batch in batches] == sizes
+
+
+@pytest.mark.backend_free
+def test_no_more_batches_are_read_than_are_needed(model):
+    def endless():
+        while True:
+            yield images(4, 16, 8, 3)
+
+    assert len(batches_of(model, endless(), batch_size=4, max_examples=4)) == 1
+
+
+@pytest.mark.backend_free
+def test_captions_become_words(pairs_model):
+    captions = ["a cat", b"two cats"]
+    data = {"images": images(2, 8, 8, 3), "captions": captions}
+    (batch,) = batches_of(pairs_model, data)
+    assert batch.captions == ["a cat", "two cats"]
+    assert batch.words[0][:4] == ["<|startoftext|>", "a", "cat", "<|endoftext|>"]
+    assert batch.words[0][4:] == [""] * 4
+    mask = pairs_model.preprocessor(["a cat", "two cats"])["padding_mask"]
+    np.testing.assert_array_equal(batch.masks["text"], mask)
+    assert batch.masks["image"].shape == (2, 4)
+    texts = pairs_model.preprocessor(captions[:1])
+    tokens = batches_of(pairs_model, {"images": images(1, 8, 8, 3), **texts})[0]
+    assert tokens.words[0] == batch.words[0]
+    assert tokens.captions == ["a cat"]
+    by_place = batches_of(pairs_model, (images(2, 8, 8, 3), ["a cat", "two cats"]))
+    assert by_place[0].captions == batch.captions
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.zeros((0, 16, 8, 3)), "at least one example; received: none"),
+        ([], "at least one example; received: none"),
+        (np.zeros((2, 8, 8, 3)), r"images of shape \(batch, 16, 8, 3\)"),
+        (3, "iterable of batches of them; received: int"),
+        ((np.zeros((2, 16, 8, 3)), np.zeros(3, int)), r"received: lengths \[2, 3\]"),
+    ],
+)
+def test_data_that_does_not_fit(model, data, message):
+    with pytest.raises(ValueError, match=message):
+        batches_of(model, data)
+
+
+@pytest.mark.backend_free
+def test_captions_need_a_tokenizer_and_experts_are_needed(pairs_model):
+    without = models.ContrastiveModel(pairs_model.backbone)
+    with pytest.raises(ValueError, match="preprocessor=None"):
+        batches_of(without, {"images": images(1, 8, 8, 3), "captions": ["a"]})
+    sizes = {k: x for k, x in SMALL.items() if k not in ("moe_layers", "num_experts")}
+    dense = models.from_preset("vit_s32", **sizes)
+    with pytest.raises(ValueError, match="Expected a model with experts"):
+        write_report(dense, images(1, 16, 8, 3))
+
+
+def one_batch(dispatched, affinity=None, mask=None):
+    """A batch of one example with given tokens (N, E)."""
+    served = np.asarray(dispatched, "float64")[None]
+    affinity = served if affinity is None else np.asarray(affinity)[None]
+    mask = np.ones(served.shape[:2], bool) if mask is None else np.array([mask])
+    records = Routing(*[affinity] * 4, served, served * 0.5)
+    return batch({"b": records}, masks={"image": mask})
+
+
+@pytest.mark.backend_free
+def test_counts_by_hand():
+    counts = LayerCounts(block("b"))
+    affinity = [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]
+    served = [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
+    # The last token is padding.
+    counts.update(one_batch(served, affinity, [True, True, True, False]))
+    assert (counts.tokens, counts.unserved) == (3, 1)
+    assert counts.served.tolist() == [1, 1, 0]
+    assert counts.mass.tolist() == [0.5, 0.5, 0]
+    assert counts.demand.tolist() == [2, 1, 0]
+    assert counts.dropped == pytest.approx(1 / 3)
+    assert counts.entropy == pytest.approx(np.log(2) / np.log(3))
+    both = LayerCounts.together("layer", [counts, counts])
+    assert both.served.tolist() == [2, 2, 0]
+    assert (both.tokens, both.block.key) == (6, "layer")
+
+
+@pytest.mark.backend_free
+def test_confidence_by_hand():
+    section = Confidence(reported(block("b", 2)), Options())
+    gates = [[0.9, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]
+    # The last token is padding.
+    section.update(one_batch(gates, gates, [True, True, True, True, False]))
+    quartiles = section.finish().data["b"]
+    # Bins of half a hundredth.
+    expected = {"lower_quartile": 0.5, "median": 0.6, "upper_quartile": 0.8}
+    assert quartiles == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.backend_free
+def test_entropies_by_hand():
+    sums = EntropySums(2)
+    gates = np.array([[0.5, 0.5], [1.0, 0.0]])
+    # The second token was dropped.
+    sums.add(gates, np.array([[1.0, 0.0], [0.0, 0.0]]), np.array([[1, 0], [0, 0]]))
+    entropies = sums.entropies()
+    assert entropies.local == pytest.approx(0.5)
+    share = np.array([0.75, 0.25])
+    expected = -(share * np.log(share)).sum() / np.log(2)
+    assert entropies.global_ == pytest.approx(expected)
+    assert (entropies.local_after, entropies.global_after) == (0.0, 0.0)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("kind", "served", "demand", "unserved", "expected"),
+    [
+        ("token_choice", [5, 5, 5, 5], None, 0, [("good", "All experts")]),
+        (
+            "token_choice",
+            [99, 0, 0, 0],
+            None,
+            0,
+            [("problem", "3 of 4 experts get no token"), ("problem", "expert 0 does")],
+        ),
+        (
+            "token_choice",
+            [1000, 1000, 1000, 1],
+            None,
+            0,
+            [("notice", "1 of 4 experts does less than a hundredth")],
+        ),
+        (
+            "token_choice",
+            [5, 5, 5, 5],
+            [10, 5, 5, 5],
+            5,
+            [("problem", "drops 20.0% of the tokens' choices")],
+        ),
+        ("expert_choice", [5, 5, 5, 5], None, 5, [("notice", "takes 25.0%")]),
+        ("soft", [0, 5, 5, 5], None, 0, [("notice", "1 of 4 experts gets no weight")]),
+        ("token_choice", [0, 0, 0, 0], None, 20, [("problem", "no expert serves")]),
+    ],
+)
+def test_findings_by_hand(kind, served, demand, unserved, expected):
+    counts = LayerCounts(block("b", 4, kind=kind, capacity_factor=None))
+    counts.tokens, counts.unserved = 20, unserved
+    counts.served[:] = counts.mass[:] = served
+    counts.demand[:] = served if demand is None else demand
+    findings = health_findings([counts])
+    assert [x.level for x in findings] == [level for level, _ in expected]
+    for finding, (_, text) in zip(findings, expected):
+        assert text in finding.text
+
+
+@pytest.mark.backend_free
+def test_records_of_a_shared_layer_are_judged_together(pairs_model):
+    about = reported_model(pairs_model)
+    assert list(about.by_layer()) == ["block_1"]
+    assert list(about.by_layer()["block_1"]) == ["image", "text"]
+    assert about.modalities == ("image", "text")
+    assert about.grid == (2, 2)
+
+
+@pytest.mark.backend_free
+def test_the_files_of_a_report(model, tmp_path):
+    folder = tmp_path / "report"
+    data = images(5, 16, 8, 3), np.arange(5) % 3
+    names = [HOSTILE, "b", "c"]
+    written = write_report(
+        model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0
+    )
+    page = written.page.read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    values = json.loads(written.data.read_text(encoding="utf-8"))
+    assert values["examples"] == written.num_examples == 5
+    # Eight patches and a class token.
+    assert values["sections"]["loads"]["block_1"]["tokens"] == 45
+    assert sum(values["sections"]["loads"]["block_1"]["served"]) == 90
+    assert values["name"] == HOSTILE
+    costs = values["sections"]["model"]["costs"]
+    assert costs["parameters"] == model.count_params()
+    assert len(written.pictures) == len({*written.pictures}) > 3
+    for picture in written.pictures:
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        # Over three inches of 160 dots.
+        assert int.from_bytes(content[16:20], "big") > 480
+    assert [x["text"] for x in values["findings"]] == [x.text for x in written.findings]
+
+
+@pytest.mark.backend_free
+def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
+    folder = tmp_path / "report"
+    pixels = images(1, 16, 8, 3)
+    written = write_report(model, pixels, folder, name="first", verbose=0)
+    (folder / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "report.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_json", full)
+        with pytest.raises(OSError, match="No space"):
+            write_report(model, pixels, folder, name="second", verbose=0)
+    assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
+    write_report(model, pixels, folder, name="second", verbose=0)
+    assert "second" in written.page.read_text(encoding="utf-8")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.backend_free
+def test_examples_that_do_not_occur_are_refused(model, tmp_path):
+    pixels = images(3, 16, 8, 3)
+
+    def refused(data, number, **kwargs):
+        options = Options(examples=(number,))
+        with pytest.raises(ValueError, match="numbers of examples from 0 to"):
+            write_report(
+                model, data, tmp_path / "r", options=options, verbose=0, **kwargs
+            )
+        assert not (tmp_path / "r").exists()
+
+    def unread():
+        raise AssertionError("The data was read.")
+        yield
+
+    # Where the number is known, before the data is read; and of batches behind it.
+    refused((pixels, np.arange(3)), 3)
+    refused(unread(), 5, max_examples=5)
+    refused(iter([pixels]), 3)
+
+
+@pytest.mark.backend_free
+def test_a_folder_of_something_else_is_refused(model, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(ValueError, match="an empty one or an older report"):
+        write_report(model, images(1, 16, 8, 3), tmp_path, verbose=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+class Classes(Section):
+    """The section that docs/report.md has."""
+
+    title, anchor = "Examples by class", "classes"
+    intro = "How many examples of each class there are."
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.counts = {}
+
+    def update(self, batch):
+        for label in batch.labels.tolist():
+            self.counts[label] = self.counts.get(label, 0) + 1
+
+    def finish(self):
+        rows = [[self.model.class_name(k), n] for k, n in sorted(self.counts.items())]
+        table = Table(["class", "examples"], rows, "Classes")
+        return SectionContent([table], self.counts)
+
+
+class Judged(Section):
+    """A section with findings of all levels."""
+
+    title, anchor, intro = "Judged", "judged", "Findings."
+
+    def finish(self):
+        findings = [Finding(x, f"It is {x}.") for x in ("good", "notice", "problem")]
+        return SectionContent([], {}, findings)
+
+
+@pytest.mark.backend_free
+def test_a_section_of_ones_own(model, tmp_path):
+    data = images(3, 16, 8, 3), np.array([0, 2, 2])
+    written = write_report(
+        model, data, tmp_path / "report", sections=[Classes, Judged], verbose=0
+    )
+    assert [x.level for x in written.findings] == ["problem", "notice", "good"]
+    values = json.loads(written.data.read_text(encoding="utf-8"))
+    assert values["sections"] == {
+        "classes": {"0": 1, "2": 2},
+        "judged": {},
+    }
+    page = written.page.read_text(encoding="utf-8")
+    assert "Examples by class" in page
+    assert page.index("It is problem.") < page.index("It is good.")
+    guide = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    code = inspect.getsource(Classes)
+    assert code[code.index("    title,") :].strip() in guide
+    with pytest.raises(ValueError, match="different anchors"):
+        write_report(model, data, tmp_path / "b", sections=[Classes, Classes])
+
+
+def pruned(model, method, removed):
+    change = prune_experts if removed else mask_experts
+    return change(model, {"block_1": [1, 3]}, method)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
+    about = reported_model(smaller := pruned(model, method, removed))
+    (layer,) = about.blocks.values()
+    # A smaller router numbers its experts anew.
+    is_new = removed and method == "router_drop"
+    types = ("ffn", "ffn") if is_new else ("pruned", "ffn", "pruned", "ffn")
+    assert layer.expert_types == types
+    written = write_report(
+        smaller, (images(5, 16, 8, 3), np.arange(5) % 3), tmp_path / "r", verbose=0
+    )
+    sections = json.loads(written.data.read_text())["sections"]
+    load = sections["loads"]["block_1"]
+    assert (
+        np.flatnonzero(load["served"]).tolist()
+        == np.flatnonzero(layer.is_present).tolist()
+    )
+    assert load["entropy"] == pytest.approx(
+        -sum(p * np.log2(p) for p in load["shares"] if p), abs=1e-6
+    )
+    # Nobody wonders that pruned experts are idle, or takes them away again.
+    assert not any("no token" in finding.text for finding in written.findings)
+    page = written.page.read_text(encoding="utf-8")
+    assert ("4 (2 pruned)" in page) == (not is_new)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("method", METHODS)
+def test_choices_of_pruned_experts(method):
+    layer = block("b", ("ffn", "pruned", "ffn"), pruning=method)
+    affinity = np.array([[[0.3, 0.6, 0.1], [0.7, 0.2, 0.1]]])
+    served = np.array([[[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
+    records = Routing(*[affinity] * 4, served, served)
+    chosen = demand(layer, records, np.ones((1, 2), bool))
+    moved = [0.0, 0.0, 0.0] if method == "router_pred_skip" else [1.0, 0.0, 0.0]
+    assert chosen.tolist() == [moved, [1.0, 0.0, 0.0]]

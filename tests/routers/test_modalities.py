@@ -1,0 +1,325 @@
+"""Modalities: who is served first, and disjoint pools of experts (LIMoE, E.3).
+
+Axes: G groups, S group_size, E experts.
+"""
+
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+from keras_moe.layers import EncoderSpec, Experts, MoE, MoEConfig, SelfAttention
+from keras_moe.ops import RoutingPlan, token_choice
+from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
+from tests.calls import call
+from tests.gradients import compiled, one_program
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+IMAGE_FIRST, TEXT_FIRST = (0, 1), (1, 0)
+# Every token wants expert 0, which has room for two.
+LOGITS = np.array([[[3.0, 0.0]] * 5], "float32")
+IDS = np.array([[0, 1, 0, 1, 1]])
+
+
+def router_of(priority, **arguments):
+    arguments = {"capacity": 2, "noise_std": 0.0, "seed": 0, **arguments}
+    arguments.setdefault("kernel_initializer", "identity")
+    return TokenChoiceRouter(2, 1, priority=priority, **arguments)
+
+
+def served(router, logits=LOGITS, ids=IDS, mask=None, training=True):
+    """The tokens that got their first choice."""
+    arguments = {"modality_ids": ids}
+    if mask is not None:
+        arguments["mask"] = mask
+    _, routing = call(router, logits, training=training, **arguments)
+    return np.flatnonzero(to_numpy(routing.dispatched)[0, :, 0]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    [("first_come", [0, 1]), (IMAGE_FIRST, [0, 2]), (TEXT_FIRST, [1, 3])],
+)
+def test_orders_by_hand(priority, expected):
+    router = router_of(priority)
+    assert served(router) == expected
+    # Padding takes no place.
+    mask = np.array([[True, False, True, True, True]])
+    without = {"first_come": [0, 2], IMAGE_FIRST: [0, 2], TEXT_FIRST: [3, 4]}
+    assert served(router, mask=mask) == without[priority]
+    # At inference every token is served.
+    assert served(router, training=False) == [0, 1, 2, 3, 4]
+
+
+def test_orders_hold_at_inference_where_it_has_a_capacity():
+    for priority, expected in ((TEXT_FIRST, [1, 3]), ("shuffled", [0, 1])):
+        router = router_of(priority, eval_capacity=2, evaluation="official")
+        assert served(router, training=False) == expected
+
+
+def test_first_choices_still_go_before_second_choices():
+    # Token 1 is served first, but its second choice comes after all first ones.
+    logits = np.array([[[0.0, 2.0], [2.0, 0.0]]], "float32")
+    router = TokenChoiceRouter(
+        2,
+        2,
+        capacity=1,
+        priority=TEXT_FIRST,
+        noise_std=0,
+        kernel_initializer="identity",
+    )
+    _, routing = call(router, logits, training=True, modality_ids=IDS[:, :2])
+    np.testing.assert_array_equal(to_numpy(routing.dispatched), [[[0, 1], [1, 0]]])
+
+
+def test_shuffled_tokens_are_drawn_anew_and_repeat_with_the_seed():
+    logits = np.tile(LOGITS[:, :1], (1, 16, 1))
+    router, again = (router_of("shuffled", seed=3) for _ in range(2))
+    draws = [served(router, logits, IDS[:, :1].repeat(16, 1)) for _ in range(3)]
+    assert all(len(draw) == 2 for draw in draws)
+    assert len(set(map(tuple, draws))) > 1
+    repeated = [served(again, logits, IDS[:, :1].repeat(16, 1)) for _ in range(3)]
+    assert repeated == draws
+
+
+def test_every_token_has_the_same_chance_when_shuffled():
+    # 400 groups of four tokens, of which two are served.
+    logits = np.tile(LOGITS[:, :4], (400, 1, 1))
+    _, routing = call(router_of("shuffled"), logits, training=True)
+    share = to_numpy(routing.dispatched)[..., 0].mean(axis=0)
+    # Five standard deviations of a mean of 400 draws.
+    np.testing.assert_allclose(share, 0.5, atol=5 * 0.5 / 20)
+
+
+some = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def _program(selected, capacity):
+    return compiled(
+        lambda affinity, mask, ranks: token_choice(
+            affinity, affinity, selected, capacity, ranks, mask=mask
+        )
+    )
+
+
+def plan_of(affinity, mask, ranks, selected, capacity):
+    arrays = map(ops.convert_to_tensor, (affinity, mask, ranks))
+    return RoutingPlan(*map(to_numpy, _program(selected, capacity)(*arrays)))
+
+
+@some
+@given(
+    st.sampled_from([(2, 6, 4, 2, 2), (1, 5, 3, 1, 2)]),
+    st.integers(0, 2**16),
+    st.booleans(),
+)
+def test_an_order_is_a_permutation_of_the_tokens(shape, seed, random):
+    groups, tokens, experts, selected, capacity = shape
+    generator = np.random.default_rng(seed)
+    affinity = generator.random((groups, tokens, experts)).astype("float32")
+    mask = generator.random((groups, tokens)) < 0.8
+    if random:
+        ranks = generator.random((groups, tokens)).astype("float32")
+    else:
+        ranks = generator.integers(0, 2, (groups, tokens)).astype("float32")
+    plan = plan_of(affinity, mask, ranks, selected, capacity)
+    order = np.argsort(ranks, axis=1, kind="stable")
+    at = np.arange(groups)[:, None]
+    as_they_stand = plan_of(
+        affinity[at, order], mask[at, order], 0 * ranks, selected, capacity
+    )
+    # Token s of the permuted group is token order[s].
+    np.testing.assert_array_equal(plan.token_slots[at, order], as_they_stand[1])
+    np.testing.assert_array_equal(plan.combine_weights[at, order], as_they_stand[2])
+    slots = as_they_stand.slot_tokens
+    back = order[at[..., None], np.maximum(slots, 0)]
+    np.testing.assert_array_equal(plan.slot_tokens, np.where(slots < 0, -1, back))
+
+
+def test_numbers_of_one_value_are_first_come():
+    affinity = np.random.default_rng(0).random((2, 6, 4)).astype("float32")
+    plans = one_program(
+        lambda x: [
+            token_choice(x, x, 2, 2, priority)
+            for priority in ("first_come", ops.zeros((2, 6), "int32"))
+        ]
+    )(ops.convert_to_tensor(affinity))
+    for first_come, numbers in zip(*plans):
+        np.testing.assert_array_equal(to_numpy(first_come), to_numpy(numbers))
+
+
+def test_moe_layers_of_any_group_size_and_experts_of_several_kinds():
+    # Groups of 4 cut the images of 3 tokens, and the last is padded. All tokens want
+    # expert 0.
+    options = {
+        "priority": TEXT_FIRST,
+        "noise_std": 0.0,
+        "kernel_initializer": "zeros",
+    }
+    router = TokenChoiceRouter(2, 1, capacity=1, **options)
+    ids = np.array([[0, 0, 1]] * 3)
+    tokens = np.ones((3, 3, 8), "float32")
+    moe = MoE(router, Experts(2, 8), group_size=4)
+    _, routing = call(moe, tokens, training=True, modality_ids=ids)
+    expected = [0, 0, 1, 0, 0, 1, 0, 0, 1]
+    dispatched = to_numpy(routing.dispatched)
+    np.testing.assert_array_equal(dispatched[..., 0].ravel(), expected)
+    # Equation 8: C = ceil(1.1 x 0.75 x 3 / 1.75) = 2.
+    aware = PathwayAwareRouter(2, 1, zero_experts=1, **options)
+    _, routing = call(aware, tokens[:1], training=True, modality_ids=ids[:1])
+    np.testing.assert_array_equal(to_numpy(routing.dispatched)[0, :, 0], [1, 0, 1])
+    with pytest.raises(ValueError, match=r"priority=\[1, 0\]; received: modality_ids"):
+        aware(tokens, training=True)
+
+
+def named(**arguments):
+    return {"name": "softmax_token_choice", **arguments}
+
+
+@pytest.mark.backend_free
+def test_a_config_takes_them_to_each_block():
+    for priority, expected in (
+        (TEXT_FIRST, [1, 0]),
+        (np.array(IMAGE_FIRST), [0, 1]),
+        ("shuffled", "shuffled"),
+    ):
+        moe = MoEConfig(moe_layers=[0], num_experts=4, router=named(priority=priority))
+        plain = json.loads(json.dumps(moe.to_dict()))
+        assert plain["router"]["priority"] == expected
+        moe = MoEConfig.from_dict(plain)
+        assert moe.modality_count == (None if isinstance(priority, str) else 2)
+        spec = EncoderSpec(num_layers=1, num_tokens=4, mlp_dim=8, moe=moe)
+        (block,) = spec.blocks(lambda _: SelfAttention(2, 4))
+        router = block.feed_forward.router
+        again = TokenChoiceRouter.from_config(router.get_config())
+        assert router.priority == again.priority == expected
+    pools = named(num_selected_experts=1, expert_pools=[[0], [1]])
+    assert MoEConfig(router=pools).modality_count == 2
+    assert MoEConfig(router=named(num_modalities=3)).modality_count == 3
+    own = TokenChoiceRouter(4, priority=TEXT_FIRST)
+    assert MoEConfig(router=own).modality_count == 2
+    assert MoEConfig().modality_count is None
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "received"),
+    [
+        (lambda: router_of((1, 1)), r"priority=\(1, 1\)"),
+        (lambda: router_of((0, 2)), r"modality ids 0 to 1 once.*priority=\(0, 2\)"),
+        (lambda: router_of(()), r"priority=\(\)"),
+        (lambda: router_of((0, "text")), "priority='text'"),
+        (lambda: router_of((0, 1), num_modalities=3), "modality ids 0 to 2 once"),
+        (lambda: router_of((0, 1), expert_pools=[[0, 1]]), "modality ids 0 to 0 once"),
+        (lambda: router_of("text_first"), "'shuffled'.*priority='text_first'"),
+        (lambda: router_of(None), "priority=None"),
+        (
+            lambda: router_of(TEXT_FIRST)(LOGITS, training=True),
+            "Expected modality_ids of shape",
+        ),
+        (
+            lambda: token_choice(LOGITS, LOGITS, 1, 2, IDS[:, :3]),
+            r"\(groups, tokens\)=\(1, 5\); received: priority.shape=\(1, 3\)",
+        ),
+        (lambda: token_choice(LOGITS, LOGITS, 1, 2, 3), r"priority.shape=\(\)"),
+        (lambda: token_choice(LOGITS, LOGITS, 1, 2, "shuffled"), "priority='shuffled'"),
+    ],
+)
+def test_bad_orders_are_refused(make, received):
+    with pytest.raises(ValueError, match=received):
+        make()
+
+
+@pytest.mark.backend_free
+def test_tokens_of_unknown_modalities_are_not_routed():
+    ids = np.array([[0, 7, -1, 1, 1]])
+    assert served(router_of(TEXT_FIRST), ids=ids) == [3, 4]
+
+
+def test_gradients_reach_the_kernel_of_a_router_with_an_order():
+    router = router_of(TEXT_FIRST, kernel_initializer="ones")
+    router.build(LOGITS.shape)
+    (actual,) = training_gradients(
+        router,
+        LOGITS,
+        lambda outputs: ops.sum(outputs[1].combined[..., 0]),
+        True,
+        modality_ids=IDS,
+    )
+    assert np.abs(actual).max() > 1e-3
+
+
+@pytest.mark.parametrize("priority", [TEXT_FIRST, "shuffled"])
+def test_a_model_of_unknown_batch_size_trains(priority):
+    tokens, ids = keras.Input((5, 2)), keras.Input((5,), dtype="int32")
+    router = router_of(priority, kernel_initializer="ones")
+    moe = MoE(router, Experts(2, 4), group_size=4)
+    model = keras.Model((tokens, ids), moe(tokens, modality_ids=ids)[0])
+    model.compile("sgd", "mse")
+    model.fit((LOGITS, IDS), LOGITS, verbose=0)
+
+
+POOLS = [[0, 3], [1, 2, 4]]
+OWN = np.array([[1, 0, 0, 1, 0], [0, 1, 1, 0, 1]], bool)
+
+
+@functools.cache
+def pooled_router(num_modalities):
+    # A first kernel of identity makes the tokens of modality 0 their logits.
+    router = TokenChoiceRouter(
+        5,
+        2,
+        capacity=2,
+        num_modalities=num_modalities,
+        expert_pools=POOLS,
+        priority=(1, 0),
+        seed=0,
+    )
+    router.build((None, 8, 5))
+    eye = np.eye(5, dtype="float32")
+    router.kernel.assign(np.stack([eye, -eye]) if num_modalities else eye)
+    return router
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from([1e-3, 1.0, 1e4]),
+    st.sampled_from([None, 2]),
+    st.booleans(),
+)
+def test_no_token_reaches_the_experts_of_another_modality(
+    seed, scale, num_modalities, training
+):
+    generator = np.random.default_rng(seed)
+    tokens = scale * generator.normal(size=(2, 8, 5)).astype("float32")
+    # Some ids are of no modality, and some tokens are padding.
+    ids = generator.integers(-1, 3, (2, 8)).astype("int32")
+    mask = generator.random((2, 8)) < 0.8
+    _, routing = call(
+        pooled_router(num_modalities),
+        tokens,
+        training=training,
+        mask=mask,
+        modality_ids=ids,
+    )
+    dispatched, combined = (
+        keras.ops.convert_to_numpy(x) for x in (routing.dispatched, routing.combined)
+    )
+    routed = mask & (ids >= 0) & (ids < 2)
+    allowed = OWN[np.clip(ids, 0, 1)] & routed[..., None]
+    assert not dispatched[~allowed].any()
+    assert not combined[~allowed].any()
+    if training:
+        # All routed tokens want two of two or three experts with two slots each.
+        assert dispatched.sum(axis=1).max() <= 2
+    else:
+        np.testing.assert_array_equal(dispatched.sum(axis=-1), 2 * routed)
+    assert np.isfinite(combined).all()
