@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 from keras_moe import losses  # noqa: E402
 from keras_moe.layers import Experts, MoE  # noqa: E402
 from keras_moe.routers import TokenChoiceRouter  # noqa: E402
-from tests.losses.test_contrastive import loss_of  # noqa: E402
+from tests.losses.loss_table import contrastive_loss  # noqa: E402
 
 BATCH, CHUNK = 24, 7
 GENERATOR = np.random.default_rng(0)
@@ -46,7 +46,7 @@ OPTIONS = {
 
 def program(name, chunk_size):
     def loss(*inputs):
-        return loss_of(name, *inputs, **OPTIONS, chunk_size=chunk_size)
+        return contrastive_loss(name, *inputs, **OPTIONS, chunk_size=chunk_size)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
 

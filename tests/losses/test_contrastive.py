@@ -22,16 +22,14 @@ from keras_moe.losses import (
 )
 from tests import golden
 from tests.gradients import gradient_and_outputs
-from tests.losses.entropies import normal, numbers
-
-NAMES = ("softmax", "sigmoid")
-
-
-def loss_of(name, images, texts, log_scale, bias, **options):
-    """Either loss, of the logarithm that a model learns."""
-    if name == "softmax":
-        return softmax_contrastive_loss(images, texts, ops.exp(log_scale), **options)
-    return sigmoid_contrastive_loss(images, texts, ops.exp(log_scale), bias, **options)
+from tests.losses.loss_table import (
+    CONTRASTIVE,
+    IMAGE_IDS,
+    TEXT_IDS,
+    contrastive_loss,
+    normal,
+    numbers,
+)
 
 
 def log_sigmoid(x):
@@ -65,7 +63,7 @@ def expected_loss(name, images, texts, log_scale, bias, positive=None, weights=N
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 @pytest.mark.parametrize("case", golden.cases("15_contrastive/*"))
 def test_golden(case, name):
     arrays, _ = golden.load(case)
@@ -75,7 +73,7 @@ def test_golden(case, name):
     ]
 
     def program(*inputs):
-        value = loss_of(name, *inputs)
+        value = contrastive_loss(name, *inputs)
         others = ()
         if name == "softmax":
             scale = ops.exp(inputs[2])
@@ -132,10 +130,6 @@ def test_by_hand():
     )
 
 
-IMAGE_IDS = np.array([7, 3, 7, 5, 3, 1], "int32")
-TEXT_IDS = np.array([0, 1, 2, 0, 4, 5], "int32")
-
-
 def positive_of(image_ids=None, text_ids=None):
     positive = np.eye(6, dtype=bool)
     for ids in (image_ids, text_ids):
@@ -144,7 +138,7 @@ def positive_of(image_ids=None, text_ids=None):
     return positive
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 def test_equal_ids_are_positives_and_weights_count(name):
     inputs = (normal(0, 6, 4), normal(1, 6, 4), 1.0, -0.5)
     weights = np.array([1.0, 0.5, 0.0, 2.0, 1.0, 0.0], "float32")
@@ -157,7 +151,7 @@ def test_equal_ids_are_positives_and_weights_count(name):
     values = numbers(
         lambda *x: ops.stack(
             [
-                loss_of(name, *x, **ids, sample_weight=sample_weight)
+                contrastive_loss(name, *x, **ids, sample_weight=sample_weight)
                 for ids in cases
                 for sample_weight in (None, weights)
             ]
@@ -192,7 +186,7 @@ def test_duplicate_pairs_are_counted():
     np.testing.assert_array_equal(counts, [4, 2, 5, 4, 0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 def test_padding_changes_nothing_whatever_it_holds(name):
     images, texts = normal(0, 5, 4), normal(1, 5, 4)
     images[3], texts[3] = np.nan, np.inf
@@ -201,7 +195,7 @@ def test_padding_changes_nothing_whatever_it_holds(name):
     scalars = (np.float32(1.0), np.float32(-0.5))
 
     def program(images, texts, *scalars):
-        value = loss_of(name, images, texts, *scalars, sample_weight=weights)
+        value = contrastive_loss(name, images, texts, *scalars, sample_weight=weights)
         return value, (value,)
 
     gradients, (value,) = gradient_and_outputs(program, images, texts, *scalars)
@@ -213,13 +207,13 @@ def test_padding_changes_nothing_whatever_it_holds(name):
     assert np.all(np.isfinite(gradients[2]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 @pytest.mark.parametrize("batch", [0, 3])
 def test_without_a_pair_that_counts_the_loss_is_0(name, batch):
     weights = np.zeros(batch, "float32")
 
     def program(*inputs):
-        value = loss_of(name, *inputs, sample_weight=weights)
+        value = contrastive_loss(name, *inputs, sample_weight=weights)
         return value, (value,)
 
     inputs = (normal(0, batch, 4), normal(1, batch, 4), np.float32(1), np.float32(2))
@@ -229,13 +223,15 @@ def test_without_a_pair_that_counts_the_loss_is_0(name, batch):
         np.testing.assert_array_equal(gradient, 0.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 def test_bfloat16_rounds_the_unit_vectors_alone(name):
     images, texts = normal(0, 6, 8), normal(1, 6, 8)
     scalars = (np.float32(1.0), np.float32(-0.5))
 
     def program(images, texts, *scalars):
-        value = loss_of(name, images, texts, *scalars, similarity_dtype="bfloat16")
+        value = contrastive_loss(
+            name, images, texts, *scalars, similarity_dtype="bfloat16"
+        )
         return value, (value,)
 
     gradients, (value,) = gradient_and_outputs(program, images, texts, *scalars)

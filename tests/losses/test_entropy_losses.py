@@ -12,20 +12,16 @@ import pytest
 from keras_moe import losses
 from tests import golden
 from tests.gradients import gradient_and_outputs
-from tests.losses.entropies import LOSSES, normal, numbers, tensor
+from tests.losses.loss_table import (
+    LOSSES,
+    LOSSES_OF_TOKENS,
+    normal,
+    numbers,
+    tensor,
+    with_gradient,
+)
 
 LOG2 = math.log(2)
-
-
-def with_gradient(loss_of, logits):
-    """A loss (G,), and the gradient of its sum."""
-
-    def program(logits):
-        loss = loss_of(logits)
-        return keras.ops.sum(loss), (loss,)
-
-    (gradient,), (loss,) = gradient_and_outputs(program, logits)
-    return loss, gradient
 
 
 def entropy(*p):
@@ -197,29 +193,31 @@ def test_merged_entropy_of_sure_tokens_is_exact():
     np.testing.assert_allclose(actual, [expected], rtol=1e-4)
 
 
-# Properties of each
+# Properties of each, and of the losses in `test_router_losses.py`
+
+ALL = {**LOSSES, **LOSSES_OF_TOKENS}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALL)
 def test_one_float32_number_per_group(name):
     logits, ids = normal(0, 3, 6, 4), np.tile([0, 1, 1], (3, 2))
-    loss = numbers(LOSSES[name], logits, ids)
+    loss = numbers(ALL[name], logits, ids)
     assert loss.shape == (3,)
     assert loss.dtype == "float32"
     for g in range(3):
-        alone = numbers(LOSSES[name], logits[g : g + 1], ids[g : g + 1])
+        alone = numbers(ALL[name], logits[g : g + 1], ids[g : g + 1])
         np.testing.assert_allclose(alone, loss[g : g + 1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [0.0, 1e4])
 def test_masked_tokens_do_not_count(name, value):
     logits, ids = normal(0, 2, 6, 4), np.tile([0, 1, 1], (2, 2))
     real = [False, False, True, True, True, False]
-    without = numbers(LOSSES[name], logits[:, real], ids[:, real])
+    without = numbers(ALL[name], logits[:, real], ids[:, real])
     logits[:, np.logical_not(real)] = value
     mask = tensor(np.tile(real, (2, 1)))
-    loss, actual = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
+    loss, actual = with_gradient(lambda x: ALL[name](x, ids, mask), logits)
     np.testing.assert_allclose(loss, without, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(actual[:, np.logical_not(real)], 0)
     assert np.all(np.isfinite(actual))
@@ -227,11 +225,11 @@ def test_masked_tokens_do_not_count(name, value):
     assert np.abs(actual[:, real]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_group_without_real_tokens_has_no_loss(name):
     logits, ids = normal(0, 2, 4, 3), np.tile([0, 1], (2, 2))
     mask = tensor(np.array([[True] * 4, [False] * 4]))
-    loss, actual = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
+    loss, actual = with_gradient(lambda x: ALL[name](x, ids, mask), logits)
     assert abs(loss[0]) > 1e-3
     assert loss[1] == 0
     assert np.all(np.isfinite(actual))

@@ -17,7 +17,7 @@ from keras_moe.layers import Experts, MoE, MoEConfig
 from keras_moe.losses import limoe_losses
 from keras_moe.routers import TokenChoiceRouter
 from tests import golden
-from tests.losses.entropies import normal, numbers, routing_of
+from tests.losses.loss_table import normal, numbers, routing_of
 
 ERF = np.vectorize(math.erf)
 

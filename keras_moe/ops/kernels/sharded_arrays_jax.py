@@ -1,6 +1,5 @@
-"""Arrays on several devices or processes, made piece by piece on JAX."""
+"""Arrays on several devices or processes, on JAX."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,8 @@ def process_shard() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-    """A new array with the sharding of another one, from the pieces of this process.
-
-    `keras.distribution.distribute_tensor` has the same result, but needs the whole
-    array on every process.
-    """
-    import jax
-
-    return jax.make_array_from_callback(
-        value.shape, value.sharding, lambda index: read(index).astype(value.dtype)
-    )
-
-
 def placed(value: np.ndarray, sharding: Any) -> Any:
-    """An array on the devices of all processes, each of which has the whole value."""
+    """An array on the devices of all processes, each of which has all values."""
     import jax
 
     return jax.make_array_from_callback(
@@ -36,7 +22,7 @@ def placed(value: np.ndarray, sharding: Any) -> Any:
 
 
 def with_shards(value: Any) -> Any:
-    """An array whose `addressable_shards` can be read, with the same values.
+    """The same array, with readable `addressable_shards`.
 
     With one device in each process, `jax.device_put` of a local array to all processes
     gives an array whose shards JAX (0.10.2) does not find. Keras initializes biases
@@ -46,13 +32,12 @@ def with_shards(value: Any) -> Any:
         value.addressable_shards  # noqa: B018
     except ValueError:
         # Only whole arrays are affected.
-        whole = np.asarray(value)
-        return place_like(value, lambda index: whole[index])
+        return placed(np.asarray(value), value.sharding)
     return value
 
 
 def exchange(content: bytes) -> list[bytes]:
-    """The contents of all processes, in each of them; all must call it together."""
+    """All-gathers bytes: every process must call it, and gets those of all."""
     from jax.experimental import multihost_utils
 
     sizes = multihost_utils.process_allgather(np.array([len(content)], "int32"))

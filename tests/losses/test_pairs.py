@@ -16,8 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gradients import gradient_and_outputs
-from tests.losses.entropies import normal
-from tests.losses.test_contrastive import IMAGE_IDS, NAMES, TEXT_IDS, loss_of
+from tests.losses.loss_table import (
+    CONTRASTIVE,
+    IMAGE_IDS,
+    TEXT_IDS,
+    contrastive_loss,
+    normal,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 # The logarithm of the scale and the bias, at which no term vanishes.
@@ -40,7 +45,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 def value_and_gradients(name, inputs, **options):
     def program(*inputs):
-        value = loss_of(name, *inputs, **options)
+        value = contrastive_loss(name, *inputs, **options)
         return value, (value,)
 
     gradients, (value,) = gradient_and_outputs(program, *inputs)
@@ -53,7 +58,7 @@ def assert_close(values, expected):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 def test_chunks_are_the_whole(name, options):
     options = OPTIONS[options]
     expected = value_and_gradients(name, INPUTS, **options)
@@ -64,7 +69,7 @@ def test_chunks_are_the_whole(name, options):
 
 
 @pytest.mark.backend_free
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_chunk_size_and_batch(name, data):
@@ -84,7 +89,7 @@ def test_any_chunk_size_and_batch(name, data):
 
 
 @pytest.mark.backend_free
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CONTRASTIVE)
 def test_a_large_scale_overflows_nowhere(name):
     # exp(200) is no float32; a logit of 200 is one up to 2e-5.
     inputs = (*INPUTS[:2], np.float32(np.log(200)), np.float32(-10))
@@ -108,7 +113,7 @@ def test_a_batch_of_unknown_size():
     def traced(images, texts):
         with tf.GradientTape() as tape:
             tape.watch((images, texts))
-            value = loss_of("softmax", images, texts, *SCALARS, chunk_size=4)
+            value = contrastive_loss("softmax", images, texts, *SCALARS, chunk_size=4)
         return value, *tape.gradient(value, (images, texts))
 
     expected = value_and_gradients("softmax", INPUTS)[:3]
