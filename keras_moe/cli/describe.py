@@ -41,7 +41,9 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         )
     if args.list:
         return every_preset(args.num_classes)
-    description = keras_moe.models.describe(args.preset, args.num_classes, **overrides)
+    description = keras_moe.models.describe(
+        args.preset, num_classes=args.num_classes, **overrides
+    )
     return Result(description.to_dict(), (description.print,))
 
 
@@ -52,7 +54,7 @@ def every_preset(num_classes: int | None) -> Result:
     table = Table("preset", "parameters", "active", "GFLOPs", "what it is")
     rows = []
     for name, line in keras_moe.models.list_presets().items():
-        costs = keras_moe.models.describe(name, num_classes)
+        costs = keras_moe.models.describe(name, num_classes=num_classes)
         table.add_row(
             name,
             f"{costs.parameters / 1e6:,.1f}M",

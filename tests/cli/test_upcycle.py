@@ -61,7 +61,8 @@ def test_one_tower_of_a_pair(program, mistake, tmp_path):
     sizes = {"hidden_dim": 4, "num_layers": 1, "num_heads": 1, "mlp_dim": 4}
     image = {"image_shape": (4, 4, 1), "patch_size": 2, **sizes}
     text = {"vocabulary_size": 9, "max_length": 3, **sizes}
-    models.CLIPBackbone(image, text, projection_dim=2).save_to_preset(tmp_path / "clip")
+    backbone = models.CLIPBackbone(image=image, text=text, projection_dim=2)
+    backbone.save_to_preset(tmp_path / "clip")
     arguments = ["--moe-layers", "[0]", "--num-experts", "2", "--towers"]
     paths = tmp_path / "clip", tmp_path / "sparse"
     status, _, errors = program("upcycle", *paths, *arguments, "text")

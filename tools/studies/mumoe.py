@@ -332,7 +332,7 @@ class Patches(Part):
         """Trains the Mixer; keeps the gates of the test images."""
         keras.utils.set_random_seed(0)
         backbone = models.MixerBackbone(
-            SHAPE,
+            image_shape=SHAPE,
             token_mlp_dim=32,
             moe=MuMoEConfig(num_experts=16),
             token_mixer="mumoe",

@@ -121,7 +121,9 @@ class Editing(Part):
     def new_model(self, seed: int, has_head: bool = True) -> keras.Model:
         """A ViT of the attributes, with a muMoE head or a linear one."""
         keras.utils.set_random_seed(seed)
-        backbone = models.ViTBackbone(SHAPE, num_heads=4, seed=seed, **SIZES)
+        backbone = models.ViTBackbone(
+            image_shape=SHAPE, num_heads=4, seed=seed, **SIZES
+        )
         head = MuMoE(len(LABELS), self.experts, rank=self.rank) if has_head else None
         return models.ViTImageClassifier(
             backbone, len(LABELS), multi_label=True, head=head

@@ -116,7 +116,9 @@ class DenseModels:
         """A ViT with any head."""
         keras.utils.set_random_seed(seed)
         shape = (SHAPE[0], 2 * SHAPE[1], SHAPE[2])
-        backbone = models.ViTBackbone(shape, num_heads=4, seed=seed, **SIZES)
+        backbone = models.ViTBackbone(
+            image_shape=shape, num_heads=4, seed=seed, **SIZES
+        )
         return models.ViTImageClassifier(backbone, 100, **head)
 
     def train(self, seed: int, on_progress: OnProgress) -> tuple[dict, dict]:
