@@ -157,7 +157,7 @@ def add_data_options(parser: Any) -> None:
 
 def add_num_classes(parser: Any, what: str) -> None:
     """Adds `--num-classes`."""
-    parser.add_argument("--num-classes", type=at_least(1), metavar="N", help=what)
+    parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
 def add_batch_size(parser: Any) -> None:
@@ -166,7 +166,6 @@ def add_batch_size(parser: Any) -> None:
         "--batch-size",
         type=at_least(1),
         default=64,
-        metavar="N",
         help="The number of examples in a batch.",
     )
 
@@ -195,21 +194,18 @@ def add_run(
         "--epochs",
         type=at_least(1),
         default=epochs,
-        metavar="N",
         help="The number of passes over the training data.",
     )
     parser.add_argument(
         "--batch-size",
         type=at_least(1),
         default=batch_size,
-        metavar="N",
         help="The number of examples in a training step.",
     )
     parser.add_argument(
         "--learning-rate",
         type=positive,
         default=learning_rate,
-        metavar="X",
         help="The peak learning rate.",
     )
     parser.add_argument(
@@ -263,7 +259,6 @@ def add_layout(parser: Any) -> None:
     parser.add_argument(
         "--expert-parallel",
         type=integer_or("batch"),
-        metavar="N",
         help="The number of devices over which experts are split, or 'batch' for all "
         "that share a batch.",
     )
@@ -271,7 +266,6 @@ def add_layout(parser: Any) -> None:
         "--model-parallel",
         type=at_least(1),
         default=1,
-        metavar="N",
         help="The number of devices over which each layer is split.",
     )
 

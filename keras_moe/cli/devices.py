@@ -28,10 +28,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
     group = parser.add_argument_group("several devices, on JAX")
     group.add_argument(
-        "--devices",
-        type=integer_or("all"),
-        metavar="N",
-        help="The number of devices, or 'all'.",
+        "--devices", type=integer_or("all"), help="The number of devices, or 'all'."
     )
     add_layout(group)
 
@@ -40,21 +37,13 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments by which a process joins others."""
     group = parser.add_argument_group("several processes, with --devices")
     group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="The address of the first process.",
+        "--coordinator", metavar="HOST:PORT", help="The address of the first process."
     )
     group.add_argument(
-        "--num-processes",
-        type=at_least(1),
-        metavar="N",
-        help="The number of processes.",
+        "--num-processes", type=at_least(1), help="The number of processes."
     )
     group.add_argument(
-        "--process-id",
-        type=at_least(0),
-        metavar="I",
-        help="The index of this process, from 0.",
+        "--process-id", type=at_least(0), help="The index of this process, from 0."
     )
 
 

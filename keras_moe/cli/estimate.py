@@ -51,17 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p or h200.",
     )
     parser.add_argument(
-        "--devices",
-        type=at_least(1),
-        required=True,
-        metavar="N",
-        help="The number of devices.",
+        "--devices", type=at_least(1), required=True, help="The number of devices."
     )
     parser.add_argument(
         "--batch-size",
         type=at_least(1),
         required=True,
-        metavar="N",
         help="The number of examples in a step, on all devices together.",
     )
     add_layout(parser)
@@ -79,14 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--utilization",
         type=positive,
         default=0.4,
-        metavar="X",
         help="The share of the chip's peak FLOPs that the model reaches.",
     )
     parser.add_argument(
         "--text-tokens",
         type=at_least(0),
         default=0,
-        metavar="N",
         help="The number of text tokens with each image.",
     )
     add_num_classes(parser, "Count a head for this number of classes, too.")

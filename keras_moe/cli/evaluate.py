@@ -70,28 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_batch_size(parser)
     add_overrides(parser)
-    pairs = parser.add_argument_group("image-text models")
-    pairs.add_argument(
-        "--templates",
-        metavar="TEMPLATES",
-        help="The prompts of zero-shot accuracy: ours (the default), name, imagenet, "
-        "simple, a file, or one text with {}.",
-    )
-    pairs.add_argument(
-        "--class-names",
-        metavar="FILE",
-        help="The names of the classes in the order of the labels, or imagenet; by "
-        "default those of the data.",
-    )
-    pairs.add_argument(
-        "--contrastive-batch",
-        type=at_least(1),
-        default=1024,
-        metavar="N",
-        help="The number of images that contrastive_accuracy compares with each other, "
-        "or all if the data has fewer.",
-    )
-    add_data_options(pairs)
+    add_pair_arguments(parser)
     shots = parser.add_argument_group("few-shot accuracy")
     add_shots(shots, [10])
     shots.add_argument(
@@ -107,6 +86,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The seeds, one draw of the shots for each.",
     )
     add_devices(parser)
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of image-text models."""
+    pairs = parser.add_argument_group("image-text models")
+    pairs.add_argument(
+        "--templates",
+        help="The prompts of zero-shot accuracy: ours (the default), name, imagenet, "
+        "simple, a file, or one text with {}.",
+    )
+    pairs.add_argument(
+        "--class-names",
+        metavar="FILE",
+        help="The names of the classes in the order of the labels, or imagenet; by "
+        "default those of the data.",
+    )
+    pairs.add_argument(
+        "--contrastive-batch",
+        type=at_least(1),
+        default=1024,
+        help="The number of images that contrastive_accuracy compares with each other, "
+        "or all if the data has fewer.",
+    )
+    add_data_options(pairs)
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:

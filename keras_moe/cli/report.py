@@ -51,21 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples",
         type=at_least(1),
-        metavar="N",
         help="The number of examples to count; without it, all of the split.",
     )
     parser.add_argument(
         "--show",
         type=at_least(1),
         default=6,
-        metavar="N",
         help="The number of examples to show one by one.",
     )
     parser.add_argument(
         "--seed",
         type=at_least(0),
         default=0,
-        metavar="N",
         help="The seed that chooses the examples shown and their groups.",
     )
     parser.add_argument(

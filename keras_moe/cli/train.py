@@ -47,9 +47,7 @@ INTERRUPTED = RESUMES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="The recipe: a name, or a TOML or JSON file.",
+        "recipe", metavar="RECIPE", help="The recipe: a name, or a TOML or JSON file."
     )
     add_preset(
         parser,
@@ -86,7 +84,6 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--keep-checkpoints",
         type=at_least(1),
         default=3,
-        metavar="N",
         help="The number of newest checkpoints to keep.",
     )
     group.add_argument(
@@ -154,7 +151,6 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
         "--report-examples",
         type=at_least(0),
         default=0,
-        metavar="N",
         help="The number of test examples of a report on the routing at the end; its "
         "first picture goes into the model card. 0 for no report.",
     )

@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-experts",
         type=json_or_string,
         default=8,
-        metavar="E",
         help="The number of experts, or for mumoe a JSON list with one for each level.",
     )
     parser.add_argument(
