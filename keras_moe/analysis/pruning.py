@@ -33,11 +33,7 @@ class CoverageCurve(NamedTuple):
         return {name: array.tolist() for name, array in self._asdict().items()}
 
     def needed(self, share: float) -> int:
-        """The number of experts that cover a share.
-
-        Args:
-            share: share in (0, 1].
-        """
+        """The number of experts that cover a share."""
         # A sum of shares may miss the share by rounding.
         return int(np.argmax(self.covered >= share - 1e-12)) + 1
 

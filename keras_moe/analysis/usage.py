@@ -76,11 +76,7 @@ class ExpertUsage(NamedTuple):
 
     @classmethod
     def from_dict(cls, content: dict) -> "ExpertUsage":
-        """Reads the result of `to_dict`.
-
-        Args:
-            content: dict of that form.
-        """
+        """Reads the result of `to_dict`."""
         try:
             groups = [str(name) for name in content["groups"]]
             blocks = {}
@@ -98,20 +94,12 @@ class ExpertUsage(NamedTuple):
         return checked_usage(cls(groups, blocks))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file.
-
-        Args:
-            path: path of the file.
-        """
+        """Writes a JSON file."""
         write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertUsage":
-        """Reads a file that `save` has written.
-
-        Args:
-            path: path of the file.
-        """
+        """Reads a file that `save` has written."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:

@@ -25,16 +25,13 @@ _WHOLE = 2.0**53
 
 
 class Examples(NamedTuple):
-    """Some examples of the data.
+    """Some examples of the data."""
 
-    Attributes:
-        inputs: the model's inputs, arrays by name or one of images.
-        captions: objects (B,), texts or None for examples without one; or None.
-        labels: integers (B,), -1 for examples without one; or None.
-    """
-
+    # The model's inputs, arrays by name or one of images.
     inputs: Any
+    # Objects (B,), texts or None for examples without one; or None.
     captions: np.ndarray | None
+    # Integers (B,), -1 for examples without one; or None.
     labels: np.ndarray | None
 
     def rows(self, index: Any) -> "Examples":

@@ -17,6 +17,7 @@ from keras_moe.report.section import evenly_spaced
 MAX_PANELS = 8
 _WIDTH = 3.6
 _STYLES = ("-", "--", ":", "-.")
+_LEGEND = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
 _TYPES = {
     "ffn": "#0072B2",
     "zero": "#E69F00",
@@ -68,16 +69,8 @@ def draw_loads(
     plain_axis(axis, title)
     # The legend goes above the bars.
     axis.set_ylim(0, 1.28 * axis.get_ylim()[1])
-    axis.legend(
-        loc="upper left",
-        ncols=3,
-        fontsize=7,
-        frameon=False,
-        borderpad=0.1,
-        columnspacing=1.0,
-        handlelength=1.2,
-        handletextpad=0.4,
-    )
+    style = {**_LEGEND, "columnspacing": 1.0, "handletextpad": 0.4}
+    axis.legend(loc="upper left", handlelength=1.2, **style)
     figure.tight_layout(pad=0.4)
     return figure
 
@@ -212,16 +205,8 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     plain_axis(axis)
     axis.grid(axis="y", color=GREY, alpha=0.25, lw=0.6)
     if len(lines) > 1:
-        axis.legend(
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            ncols=2,
-            fontsize=7.5,
-            frameon=False,
-            borderaxespad=0.2,
-            handlelength=2.6,
-            columnspacing=1.0,
-        )
+        style = {**_LEGEND, "ncols": 2, "borderaxespad": 0.2, "handlelength": 2.6}
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), **style)
     figure.tight_layout(pad=0.4)
     return figure
 
@@ -346,8 +331,7 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     axis.set_xlabel("capacity factor", fontsize=8)
     _style(axis, None)
     axis.yaxis.set_major_formatter(_percent(".3g"))
-    style = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
-    _without_math(figure.legend(loc="upper center", **style))
+    _without_math(figure.legend(loc="upper center", **_LEGEND))
     return figure
 
 
@@ -398,11 +382,8 @@ def _legend(figure, types, words):
     height = figure.get_size_inches()[1]
     figure.text(0.5, 0.24 / height, words, ha="center", va="bottom", fontsize=7)
     handles = [Patch(color=colour, label=name) for name, colour in types]
-    style = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
-    legend = figure.legend(
-        handles=handles, loc="lower center", handlelength=1.0, **style
-    )
-    _without_math(legend)
+    style = {**_LEGEND, "handlelength": 1.0}
+    _without_math(figure.legend(handles=handles, loc="lower center", **style))
 
 
 def _without_math(legend):

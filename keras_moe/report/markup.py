@@ -275,17 +275,14 @@ def _squares(patches, columns):
 
 
 class TokenRouting(NamedTuple):
-    """The experts of one example's tokens in one layer.
+    """The experts of one example's tokens in one layer."""
 
-    Attributes:
-        values: (N, E), gates; of soft routers, a token's share of an expert's slots,
-            which sum to 1 over tokens; of muMoE, coefficients.
-        served: boolean (N, E), whether the expert has a part in the token's output.
-        weights: (N, E), weights of the experts in the token's output.
-    """
-
+    # (N, E), gates; of soft routers, a token's share of an expert's slots, which sum to
+    # 1 over tokens; of muMoE, coefficients.
     values: np.ndarray
+    # Boolean (N, E), whether the expert has a part in the token's output.
     served: np.ndarray
+    # (N, E), weights of the experts in the token's output.
     weights: np.ndarray
 
     def heaviest(self) -> np.ndarray:

@@ -77,11 +77,7 @@ class Block(NamedTuple):
         return self.key.removeprefix(f"{self.modality}/")
 
     def expert_name(self, expert: int) -> str:
-        """The number of an expert, with its type if it is no FFN.
-
-        Args:
-            expert: number of the expert.
-        """
+        """The number of an expert, with its type if it is no FFN."""
         name = self.expert_types[expert]
         return f"{expert}" if name == "ffn" else f"{expert} {name}"
 
@@ -122,22 +118,14 @@ class ReportedModel(NamedTuple):
         return layers
 
     def of_tokens(self, modality: str) -> list[Block]:
-        """The records whose tokens are patches, or words.
-
-        Args:
-            modality: `"image"` or `"text"`.
-        """
+        """The records whose tokens are patches, or words."""
         if modality == IMAGE and self.grid is None:
             return []
         blocks = self.blocks.values()
         return [x for x in blocks if x.is_of_tokens and x.modality == modality]
 
     def class_name(self, label: int) -> str:
-        """The name of a class, or its number.
-
-        Args:
-            label: number of the class.
-        """
+        """The name of a class, or its number."""
         names = self.class_names or ()
         return names[label] if label < len(names) else str(label)
 

@@ -82,24 +82,21 @@ class ShuffledBatches:
 
 
 class Queues(NamedTuple):
-    """The queues before the experts of a layer in one batch.
+    """The queues before the experts of a layer in one batch."""
 
-    Attributes:
-        positions: int32 (B, N, E), result of `expert_queues`.
-        group_tokens: number of tokens of a group, S.
-        counts: boolean (B, N), False for padding that is not routed.
-        gates: float32 (B, N), the largest gate of each token.
-        runs: slices of N by modality.
-        group_size: number of examples of a group.
-        left_out: number of examples of the batch that fill no group.
-    """
-
+    # int32 (B, N, E), result of `expert_queues`.
     positions: np.ndarray
+    # Number of tokens of a group, S.
     group_tokens: int
+    # Boolean (B, N), False for padding that is not routed.
     counts: np.ndarray
+    # float32 (B, N), the largest gate of each token.
     gates: np.ndarray
+    # Slices of N by modality.
     runs: dict[str, slice]
+    # Number of examples of a group.
     group_size: int
+    # Number of examples of the batch that fill no group.
     left_out: int
 
 

@@ -55,28 +55,16 @@ class Batch(NamedTuple):
         return len(next(iter(self.routing.values())).dispatched)
 
     def mask_of(self, block: Block) -> np.ndarray:
-        """Boolean (B, N), True for the rows of a record that count and are finite.
-
-        Args:
-            block: description of the record.
-        """
+        """Boolean (B, N), True for the rows of a record that count and are finite."""
         return self._tokens_of(block) & self.finite.get(block.key, True)
 
     def routed_of(self, block: Block) -> np.ndarray:
-        """Boolean (B, N), True for rows that are routed and finite, with padding.
-
-        Args:
-            block: description of the record.
-        """
+        """Boolean (B, N), True for rows that are routed and finite, with padding."""
         mask = self._tokens_of(block) | block.routes_padding
         return mask & self.finite.get(block.key, True)
 
     def num_broken(self, block: Block) -> int:
-        """The number of tokens of a record that are not finite.
-
-        Args:
-            block: description of the record.
-        """
+        """The number of tokens of a record that are not finite."""
         is_finite = self.finite.get(block.key, np.True_)
         return int((self._tokens_of(block) & ~is_finite).sum())
 
@@ -90,12 +78,7 @@ class Batch(NamedTuple):
         return np.asarray(mask, bool)
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """A result that sections share, computed by the first that asks for it.
-
-        Args:
-            name: hashable name of the result.
-            make: function that computes it from the batch.
-        """
+        """A result that sections share, computed by the first that asks for it."""
         if self.shared is None:
             return make()
         if name not in self.shared:
@@ -228,27 +211,14 @@ class Section(ABC):
 
     @classmethod
     def fits(cls, model: ReportedModel) -> bool:
-        """Whether the section says something about a model.
-
-        Args:
-            model: model that is reported on.
-        """
+        """Whether the section says something about a model."""
         return True
 
     def update(self, batch: Batch) -> None:  # noqa: B027
-        """Reads a batch.
-
-        Args:
-            batch: examples and their routing.
-        """
+        """Reads a batch."""
 
     def update_queues(self, batch: Batch) -> None:  # noqa: B027
-        """Reads a batch of random examples, grouped as in training.
-
-        Args:
-            batch: only masks, affinities and gates, of the examples that `update` reads
-                in the order of the data.
-        """
+        """Reads a batch of random examples, grouped as in training."""
 
     @abstractmethod
     def finish(self) -> SectionContent:
@@ -291,64 +261,33 @@ class LayerSection(Section):
 
     @classmethod
     def fits(cls, model: ReportedModel) -> bool:
-        """Whether it reads any record of a model.
-
-        Args:
-            model: model that is reported on.
-        """
+        """Whether it reads any record of a model."""
         return any(map(cls.reads, model.blocks.values()))
 
     @classmethod
     def reads(cls, block: Block) -> bool:
-        """Whether the section counts a record.
-
-        Args:
-            block: description of the record.
-        """
+        """Whether the section counts a record."""
         return True
 
     @abstractmethod
     def new_counts(self, block: Block) -> Any:
-        """Makes an empty count, which `count` changes in place.
-
-        Args:
-            block: description of the record.
-        """
+        """Makes an empty count, which `count` changes in place."""
 
     @abstractmethod
     def count(self, counts: Any, block: Block, batch: Batch) -> None:
-        """Adds a batch to the counts of a record.
-
-        Args:
-            counts: result of `new_counts`.
-            block: description of the record.
-            batch: examples and their routing.
-        """
+        """Adds a batch to the counts of a record."""
 
     def update(self, batch: Batch) -> None:
-        """Counts a batch for each record.
-
-        Args:
-            batch: examples and their routing.
-        """
+        """Counts a batch for each record."""
         for key, block in self.blocks.items():
             self.count(self.counts[key], block, batch)
 
     def row(self, block: Block, counts: Any) -> list[Any]:
-        """The cells of a record.
-
-        Args:
-            block: description of the record.
-            counts: its counts.
-        """
+        """The cells of a record."""
         raise NotImplementedError
 
     def table(self, caption: str) -> Table:
-        """The table with a row for each record.
-
-        Args:
-            caption: text above it.
-        """
+        """The table with a row for each record."""
         rows = [self.row(x, self.counts[key]) for key, x in self.blocks.items()]
         return Table(list(self.head), rows, caption)
 

@@ -278,21 +278,13 @@ def page_html(
 
 
 def _leave_out(sections, excess):
-    """Leaves pictures out of the longest sections, and returns their number."""
-    pieces = [
-        [
-            piece
-            for part in section["parts"]
-            for piece in part.get("figures", [part])
-            if _markup(piece)
-        ]
-        for section in sections
-    ]
+    """Replaces the largest pictures by a sentence, and returns their number."""
+    parts = [part for section in sections for part in section["parts"]]
+    pieces = [piece for part in parts for piece in part.get("figures", [part])]
     number = 0
-    while excess > 0 and any(pieces):
-        longest = max(pieces, key=lambda own: sum(len(_markup(x)) for x in own))
-        piece = max(longest, key=lambda x: len(_markup(x)))
-        longest.remove(piece)
+    for piece in sorted(pieces, key=lambda piece: -len(_markup(piece))):
+        if excess <= 0 or not _markup(piece):
+            break
         excess -= len(_markup(piece))
         number += 1
         where = f"it is in {piece['file']}" if "file" in piece else "it is left out"

@@ -256,7 +256,7 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
 
 @pytest.mark.backend_free
 def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
-    model = mumoe_mixer((2, 2), activation="entmax", rank=5)
+    model = mumoe_mixer((2, 2), gate_activation="entmax", rank=5)
     gate = model.backbone.get_layer("block_1").feed_forward.gate
     # The first expert of the second level always, the other never.
     gate.means[1].assign([-1e3, 1e3])

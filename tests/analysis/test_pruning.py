@@ -24,7 +24,7 @@ from keras_moe.analysis import (
 )
 from keras_moe.ops import Routing
 from keras_moe.routers.pruned import METHODS
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import ONE_EXPERT_PER_TOKEN, SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 PRUNINGS = (mask_experts, prune_experts)
@@ -364,7 +364,7 @@ def pairs():
 
 @pytest.mark.backend_free
 def test_limoe_is_pruned_for_its_texts():
-    moe = {"num_experts": 6, "num_selected_experts": 1}
+    moe = {"num_experts": 6, "router": ONE_EXPERT_PER_TOKEN}
     model = with_weights(
         models.LIMoEBackbone(**SMALL_PAIR, **IMAGE, **TEXT, projection_dim=4, moe=moe)
     )

@@ -171,19 +171,18 @@ class Priorities(Section):
             worst = max(worst, share)
             if share > _MANY_DROPS:
                 text = (
-                    f"{layer.name}: the capacity of training would drop {share:.0%} of "
-                    f"the tokens' choices, and {dropped / max(tokens, 1):.0%} of the "
-                    "tokens would get no expert. Raise capacity_factor to train "
-                    "further"
+                    f"{layer.name}: at the training capacity, {share:.0%} of the "
+                    f"tokens' choices would be dropped and {dropped / tokens:.0%} of "
+                    "the tokens would get no expert: raise capacity_factor"
                 )
-                served = layer.blocks[0].capacity_factor is None
-                text += "; inference drops nothing." if served else "."
-                findings.append(Finding("notice", text))
+                if layer.blocks[0].capacity_factor is None:
+                    text += ", or ignore it at inference, where nothing is dropped"
+                findings.append(Finding("notice", f"{text}."))
         if findings:
             return findings
         text = (
-            f"The capacity of training would drop at most {worst:.1%} of the tokens' "
-            "choices in any layer."
+            f"At the training capacity, at most {worst:.1%} of the tokens' choices "
+            "would be dropped in any layer."
         )
         return [Finding("good", text)]
 
@@ -221,38 +220,46 @@ class Priorities(Section):
                 "priorities_gates",
             ),
         ]
+        return [*figures, *self._modalities(names), *self._positions(names, left_out)]
+
+    def _modalities(self, names):
+        """The choices of each modality, of layers that several modalities share."""
         shared = [x for x in range(len(names)) if len(self.counts[x].modalities) > 1]
-        if shared:
-            drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
-            drawing = draw_modalities(
-                [self.counts[x].modalities for x in drawn],
-                [self.counts[x].room for x in drawn],
-                [names[x] for x in drawn],
-            )
-            alt = (
-                "Stacked bars of the tokens of each modality that choose each expert, "
-                "by layer, with those that it drops in pale colours, and lines at the "
-                "experts' capacities."
-            )
-            caption = (
-                "Who chooses each expert, and whom it drops (pale) at the capacity of "
-                "training (line)."
-            )
-            figures.append(Figure(drawing, alt, caption, "priorities_modalities"))
+        if not shared:
+            return []
+        drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
+        drawing = draw_modalities(
+            [self.counts[x].modalities for x in drawn],
+            [self.counts[x].room for x in drawn],
+            [names[x] for x in drawn],
+        )
+        alt = (
+            "Stacked bars of the tokens of each modality that choose each expert, by "
+            "layer, with those that it drops in pale colours, and lines at the "
+            "experts' capacities."
+        )
+        caption = (
+            "Who chooses each expert, and whom it drops (pale) at the capacity of "
+            "training (line)."
+        )
+        return [Figure(drawing, alt, caption, "priorities_modalities")]
+
+    def _positions(self, names, left_out):
+        """Where in images patches are dropped, if any is."""
         shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
-        if self.num_patches and np.any(shares):
-            grids = [share.reshape(self.model.grid) for share in shares]
-            alt = (
-                "Maps of the share of images whose patch at a position gets no expert, "
-                "by layer."
-            )
-            caption = (
-                "Where in images patches get no expert at the capacity of training."
-                f"{left_out}"
-            )
-            drawing = draw_positions(grids, names)
-            figures.append(Figure(drawing, alt, caption, "priorities_positions"))
-        return figures
+        if not self.num_patches or not np.any(shares):
+            return []
+        grids = [share.reshape(self.model.grid) for share in shares]
+        alt = (
+            "Maps of the share of images whose patch at a position gets no expert, by "
+            "layer."
+        )
+        caption = (
+            "Where in images patches get no expert at the capacity of training."
+            f"{left_out}"
+        )
+        drawing = draw_positions(grids, names)
+        return [Figure(drawing, alt, caption, "priorities_positions")]
 
 
 def _row(layer, counts, token_type):

@@ -46,22 +46,19 @@ _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 
 
 class Example(NamedTuple):
-    """The parts of an example that drawings need.
+    """The parts of an example that drawings need."""
 
-    Attributes:
-        image: (height, width, channels) in [-1, 1], or None.
-        caption: its caption, or None.
-        words: the strings of the caption's tokens, or None.
-        label: number of its class, or None.
-        predicted: number of the class of the largest output, or None.
-        routing: `TokenRouting` of patches or words by key.
-    """
-
+    # (height, width, channels) in [-1, 1], or None.
     image: np.ndarray | None
+    # Its caption, or None.
     caption: str | None
+    # The strings of the caption's tokens, or None.
     words: list[str] | None
+    # Number of its class, or None.
     label: int | None
+    # Number of the class of the largest output, or None.
     predicted: int | None
+    # `TokenRouting` of patches or words by key.
     routing: dict[str, TokenRouting]
 
     def picture(self, number: int) -> str | None:

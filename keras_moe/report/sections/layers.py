@@ -121,18 +121,15 @@ def _costs(description):
 
 
 class Entropies(NamedTuple):
-    """Entropies of one routing record, over log E.
+    """Entropies of one routing record, over log E."""
 
-    Attributes:
-        local: mean over tokens of the entropy of a token's gates.
-        global_: entropy of the mean of all tokens' gates.
-        local_after: `local` of the weights in the outputs, after the dispatch.
-        global_after: `global_` of the tokens that experts served.
-    """
-
+    # Mean over tokens of the entropy of a token's gates.
     local: float
+    # Entropy of the mean of all tokens' gates.
     global_: float
+    # `local` of the weights in the outputs, after the dispatch.
     local_after: float
+    # `global_` of the tokens that experts served.
     global_after: float
 
 

@@ -83,18 +83,15 @@ def _busiest(weights, most):
 
 
 class Word(NamedTuple):
-    """A top word of an expert.
+    """A top word of an expert."""
 
-    Attributes:
-        word: string of the token; untrusted text.
-        score: weight in the output, or lift over the base rate.
-        context: words around it; untrusted text.
-        count: number of times that the expert served it.
-    """
-
+    # String of the token; untrusted text.
     word: str
+    # Weight in the output, or lift over the base rate.
     score: float
+    # Words around it; untrusted text.
     context: str
+    # Number of times that the expert served it.
     count: int
 
 

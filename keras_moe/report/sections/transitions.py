@@ -141,53 +141,40 @@ def _largest(diagram, names):
 
 
 class Node(NamedTuple):
-    """The tokens of one expert in one layer.
+    """The tokens of one expert in one layer."""
 
-    Attributes:
-        name: number of the expert; `"rest"` for all small experts, `"none"` for tokens
-            that no expert serves.
-        bottom: lower end, in a column from 0 to 1.
-        height: share of the layer's tokens, scaled to what gaps leave of the column.
-    """
-
+    # Number of the expert; `"rest"` for all small experts, `"none"` for tokens that no
+    # expert serves.
     name: str
+    # Lower end, in a column from 0 to 1.
     bottom: float
+    # Share of the layer's tokens, scaled to what gaps leave of the column.
     height: float
 
 
 class Ribbon(NamedTuple):
-    """The tokens that go from one node to a node of the next layer.
+    """The tokens that go from one node to a node of the next layer."""
 
-    Attributes:
-        layer: number of the layer that they leave.
-        source: number of the node there.
-        target: number of the node in the next layer.
-        start: lower end at the source.
-        stop: lower end at the target.
-        height: its width at the source.
-        end_height: its width at the target, whose layer may have more gaps.
-    """
-
+    # The layer that they leave, and the numbers of both nodes.
     layer: int
     source: int
     target: int
+    # Lower ends at the source and at the target.
     start: float
     stop: float
+    # Widths at the source and at the target, whose layer may have more gaps.
     height: float
     end_height: float
 
 
 class MainFlows(NamedTuple):
-    """An alluvial diagram.
+    """An alluvial diagram."""
 
-    Attributes:
-        columns: the nodes of each layer, from the top down.
-        ribbons: the ribbons, the broadest first.
-        shown: share of the tokens that these carry, averaged over the steps.
-    """
-
+    # The nodes of each layer, from the top down.
     columns: list[list[Node]]
+    # The ribbons, the broadest first.
     ribbons: list[Ribbon]
+    # Share of the tokens that these carry, averaged over the steps.
     shown: float
 
 
