@@ -257,7 +257,14 @@ class MoEConfig(BlockConfig):
     @property
     def modality_count(self) -> int | None:
         """M if the routers tell modalities apart, which then need `modality_ids`."""
-        return routers.get(self.router, self.expert_types, seed=0).modality_count
+        # Not from a router: a new one draws seeds from Python's random state.
+        arguments = self.router_arguments
+        if arguments.get("num_modalities") is not None:
+            return arguments["num_modalities"]
+        for name in ("expert_pools", "priority"):
+            if isinstance(arguments.get(name), list):
+                return len(arguments[name])
+        return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
