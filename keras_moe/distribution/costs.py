@@ -14,7 +14,7 @@ from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MLP, MoE, SelfAttention
-from keras_moe.models.presets import resolve
+from keras_moe.models.source import resolve
 from keras_moe.ops.cost import under
 
 # Length of a weight's two largest axes from which on Adafactor factors its moment.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras_moe.checks import check_integer
 from keras_moe.layers import MLP, MoE, SelfAttention
-from keras_moe.models.presets import resolve
+from keras_moe.models.source import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
 # The part of the batch axis whose devices hold the same experts, if experts are split

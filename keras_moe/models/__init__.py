@@ -28,20 +28,14 @@ from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
-from keras_moe.models.presets import (
-    Blueprint,
-    convert,
-    describe,
-    from_preset,
-    list_presets,
-    resolve,
-)
+from keras_moe.models.presets import convert, describe, from_preset, list_presets
 from keras_moe.models.registry import (
     register_backbone,
     register_builtin_presets,
     register_presets,
     register_task,
 )
+from keras_moe.models.source import Blueprint, resolve
 from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextBackbone
 from keras_moe.models.text_tokenizer import TextTokenizer

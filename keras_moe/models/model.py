@@ -32,7 +32,7 @@ from keras_moe.models.input_checks import (
 )
 from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
-from keras_moe.models.presets import Blueprint, build
+from keras_moe.models.source import Blueprint, build
 from keras_moe.models.weights_file import checked_weights, save_weights
 
 # Keras would change the bases of this class, which models share, when it builds the

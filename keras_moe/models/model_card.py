@@ -16,7 +16,7 @@ import keras_hub
 from keras_moe.files import write_text
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, compare_preset
-from keras_moe.models.presets import Blueprint
+from keras_moe.models.source import Blueprint
 
 CARD = "README.md"
 # A page without this line is its author's, and stays.

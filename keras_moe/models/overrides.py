@@ -6,7 +6,6 @@ and the arguments of the router in its field `router`. Here, and nowhere else, f
 names find their owner.
 """
 
-import inspect
 from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
@@ -211,25 +210,6 @@ def split_overrides(
     of_task = {name: value for name, value in overrides.items() if name in own}
     of_backbone = {name: x for name, x in overrides.items() if name not in own}
     return of_backbone, of_task
-
-
-def complete_config(cls: type, config: dict) -> dict:
-    """All arguments from which a backbone's layers follow, with their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters
-    config = nested_config(cls, config)
-    complete = {
-        name: config.get(name, parameters[name].default)
-        for name in argument_names(cls)
-        if name not in _MODEL_ARGUMENTS
-    }
-    if tower_families(cls):
-        towers = {
-            name: complete_config(family, complete[name] or {})
-            for name, family in tower_families(cls).items()
-        }
-        return {**complete, **towers}
-    moe = moe_config(complete["moe"])
-    return {**complete, "moe": moe and moe.to_dict()}
 
 
 def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:

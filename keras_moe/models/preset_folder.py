@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import keras
 
-from keras_moe.checks import check_path, nearest
+from keras_moe.checks import nearest
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
 from keras_moe.models import registry
@@ -320,7 +320,11 @@ def check_preset(preset: str | os.PathLike) -> str:
         )
     if "://" in str(preset):
         return str(preset)
-    folder = readable(check_path("preset", preset))
+    if "\0" in str(preset):
+        raise ValueError(
+            f"Expected a path without NUL; received: preset={str(preset)!r}"
+        )
+    folder = readable(preset)
     if not folder.is_dir():
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "

@@ -6,7 +6,6 @@ Axes: N tokens, E experts, C capacity.
 from typing import Any
 
 from keras_moe.layers import MoEConfig, MoEEncoderBlock, moe_config
-from keras_moe.models.overrides import complete_config
 from keras_moe.routers import SoftRouter
 from keras_moe.routers.names import split_router
 
@@ -37,10 +36,10 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
         )
     if not _is_soft(now):
         return config
-    saved = complete_config(cls, saved)
+    saved = cls.make_config(saved).to_dict()
     sizes = {name: saved[name] for name in _SIZES if name in saved}
     expected = _num_slots(cls, saved)
-    received = _num_slots(cls, complete_config(cls, {**config, **sizes}))
+    received = _num_slots(cls, cls.make_config({**config, **sizes}).to_dict())
     if received not in (expected, None):
         old = {"num_experts": before.num_experts, **before.router_arguments}
         new = {"num_experts": now.num_experts, **now.router_arguments}
@@ -50,7 +49,7 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
             f"are weights of a soft router; received: {', '.join(changed)}, which make "
             f"{received}. Load with load_weights=False to start anew."
         )
-    complete = complete_config(cls, config)
+    complete = cls.make_config(config).to_dict()
     is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in sizes)
     name, arguments = split_router(now.router)
     if arguments.get("num_slots") is None and is_resized:

@@ -1,25 +1,46 @@
-"""What a source offers before overrides: class, config, task and weights.
+"""What a source offers, and the blueprint that it becomes with overrides.
 
 A source is a registered preset, a folder or handle that `save_to_preset` has written,
-or weights that others have published.
+published weights, or a model. From the `Blueprint` on no code asks where a model comes
+from.
 """
 
 import contextlib
 import copy
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import keras
 
+from keras_moe.checks import argument_names, check_bool, check_one_of
 from keras_moe.compat import check_file_exists, load_json
 from keras_moe.models import registry
-from keras_moe.models.conversion import PublishedWeights, is_convertible, open_source
+from keras_moe.models.conversion import (
+    HEAD,
+    POOLING,
+    PublishedWeights,
+    is_convertible,
+    open_source,
+)
+from keras_moe.models.description import Description
+from keras_moe.models.overrides import (
+    apply_overrides,
+    nested_config,
+    split_overrides,
+    tower_families,
+)
 from keras_moe.models.preset_folder import HUB_MODELS, check_preset, explained
 from keras_moe.models.weights_file import LOAD_ANEW, SavedWeights
+from keras_moe.ops.initializers import skip_init
 
 TASK = "task.json"
 ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
+BACKBONE = "backbone"
+# The towers of models of pairs, by the kinds of their inputs.
+TOWERS = ("image", "text")
 
 
 class Weights(Protocol):
@@ -56,6 +77,11 @@ class ModelSource:
     is_trained = False
     must_fit = False
     class_names = None
+
+    def _take_backbone(self, backbone, config):
+        """Takes a backbone, its arguments, and the default task for it."""
+        self.backbone, self.config = backbone, config
+        self.task = registry.task_class(backbone)
 
     def label_of(self, backbone: type) -> str:
         """Words for a source of another backbone."""
@@ -100,13 +126,10 @@ class _Architecture(ModelSource):
 
     def __init__(self, name, spec):
         self.name, self._spec = name, spec
-        self.backbone = registry.backbone_class(spec["backbone"])
+        self._take_backbone(registry.backbone_class(spec["backbone"]), spec["config"])
         self.label = f"preset={name!r} of {self.backbone.__name__}"
-        self.config = spec["config"]
-        task = spec["task"]
-        self.task = registry.task_class(self.backbone)
-        if task is not None:
-            self.task = registry.named_task_class(task)
+        if spec["task"] is not None:
+            self.task = registry.named_task_class(spec["task"])
         self.class_names = spec["class_names"]
 
     def task_config(self):
@@ -122,14 +145,14 @@ class _Saved(ModelSource):
                 f"Expected the weights of preset={name!r} in {preset}; received: no "
                 f"such folder. The installation is incomplete; {LOAD_ANEW}"
             )
-        self.name = os.fspath(preset) if name is None else name
         self._path, self._load_weights = check_preset(preset), load_weights
+        self.name = os.fspath(preset) if name is None else name
         self.must_fit = load_weights
         with explained(self._path):
-            self.backbone, self.config = self._saved_backbone()
+            self._take_backbone(*self._saved_backbone())
             task, self._saved_task = self._read_task()
         self.is_trained = task is not None
-        self.task = task or registry.task_class(self.backbone)
+        self.task = task or self.task
         self.label = f"preset={self.name!r} of {self.backbone.__name__}"
 
     def _saved_backbone(self):
@@ -195,12 +218,11 @@ class _Published(ModelSource):
         self._load_weights = load_weights
         is_path = isinstance(source, (str, os.PathLike))
         self.name = os.fspath(source) if is_path else self._file.path
-        self.backbone = registry.backbone_class(self._spec.backbone)
-        self.config = self._spec.arguments
+        backbone = registry.backbone_class(self._spec.backbone)
+        self._take_backbone(backbone, self._spec.arguments)
         self.label = (
             f"those of a {self.backbone.__name__}, by the names of {self._spec.scheme}"
         )
-        self.task = registry.task_class(self.backbone)
         self.is_trained = self._spec.task_arguments is not None
 
     def label_of(self, backbone):
@@ -232,3 +254,351 @@ def open_model_source(
     if is_convertible(source):
         return _Published(source, overrides, load_weights and not counts_only, tower)
     return _Saved(source, load_weights)
+
+
+class UnbuiltTower(NamedTuple):
+    """One tower of a backbone before it is made.
+
+    Attributes:
+        prefix: beginning of its weights' paths, such as `"text/"`; `""` for a backbone
+            of one tower.
+        blocks: blocks without weights.
+        sequences: tokens of each sequence of an example, which attend to each other.
+        hidden_dim: D.
+    """
+
+    prefix: str
+    blocks: list
+    sequences: tuple[int, ...]
+    hidden_dim: int
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The parts of a model before it is made: no weight is allocated.
+
+    A `with` statement closes its source at once.
+
+    Args:
+        backbone: class of the backbone.
+        config: arguments of the backbone.
+        task: class of the task around it, or None for a backbone alone.
+        task_config: arguments of the task beside its backbone.
+        weights: source of the weights; None for initial ones.
+        name: name of the source, for descriptions.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> blueprint = models.resolve("vmoe_b32", {"num_experts": 8})
+    >>> blueprint.backbone.__name__, blueprint.task
+    ('ViTBackbone', None)
+    >>> blueprint.unbuilt_blocks()[1].feed_forward.experts.num_experts
+    8
+    >>> blueprint.describe().parameters < models.describe("vmoe_b32").parameters
+    True
+    """
+
+    backbone: type
+    config: dict[str, Any]
+    task: type | None = None
+    task_config: dict[str, Any] = field(default_factory=dict)
+    weights: Weights | None = None
+    name: str = ""
+
+    @classmethod
+    def of_model(cls, model: keras.Model) -> "Blueprint":
+        """The blueprint of a model, without its weights.
+
+        Args:
+            model: backbone of a registered family, or task around one.
+        """
+        backbone = getattr(model, "backbone", model)
+        if not registry.is_registered(type(backbone)):
+            raise ValueError(
+                f"Expected a model with one of {registry.backbone_names()}; "
+                f"received: {type(model).__name__}"
+            )
+        config = backbone.get_config()
+        if model is backbone:
+            return cls(type(backbone), config, name=model.name)
+        task_config = {**model.get_config(), "preprocessor": model.preprocessor}
+        del task_config["backbone"]
+        return cls(type(backbone), config, type(model), task_config, None, model.name)
+
+    def describe(self) -> Description:
+        """The costs of the model, from its configuration."""
+        with self._explained():
+            parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
+            if self.task is not None:
+                parts = parts + self.task.describe_parts(
+                    self.config, num_tokens, dim, **self.task_config
+                )
+            if self.weights is not None:
+                self.weights.check()
+        return Description(self.name, num_tokens, parts, dim, self.backbone.example)
+
+    def unbuilt_blocks(self) -> list[keras.layers.Layer]:
+        """The blocks of the backbone as layers without weights."""
+        with self._explained():
+            return self.backbone.unbuilt_blocks(**self._sizes())
+
+    def unbuilt_towers(self) -> list[UnbuiltTower]:
+        """The towers of the backbone, each with its blocks and its tokens."""
+        families = tower_families(self.backbone)
+        with self._explained():
+            config = self.backbone.make_config(self.config).to_dict()
+            towers = {"": (self.backbone, config)}
+            if families:
+                towers = {f"{k}/": (cls, config[k]) for k, cls in families.items()}
+            return [
+                UnbuiltTower(
+                    prefix,
+                    cls.unbuilt_blocks(**config),
+                    cls.sequence_lengths(**config),
+                    config["hidden_dim"],
+                )
+                for prefix, (cls, config) in towers.items()
+            ]
+
+    def build(self) -> keras.Model:
+        """The model, with the source's weights if they are wanted."""
+        return self.build_with_report()[0]
+
+    def build_with_report(
+        self, progress: Callable[[int, int, str], None] | None = None
+    ) -> tuple[keras.Model, Any]:
+        """The model, and a report on published weights.
+
+        Args:
+            progress: called with (done, all, name) before each weight that is
+                converted.
+
+        Returns:
+            The model, and a `ConversionReport` or None.
+        """
+        with self._explained():
+            model, report = self._new(), None
+            if self.weights is not None:
+                report = self.weights.load(model, progress)
+        return model, report
+
+    def _new(self):
+        task_config = dict(self.task_config)
+        # A task may be given a backbone of its own.
+        backbone = task_config.pop("backbone", None)
+        weights = self.weights
+        if backbone is None:
+            with skip_init(weights is not None and weights.fills_backbone()):
+                backbone = self.backbone.from_config(self.config)
+        if self.task is None:
+            return backbone
+        with skip_init(weights is not None and weights.fills_head()):
+            return self.task(backbone, **task_config)
+
+    def _sizes(self):
+        """The arguments that costs follow from: they are the same under each dtype."""
+        not_sizes = ("name", "trainable", "dtype")
+        return {k: v for k, v in self.config.items() if k not in not_sizes}
+
+    def _explained(self):
+        if self.weights is None:
+            return contextlib.nullcontext()
+        return self.weights.explained()
+
+    def close(self) -> None:
+        """Closes the source; the blueprint cannot be built afterwards."""
+        if self.weights is not None:
+            self.weights.close()
+
+    def __enter__(self) -> "Blueprint":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def resolve(
+    source: Any,
+    overrides: dict[str, Any] | None = None,
+    *,
+    task: str | None = None,
+    cls: type | None = None,
+    load_weights: bool = True,
+    counts_only: bool = False,
+    tower: str | None = None,
+) -> Blueprint:
+    """The blueprint of a model from any source, with overrides of any argument.
+
+    `from_preset`, `describe`, `convert`, `upcycle` and `keras_moe.distribution` all
+    start from it.
+
+    Args:
+        source: name of a preset, folder, handle, published weights or a model; see
+            `keras_moe.models.from_preset` and `convert`.
+        overrides: arguments of the backbone or of the task, by name; `num_classes`
+            may be None for no new head.
+        task: name of a task, `"backbone"`, or None for the source's own: with
+            `num_classes` its image classifier, with a trained task that one, and
+            otherwise the backbone.
+        cls: class that the model must have, or None for any.
+        load_weights: whether the model gets the source's weights.
+        counts_only: whether the blueprint only serves descriptions: no weight is read,
+            and arguments of a task may be given without the task.
+        tower: `"image"` or `"text"` for one tower of published image-text weights. None
+            means that of `cls` or `task`, or all of them.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> overrides = {"num_classes": 10, "activation": "gelu"}
+    >>> blueprint = models.resolve("vmoe_digits", overrides)
+    >>> blueprint.config["activation"], blueprint.task.__name__
+    ('gelu', 'ViTImageClassifier')
+    """
+    overrides = dict(overrides or {})
+    if overrides.get("num_classes", 0) is None:
+        del overrides["num_classes"]
+    check_bool("load_weights", load_weights)
+    if task is not None:
+        check_one_of("task", task, (None, BACKBONE, *registry.task_names()))
+    if task == BACKBONE and "num_classes" in overrides:
+        raise ValueError(
+            "Expected no num_classes for task='backbone'; "
+            f"received: num_classes={overrides['num_classes']}"
+        )
+    if isinstance(source, keras.Model) and not is_convertible(source):
+        if overrides:
+            raise ValueError(
+                f"Expected no further arguments with a model; received: {overrides}"
+            )
+        return Blueprint.of_model(source)
+    check_one_of("tower", tower, (None, *TOWERS))
+    tower = tower or _tower_of(task, cls, "num_classes" in overrides)
+    opened = open_model_source(source, overrides, load_weights, counts_only, tower)
+    try:
+        return _resolved(opened, overrides, task, cls, counts_only)
+    except BaseException:
+        if weights := opened.weights():
+            weights.close()
+        raise
+
+
+def _tower_of(task, cls, has_classes):
+    """The tower of a model of pairs that a class or a task implies, or None."""
+    backbone = cls
+    if cls is not None and registry.is_task(cls):
+        backbone, has_classes = cls.backbone_cls, has_classes or _takes_classes(cls)
+    if task not in (None, BACKBONE):
+        backbone = registry.first_task(task).backbone_cls
+    if has_classes:
+        return TOWERS[0]
+    if backbone is None or not registry.is_registered(backbone):
+        return None
+    return backbone.example if backbone.example in TOWERS else None
+
+
+def _resolved(source, overrides, task, cls, counts_only):
+    backbone = source.backbone if cls is None else _backbone_class(source, cls)
+    task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
+    owner = task_cls or (source.task if counts_only else None)
+    of_backbone, of_task = split_overrides(backbone, owner, overrides, counts_only)
+    with source.explained():
+        if "backbone" in of_task:
+            config = _config_of_own(source, of_task["backbone"], of_backbone)
+        else:
+            config = _config(source, backbone, of_backbone)
+        task_config, new_weights = {}, (*HEAD, *POOLING)
+        if task_cls is not None:
+            has_task = source.task and source.task.task_name == task_cls.task_name
+            own = source if has_task else source.without_task()
+            task_config, new_weights = task_cls.config_from(own, of_task, config)
+        weights = source.weights(new_weights)
+    return Blueprint(backbone, config, task_cls, task_config, weights, source.name)
+
+
+def _config(source, backbone, overrides):
+    """The arguments of the backbone, such that the weights fit if they are wanted."""
+    config = apply_overrides(backbone, source.config, overrides)
+    if source.must_fit:
+        saved = nested_config(backbone, source.config)
+        config = backbone.config_for_weights(saved, config)
+    return config
+
+
+def _config_of_own(source, backbone, of_backbone):
+    """The arguments of a backbone that the caller has made."""
+    if source.kind != SAVED:
+        raise ValueError(
+            f"Expected no backbone=, since {source.name!r} makes one; received: "
+            f"backbone={backbone!r}"
+        )
+    if of_backbone:
+        raise ValueError(
+            "Expected backbone= or arguments of one, not both; received: "
+            f"{next(iter(of_backbone))}="
+        )
+    if not isinstance(backbone, keras.Model):
+        raise ValueError(f"Expected a backbone; received: backbone={backbone!r}")
+    return backbone.get_config()
+
+
+def _backbone_class(source, cls):
+    """The class of the backbone, where the model's class is prescribed."""
+    wanted = cls.backbone_cls if registry.is_task(cls) else cls
+    if wanted is None or issubclass(source.backbone, wanted):
+        return source.backbone
+    if issubclass(wanted, source.backbone):
+        return wanted
+    raise ValueError(
+        f"Expected {source.label_of(wanted)} for {cls.__name__}; received: "
+        f"{source.label}"
+    )
+
+
+def _task_class(source, backbone, task, cls, has_classes):
+    """The class of the task, or None for a backbone alone."""
+    if cls is not None:
+        return _closest_task(source, backbone, cls) if registry.is_task(cls) else None
+    if task == BACKBONE:
+        return None
+    if task is not None:
+        return _first_task(source, backbone, lambda x: x.task_name == task, task)
+    if has_classes:
+        return _first_task(source, backbone, _takes_classes, "num_classes")
+    return source.task if source.is_trained else None
+
+
+def _closest_task(source, backbone, cls):
+    """The source's own task if it is one of the class, or else the class."""
+    if source.task is not None and issubclass(source.task, cls):
+        return source.task
+    if cls.backbone_cls is not None:
+        return cls
+    return _first_task(source, backbone, lambda x: issubclass(x, cls), cls.__name__)
+
+
+def _first_task(source, backbone, matches, label):
+    if source.task is not None and matches(source.task):
+        return source.task
+    task = registry.task_class(backbone, matches)
+    if task is None:
+        raise ValueError(
+            f"Expected a task that is registered for {backbone.__name__}; received: "
+            f"{label}"
+        )
+    return task
+
+
+def _takes_classes(cls):
+    return "num_classes" in argument_names(cls)
+
+
+def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> Any:
+    """The model of a source that is no model of this library itself."""
+    if isinstance(source, keras.Model) and not is_convertible(source):
+        raise ValueError(
+            f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
+        )
+    with resolve(source, overrides, **options) as blueprint:
+        return blueprint.build()

@@ -109,7 +109,7 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
     own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 6}
     arguments = {**SMALL, **own, "moe_layers": "every_1", "zero_experts": 1}
     model = cls.from_config(arguments)
-    preset = models.builtin.builtin_presets()["moepp_vit_b32"]["config"]
+    preset = models.registry.builtin_presets()["moepp_vit_b32"]["config"]
     first, *others = routers_of(model).values()
     for router in (first, *others):
         assert router.capacity_factor == preset["capacity_factor"] == 1.1
@@ -159,7 +159,7 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
 @pytest.mark.backend_free
 def test_sizes_of_the_presets(experts):
     name = "moepp_vit_b32" + ("" if experts == 8 else f"_e{experts}")
-    config = models.builtin.builtin_presets()[name]["config"]
+    config = models.registry.builtin_presets()[name]["config"]
     constants = 6 if experts == 32 else 2
     assert [config[kind] for kind in KINDS] == [1, 1, constants]
     mine = models.describe(name)

@@ -25,7 +25,6 @@ from rich.console import Console
 from keras_moe import models
 from keras_moe.cli.arguments import RESUMES, Result
 from keras_moe.layers import MoEConfig
-from keras_moe.models.overrides import complete_config
 from keras_moe.training import Contrastive, Recipe, load_recipe
 from tools.studies import plots
 from tools.studies.pairs import (
@@ -297,7 +296,7 @@ def config_of(recipe: Recipe) -> dict:
         recipe.model.overrides,
         load_weights=recipe.model.load_weights,
     )
-    config = complete_config(blueprint.backbone, blueprint.config)
+    config = blueprint.backbone.make_config(blueprint.config).to_dict()
     towers = [config.get(tower) for tower in TOWERS]
     if not all(
         isinstance(x, dict) and (x["moe"] or {}).get("moe_layers") for x in towers

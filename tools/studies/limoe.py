@@ -26,7 +26,6 @@ from keras_moe.cli.arguments import RESUMES, Result, at_least, positive
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
 from keras_moe.losses.auxiliary import CLASSIC
-from keras_moe.models.overrides import complete_config
 from keras_moe.training import Recipe
 from tools.studies import plots
 from tools.studies.limoe_pruning import Pruning, kept_counts
@@ -190,7 +189,7 @@ def base_of(recipe: Recipe) -> Base:
         recipe.model.overrides,
         load_weights=recipe.model.load_weights,
     )
-    config = complete_config(blueprint.backbone, blueprint.config)
+    config = blueprint.backbone.make_config(blueprint.config).to_dict()
     moe = config.get("moe")
     if isinstance(moe, dict):
         moe = MoEConfig.from_dict(moe)
