@@ -84,7 +84,7 @@ def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
     )
 
 
-@pytest.mark.backend_free
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a kernel for PyTorch")
 def test_gelu_has_second_gradients_and_batches():
     import torch
 
