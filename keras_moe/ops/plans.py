@@ -168,9 +168,7 @@ class SoftPlan(NamedTuple):
 
 
 class RoutingPlan(NamedTuple):
-    """Token choice: the slots that each token's K choices got.
-
-    Memory grows with S x K and with E x C, never with S x E x C.
+    """Token choice: the slots of each token's K choices; memory is S x K + E x C.
 
     Attributes:
         slot_tokens: int32 (G, E, C). The token in each slot, -1 where empty.
