@@ -92,30 +92,28 @@ class EncoderBlock(keras.layers.Layer):
     """A pre-norm block: tokens mix, then a feed-forward layer, each with a residual.
 
     Args:
-        token_mixer: layer through which tokens (B, N, D) see each other,
-            `SelfAttention` or `TokenMLP`; this block does not return the record of a
-            `TokenMuMoE`.
+        token_mixer: layer that mixes the tokens (B, N, D), `SelfAttention` or
+            `TokenMLP`; this block does not return the record of a `TokenMuMoE`.
         feed_forward: layer on each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
         seed: seed of the dropout; stochastic depth's follows from it.
-        rematerialize: whether training keeps the block's input only, and computes the
-            rest again for the gradient: less memory for about a third more time.
-            Unlike `keras.RematScope`, it works with auxiliary losses.
-        stochastic_depth: share of the examples for which training leaves out a residual
-            branch, drawn for each branch; the other examples' branches are divided
-            by the share that is kept.
+        rematerialize: whether training keeps only the block's input and recomputes the
+            rest for the gradient: less memory for about a third more time. Unlike
+            `keras.RematScope`, it works with auxiliary losses.
+        stochastic_depth: rate at which training drops a residual branch for an
+            example; the kept branches are scaled by 1 / (1 - rate).
         layer_scale_initial_value: initial value of a learned factor for each channel of
             both residual branches, as in CaiT and DINOv2; None for no factors.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: boolean (B, N), False for padding, to which no token attends. A token
-            mixer that is no attention takes none.
-        modality_ids: integers (B, N); a dense block has no use for them.
-        boundaries: places, as ints, at which the tokens of an example are cut: tokens
-            attend within their own run only, such as those of one modality.
+        mask: boolean (B, N), False for padding, to which no token attends. Only
+            attention takes one.
+        modality_ids: integers (B, N); ignored by a dense block.
+        boundaries: ints, the positions at which the tokens of an example are cut into
+            runs: tokens attend only within their run, such as one modality's.
         training: whether dropout and stochastic depth apply.
 
     Output shape:
@@ -324,18 +322,7 @@ class MoEEncoderBlock(EncoderBlock):
     Args:
         token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
         feed_forward: an `MoE` layer or a `MuMoEBlock`.
-        dropout: dropout rate on the token mixer's output.
-        layer_norm_epsilon: epsilon of both normalisations.
-        seed: seed of the dropout; stochastic depth's follows from it.
-        rematerialize: whether training keeps the block's input only, and computes the
-            rest again for the gradient: less memory for about a third more time.
-            Unlike `keras.RematScope`, it works with auxiliary losses.
-        stochastic_depth: share of the examples for which training leaves out a residual
-            branch, drawn for each branch; the other examples' branches are divided
-            by the share that is kept.
-        layer_scale_initial_value: initial value of a learned factor for each channel of
-            both residual branches, as in CaiT and DINOv2; None for no factors.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: arguments of `EncoderBlock`.
 
     Call arguments:
         tokens: (B, N, D).
@@ -345,8 +332,7 @@ class MoEEncoderBlock(EncoderBlock):
             routed.
         modality_ids: integers (B, N), for routers and losses that tell modalities
             apart.
-        boundaries: places, as ints, at which the tokens of an example are cut: tokens
-            attend within their own run only, and are routed together.
+        boundaries: as for `EncoderBlock`; all tokens are routed together.
         training: whether dropout and stochastic depth apply.
 
     Output shape:

@@ -118,11 +118,7 @@ class TokenMLP(MLP):
 
     Args:
         mlp_dim: H, the hidden size.
-        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
-            or any that Keras knows.
-        dropout: dropout rate after each of the two layers.
-        seed: seed of the dropout.
-        **kwargs: arguments of `keras.layers.Layer`.
+        **kwargs: arguments of `MLP`.
 
     Input shape:
         (B, N, D).
