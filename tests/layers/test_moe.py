@@ -213,23 +213,6 @@ def test_a_loss_of_weight_zero_is_left_out():
     assert not moe.losses
 
 
-@pytest.mark.every_backend
-def test_noise_is_seeded_and_for_training_alone():
-    tokens = images()
-
-    def noisy(seed, training):
-        moe = make(noise_std=1.0, seed=seed)
-        routing = call(moe, tokens, training=training)[1]
-        return to_numpy(routing.noisy_logits) - to_numpy(routing.logits)
-
-    assert np.abs(noisy(0, training=False)).max() == 0
-    noise = noisy(0, training=True)
-    np.testing.assert_array_equal(noise, noisy(0, training=True))
-    assert np.abs(noise - noisy(1, training=True)).max() > 0
-    # 120 draws of standard deviation 1 / E = 0.25.
-    assert 0.2 < noise.std() < 0.3
-
-
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
 def test_routing_is_float32_under_every_policy(policy):
     tokens = images()

@@ -10,7 +10,6 @@ from keras_moe.layers import Experts, MoE
 from keras_moe.models import MixerBackbone, ViTBackbone, describe
 from keras_moe.routers import (
     ExpertChoiceRouter,
-    PathwayAwareRouter,
     SoftRouter,
     TokenChoiceRouter,
     get,
@@ -162,24 +161,6 @@ def test_descriptions_count_an_image_s_share_of_its_group():
     assert cost.flops - routing.flops == of_slots.flops
     active = cost.active_parameters - routing.active_parameters
     assert active == round(1.6 * of_slots.active_parameters)
-
-
-@backend_free
-def test_routers_and_backbones_have_the_same_defaults():
-    cases = {
-        "softmax_token_choice": TokenChoiceRouter(4),
-        "softmax_expert_choice": ExpertChoiceRouter(4, num_selected_experts=2),
-        "soft": SoftRouter(4, num_selected_experts=2),
-    }
-    for name, alone in cases.items():
-        mine, expected = router_of(router=name).get_config(), alone.get_config()
-        for both in (mine, expected):
-            for argument in ("seed", "name"):
-                both.pop(argument)
-        assert mine == expected, name
-    with_zero = router_of(zero_experts=1)
-    expected = PathwayAwareRouter(5, zero_experts=1).get_config()
-    assert {**with_zero.get_config(), "seed": None} == {**expected, "seed": None}
 
 
 @backend_free

@@ -237,12 +237,6 @@ def test_bad_orders_are_refused(make, received):
         make()
 
 
-@pytest.mark.backend_free
-def test_tokens_of_unknown_modalities_are_not_routed():
-    ids = np.array([[0, 7, -1, 1, 1]])
-    assert served(router_of(TEXT_FIRST), ids=ids) == [3, 4]
-
-
 def test_gradients_reach_the_kernel_of_a_router_with_an_order():
     router = router_of(TEXT_FIRST, kernel_initializer="ones")
     router.build(LOGITS.shape)

@@ -138,26 +138,6 @@ def test_costs():
     assert two_layers.cost((5, 8)).parameters == two_layers.count_params()
 
 
-@pytest.mark.backend_free
-def test_config_of_every_argument():
-    router = PathwayAwareRouter(
-        12,
-        num_selected_experts=3,
-        **KINDS,
-        tau=0.5,
-        gating_residual=True,
-        gate_hidden_dim=5,
-        logits_norm_std=1.5,
-        zero_gates="remove",
-        normalize_gates="after",
-        residual_initializer="identity",
-    )
-    router.build((None, None, 8))
-    np.testing.assert_array_equal(to_numpy(router.residual_kernel), np.eye(12))
-    again = PathwayAwareRouter.from_config(router.get_config())
-    assert again.get_config() == router.get_config()
-
-
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float16"])
 def test_routing_is_float32(dtype):
     router = PathwayAwareRouter(6, zero_experts=1, gating_residual=True, dtype=dtype)

@@ -124,18 +124,6 @@ def test_permuted_tokens_permute_the_outputs():
     )
 
 
-def test_masked_tokens_leave_the_rest_as_if_alone():
-    router = SoftRouter(3, num_slots=2)
-    tokens = np.random.default_rng(0).normal(size=(1, 7, 5)).astype("float32")
-    mask = np.arange(7)[None] < 4
-    plan, _ = call(router, tokens, mask=mask)
-    alone, _ = call(router, tokens[:, :4])
-    for actual, expected in zip(plan, alone):
-        actual = to_numpy(actual)
-        np.testing.assert_allclose(actual[:, :4], to_numpy(expected), rtol=1e-5)
-        assert (actual[:, 4:] == 0).all()
-
-
 def test_a_number_of_slots_serves_any_number_of_tokens():
     moe = MoE(SoftRouter(4, num_slots=1), Experts(4, mlp_dim=8))
     symbol = keras.Input((None, 6))
