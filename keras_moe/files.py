@@ -121,7 +121,7 @@ def sync_folder(path: str | os.PathLike) -> None:
         sync_file(path)
 
 
-def sync_tree(path: str | os.PathLike) -> None:
+def _sync_tree(path: str | os.PathLike) -> None:
     """Syncs a folder with everything in it to the disk."""
     for parent, _, names in os.walk(path):
         for name in names:
@@ -254,7 +254,7 @@ def new_partial(target: str | os.PathLike) -> Path:
     return partial
 
 
-def remove_partials(target: str | os.PathLike) -> None:
+def _remove_partials(target: str | os.PathLike) -> None:
     """Deletes the folders of `new_partial` that killed processes have left."""
     target = Path(target)
     # `new_partial` draws eight hexadecimal digits.
@@ -285,7 +285,7 @@ def staged_folder(
         recover_folder(target)
         # Another process may have written it while this one waited.
         _check_target(target, kind, is_kind)
-        remove_partials(target)
+        _remove_partials(target)
         staging = new_partial(target)
         try:
             if target.is_dir():
@@ -295,7 +295,7 @@ def staged_folder(
             _keep_others(target, staging, is_own)
             if finish is not None:
                 finish(staging)
-            sync_tree(staging)
+            _sync_tree(staging)
             replace_folder(staging, target)
         except OSError as error:
             if error.filename is not None:
