@@ -1,4 +1,4 @@
-"""Which experts do the work, which to keep, and models of these alone.
+"""Which experts do the work, which to keep, and models with only these.
 
 Axes: E experts, K selected experts, U groups of tokens (modalities or classes).
 """

@@ -20,7 +20,7 @@ from keras_moe.report.section import (
     Table,
 )
 
-REST, NOBODY = "rest", "none"
+REST, UNSERVED = "rest", "none"
 LAYERS_IN_A_ROW = 5
 _MAX_RIBBONS = 300
 _DEEP = 6
@@ -104,7 +104,7 @@ class ExpertTransitions(Section):
         nodes = {node.name for column in diagram.columns for node in column}
         if REST in nodes:
             parts.append("Small experts are together in “rest”.")
-        if NOBODY in nodes:
+        if UNSERVED in nodes:
             parts.append("Tokens that no expert serves are in “none” (dotted).")
         if diagram.shown < 0.9995:
             parts.append(
@@ -229,11 +229,11 @@ def _merged(total, max_experts, min_share):
     groups = [(str(expert), [expert]) for expert in large if experts[expert] > 0]
     small = [e for e in range(len(experts)) if e not in large]
     if experts[small].sum() > 0:
-        # One small expert alone keeps its number.
+        # A single small expert keeps its number.
         alone = [e for e in small if experts[e] > 0]
         groups.append((str(alone[0]) if len(alone) == 1 else REST, small))
     if unserved > 0:
-        groups.append((NOBODY, [len(experts)]))
+        groups.append((UNSERVED, [len(experts)]))
     return groups
 
 
@@ -249,7 +249,7 @@ def _placed(groups, shares, order, gap):
     room = 1.0 - gap * (len(groups) - 1)
     nodes, top = [], 1.0
     # The small experts and unserved tokens come last.
-    for number in sorted(order, key=lambda node: groups[node][0] in (REST, NOBODY)):
+    for number in sorted(order, key=lambda node: groups[node][0] in (REST, UNSERVED)):
         height = float(shares[number]) * room
         top -= height
         nodes.append(Node(groups[number][0], top, height))
@@ -307,48 +307,33 @@ def draw_flows(flows: MainFlows, names: list[str]) -> Any:
         axis.set_xlim(-margin, steps + margin)
         for place, layer in enumerate(layers[:-1]):
             for number, node in enumerate(flows.columns[layer]):
-                own = [
-                    ribbon
-                    for ribbon in flows.ribbons
-                    if (ribbon.layer, ribbon.source) == (layer, number)
-                ]
+                source = (layer, number)
+                own = [x for x in flows.ribbons if (x.layer, x.source) == source]
                 _draw_ribbons(axis, own, place, bar, _colour(node.name))
         for place, layer in enumerate(layers):
             for node in flows.columns[layer]:
                 _draw_node(axis, place, bar, node, 72 * height / 1.02)
-            axis.text(
-                place,
-                1.03,
-                shortened(names[layer], 12),
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                parse_math=False,
-            )
+            name, style = shortened(names[layer], 12), {"ha": "center", "va": "bottom"}
+            axis.text(place, 1.03, name, fontsize=7, parse_math=False, **style)
     return figure
 
 
 def _colour(name):
     """The colour of an expert; neighbours in number differ."""
-    return GREY if name in (REST, NOBODY) else COLOURS[int(name) % len(COLOURS)]
+    return GREY if name in (REST, UNSERVED) else COLOURS[int(name) % len(COLOURS)]
 
 
 def _draw_node(axis, place, bar, node, points):
+    """Draws a bar, and its name if the bar is high enough in points."""
     from matplotlib.patches import Rectangle
 
-    colour, is_nobody = _colour(node.name), node.name == NOBODY
-    axis.add_patch(
-        Rectangle(
-            (place - bar / 2, node.bottom),
-            bar,
-            node.height,
-            facecolor="none" if is_nobody else colour,
-            edgecolor=colour,
-            linewidth=0.8 if is_nobody else 0,
-            linestyle=":" if is_nobody else "-",
-        )
-    )
-    is_word = node.name in (REST, NOBODY)
+    colour, is_unserved = _colour(node.name), node.name == UNSERVED
+    style = {"facecolor": colour, "linewidth": 0}
+    if is_unserved:
+        style = {"facecolor": "none", "linewidth": 0.8, "linestyle": ":"}
+    corner = (place - bar / 2, node.bottom)
+    axis.add_patch(Rectangle(corner, bar, node.height, edgecolor=colour, **style))
+    is_word = node.name in (REST, UNSERVED)
     if node.height * points < (16 if is_word else 6.2):
         return
     axis.text(
@@ -359,7 +344,7 @@ def _draw_node(axis, place, bar, node, points):
         va="center" if is_word else "center_baseline",
         rotation=90 if is_word else 0,
         fontsize=6,
-        color=colour if is_nobody else _INK[colour],
+        color=colour if is_unserved else _INK[colour],
         fontweight="bold",
     )
 
