@@ -16,6 +16,7 @@ from keras_moe.compat import (
     is_state_of_steps,
 )
 from keras_moe.models import registry
+from keras_moe.models.compilation import announcing, make_step
 from keras_moe.models.copying import (
     config_with_router_arguments,
     copied,
@@ -79,13 +80,13 @@ class MoEModel(Exportable, TorchParameters):
         ahead of time.
         """
         check_training(self, x, y, kwargs.get("validation_data"))
-        with state_kept(self, training=True):
+        with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The loss and metrics; see `keras.Model.evaluate`, and `fit` for checks."""
         check_training(self, x, y)
-        with state_kept(self):
+        with state_kept(self), announcing("evaluate", (y, *args), kwargs):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +94,19 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
-        with state_kept(self):
+        with state_kept(self), announcing("predict", args, kwargs):
             return self._training_method("predict")(x, *args, **kwargs)
+
+    # The first step is announced while it compiles.
+
+    def make_train_function(self, force: bool = False) -> Any:
+        return make_step(self, "train_function", super().make_train_function, force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        return make_step(self, "test_function", super().make_test_function, force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        return make_step(self, "predict_function", super().make_predict_function, force)
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of training; see `keras.Model.train_on_batch`, and `fit`."""

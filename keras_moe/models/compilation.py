@@ -1,0 +1,104 @@
+"""Announces that a model's first step is being compiled.
+
+On JAX and TensorFlow the first step of `fit`, `evaluate` or `predict` waits for a
+compiler for seconds to minutes, in which Keras shows nothing.
+"""
+
+import contextlib
+import contextvars
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_moe.processes import process_index
+
+# A shorter compilation is not worth a line.
+LEAST_SECONDS = 1.0
+
+# Keras's functions of a step, and what the line calls them.
+_STEPS = {
+    "train_function": "training step",
+    "test_function": "evaluation step",
+    "predict_function": "prediction step",
+}
+# The index of `verbose` among the positional arguments after the inputs.
+_PLACES = {"fit": 3, "evaluate": 2, "predict": 1}
+
+# Whether compilations are announced; None outside `fit`, `evaluate` and `predict`.
+_is_announced = contextvars.ContextVar("is_announced", default=None)
+
+
+@contextlib.contextmanager
+def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Announces the compilations within the block, unless `verbose` is 0.
+
+    A nested block, such as the validation in a `fit`, follows the outer one.
+    """
+    if _is_announced.get() is not None:
+        yield
+        return
+    place = _PLACES[method]
+    verbose = args[place] if len(args) > place else kwargs.get("verbose", "auto")
+    token = _is_announced.set(verbose != 0 and process_index() == 0)
+    try:
+        yield
+    finally:
+        _is_announced.reset(token)
+
+
+def make_step(
+    model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
+) -> Any:
+    """Makes a function of a model's steps, whose first call is announced.
+
+    The first call puts the plain function back: later steps cost nothing.
+    """
+    before = getattr(model, name)
+    made = make(force)
+    function = getattr(model, name)
+    if function is before or not _is_announced.get() or not _compiles(model):
+        return made
+
+    def first_step(*args):
+        setattr(model, name, function)
+        with _line(f"Compiling the first {_STEPS[name]}..."):
+            return function(*args)
+
+    setattr(model, name, first_step)
+    return made
+
+
+def _compiles(model):
+    is_eager = keras.backend.backend() == "torch" and not model.jit_compile
+    return not (is_eager or model.run_eagerly)
+
+
+@contextlib.contextmanager
+def _line(text):
+    """Shows a line on stderr, which ends with the seconds that the block took."""
+    lock, start = threading.Lock(), time.monotonic()
+    is_over, is_shown = False, False
+
+    def show():
+        nonlocal is_shown
+        with lock:
+            if not is_over:
+                is_shown = True
+                print(text, end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LEAST_SECONDS, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            is_over = True
+        if is_shown:
+            seconds = time.monotonic() - start
+            print(f" {seconds:.0f} s", file=sys.stderr, flush=True)
