@@ -62,7 +62,6 @@ def test_every_preset_builds_and_describe_counts_it(preset):
         assert part.parameters == sum(int(np.prod(w.shape)) for w in weights), part
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "published", "unit"),
     [
@@ -85,7 +84,6 @@ def test_published_sizes(preset, published, unit):
     assert round(models.describe(preset).parameters / unit) == published
 
 
-@pytest.mark.backend_free
 def test_soft_moe_presets():
     for name, experts, blocks in [
         ("s16", 128, range(6, 12)),
@@ -168,7 +166,6 @@ def test_a_mixer_of_another_library():
     np.testing.assert_allclose(logits, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_every_router_works_in_a_mixer():
     for router in ROUTERS:
         options = {**MOE, "num_layers": 1, "moe_layers": [0], "noise_std": 0.0}
@@ -178,7 +175,6 @@ def test_every_router_works_in_a_mixer():
         model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_argument_round_trips(kind):
     supplied = {
@@ -213,7 +209,6 @@ def test_every_argument_round_trips(kind):
 # Features
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("class_token", [True, False])
 def test_features_at_every_depth(class_token):
     backbone = with_weights(MAKERS["vit"](class_token=class_token, **MOE))
@@ -236,7 +231,6 @@ def test_features_at_every_depth(class_token):
 # Weights at another size
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_weights_serve_another_image_size(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -255,7 +249,6 @@ def test_weights_serve_another_image_size(interpolation, tmp_path):
     assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_weights_serve_other_channels(kind, channels, tmp_path):
@@ -281,7 +274,6 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
     assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -302,7 +294,6 @@ def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
         models.from_preset(str(tmp_path / "saved"), **harmless)
 
 
-@pytest.mark.backend_free
 def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -313,7 +304,6 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -343,7 +333,6 @@ def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_p
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -369,7 +358,6 @@ def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     np.testing.assert_allclose(new[name], table, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -384,7 +372,6 @@ def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("patch_size", [4, (4, 4), [4, 4]])
 def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     MAKERS["mixer"](**MOE, patch_size=(4, 4)).save_to_preset(tmp_path / "saved")
@@ -393,7 +380,6 @@ def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "saved", "overrides", "message"),
     [
@@ -436,7 +422,6 @@ def test_fit_save_load(kind, tmp_path):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

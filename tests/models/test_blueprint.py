@@ -10,7 +10,7 @@ from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
 from tests import golden
 from tests.published import hub_vit
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 
 PUBLISHED = str(golden.FOLDER / "07_checkpoints" / "vit_classic.npz")
 SIZES = {

@@ -33,7 +33,6 @@ def model():
     return classifier()
 
 
-@pytest.mark.backend_free
 def test_names_and_probabilities(model):
     actual = model.classify(PHOTOS, top=5)
     logits = model.predict(model.preprocessor(PHOTOS), verbose=0)
@@ -54,7 +53,6 @@ def test_names_and_probabilities(model):
     json.dumps(actual)
 
 
-@pytest.mark.backend_free
 def test_fit_and_predict_take_images_that_are_prepared(model):
     prepared = model.preprocessor(PHOTOS)
     before = classifier(preprocessor=None)
@@ -74,7 +72,6 @@ def test_fit_and_predict_take_images_that_are_prepared(model):
     assert history[-1] < history[0]
 
 
-@pytest.mark.backend_free
 def test_outputs_of_every_kind():
     logits = classifier(multi_label=True)
     logits.set_weights([np.asarray(w) for w in logits.get_weights()])
@@ -97,7 +94,6 @@ def test_outputs_of_every_kind():
     np.testing.assert_allclose(actual[0].probability, 1 / 3, rtol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_what_classify_refuses(model):
     for top in (0, 1.5):
         with pytest.raises(ValueError, match=f"top={top}"):
@@ -112,7 +108,6 @@ def test_what_classify_refuses(model):
         classifier(names)
 
 
-@pytest.mark.backend_free
 def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
     converter = keras_hub.layers.ImageConverter((8, 8), scale=1 / 255)
     theirs = keras_hub.models.ImageClassifierPreprocessor(converter)
@@ -127,7 +122,6 @@ def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
         np.testing.assert_allclose(np.asarray(actual).max(), white, rtol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_a_preset_carries_its_preprocessing(model, tmp_path):
     model.save_to_preset(tmp_path / "preset")
     saved = json.loads((tmp_path / "preset" / "task.json").read_text())
@@ -152,7 +146,6 @@ def test_a_preset_carries_its_preprocessing(model, tmp_path):
     assert none.preprocessor is None
 
 
-@pytest.mark.backend_free
 def test_a_keras_file_and_a_copy_carry_it_too(model, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
@@ -161,7 +154,6 @@ def test_a_keras_file_and_a_copy_carry_it_too(model, tmp_path):
     model.summary(print_fn=lambda text: None)
 
 
-@pytest.mark.backend_free
 def test_presets_without_a_preprocessor_get_that_of_builtin_ones(model, tmp_path):
     model.backbone.save_to_preset(tmp_path / "backbone")
     actual = models.from_preset(
@@ -182,7 +174,6 @@ def edit_task(folder, edit):
     path.write_text(json.dumps(task))
 
 
-@pytest.mark.backend_free
 def test_a_new_head_has_no_names(model, tmp_path):
     model.save_to_preset(tmp_path / "preset")
     for arguments in ({}, {"load_weights": False}):
@@ -191,7 +182,6 @@ def test_a_new_head_has_no_names(model, tmp_path):
         assert new.preprocessor.center_crop == 0.9
 
 
-@pytest.mark.backend_free
 def test_another_models_preprocessor_is_refused_when_it_is_set():
     model = classifier()
     before = model.preprocessor

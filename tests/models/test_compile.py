@@ -71,7 +71,6 @@ CASES = [
 ]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("kind", "loss", "labels", "metric"), CASES)
 def test_metrics_follow_the_loss(models, kind, loss, labels, metric):
     model = models[kind]
@@ -89,7 +88,6 @@ def test_metrics_follow_the_loss(models, kind, loss, labels, metric):
     assert history[metric] == [pytest.approx(expected, abs=1e-6)]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["logits", "softmax"])
 @pytest.mark.parametrize(
     ("name", "labels"),
@@ -110,7 +108,6 @@ def test_a_crossentropy_by_name_reads_the_outputs(models, kind, name, labels):
     assert actual == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.backend_free
 def test_a_loss_of_probabilities_on_logits_warns(models):
     with pytest.warns(UserWarning, match="outputs are logits"):
         models["logits"].compile("sgd", losses.CategoricalCrossentropy())
@@ -118,7 +115,6 @@ def test_a_loss_of_probabilities_on_logits_warns(models):
         models["softmax"].compile("sgd", losses.CategoricalCrossentropy(True))
 
 
-@pytest.mark.backend_free
 def test_one_output_counts_decisions(models):
     model = classifier(num_classes=1)
     model.output_dense.kernel.assign(images(16, 1))
@@ -129,14 +125,12 @@ def test_one_output_counts_decisions(models):
     assert actual["accuracy"] == pytest.approx(np.mean(decisions == labels))
 
 
-@pytest.mark.backend_free
 def test_no_metrics_are_none(models):
     models["logits"].compile("sgd", Own(), metrics=None)
     actual = models["logits"].evaluate(IMAGES, ONE_HOT, verbose=0, return_dict=True)
     assert set(actual) == {"loss"}
 
 
-@pytest.mark.backend_free
 def test_settings_of_training_are_copied(models):
     models["logits"].compile("sgd", "categorical_crossentropy")
     again = models["logits"].copy()

@@ -57,7 +57,6 @@ def test_equals_brute_force(chunk_size):
         assert actual == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.backend_free
 def test_by_hand():
     x = np.eye(3, dtype="float32")
     # Two captions changed places, which are one caption by their ids.

@@ -108,7 +108,6 @@ def test_several_epochs_of_grain(model):
     assert len(history["loss"]) == 2
 
 
-@pytest.mark.backend_free
 def test_arrays_are_shuffled():
     seen = []
 
@@ -127,7 +126,6 @@ def test_arrays_are_shuffled():
     assert list(order) != list(repeated[1])
 
 
-@pytest.mark.backend_free
 def test_a_preprocessor_of_ones_own_is_left_to_its_owner(model):
     calls = []
 
@@ -144,7 +142,6 @@ def test_a_preprocessor_of_ones_own_is_left_to_its_owner(model):
     assert calls == []
 
 
-@pytest.mark.backend_free
 def test_a_keras_hub_preprocessor_is_applied(model):
     converter = keras_hub.layers.ImageConverter(
         image_size=SMALL["image_shape"][:2], scale=2.0

@@ -12,8 +12,6 @@ from keras_moe import models
 from keras_moe.layers import interpolation
 from keras_moe.models import ImagePreprocessor
 
-pytestmark = pytest.mark.backend_free
-
 GENERATOR = np.random.default_rng(0)
 PHOTO = GENERATOR.integers(0, 256, (37, 61, 3), dtype="uint8")
 

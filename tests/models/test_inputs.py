@@ -61,7 +61,6 @@ def model():
     return vit()
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]
 )
@@ -81,7 +80,6 @@ def test_images_and_labels_are_checked(model, method, images, labels, message):
         getattr(model, method)(images, labels)
 
 
-@pytest.mark.backend_free
 def test_validation_data_and_predictions_are_checked(model):
     with pytest.raises(ValueError, match="shape="):
         model.fit(IMAGES, LABELS, validation_data=(WRONG, LABELS), verbose=0)
@@ -93,14 +91,12 @@ def test_validation_data_and_predictions_are_checked(model):
                 getattr(predicts, method)(WRONG)
 
 
-@pytest.mark.backend_free
 def test_labels_of_several_classes_are_in_0_to_1():
     model = vit({"multi_label": True})
     with pytest.raises(ValueError, match="received: 2"):
         model.evaluate(IMAGES, np.array([[0, 1, 2]] * 2), verbose=0)
 
 
-@pytest.mark.backend_free
 def test_a_label_may_be_ignored_and_other_losses_take_what_they_like():
     model = vit()
     sparse = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
@@ -131,7 +127,6 @@ def test_a_model_survives_a_call_that_fails(monkeypatch):
     assert np.isfinite(fresh.fit(IMAGES, LABELS, verbose=0).history["loss"]).all()
 
 
-@pytest.mark.backend_free
 def test_bytes_warn_once(model):
     model = vit()
     images = np.full(IMAGES.shape, 255, "uint8")
@@ -155,7 +150,6 @@ def test_tensors_are_checked_as_arrays_are(model):
     model._check_inputs((image, 7) for image in IMAGES)
 
 
-@pytest.mark.backend_free
 def test_a_loss_in_a_list_or_dict_is_looked_into():
     one = "sparse_categorical_crossentropy"
     for loss in ([one], {"predictions": one}):
@@ -166,7 +160,6 @@ def test_a_loss_in_a_list_or_dict_is_looked_into():
     input_checks.check_labels([np.array([0, 3])] * 2, 3, [one, one])
 
 
-@pytest.mark.backend_free
 def test_the_shapes_of_labels_are_checked():
     sparse, several = "sparse_categorical_crossentropy", "binary_crossentropy"
     check = input_checks.check_labels
@@ -182,7 +175,6 @@ def test_the_shapes_of_labels_are_checked():
             check(np.zeros(shape), 3, several)
 
 
-@pytest.mark.backend_free
 def test_no_images_at_all_have_a_named_error(model):
     for method in (model.predict, model.predict_on_batch, model.backbone.predict):
         with pytest.raises(ValueError, match="received: None"):

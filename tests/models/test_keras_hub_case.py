@@ -131,7 +131,6 @@ def test_backbone(case, name):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", BACKBONES)
 def test_task(case, name):
     cls, kwargs, _ = BACKBONES[name]
@@ -178,7 +177,6 @@ def texts():
     return {k: keras.ops.convert_to_tensor(x, "int32") for k, x in arrays.items()}
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("moe", [None, MOE])
 def test_text_backbone(case, moe):
     init_kwargs = {**TEXTS, "moe": moe}
@@ -201,7 +199,6 @@ PAIRS = {
 }
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_backbone(case, name):
     cls, init_kwargs = PAIRS[name]

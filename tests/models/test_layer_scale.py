@@ -33,6 +33,7 @@ def scales(backbone):
     return [w for w in backbone.weights if w.path.endswith("_scale/scale")]
 
 
+@pytest.mark.every_backend
 def test_block_by_hand():
     block = EncoderBlock(
         SelfAttention(2, 4), MLP(16), layer_scale_initial_value=0.5, name="block"
@@ -49,7 +50,6 @@ def test_block_by_hand():
     np.testing.assert_allclose(to_numpy(block(tokens)), expected, atol=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_backbone_takes_it(kind):
     assert scales(MAKERS[kind]()) == []
@@ -67,6 +67,7 @@ def test_every_backbone_takes_it(kind):
         MAKERS[kind](layer_scale_initial_value=0)
 
 
+@pytest.mark.every_backend
 def test_it_trains_and_is_saved(tmp_path):
     backbone = MAKERS["vit"](layer_scale_initial_value=1e-2, moe=MOE)
     model = models.ViTImageClassifier(backbone, 3)

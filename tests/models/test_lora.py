@@ -46,7 +46,6 @@ def own_path(weight):
     return weight.path.split("block_")[-1]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -91,7 +90,6 @@ def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     assert all(np.abs(b[i] - b[j]).max() > 1e-3 for i in range(4) for j in range(i))
 
 
-@pytest.mark.backend_free
 def test_a_tasks_head_stays_trainable():
     model = classifier()
     model.enable_lora(2)
@@ -110,7 +108,6 @@ def adapted():
     return model
 
 
-@pytest.mark.backend_free
 def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
     model = adapted()
     before = classifier().predict(images(), verbose=0)
@@ -125,7 +122,6 @@ def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
     model = adapted()
     path = tmp_path / "pairs.lora.h5"
@@ -149,7 +145,6 @@ def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
         wrong.load_lora_weights(path)
 
 
-@pytest.mark.backend_free
 def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     model = adapted()
     path = tmp_path / "pairs.lora.h5"
@@ -163,7 +158,6 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
 
 
-@pytest.mark.backend_free
 def test_mixers_have_experts_too():
     sizes = {k: v for k, v in SMALL.items() if k != "num_heads"}
     mixer = MixerBackbone.from_config({**sizes, "token_mlp_dim": 8})
@@ -173,7 +167,6 @@ def test_mixers_have_experts_too():
         MixerBackbone.from_config({**sizes, "token_mlp_dim": 8}).enable_lora(2)
 
 
-@pytest.mark.backend_free
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="without \\['expert'\\]"):
         backbone().enable_lora(2, target_layer_names=["expert"])
@@ -185,7 +178,6 @@ def test_what_cannot_be_is_refused(tmp_path):
         model.save_lora_weights(tmp_path / "x.h5")
 
 
-@pytest.mark.backend_free
 def test_keras_hubs_own_method_reaches_experts_by_name():
     model = backbone()
     keras_hub.models.Backbone.enable_lora(model, 2, target_layer_names=["experts"])
@@ -194,7 +186,6 @@ def test_keras_hubs_own_method_reaches_experts_by_name():
     }
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -213,7 +204,6 @@ def test_files_of_other_things_are_named(tmp_path, attributes):
         adaptation.load_pairs(None, path)
 
 
-@pytest.mark.backend_free
 def test_pairs_in_another_file_are_not_read(tmp_path):
     path, other = tmp_path / "other.lora.h5", tmp_path / "secret"
     other.write_bytes(bytes(16))

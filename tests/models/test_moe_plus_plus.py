@@ -55,7 +55,6 @@ def test_logits_go_from_moe_block_to_moe_block(cls, dtype):
     assert np.abs(logits[0]).max() > 0.01
 
 
-@pytest.mark.backend_free
 def test_a_residual_reaches_rematerialised_blocks():
     plain, again = backbone(), backbone(rematerialize=True)
     for router in routers_of(plain).values():
@@ -74,7 +73,6 @@ def test_few_images_drop_nothing(count):
         np.testing.assert_array_equal(record.dispatched.sum(axis=-1), 2)
 
 
-@pytest.mark.backend_free
 def test_features_and_kinds():
     model = backbone()
     assert model.expert_types == (4, 1, 1, 2)
@@ -84,7 +82,6 @@ def test_features_and_kinds():
     )
 
 
-@pytest.mark.backend_free
 def test_the_vanilla_twin_is_an_override():
     twin = models.from_preset("moepp_digits", **VANILLA, load_weights=False)
     mine = models.from_preset("moepp_digits", load_weights=False)
@@ -103,7 +100,6 @@ def test_the_vanilla_twin_is_an_override():
     assert mine.count_params() - twin.count_params() == extra
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
 def test_experts_without_computation_bring_the_paper_s_defaults(cls):
     own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 6}
@@ -156,7 +152,6 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
 
 
 @pytest.mark.parametrize("experts", [8, 16, 32])
-@pytest.mark.backend_free
 def test_sizes_of_the_presets(experts):
     name = "moepp_vit_b32" + ("" if experts == 8 else f"_e{experts}")
     config = models.registry.builtin_presets()[name]["config"]
@@ -178,7 +173,6 @@ def test_sizes_of_the_presets(experts):
     assert saved == pytest.approx(vanilla_ffn * (1 - share), rel=0.02)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", ["moepp_digits"])
 def test_trains_on_digits_and_comes_back(preset, tmp_path):
     model = models.from_preset(
@@ -206,7 +200,6 @@ def test_trains_on_digits_and_comes_back(preset, tmp_path):
     assert config["moe"]["expert_activation"] == "silu"
 
 
-@pytest.mark.backend_free
 def test_tau_moves_compute_to_the_cheap_experts():
     """Equation 8 while training: a smaller tau leaves FFN experts fewer slots."""
     counts = {}
@@ -236,13 +229,11 @@ def test_tau_moves_compute_to_the_cheap_experts():
         ({"gated_experts": 1}, "gated_experts=1"),
     ],
 )
-@pytest.mark.backend_free
 def test_bad_arguments_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         backbone(**overrides)
 
 
-@pytest.mark.backend_free
 def test_residuals_alone_have_one_kind_of_router():
     model = backbone(**{**VANILLA, "gating_residual": True})
     kinds = {type(router) for router in routers_of(model).values()}
@@ -252,7 +243,6 @@ def test_residuals_alone_have_one_kind_of_router():
         assert [loss.name for loss in losses] == ["heterogeneous_balance"]
 
 
-@pytest.mark.backend_free
 def test_saved_weights_keep_their_kinds(tmp_path):
     backbone().save_to_preset(tmp_path / "preset")
     folder = str(tmp_path / "preset")
@@ -273,7 +263,6 @@ def gated_experts():
     return experts
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
 def test_the_paper_s_experts_in_every_backbone(cls):
     """SwiGLU without biases, of hidden size 8 D / 3."""
@@ -307,7 +296,6 @@ def test_the_paper_s_experts_in_every_backbone(cls):
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.backend_free
 def test_gated_experts_adapt_and_quantise(tmp_path):
     x = np.random.default_rng(0).normal(size=(1, 2, 5, 8)).astype("float32")
     experts = gated_experts()

@@ -81,7 +81,6 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
     assert models.describe(backbone).parameters == trained
 
 
-@pytest.mark.backend_free
 def test_rematerialised_training_is_the_same():
     plain, again = (MODELS["mixer"](rematerialize=flag) for flag in (False, True))
     again.set_weights(plain.get_weights())
@@ -127,7 +126,6 @@ def test_upcycling_preserves_the_function_where_the_ranks_hold_it(case, backbone
     np.testing.assert_allclose(matrix[-1], to_numpy(layer.bias), atol=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "network", "mlps"),
     [
@@ -145,7 +143,6 @@ def test_counts_of_the_papers_mixers(preset, network, mlps):
     assert sum(part.parameters - norms for part in blocks) == mlps
 
 
-@pytest.mark.backend_free
 def test_upcycling_with_less_rank_says_how_near():
     dense = MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
     actual = []
@@ -159,7 +156,6 @@ def test_upcycling_with_less_rank_says_how_near():
     assert report.largest_difference > 1e-4
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [

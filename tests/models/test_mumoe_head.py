@@ -43,7 +43,6 @@ def backbone(**kwargs):
     return models.ViTBackbone.from_config({**sizes, **kwargs})
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("position", HEADS)
 def test_outputs_saving_and_counts(position, tmp_path):
     arguments = HEADS[position]
@@ -103,7 +102,6 @@ def test_learns_and_is_batch_invariant(position):
     np.testing.assert_allclose(alone[0], actual[3], rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.backend_free
 def test_a_dict_of_arguments_is_a_head():
     model = models.ViTImageClassifier(backbone(), 3, head={"num_experts": 4, "rank": 5})
     assert (model.head.units, model.head.gate.num_experts) == (3, (4,))
@@ -111,7 +109,6 @@ def test_a_dict_of_arguments_is_a_head():
     assert again.get_config() == model.get_config()
 
 
-@pytest.mark.backend_free
 def test_a_head_is_a_description_and_serves_twice():
     head = MuMoE(3, 4, rank=5, name="mine")
     first, second = (models.ViTImageClassifier(backbone(), 3, head=head) for _ in "ab")
@@ -122,7 +119,6 @@ def test_a_head_is_a_description_and_serves_twice():
     }
 
 
-@pytest.mark.backend_free
 def test_counts_of_matched_heads():
     """Table 3: 769K for the linear head and CP, 771K for TR, with 64 experts."""
     counts = [769_000]
@@ -130,7 +126,6 @@ def test_counts_of_matched_heads():
     assert counts == [769_000, 769_521, 771_928]
 
 
-@pytest.mark.backend_free
 def test_counts_of_a_head_on_a_large_backbone():
     """Table 10: 128 experts, rank 512, 768 inputs and 1,000 classes."""
     head = MuMoE(1000, 128, rank=512)
@@ -142,7 +137,6 @@ def test_counts_of_a_head_on_a_large_backbone():
     assert actual.parameters - dense.parameters == 1_079_808
 
 
-@pytest.mark.backend_free
 def test_a_final_head_takes_the_place_of_a_preset_s_bias():
     sizes = {"hidden_dim": 8, "mlp_dim": 8, "num_heads": 2, "num_experts": 2}
     sizes.update(image_shape=(32, 32, 3), num_layers=2, representation_dim=8)
@@ -151,7 +145,6 @@ def test_a_final_head_takes_the_place_of_a_preset_s_bias():
     assert (model.head.units, model.head_bias) == (3, 0.0)
 
 
-@pytest.mark.backend_free
 def test_bad_arguments_are_refused(tmp_path):
     body = backbone()
     saved = models.ViTImageClassifier(body, 3)

@@ -20,7 +20,6 @@ def outside():
     return importlib.import_module("tests.models.outside")
 
 
-@pytest.mark.backend_free
 def test_a_preset_trains_with_any_router(tmp_path, outside):
     for router in ("soft", "sinkhorn_expert_choice", "sharp_token_choice"):
         keras.utils.set_random_seed(0)
@@ -41,7 +40,6 @@ def test_a_preset_trains_with_any_router(tmp_path, outside):
         )
 
 
-@pytest.mark.backend_free
 def test_it_is_described_and_laid_out():
     overrides = {"num_experts": 4, "num_layers": 3}
     model = models.from_preset(NAME, num_classes=3, **overrides)
@@ -55,7 +53,6 @@ def test_it_is_described_and_laid_out():
     assert NAME in models.list_presets()
 
 
-@pytest.mark.backend_free
 def test_a_router_of_ones_own_works_in_every_preset(outside):
     sharp = outside.SharpRouter
     for router in ("sharp_token_choice", sharp, sharp(4)):
@@ -73,7 +70,6 @@ def test_a_router_of_ones_own_works_in_every_preset(outside):
     assert router.num_selected_experts == 1
 
 
-@pytest.mark.backend_free
 def test_its_weights_keep_public_paths():
     backbone = with_weights(models.from_preset(NAME, num_experts=4))
     paths = {weight.path for weight in backbone.weights}

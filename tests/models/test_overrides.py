@@ -6,8 +6,6 @@ from keras_moe.layers import MoEConfig
 from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import SoftRouter, TokenChoiceRouter
 
-pytestmark = pytest.mark.backend_free
-
 
 def named(**arguments):
     return {"name": "softmax_token_choice", **arguments}

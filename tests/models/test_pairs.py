@@ -223,7 +223,6 @@ def test_the_sigmoid_loss_is_the_default_with_a_bias():
     assert isinstance(ContrastiveModel(clip()).loss, SoftmaxContrastiveLoss)
 
 
-@pytest.mark.backend_free
 def test_a_step_runs_the_model_once(monkeypatch):
     model = ContrastiveModel(clip())
     model.train_on_batch(PAIRS)
@@ -250,7 +249,6 @@ def test_ids_make_positives():
 FOUR = {name: np.concatenate([x, x[:1]]) for name, x in PAIRS.items()}
 
 
-@pytest.mark.backend_free
 def test_padded_pairs_do_not_count():
     """The weights of arrays reach the loss, with ids and without."""
     model = ContrastiveModel(with_weights(clip()))
@@ -326,7 +324,6 @@ def test_a_preset_keeps_the_tokenizer_and_the_results(model, tmp_path):
     assert again.backbone.get_config() == model.backbone.get_config()
 
 
-@pytest.mark.backend_free
 def test_files_and_copies(model, tmp_path):
     captions = ["two cats", "a cat"]
     expected = model.similarity(IMAGES, captions)
@@ -340,7 +337,6 @@ def test_files_and_copies(model, tmp_path):
     assert model.encode_images(IMAGES[:0]).shape == (0, 4)
 
 
-@pytest.mark.backend_free
 def test_adapted_and_quantised_models_encode_with_their_new_weights(model):
     captions = ["two cats", "a cat"]
     adapted = model.copy()
@@ -357,7 +353,6 @@ def test_adapted_and_quantised_models_encode_with_their_new_weights(model):
     assert 0 < np.abs(received - before).max() < 2
 
 
-@pytest.mark.backend_free
 def test_routing_and_features_have_both_modalities(model):
     records = keras.Model(model.input, model.routing).predict(PAIRS, verbose=0)
     assert set(records) == {"image/block_1", "text/block_1"}
@@ -368,7 +363,6 @@ def test_routing_and_features_have_both_modalities(model):
     assert model.get_layer("text/block_1").feed_forward.router
 
 
-@pytest.mark.backend_free
 def test_towers_of_ones_own_bring_their_weights():
     image = with_weights(ViTBackbone(**IMAGE))
     text = with_weights(TextBackbone(**TEXT), seed=2)
@@ -387,7 +381,6 @@ def test_towers_of_ones_own_bring_their_weights():
         CLIPBackbone(image=image, text=text, projection_dim=4)
 
 
-@pytest.mark.backend_free
 def test_a_saved_pair_takes_another_projection(tmp_path):
     clip().save_to_preset(tmp_path / "pair")
     again = models.from_preset(
@@ -399,7 +392,6 @@ def test_a_saved_pair_takes_another_projection(tmp_path):
 # Overrides and descriptions
 
 
-@pytest.mark.backend_free
 def test_overrides_go_to_their_tower():
     def experts(**overrides):
         blueprint = models.resolve("clip_up_b32", overrides)
@@ -426,7 +418,6 @@ def test_overrides_go_to_their_tower():
         models.resolve("clip_b32", {"image": {"num_expert": 3}})
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "overrides", "gflops"),
     [
@@ -446,7 +437,6 @@ def test_published_operations(preset, overrides, gflops):
     assert received == pytest.approx(gflops, rel=0.005)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "millions", "active", "gflops"),
     [
@@ -468,7 +458,6 @@ def test_sizes_of_limoe(preset, millions, active, gflops):
     assert received.gflops == pytest.approx(gflops, rel=0.005)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", [x for x in PAIR_PRESETS if "emoji" not in x])
 def test_presets_route_as_their_papers_do(preset):
     config = models.resolve(preset, {}).config
@@ -478,7 +467,6 @@ def test_presets_route_as_their_papers_do(preset):
         assert not config.get("text", config)["mask_padding"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", PAIR_PRESETS)
 def test_every_preset_builds_and_describe_counts_it(preset):
     model = symbolic_model(lambda: models.from_preset(preset, task="contrastive"))
@@ -488,7 +476,6 @@ def test_every_preset_builds_and_describe_counts_it(preset):
     assert 0 < description.active_parameters <= description.parameters
 
 
-@pytest.mark.backend_free
 def test_parts_are_those_of_the_layers(backbone):
     description = models.describe(backbone)
     counts = {}
@@ -505,7 +492,6 @@ def test_parts_are_those_of_the_layers(backbone):
 # Refusals
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -528,7 +514,6 @@ def test_bad_pairs(backbone, changes, message):
             model.predict({**PAIRS, **changes}, verbose=0)
 
 
-@pytest.mark.backend_free
 def test_bad_calls(model, backbone):
     with pytest.raises(ValueError, match="none of \\['padding_mask'\\]"):
         backbone.predict({"images": IMAGES, "token_ids": IDS})
@@ -572,7 +557,6 @@ def test_bad_calls(model, backbone):
         ContrastiveModel(ViTBackbone(**IMAGE))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -15,8 +15,6 @@ SMALL = {
     "mlp_dim": 16,
 }
 
-pytestmark = pytest.mark.backend_free
-
 
 def classifier(pooling, pooling_query_key_norm=None, **kwargs):
     return ViTImageClassifier(

@@ -47,7 +47,6 @@ def saved(tmp_path_factory):
 # Built-in presets
 
 
-@pytest.mark.backend_free
 def test_the_zoo_is_complete():
     wanted = {f"{family}_{size}" for family in ("vit", "vmoe") for size in (
         "s32", "s16", "b32", "b16", "l32", "l16", "h14"
@@ -61,7 +60,6 @@ def test_the_zoo_is_complete():
         assert preset["source"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "sizes"),
     [
@@ -79,12 +77,10 @@ def test_sizes(preset, sizes):
     assert tuple(config[name] for name in names) == sizes
 
 
-@pytest.mark.backend_free
 def test_every_variant_names_its_source():
     assert all(variant.source for variant in VARIANTS.values())
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "moe_layers", "experts"),
     [
@@ -103,7 +99,6 @@ def test_which_blocks_are_moe(preset, moe_layers, experts):
         assert kinds[f"block_{moe_layers[0]}"] == f"MoE {experts}, K=2"
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", CLASSIFIERS)
 def test_heads_are_those_of_the_released_configs(preset):
     """google-research/vmoe, configs/vmoe_paper: common, pretrain_imagenet21k."""
@@ -122,7 +117,6 @@ def test_heads_are_those_of_the_released_configs(preset):
         assert head[0] is None
 
 
-@pytest.mark.backend_free
 def test_heads_of_presets_fit_what_is_overridden():
     small = {
         "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
@@ -143,7 +137,6 @@ def test_heads_of_presets_fit_what_is_overridden():
 # describe
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "overrides"),
     [
@@ -168,7 +161,6 @@ def test_describe_counts_what_the_model_has(preset, overrides):
         assert part.parameters == counted, part
 
 
-@pytest.mark.backend_free
 def test_describe_by_hand():
     description = models.describe(
         "vit_s32", image_shape=(64, 32, 3), hidden_dim=4, num_layers=1, num_heads=1,
@@ -185,7 +177,6 @@ def test_describe_by_hand():
     assert description.active_parameters == description.parameters
 
 
-@pytest.mark.backend_free
 def test_describe_moe_by_hand():
     dense, sparse = (
         models.describe("vit_s32", moe_layers=moe, num_experts=8, num_layers=2)
@@ -199,7 +190,6 @@ def test_describe_moe_by_hand():
     assert round(extra) == 2 * 50 * router + 4 * 50 * 384 * 1536
 
 
-@pytest.mark.backend_free
 def test_describe_h14_is_quick_and_allocates_nothing():
     program = """
 import resource, sys, time
@@ -228,7 +218,6 @@ print(description.parameters)
     assert parameters > 7e9
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", ["vmoe_b32", "mixer_b16", "mumoe_mixer_s16_cp"])
 def test_describe_refuses_more_layers_than_it_can_count_in_seconds(preset):
     for moe_layers in (None, "every_2", [0]):
@@ -238,7 +227,6 @@ def test_describe_refuses_more_layers_than_it_can_count_in_seconds(preset):
             models.describe(preset, num_layers=200_000, moe_layers=moe_layers)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", CLASSIFIERS)
 def test_every_preset_is_described(preset):
     description = models.describe(preset, num_classes=1000)
@@ -249,7 +237,6 @@ def test_every_preset_is_described(preset):
 # from_preset
 
 
-@pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_a_classifier_is_ready_for_fit():
     model = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
@@ -259,7 +246,6 @@ def test_a_classifier_is_ready_for_fit():
     assert "accuracy" in history.history
 
 
-@pytest.mark.backend_free
 def test_without_classes_an_architecture_gives_its_backbone():
     assert isinstance(
         models.from_preset("vmoe_digits", load_weights=False), ViTBackbone
@@ -270,7 +256,6 @@ def test_without_classes_an_architecture_gives_its_backbone():
     )
 
 
-@pytest.mark.backend_free
 def test_any_argument_can_be_overridden():
     model = models.from_preset(
         "vmoe_digits", num_classes=5, image_shape=(32, 16, 3), num_experts=4,
@@ -288,7 +273,6 @@ def test_any_argument_can_be_overridden():
     assert model.output_shape == (None, 5)
 
 
-@pytest.mark.backend_free
 def test_a_saved_task_comes_back_whole(saved):
     folder, expected = saved
     model = models.from_preset(str(folder))
@@ -298,7 +282,6 @@ def test_a_saved_task_comes_back_whole(saved):
     assert isinstance(backbone, ViTBackbone)
 
 
-@pytest.mark.backend_free
 def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     model = models.from_preset(str(saved[0]))
     model.fit(images(), np.zeros(3), verbose=0)
@@ -310,7 +293,6 @@ def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     assert os.path.getsize(tmp_path / "again" / "task.weights.h5") < 50_000
 
 
-@pytest.mark.backend_free
 def test_the_classes_load_too(saved):
     folder, expected = saved
     for cls in (ViTImageClassifier, keras_hub.models.ImageClassifier):
@@ -321,7 +303,6 @@ def test_the_classes_load_too(saved):
     assert "vmoe_b32" in ViTImageClassifier.presets
 
 
-@pytest.mark.backend_free
 def test_a_new_head_keeps_the_backbone(saved):
     folder, _ = saved
     model = models.from_preset(str(folder), num_classes=3)
@@ -332,7 +313,6 @@ def test_a_new_head_keeps_the_backbone(saved):
     )
 
 
-@pytest.mark.backend_free
 def test_overrides_of_a_saved_task_keep_its_weights(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), capacity_factor=3.0, priority="sum_gates")
@@ -340,14 +320,12 @@ def test_overrides_of_a_saved_task_keep_its_weights(saved):
     np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
 
 
-@pytest.mark.backend_free
 def test_random_weights_on_demand(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), load_weights=False)
     assert np.abs(model.predict(images(), verbose=0) - expected).max() > 1e-3
 
 
-@pytest.mark.backend_free
 def test_another_image_size_resizes_the_positions(saved):
     folder, _ = saved
     old = models.from_preset(str(folder), task="backbone")
@@ -363,7 +341,6 @@ def test_another_image_size_resizes_the_positions(saved):
     assert model.predict(np.zeros((2, 32, 24, 1)), verbose=0).shape == (2, 10)
 
 
-@pytest.mark.backend_free
 def test_a_grid_that_is_not_square_is_remembered(tmp_path):
     backbone = models.from_preset(
         "vmoe_digits", image_shape=(8, 32, 1), load_weights=False
@@ -443,7 +420,6 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
 # Bad input
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -510,7 +486,6 @@ def test_bad_arguments_are_refused_with_their_values(kwargs, message):
         models.from_preset(**{"preset": "vmoe_digits", "load_weights": False, **kwargs})
 
 
-@pytest.mark.backend_free
 def test_the_classes_refuse_misspelt_arguments_too():
     with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
         ViTBackbone.from_preset("vmoe_digits", num_expert=8, load_weights=False)
@@ -529,7 +504,6 @@ def broken(folder, tmp_path):
     return copy
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "name", ["config.json", "model.weights.h5", "task.json", "task.weights.h5"]
 )
@@ -540,7 +514,6 @@ def test_a_missing_file_is_named(saved, tmp_path, name):
         models.from_preset(str(folder))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "name", ["config.json", "task.json", "model.weights.h5", "task.weights.h5"]
 )
@@ -552,7 +525,6 @@ def test_a_truncated_file_is_named(saved, tmp_path, name):
         models.from_preset(str(folder))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -569,7 +541,6 @@ def test_a_foreign_file_is_named(saved, tmp_path, name, content, message):
         models.from_preset(str(folder))
 
 
-@pytest.mark.backend_free
 def test_an_unknown_class_is_refused(saved, tmp_path):
     folder = broken(saved[0], tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -579,7 +550,6 @@ def test_an_unknown_class_is_refused(saved, tmp_path):
         models.from_preset(str(folder))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -603,7 +573,6 @@ def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
         )
 
 
-@pytest.mark.backend_free
 def test_sharded_weights_are_checked_too(tmp_path):
     model = digits_model()
     model.save_to_preset(tmp_path / "shards", max_shard_size=3e-4)
@@ -616,7 +585,6 @@ def test_sharded_weights_are_checked_too(tmp_path):
         models.from_preset(str(tmp_path / "shards"), moe_layers=[0, 2])
 
 
-@pytest.mark.backend_free
 def test_shards_outside_the_folder_are_refused(tmp_path):
     folder = tmp_path / "shards"
     digits_model().save_to_preset(folder, max_shard_size=3e-4)
@@ -636,7 +604,6 @@ def test_shards_outside_the_folder_are_refused(tmp_path):
 
 
 # Not float16: JAX has no attention in it on CPUs.
-@pytest.mark.backend_free
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 def test_the_dtype_policy_is_saved(tmp_path, policy):
     model = digits_model(dtype=policy)
@@ -657,7 +624,6 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
     assert loaded.dtype_policy.name == "float32"
 
 
-@pytest.mark.backend_free
 def test_what_a_caller_changes_stays_with_the_caller():
     mine = {"router_z": 0.5}
     backbone = models.from_preset(
@@ -673,7 +639,6 @@ def test_what_a_caller_changes_stays_with_the_caller():
     )
 
 
-@pytest.mark.backend_free
 def test_describe_reads_a_saved_task(tmp_path):
     model = models.from_preset(
         "vmoe_digits",
@@ -690,7 +655,6 @@ def test_describe_reads_a_saved_task(tmp_path):
         models.describe("vmoe_digits", num_classes=-5)
 
 
-@pytest.mark.backend_free
 def test_describe_counts_the_head_that_was_saved(tmp_path):
     model = models.from_preset(
         "vmoe_digits",
@@ -713,7 +677,6 @@ def test_describe_counts_the_head_that_was_saved(tmp_path):
     assert actual == model.backbone.count_params()
 
 
-@pytest.mark.backend_free
 def test_a_folder_that_is_no_preset_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json"):
         models.from_preset(str(tmp_path))
@@ -726,7 +689,6 @@ class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("at", ["save_weights", "rename"])
 def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, at):
     folder = tmp_path / "preset"
@@ -760,7 +722,6 @@ def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, 
     np.testing.assert_array_equal(loaded.predict(images(), verbose=0), expected)
 
 
-@pytest.mark.backend_free
 def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     folder, previous = tmp_path / "preset", tmp_path / ".preset.previous"
     model = digits_model()
@@ -780,7 +741,6 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 def test_reading_never_deletes(saved, tmp_path):
     folder = broken(saved[0], tmp_path)
     for name in (".copy.previous", ".copy.partial"):
@@ -791,7 +751,6 @@ def test_reading_never_deletes(saved, tmp_path):
     assert (tmp_path / ".copy.partial" / "notes.txt").exists()
 
 
-@pytest.mark.backend_free
 def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
@@ -807,7 +766,6 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     assert isinstance(models.from_preset(str(folder)), ViTBackbone)
 
 
-@pytest.mark.backend_free
 def test_saving_over_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="older preset"):
@@ -819,7 +777,6 @@ def test_saving_over_something_else_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.backend_free
 def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_path):
     bert = keras_hub.models.BertBackbone(5, 1, 1, 4, 4, max_sequence_length=4)
     bert.save_to_preset(tmp_path / "bert")
@@ -858,13 +815,11 @@ assert not failures, failures
 """
 
 
-@pytest.mark.backend_free
 def test_models_are_built_in_several_threads():
     # The first models of a process: Keras changes their classes when it builds them.
     subprocess.run([sys.executable, "-c", BUILD], check=True)
 
 
-@pytest.mark.backend_free
 def test_a_dense_model_has_no_router_arguments():
     dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
     with pytest.raises(ValueError, match="ViTBackbone without"):

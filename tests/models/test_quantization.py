@@ -73,7 +73,6 @@ def test_attention_and_experts_become_int8_and_routers_do_not(kwargs):
     assert np.median(np.abs(after - before)) < 0.05 * np.abs(before).max()
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_int8_models_come_back(tmp_path, policy):
     model = classifier(
@@ -105,7 +104,6 @@ def own(weight):
     return weight.path
 
 
-@pytest.mark.backend_free
 def test_another_head_on_an_int8_backbone(tmp_path):
     model = classifier()
     model.quantize("int8")
@@ -117,7 +115,6 @@ def test_another_head_on_an_int8_backbone(tmp_path):
     assert sorted(dtypes[0]) == sorted(dtypes[1])
 
 
-@pytest.mark.backend_free
 def test_filters_choose_the_experts_alone(tmp_path):
     model = classifier()
     model.quantize("int8", filters="experts")
@@ -128,7 +125,6 @@ def test_filters_choose_the_experts_alone(tmp_path):
     assert {w.path for w in loaded.weights if w.dtype == "int8"} == int8
 
 
-@pytest.mark.backend_free
 def test_an_int8_mixer_comes_back(tmp_path):
     sizes = {name: size for name, size in SMALL.items() if name != "num_heads"}
     model = MixerBackbone.from_config({**sizes, "token_mlp_dim": 8})
@@ -141,7 +137,6 @@ def test_an_int8_mixer_comes_back(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_digits_are_recognised_as_well_with_int8():
     keras.utils.set_random_seed(0)

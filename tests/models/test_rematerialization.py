@@ -46,7 +46,6 @@ def test_training_with_auxiliary_losses_is_the_plain_one():
         np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_the_argument_reaches_every_block_and_round_trips():
     mixer = {name: size for name, size in SMALL.items() if name != "num_heads"}
     for backbone in (

@@ -22,7 +22,6 @@ from tests.small_models import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("op_by_op")
-backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
 
 
@@ -71,7 +70,6 @@ def without_checksums(folder):
 # Disks that are full
 
 
-@backend_free
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     model = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
     adapted = models.ViTBackbone.from_config(SMALL)
@@ -99,7 +97,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
 # One process at a time
 
 
-@backend_free
 def test_writers_of_one_folder_take_turns(presets, tmp_path):
     """Today's readers see one of them, whole, and no writer fails."""
     errors = []
@@ -126,7 +123,6 @@ def test_writers_of_one_folder_take_turns(presets, tmp_path):
     }
 
 
-@backend_free
 def test_a_writer_that_takes_too_long_is_named(presets, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_PATIENCE", 0.1)
     with staged(tmp_path / "one") as folder:
@@ -154,7 +150,6 @@ def in_thread(function):
     return errors
 
 
-@backend_free
 def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
     mine = [".one.abcd1234.partial"]
     others = [".one.partial", ".two.abcd1234.partial", ".one.two.abcd1234.partial"]
@@ -168,7 +163,6 @@ def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
     assert set(os.listdir(tmp_path)) == expected
 
 
-@backend_free
 def test_pipes_and_broken_paths_are_refused(copies):
     path = copies / "whole" / "metadata.json"
     path.unlink()
@@ -181,7 +175,6 @@ def test_pipes_and_broken_paths_are_refused(copies):
         models.from_preset(copies / "shards").save_to_preset("a\0b")
 
 
-@backend_free
 def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
     target, previous = tmp_path / "one", tmp_path / ".one.previous"
     shutil.copytree(presets / "whole", previous)
@@ -200,7 +193,6 @@ def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
 # Modes and disks
 
 
-@backend_free
 def test_a_private_folder_keeps_its_mode(presets, tmp_path):
     target = tmp_path / "one"
     shutil.copytree(presets / "whole", target)
@@ -211,7 +203,6 @@ def test_a_private_folder_keeps_its_mode(presets, tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
 
 
-@backend_free
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_modes_follow_the_umask(model, tmp_path, umask):
     backbone = models.ViTBackbone.from_config(SMALL)
@@ -231,7 +222,6 @@ def test_modes_follow_the_umask(model, tmp_path, umask):
         assert stat.S_IMODE(path.stat().st_mode) == widest & ~umask, path
 
 
-@backend_free
 def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypatch):
     synced, renamed = set(), []
     fsync, rename = os.fsync, os.rename
@@ -258,7 +248,6 @@ def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypat
 # Damage
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
@@ -289,7 +278,6 @@ def test_changed_weights_are_refused(copies, folder, name):
     models.from_preset(folder)
 
 
-@backend_free
 def test_damaged_files_are_named_with_or_without_checksums(copies, model):
     folder = copies / "whole"
     path = folder / "model.weights.h5"
@@ -320,7 +308,6 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
     assert [x for x in errors if not any(text in x for text in report)] == []
 
 
-@backend_free
 def test_a_damaged_preset_is_named_by_describe(copies):
     folder = copies / "whole"
     path = folder / "config.json"
@@ -349,7 +336,6 @@ def test_a_damaged_preset_is_named_by_describe(copies):
         models.describe(folder)
 
 
-@backend_free
 def test_damaged_pairs_and_soups_are_named(model, tmp_path):
     backbone = models.ViTBackbone.from_config(SMALL)
     backbone.enable_lora(2)
@@ -372,7 +358,6 @@ def test_damaged_pairs_and_soups_are_named(model, tmp_path):
 # The files are Keras's
 
 
-@backend_free
 @pytest.mark.parametrize("size", [None, 1.2e-5])
 def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
     """Same names and values, and Keras reads them: they are only written otherwise."""
@@ -416,7 +401,6 @@ def contents(file):
     return by_path
 
 
-@backend_free
 def test_shards_in_a_folder_with_any_name(model, tmp_path):
     path = tmp_path / "mod\u00e8le.weights.json"
     model.save_weights(path, max_shard_size=1.2e-5)

@@ -74,7 +74,6 @@ def test_inference_keeps_everything():
     np.testing.assert_allclose(branches(block(), training=False), 11.0, rtol=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", MAKERS)
 def test_rates_rise_on_a_line_and_round_trip(name, tmp_path):
     backbone = MAKERS[name](num_layers=5, stochastic_depth=0.2, seed=7)
@@ -95,7 +94,6 @@ def test_rates_rise_on_a_line_and_round_trip(name, tmp_path):
     assert len(set(seeds)) == len(seeds)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_costs_nothing_and_is_off_by_default(name):
     plain, deep = (
@@ -108,7 +106,6 @@ def test_it_costs_nothing_and_is_off_by_default(name):
     assert MAKERS[name]().get_config()["stochastic_depth"] == 0.0
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan"), "0.1", True])
 def test_bad_rates_are_refused(rate):
     for make in (block, *MAKERS.values()):

@@ -9,7 +9,6 @@ from keras_moe import models
 from keras_moe.models import MoETask, ViTBackbone
 from tests.small_models import SMALL, images
 
-pytestmark = pytest.mark.backend_free
 IMAGES = images(3, *SMALL["image_shape"])
 TOKEN_IDS = np.array([[1, 2], [3, 0], [4, 1]], "int32")
 

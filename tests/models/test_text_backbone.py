@@ -82,7 +82,6 @@ def test_padding_changes_no_result(causal):
         )
 
 
-@pytest.mark.backend_free
 def test_padding_may_count_as_tokens():
     model = with_weights(text(mask_padding=False, causal=False, pooling="last"))
     received = model.predict(texts(), verbose=0)
@@ -94,7 +93,6 @@ def test_padding_may_count_as_tokens():
     np.testing.assert_allclose(difference[1], 0, atol=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("pooling", "positions"),
     [("first", [0, 0]), ("last", [2, 4]), ("end_of_text", [2, 4])],
@@ -109,7 +107,6 @@ def test_pooled_is_the_projection_of_a_token(pooling, positions):
     assert plain.output["pooled"].shape == (None, 8)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("pooling", ["map", "max"])
 def test_pooling_of_all_tokens_reads_no_padding(pooling):
     model = with_weights(text(pooling=pooling, causal=False))
@@ -123,7 +120,6 @@ def test_pooling_of_all_tokens_reads_no_padding(pooling):
 # Experts
 
 
-@pytest.mark.backend_free
 def test_routing_and_features_by_name(moe):
     record = keras.Model(moe.input, moe.routing)(texts())["block_1"]
     dispatched = keras.ops.convert_to_numpy(record.dispatched)
@@ -146,7 +142,6 @@ def test_modalities_have_pools_of_experts():
         assert served.any(axis=-1).all()
 
 
-@pytest.mark.backend_free
 def test_every_router_reads_texts():
     for router in ("soft", "softmax_expert_choice", "sinkhorn_token_choice", "mumoe"):
         model = text(**MOE, router=router)
@@ -158,7 +153,6 @@ def test_every_router_reads_texts():
 # Counting, saving, training
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "kwargs", [{}, MOE, {"pooling": "map", "projection_bias": True}]
 )
@@ -182,7 +176,6 @@ def test_it_is_described_and_laid_out(kwargs):
     assert any("experts" in rule for rule in rules.weights) == ("moe_layers" in kwargs)
 
 
-@pytest.mark.backend_free
 def test_costs_by_hand():
     described = models.describe(text())
     parts = {part.name: part for part in described.parts}
@@ -208,7 +201,6 @@ def test_the_defaults_are_the_text_tower_of_clip():
     assert described.gflops == (12 * per_block + 2 * 512**2) / 1e9
 
 
-@pytest.mark.backend_free
 def test_presets_round_trip(moe, tmp_path):
     moe.save_to_preset(tmp_path / "saved")
     again = models.from_preset(str(tmp_path / "saved"))
@@ -225,14 +217,12 @@ def test_presets_round_trip(moe, tmp_path):
         models.from_preset(str(tmp_path / "saved"), max_length=7)
 
 
-@pytest.mark.backend_free
 def test_soft_routers_keep_their_slots_for_shorter_texts(tmp_path):
     text(**MOE, router="soft").save_to_preset(tmp_path / "saved")
     shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
     assert shorter.predict(texts(), verbose=0)["pooled"].shape == (2, 4)
 
 
-@pytest.mark.backend_free
 def test_overrides_by_flat_names():
     models.register_presets(
         {"text_tiny": {
@@ -249,7 +239,6 @@ def test_overrides_by_flat_names():
         models.from_preset("text_tiny", num_classes=3)
 
 
-@pytest.mark.backend_free
 def test_every_argument_round_trips():
     kwargs = {
         "causal": False,
@@ -296,7 +285,6 @@ def test_fit():
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.backend_free
 def test_low_rank_pairs_and_int8_of_token_ids():
     model = with_weights(text(num_layers=1))
     expected = outputs(model, texts())["pooled"]
@@ -313,7 +301,6 @@ def test_low_rank_pairs_and_int8_of_token_ids():
 # Bad input
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -343,7 +330,6 @@ def test_bad_arguments(kwargs, message):
         text(**kwargs)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -365,7 +351,6 @@ def test_bad_texts(inputs, message):
             getattr(model, method)(inputs)
 
 
-@pytest.mark.backend_free
 def test_no_texts_have_no_outputs():
     model = text(num_layers=1)
     for received in (
@@ -378,7 +363,6 @@ def test_no_texts_have_no_outputs():
         model.evaluate(texts(IDS[:0]))
 
 
-@pytest.mark.backend_free
 def test_texts_of_unknown_values_pass():
     model = text(mask_padding=False)
     model._check_inputs(texts(np.zeros((2, 3), "int32")))

@@ -17,8 +17,6 @@ from keras_moe import models
 from keras_moe.models import TextBackbone, TextTokenizer, byte_pairs
 from keras_moe.models.byte_pairs import clip_byte_pairs
 
-pytestmark = pytest.mark.backend_free
-
 CAPTIONS = [
     "A photo of a cat.",
     "two  dogs\tand\na   bird",

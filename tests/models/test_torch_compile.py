@@ -2,12 +2,9 @@
 
 import keras
 import numpy as np
-import pytest
 
 from keras_moe.models import ViTBackbone
 from tests.small_models import SMALL, images, with_weights
-
-pytestmark = pytest.mark.backend_free
 
 
 def test_a_dense_model_compiles_as_one_graph():

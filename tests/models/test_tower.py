@@ -139,7 +139,6 @@ def test_attention_by_hand():
     assert SelfAttention.from_config(causal.get_config()).causal
 
 
-@pytest.mark.backend_free
 def test_masks_that_do_not_fit_are_refused():
     block = EncoderBlock(SelfAttention(2, 4), MLP(8))
     with pytest.raises(ValueError, match=r"mask.shape=\(3, 5\)"):
@@ -152,7 +151,6 @@ def test_masks_that_do_not_fit_are_refused():
         EncoderBlock(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
 
 
-@pytest.mark.backend_free
 def test_a_mask_may_be_a_list():
     experts = MoE(TokenChoiceRouter(2), Experts(2, 8))
     for block in (

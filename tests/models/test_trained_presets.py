@@ -46,7 +46,6 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert model.classify(photo)[0].name == str(labels[0])
 
 
-@pytest.mark.backend_free
 def test_a_tokenizer_ships_with_its_checksums():
     folder = ROOT / "presets" / "limoe_emoji"
     listed = json.loads((folder / "metadata.json").read_text())["sha256"]
@@ -76,7 +75,6 @@ def test_emoji_find_their_names_as_well_as_the_list_says():
         assert actual[metric] == pytest.approx(value, abs=2 * IMAGES / 400)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_folder_is_small_and_has_the_model_of_its_list_and_recipe(name):
     folder = Path(TRAINED[name]["weights"])
@@ -110,7 +108,6 @@ LICENCES = {
 }
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
     folder, recipe = Path(TRAINED[name]["weights"]), load_recipe(name)
@@ -146,7 +143,6 @@ def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
     assert picture.stat().st_size < 50_000
 
 
-@pytest.mark.backend_free
 def test_a_card_is_renewed_without_its_weights(copy_of_digits, monkeypatch):
     folder = copy_of_digits
     folder.with_suffix(".json").write_bytes(
@@ -176,7 +172,6 @@ def test_a_card_is_renewed_without_its_weights(copy_of_digits, monkeypatch):
     assert (folder / "README.md").read_bytes() == before["README.md"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", TRAINED)
 def test_experts_work(name):
     """No expert is without tokens; those of digits have a fair share each."""
@@ -204,7 +199,6 @@ def test_experts_work(name):
         assert load.min() > least * load.mean()
 
 
-@pytest.mark.backend_free
 def test_the_list_and_the_zoo_have_the_figures():
     page = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`(\w+)`\]\S* \| .* \| ([^|]*%) \|", page, re.M)
@@ -219,7 +213,6 @@ def test_the_list_and_the_zoo_have_the_figures():
             assert f"{value:.1%}" in line
 
 
-@pytest.mark.backend_free
 def test_heads_backbones_and_image_sizes():
     trained = models.from_preset("vmoe_digits")
     kernel = "block_1/moe/experts/hidden_kernel"
@@ -245,7 +238,6 @@ def test_heads_backbones_and_image_sizes():
     assert not np.array_equal(weight(random, kernel), weight(trained, kernel))
 
 
-@pytest.mark.backend_free
 def test_a_trained_preset_is_saved_and_loaded(tmp_path):
     images, _ = digits_of_tests()
     model = models.from_preset("vmoe_digits")
@@ -256,7 +248,6 @@ def test_a_trained_preset_is_saved_and_loaded(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -288,7 +279,6 @@ def copy_of_digits(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.backend_free
 def test_weights_of_ones_own_are_registered(copy_of_digits):
     assert models.list_presets()["mine"] == models.list_presets()["vmoe_digits"]
     assert type(models.from_preset("mine")).__name__ == "ViTImageClassifier"
@@ -305,7 +295,6 @@ def test_weights_of_ones_own_are_registered(copy_of_digits):
         )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", ["model.weights.h5", "task.weights.h5"])
 def test_damaged_files_are_refused(copy_of_digits, name):
     path = copy_of_digits / name
@@ -319,7 +308,6 @@ def test_damaged_files_are_refused(copy_of_digits, name):
         models.from_preset("mine")
 
 
-@pytest.mark.backend_free
 def test_missing_folders_are_named(copy_of_digits):
     shutil.rmtree(copy_of_digits)
     for make in (models.from_preset, models.ViTBackbone.from_preset, models.describe):
@@ -328,7 +316,6 @@ def test_missing_folders_are_named(copy_of_digits):
     assert models.from_preset("mine", load_weights=False).count_params() > 0
 
 
-@pytest.mark.backend_free
 def test_training_from_scratch_ignores_the_weights():
     recipe = load_recipe("vmoe_digits")
     kernel = "block_1/moe/experts/hidden_kernel"
@@ -355,7 +342,6 @@ def test_training_from_scratch_ignores_the_weights():
         recipe.replace(model={"load_weights": 1})
 
 
-@pytest.mark.backend_free
 def test_layouts_and_costs_of_arguments_that_do_not_fit_the_weights():
     other = {"constant_experts": 1, "dropless": True}
     for count in (

@@ -90,7 +90,6 @@ def plain(config):
     return json.loads(json.dumps(config))
 
 
-@pytest.mark.backend_free
 def test_every_argument_of_the_backbone_round_trips():
     backbone = ViTBackbone.from_config(NOT_DEFAULT)
     config = backbone.get_config()
@@ -109,7 +108,6 @@ def test_every_argument_of_the_backbone_round_trips():
     assert moe.router.dropless
 
 
-@pytest.mark.backend_free
 def test_every_argument_of_the_classifier_round_trips():
     model = ViTImageClassifier(
         ViTBackbone.from_config(SMALL),
@@ -133,7 +131,6 @@ def test_every_argument_of_the_classifier_round_trips():
     assert again.name == "mine"
 
 
-@pytest.mark.backend_free
 def test_losses_may_be_given_as_objects():
     backbone = ViTBackbone.from_config(
         {**SMALL, "auxiliary_losses": [losses.AuxiliaryLoss("router_z", 0.25)]}
@@ -143,7 +140,6 @@ def test_losses_may_be_given_as_objects():
     assert (loss.name, loss.weight) == ("router_z", 0.25)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "moe_layers", [range(1, 2), np.array([1]), {1}, (np.int64(1),), (i for i in [1])]
 )
@@ -152,13 +148,11 @@ def test_moe_layers_of_any_kind_are_saved_as_a_list(moe_layers):
     assert plain(backbone.get_config())["moe"]["moe_layers"] == [1]
 
 
-@pytest.mark.backend_free
 def test_numpy_integers_are_integers():
     model = classifier(num_classes=np.int64(3), num_experts=np.int64(4))
     assert plain(model.get_config())["num_classes"] == 3
 
 
-@pytest.mark.backend_free
 def test_each_site_that_draws_has_a_seed_of_its_own():
     model = classifier(
         seed=5, dropout_rate=0.1, attention_dropout=0.1, expert_dropout=0.1
@@ -187,14 +181,12 @@ def test_the_defaults_train_under_every_policy():
         assert np.isfinite(history["loss"]).all()
 
 
-@pytest.mark.backend_free
 def test_a_dense_vit_is_the_same_class():
     backbone = ViTBackbone.from_config({**SMALL, "moe_layers": None})
     assert backbone.routing == {}
     assert not [w for w in backbone.weights if "router" in w.path]
 
 
-@pytest.mark.backend_free
 def test_weight_names_are_those_of_the_design():
     paths = [w.path for w in ViTBackbone.from_config(SMALL).weights]
     for name in (
@@ -427,7 +419,6 @@ def test_without_position_embedding_places_do_not_matter(class_token):
         ViTBackbone.from_config({**kwargs, "position_embedding": "rotary"})
 
 
-@pytest.mark.backend_free
 def test_all_routers_cost_alike():
     slots = {}
     for name in ROUTERS:
@@ -444,7 +435,6 @@ def test_all_routers_cost_alike():
         assert capacity == 56, name  # 54, as a multiple of 4
 
 
-@pytest.mark.backend_free
 def test_which_losses_auto_means():
     def names(**kwargs):
         moe = (
@@ -463,7 +453,6 @@ def test_which_losses_auto_means():
     ) == ["router_z"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -502,7 +491,6 @@ def test_routers_refuse_what_they_cannot_do(arguments, message):
     assert "Expected" in str(error.value)
 
 
-@pytest.mark.backend_free
 def test_options_reach_the_router_and_round_trip():
     options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
     backbone = ViTBackbone.from_config(
@@ -515,7 +503,6 @@ def test_options_reach_the_router_and_round_trip():
     assert soft.get_layer("block_1").feed_forward.router.slots.shape == (16, 4, 3)
 
 
-@pytest.mark.backend_free
 def test_noise_is_the_routers_own_unless_it_is_set():
     def noise(**arguments):
         backbone = ViTBackbone.from_config(
@@ -538,7 +525,6 @@ def test_noise_is_the_routers_own_unless_it_is_set():
     assert noise(router=router, **options) == (0.0, True)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("router", ["sinkhorn_token_choice", "softmax_expert_choice"])
 def test_presets_follow_their_router(router):
     overrides = {"num_layers": 2, "router": router, "auxiliary_losses": None}
@@ -578,7 +564,6 @@ def test_exported_models_serve_any_batch(router, tmp_path):
         )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("seed", [1.5, -1, "x", True])
 def test_a_seed_is_named_as_it_was_given(seed):
     with pytest.raises(ValueError, match=f"4294967295; received: seed={seed!r}$"):

@@ -18,7 +18,7 @@ from keras_moe.models.weights_file import (
     save_weights,
 )
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 @pytest.fixture
