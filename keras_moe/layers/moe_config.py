@@ -409,19 +409,14 @@ def _check_pruned_blocks(pruning, indices):
 
 def check_num_layers(num_layers: Any) -> int:
     """`num_layers`, if it is an integer of at least 1 and at most `MAX_LAYERS`."""
-    if check_integer("num_layers", num_layers) > MAX_LAYERS:
-        raise ValueError(
-            f"Expected num_layers to be at most {MAX_LAYERS}; "
-            f"received: num_layers={num_layers}"
-        )
-    return int(num_layers)
+    return check_integer("num_layers", num_layers, maximum=MAX_LAYERS)
 
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     """The indices of the blocks whose feed-forward layer is a mixture of experts.
 
     Args:
-        moe_layers: None or an empty sequence for a dense network; indices from 0;
+        moe_layers: None for a dense network; indices from 0;
             `"every_n"` for blocks n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5, ...);
             or `"last_n"` for the last n of `"every_2"`.
         num_layers: the number of blocks.
@@ -460,15 +455,10 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
                 f"received: moe_layers={moe_layers!r}"
             )
         return indices
-    try:
-        indices = [
-            check_integer("moe_layers", index, -num_layers) for index in moe_layers
-        ]
-    except TypeError:
-        raise ValueError(
-            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
-            f"received: moe_layers={moe_layers!r}"
-        ) from None
+    indices = [
+        check_integer("moe_layers", index, -num_layers)
+        for index in plain_moe_layers(moe_layers)
+    ]
     if not indices:
         raise ValueError(
             "Expected moe_layers=None for a model without MoE blocks; "
@@ -479,7 +469,7 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"Expected each block once; received: moe_layers={list(moe_layers)}"
         )
-    if indices and not 0 <= indices[0] <= indices[-1] < num_layers:
+    if not 0 <= indices[0] <= indices[-1] < num_layers:
         raise ValueError(
             f"Expected moe_layers between 0 and num_layers - 1 = {num_layers - 1}; "
             f"received: moe_layers={list(moe_layers)}"

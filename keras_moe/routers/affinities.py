@@ -22,26 +22,24 @@ MAX_ITERATIONS = 100_000
 
 def check_iterations(iterations: Any) -> int:
     """`iterations` of a solver as an int, if they are from 1 to 100,000."""
-    if check_integer("iterations", iterations) > MAX_ITERATIONS:
-        raise ValueError(
-            f"Expected iterations of at most {MAX_ITERATIONS}; "
-            f"received: iterations={iterations}"
-        )
-    return int(iterations)
+    return check_integer("iterations", iterations, maximum=MAX_ITERATIONS)
 
 
 class Affinity:
     """A function from a router's logits to the matrix that allocates slots.
 
     Subclasses implement `__call__`, and `get_config` if they have arguments. They may
-    also set the training noise of a router that reads them, and whether its combine
-    weights have the noise.
+    also set the default noise of their routers, and whether it reaches the combine
+    weights.
 
     Example:
 
-    >>> from keras_moe.routers import Affinity, SinkhornAffinity
-    >>> issubclass(SinkhornAffinity, Affinity)
-    True
+    >>> from keras_moe.routers import Affinity, TokenChoiceRouter
+    >>> class Squared(Affinity):
+    ...     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
+    ...         return gates**2
+    >>> TokenChoiceRouter(num_experts=4, affinity=Squared()).noise_std
+    0.0
     """
 
     # Standard deviation of the training noise, times E, by default: equations 7 to 9 of
