@@ -11,7 +11,7 @@
   const ALL = "all";
   const [rows, columns] = data.grid || [0, 0];
 
-  // The bits of `pack` in markup.py: expert, whether it serves, value.
+  // The bits of `pack` in _markup.py: expert, whether it serves, value.
   const decoded = new Map();
   function entriesOf(exampleIndex, layerIndex) {
     const place = exampleIndex + "/" + layerIndex;

@@ -16,9 +16,9 @@ from keras_moe._version import __version__
 from keras_moe.analysis.plots.figure import figure_svg, write_figure
 from keras_moe.checks import check_integer
 from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
-from keras_moe.report.data import RoutedData, array_length
+from keras_moe.report._data import RoutedData, array_length
+from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report.model import reported_model
-from keras_moe.report.queues import ShuffledBatches, whole_groups
 from keras_moe.report.section import (
     LEVELS,
     Figure,

@@ -1,4 +1,4 @@
-"""Experts that routers no longer choose, one by one and by kinds."""
+"""Experts that routers no longer choose, one by one and by type."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ CLASSES = 3
 LABELS = np.arange(24) % CLASSES
 BLOCKS = ("block_0", "block_1")
 # FFN 0-2, zero 3, copy 4, constant 5 and 6.
-KINDS = {
+TYPES = {
     "num_experts": 3,
     "zero_experts": 1,
     "copy_experts": 1,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 def classifier(**changes):
-    sizes = {**SMALL, "router": "softmax_token_choice", **KINDS, **changes}
+    sizes = {**SMALL, "router": "softmax_token_choice", **TYPES, **changes}
     model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), CLASSES)
     return with_weights(model)
 
@@ -97,15 +97,15 @@ def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
     excluded = twice.backbone.moe.router_arguments["excluded_experts"]
-    kinds = twice.backbone.expert_types
-    of_copy = range(kinds.total)[kinds.slices()["copy"]]
+    types = twice.backbone.expert_types
+    of_copy = range(types.total)[types.slices()["copy"]]
     before = once.backbone.moe.router_arguments["excluded_experts"]
     assert excluded == sorted({*before, *of_copy})
     assert len(excluded) > len(before)
 
 
 @pytest.mark.backend_free
-def test_kinds_are_excluded_from_a_model_that_is_saved(tmp_path):
+def test_types_are_excluded_from_a_model_that_is_saved(tmp_path):
     model = classifier()
     inputs = images(6, *SHAPE)
     before = [to_numpy(w) for w in model.weights]
@@ -134,7 +134,7 @@ def shares(model, inputs):
 
 
 @pytest.mark.backend_free
-def test_every_kind_is_ablated():
+def test_every_type_is_ablated():
     model = classifier()
     inputs = images(24, *SHAPE)
     removed = ["zero", 4, "constant", ("zero", "copy", "constant"), "ffn", 0]

@@ -11,9 +11,9 @@ import pytest
 
 from keras_moe import models
 from keras_moe.report import write_report, writing
-from keras_moe.report.data import RoutedData
+from keras_moe.report._data import RoutedData
+from keras_moe.report._queues import Groups, queues_of_layers, whole_groups
 from keras_moe.report.model import reported_model
-from keras_moe.report.queues import Groups, queues_of_layers, whole_groups
 from keras_moe.report.section import MAX_CLASSES, Options
 from keras_moe.report.sections.loads import LayerCounts, health_findings
 from keras_moe.report.sections.mumoe import MuMoEExperts

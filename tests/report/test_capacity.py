@@ -11,9 +11,10 @@ from PIL import Image
 
 from keras_moe.analysis.plots.figure import figure_svg
 from keras_moe.analysis.routing import expert_queues, served_at
-from keras_moe.report import Figure, Html, Options, Table, queues
-from keras_moe.report.markup import patch_tile, sprite, tile_of
-from keras_moe.report.queues import queues_of_layers
+from keras_moe.report import Figure, Html, Options, Table
+from keras_moe.report import _queues as queues
+from keras_moe.report._markup import patch_tile, sprite, tile_of
+from keras_moe.report._queues import queues_of_layers
 from keras_moe.report.sections.capacity import DroppedPatches, Priorities
 from keras_moe.report.sections.loads import LayerCounts
 from keras_moe.report.sections.top_tokens import BestPatches, BestWords, TopTokens

@@ -10,7 +10,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.report import write_report
-from keras_moe.report.data import RoutedData, labels_of
+from keras_moe.report._data import RoutedData, labels_of
 from keras_moe.report.model import reported_model
 from tests.small_models import images, small_classifier, small_pairs_model
 

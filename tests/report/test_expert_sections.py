@@ -9,7 +9,7 @@ from keras_moe import models
 from keras_moe.analysis import ablate_experts
 from keras_moe.layers import MuMoE
 from keras_moe.report import Figure, Options, Table
-from keras_moe.report.figures import draw_class_heat
+from keras_moe.report._figures import draw_class_heat
 from keras_moe.report.sections.compute import Compute
 from keras_moe.report.sections.mumoe import MuMoEExperts
 from keras_moe.report.writing import _parts

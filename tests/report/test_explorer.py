@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe.ops import Routing
-from keras_moe.report.markup import (
+from keras_moe.report._markup import (
     VALUE_BITS,
     TokenRouting,
     expert_map,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe.analysis.plots.figure import figure_svg
-from keras_moe.report import figures
+from keras_moe.report import _figures as figures
 from keras_moe.report.sections.transitions import draw_flows, main_flows
 
 pytestmark = pytest.mark.backend_free

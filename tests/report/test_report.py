@@ -23,7 +23,7 @@ from keras_moe.report import (
     write_report,
     writing,
 )
-from keras_moe.report.data import RoutedData
+from keras_moe.report._data import RoutedData
 from keras_moe.report.model import reported_model
 from keras_moe.report.sections.layers import Confidence, EntropySums
 from keras_moe.report.sections.loads import LayerCounts, demand, health_findings

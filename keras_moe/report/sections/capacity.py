@@ -8,7 +8,7 @@ import numpy as np
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.routing import served_at
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report.figures import (
+from keras_moe.report._figures import (
     MAX_PANELS,
     draw_drops,
     draw_modalities,
@@ -16,9 +16,9 @@ from keras_moe.report.figures import (
     draw_priorities,
     draw_queues,
 )
-from keras_moe.report.markup import drawable, sprite_figure, tile_of
+from keras_moe.report._markup import drawable, sprite_figure, tile_of
+from keras_moe.report._queues import Groups, queues_of_layers
 from keras_moe.report.model import ReportedModel
-from keras_moe.report.queues import Groups, queues_of_layers
 from keras_moe.report.section import (
     NO_TOKENS,
     Batch,

@@ -18,7 +18,7 @@ from keras_moe.analysis.plots import (
 )
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
-from keras_moe.report.markup import drawable
+from keras_moe.report._markup import drawable
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     MAX_WORDS,

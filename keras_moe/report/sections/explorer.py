@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report.markup import (
+from keras_moe.report._markup import (
     CELL,
     COLOURS,
     TokenRouting,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_moe.analysis.routing import entropy
-from keras_moe.report.figures import Line, draw_depth
+from keras_moe.report._figures import Line, draw_depth
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     Batch,

@@ -10,7 +10,7 @@ import numpy as np
 from keras_moe.analysis.plots import plot_coverage
 from keras_moe.analysis.pruning import CoverageCurve
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
-from keras_moe.report.figures import draw_class_map, draw_load_map, draw_loads
+from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     MAX_CLASSES,

@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_moe.analysis.ablation import ablate_experts
 from keras_moe.analysis.plots import plot_expert_load
-from keras_moe.report.figures import draw_class_heat
+from keras_moe.report._figures import draw_class_heat
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     MAX_CLASSES,

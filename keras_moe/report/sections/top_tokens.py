@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report.markup import patch_tile, sprite_figure
+from keras_moe.report._markup import patch_tile, sprite_figure
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel
 from keras_moe.report.section import (
     MAX_WORDS,
