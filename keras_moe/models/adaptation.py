@@ -1,4 +1,4 @@
-"""Low-rank adaptation of backbones: attention by default, experts by name."""
+"""LoRA adapters of backbones, and dtype policies of quantised layers."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
     """Freezes a backbone, and adds trainable low-rank pairs to some layers.
 
     KerasHub's own method leaves the biases of the layers trainable, which a file of the
-    pairs alone would lose: here they are frozen.
+    adapters would lose: here they are frozen.
     """
     layers = flatten_layers(backbone, include_self=False)
     able = {
@@ -43,7 +43,7 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
 def save_pairs(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Saves the low-rank pairs alone."""
+    """Saves only the low-rank pairs."""
     pairs = low_rank_pairs(backbone)
     if not pairs:
         raise ValueError(
@@ -138,7 +138,7 @@ def saved_policy(model: keras.Model) -> dict[str, Any]:
 
 
 def settle_policies(model: Any) -> None:
-    """Gives each layer its own policy in the place of a map for all.
+    """Gives each layer its own policy instead of one map for all.
 
     Keras's quantised layers could not be saved again with a map (3.15): they ask it for
     its default, which is not quantised.

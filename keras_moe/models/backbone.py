@@ -63,7 +63,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         if "config_class" not in cls.__dict__:
             return
         if "__init__" not in cls.__dict__:
-            # A function of its own, whose signature is that of this class.
+            # A new function, since each class has its own signature.
             def __init__(self, *, dtype=None, **kwargs):
                 super(cls, self).__init__(dtype=dtype, **kwargs)
 
@@ -235,7 +235,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         """Freezes the backbone, and adds trainable low-rank pairs to some layers.
 
         Call it before `compile`. `save_to_preset` and `save` merge the pairs into the
-        weights that they save; `save_lora_weights` saves the pairs alone.
+        weights that they save; `save_lora_weights` saves only the pairs.
 
         Args:
             rank: rank of the pairs.

@@ -1,4 +1,4 @@
-"""Vocabularies of byte-pair tokenizers: CLIP's from a file, and those of one's own.
+"""Vocabularies of byte-pair tokenizers: CLIP's from a file, and trained ones.
 
 A vocabulary has the 256 bytes, the same at the end of a word, a token for each merge in
 its order, and the start and the end of a text, which has the largest id.
@@ -152,7 +152,7 @@ def _byte_pairs(merges, source):
 
 
 def _checked(vocabulary, merges, source):
-    """The byte pairs, if each merge makes a token of others, and ids are distinct."""
+    """The byte pairs, if each merge joins two known tokens and ids are distinct."""
     merged = set()
     for merge in merges:
         pair = merge.split(" ")

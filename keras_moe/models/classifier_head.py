@@ -200,7 +200,7 @@ def predictions_layer(
     is_dense: bool,
     dtype: Any,
 ) -> keras.layers.Layer:
-    """The last layer: dense, or behind a final muMoE head the activation alone."""
+    """The last layer: dense, or after a final muMoE head just the activation."""
     if not is_dense:
         return keras.layers.Activation(activation, dtype=dtype, name="predictions")
     bias = keras.initializers.Constant(bias_value(head_bias, num_classes))

@@ -1,4 +1,4 @@
-"""Metrics of pairs for `compile`, which read embeddings in the place of labels.
+"""Metrics of pairs for `compile`, which read embeddings instead of labels.
 
 Axes: B pairs.
 """
@@ -17,7 +17,7 @@ from keras_moe.losses.pairs import NEVER, Chunks, check_similarity, pairs_of, po
 class ContrastiveAccuracy(keras.metrics.Mean):
     """The share of images and of texts whose nearest counterpart is their own.
 
-    An image is right if a text of its own is nearer than all other texts of the batch,
+    An image is right if one of its texts is nearer than all other texts of the batch,
     and a text likewise; the metric is the mean over both. A tie is wrong, so that a
     model with one embedding for everything has 0, unlike the accuracy of chance in
     `keras_moe.evaluation.contrastive_accuracy`. Pairs with an equal image or caption
@@ -80,7 +80,7 @@ class LossOfPairs(keras.metrics.Mean):
         return super().update_state(loss, sample_weight)
 
     def weigh(self, weights: Any) -> None:
-        """Adds the last batch by the sum of its weights in the place of its size."""
+        """Weighs the last batch by the sum of its weights instead of its size."""
         # A tensor of one trace is none of the next.
         last, self._last = self._last, None
         if weights is None or last is None:
@@ -182,7 +182,7 @@ def weighable_labels(inputs: Any, labels: Any, sample_weight: Any) -> Any:
             f"Expected a sample_weight for each of {number} pairs; received: "
             f"{len(sample_weight)}"
         )
-    # Each pair has an image of its own.
+    # Each pair has its own image.
     return {"image_ids": np.arange(number)} if labels is None else labels
 
 

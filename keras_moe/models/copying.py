@@ -1,4 +1,4 @@
-"""Copies of models, which share nothing with them."""
+"""Deep copies of models, also with other routers or fewer experts."""
 
 import warnings
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def _towers(config):
     """The configs with a `moe` by what their blocks' names begin with."""
     if "moe" in config:
         return {"": config}
-    # A pair of towers with blocks of their own.
+    # Two towers, each with its own blocks.
     nested = {name: each for name, each in config.items() if isinstance(each, dict)}
     return {f"{name}/": each for name, each in nested.items() if "moe" in each}
 
@@ -179,7 +179,7 @@ def _check_like(before, method, removed):
 
 
 def _selection(num_columns, experts, kept_before, removed_before, method):
-    """The kept experts, their columns in the router, and their places in the weights.
+    """The kept experts, their columns in the router, and their indices in the weights.
 
     The first are numbers among the experts before any pruning.
     """

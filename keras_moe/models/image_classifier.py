@@ -508,14 +508,14 @@ def _fitted(config, source, overrides, backbone_config):
     """A preset's arguments of the head that fit what is overridden.
 
     A representation layer as wide as the backbone follows its width. It and the bias of
-    V-MoE's dense head are left out where a final muMoE takes this head's place.
+    V-MoE's dense head are left out where a final muMoE replaces it.
     """
     config = dict(config)
     hidden_dim = source.config.get("hidden_dim")
     if config.get("representation_dim") == hidden_dim:
         config["representation_dim"] = backbone_config.get("hidden_dim")
     if overrides.get("head") and overrides.get("head_position", "final") == "final":
-        # Its experts have biases of their own.
+        # Its experts have their own biases.
         config.pop("head_bias", None)
         config.pop("representation_dim", None)
     return config

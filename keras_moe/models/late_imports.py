@@ -1,7 +1,7 @@
 """Modules that another library imports, loaded when something of them is needed.
 
 KerasHub imports TensorFlow and its operations on text when it is imported itself,
-although it needs them for `tf.data` alone. On JAX and PyTorch that takes as long as all
+although it only needs them for `tf.data`. On JAX and PyTorch that takes as long as all
 other imports, and more memory than these.
 """
 

@@ -58,7 +58,7 @@ class MoEModel(Exportable, TorchParameters):
 
     def __setattr__(self, name, value):
         if is_state_of_steps(name):
-            # Arrays alone: a look into each of them costs time at every step.
+            # Only arrays: looking into each of them costs time at every step.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -152,7 +152,7 @@ class MoEModel(Exportable, TorchParameters):
         """
         with staged(preset_dir) as folder:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
-            # The backbone of a task that is being saved has no card of its own.
+            # The backbone of a task that is being saved has no separate card.
             if folder != str(preset_dir):
                 target = Path(preset_dir).expanduser().resolve()
                 write_card(self, Path(folder), target, card)

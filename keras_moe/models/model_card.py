@@ -48,7 +48,7 @@ class CardResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The content of a model's page beside its architecture and its costs.
+    """What a model's page says in addition to its architecture and costs.
 
     Args:
         name: title of the page; None takes the folder's name.
@@ -63,7 +63,7 @@ class ModelCard:
         picture_text: text for those who cannot see the picture.
         base_model: handle of the model that this one was made from, such as
             `"openai/clip-vit-base-patch32"`.
-        tags: tags beside `"keras"` and, with experts, `"mixture-of-experts"`.
+        tags: tags in addition to `"keras"` and, with experts, `"mixture-of-experts"`.
 
     Example:
 
@@ -270,7 +270,7 @@ def _cell(value):
 
 
 def _line(text):
-    """A text on one line, without a link or a tag of its own."""
+    """A text on one line, with links and tags escaped."""
     text = " ".join(text.split()).replace("<", "&lt;")
     return text.replace("[", "\\[").replace("]", "\\]")
 

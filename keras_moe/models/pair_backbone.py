@@ -19,7 +19,7 @@ from keras_moe.models.input_checks import (
     is_array,
 )
 
-# A modality's id is its place here.
+# A modality's id is its index here.
 MODALITIES = ("image", "text")
 _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 
@@ -36,8 +36,8 @@ class PairBackbone(MoEBackbone):
     """A backbone that embeds images and texts into one space.
 
     This is the base of `CLIPBackbone`, with a tower for each modality, and of
-    `LIMoEBackbone`, with one for both. A subclass has, beside the methods of
-    `MoEBackbone`, `_encoder`: the model of one modality alone.
+    `LIMoEBackbone`, with one for both. In addition to the
+    methods of `MoEBackbone`, a subclass has `_encoder`: the model of one modality.
 
     `backbone.routing` and `backbone.features` are by modality, such as
     `"image/block_1"`, and so is `get_layer`: where both modalities share a block, both
@@ -57,7 +57,7 @@ class PairBackbone(MoEBackbone):
         raise NotImplementedError
 
     def encoder(self, modality: str) -> PairEncoder:
-        """The model of one modality alone, which shares this backbone's weights."""
+        """The model of one modality, which shares this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
         encoder, weights = self._encoders.get(modality, (None, None))
         # Quantised layers and low-rank pairs have other weights, which a compiled

@@ -32,7 +32,7 @@ INDEX = "model.weights.json"
 # KerasHub's names: whole, one of several shards, and the head's.
 WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
 TOKENIZER = "text_tokenizer.json"
-# KerasHub's config, and the files of the vocabulary, are beside ours.
+# KerasHub's config and the files of the vocabulary lie next to ours.
 _TOKENIZER_FILE = re.compile(r"(text_)?tokenizer\.json|assets/tokenizer/\w[\w.-]*")
 
 
@@ -181,7 +181,7 @@ def _read_json(path):
 def _listed(source, metadata, files):
     """The checksums of files, {} if there are none at all."""
     if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
-        # A file of its own, or one of Keras's or KerasHub's.
+        # A single file, or one of Keras's or KerasHub's.
         return {}
     sums = metadata[CHECKSUMS]
     for file in files:
@@ -221,7 +221,7 @@ def is_preset(folder: str | os.PathLike) -> bool:
 
 @contextlib.contextmanager
 def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
-    """A folder to write a preset to, which takes its place when all is written."""
+    """A folder to write a preset to, which replaces the old one when all is written."""
     if _writing.get():
         yield str(preset_dir)
         return
@@ -307,7 +307,7 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 
 def _has_head(path):
-    """Whether the task of a file has weights beside its backbone's."""
+    """Whether the task of a file has weights in addition to its backbone's."""
     name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
     return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
 

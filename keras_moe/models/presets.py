@@ -81,20 +81,18 @@ def convert(
 ) -> tuple[Any, ConversionReport]:
     """Makes a model of this library from published weights.
 
-    Every tensor of the source must be used, or be known to belong to another part than
-    the model, and every weight of the model must be filled. Names, shapes and
-    sizes are checked before anything is read.
+    Every tensor of the source must be used, or be known to belong to another part, and
+    every weight of the model must be filled. Names, shapes and sizes are checked before
+    anything is read.
 
-    One tensor at a time is in memory beside the model, which is float32 unless `dtype`
-    says otherwise: files of float32 need at most 1.3 times their size. Files of half
-    precision need more, since the model alone is twice their size; and so does a
-    KerasHub model, or a preset of one, since both models are in memory.
+    Besides the model, one tensor at a time is in memory. The model is float32 unless
+    `dtype` says otherwise, so float32 files need at most 1.3 times their size. Files of
+    half precision need more, and so do KerasHub models, since both are in memory.
 
-    Images are in [-1, 1], as for all models of this library: where the source's config,
-    or CLIP's convention, has another mean and standard deviation, they become part of
-    the patch embedding. A KerasHub model takes the same images as before. A
-    classifier's `preprocessor` is an `ImagePreprocessor` with the source's preparation
-    of images and its classes' names.
+    Images are in [-1, 1], as for all models of this library: if the source normalises
+    by another mean and standard deviation, these become part of the patch embedding. A
+    KerasHub model takes the same images as before. A classifier's `preprocessor` is an
+    `ImagePreprocessor` with the source's preparation of images and its class names.
 
     Args:
         source: a V-MoE or Soft MoE checkpoint (the prefix of its .index and .data
@@ -105,7 +103,7 @@ def convert(
             file; a folder with one such checkpoint; or a KerasHub ViT, CLIP or SigLIP:
             a model or a preset. Images and texts become a `CLIPBackbone`.
         task: `"backbone"` or `"image_classifier"`; None decides as above.
-        load_weights: whether to load the weights; False makes the architecture alone.
+        load_weights: whether to load the weights; False makes only the architecture.
         progress: function of (done, all, name), called before each weight.
         tower: `"image"` or `"text"` for one tower of a model of pairs, which
             `ViTBackbone.from_preset` and `TextBackbone.from_preset` take, too.

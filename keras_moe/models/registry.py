@@ -276,7 +276,7 @@ def task_class(
 
 
 def takes(cls: type, argument: str) -> bool:
-    """Whether a class's constructor has an argument of its own of this name."""
+    """Whether a class's constructor names this argument."""
     return argument in argument_names(cls)
 
 

@@ -88,7 +88,7 @@ class ModelSource:
         return f"a preset of a {backbone.__name__}"
 
     def task_config(self) -> dict[str, Any]:
-        """Arguments of the task beside its backbone.
+        """Arguments of the task without its backbone.
 
         "preprocessor" is among them where the source has one, or says that it has none.
         """
@@ -113,7 +113,7 @@ class TaskConfig(NamedTuple):
     """Arguments of a task, and which of its weights the source does not fill.
 
     Attributes:
-        config: arguments of the task beside its backbone.
+        config: arguments of the task without its backbone.
         new_weights: prefixes of the paths of weights that keep their initial values.
     """
 
@@ -282,8 +282,8 @@ class Blueprint:
     Args:
         backbone: class of the backbone.
         config: arguments of the backbone.
-        task: class of the task around it, or None for a backbone alone.
-        task_config: arguments of the task beside its backbone.
+        task: class of the task around it, or None for just a backbone.
+        task_config: arguments of the task without its backbone.
         weights: source of the weights; None for initial ones.
         name: name of the source, for descriptions.
 
@@ -385,7 +385,7 @@ class Blueprint:
 
     def _new(self):
         task_config = dict(self.task_config)
-        # A task may be given a backbone of its own.
+        # A task may be given its backbone.
         backbone = task_config.pop("backbone", None)
         weights = self.weights
         if backbone is None:
@@ -557,7 +557,7 @@ def _backbone_class(source, cls):
 
 
 def _task_class(source, backbone, task, cls, has_classes):
-    """The class of the task, or None for a backbone alone."""
+    """The class of the task, or None for just a backbone."""
     if cls is not None:
         return _closest_task(source, backbone, cls) if registry.is_task(cls) else None
     if task == BACKBONE:

@@ -23,7 +23,7 @@ from keras_moe.models.weights_file import checked_weights, save_weights
 class MoETask(MoEModel):
     """A backbone with what a task adds to it, ready for `fit`.
 
-    This is the base of `ImageClassifier`, and of one's own tasks. The second base of a
+    This is the base of `ImageClassifier` and of custom tasks. The second base of a
     task is `keras_hub.models.Task` or one of KerasHub's tasks, whose `from_preset` then
     loads it, too. (This class is no Keras model itself: Keras cannot build a functional
     model whose class inherits from `keras.Model` along two paths.)
@@ -55,7 +55,7 @@ class MoETask(MoEModel):
     """
 
     task_name: str
-    # Whether the task has weights beside its backbone's, in a file of their own.
+    # Whether the task has weights besides its backbone's, saved in a separate file.
     has_head = True
     # Whether metrics compare outputs with labels.
     has_metrics = True
@@ -99,7 +99,7 @@ class MoETask(MoEModel):
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
-        # One of KerasHub's own tasks would build a head of its own.
+        # One of KerasHub's own tasks would build its own head.
         with ONE_AT_A_TIME:
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
@@ -127,7 +127,7 @@ class MoETask(MoEModel):
         """A task of `get_config`'s arguments."""
         config = dict(config)
         if isinstance(config.get("preprocessor"), dict):
-            # KerasHub takes layers alone.
+            # KerasHub only takes layers.
             config["preprocessor"] = keras.saving.deserialize_keras_object(
                 config["preprocessor"]
             )
@@ -174,7 +174,7 @@ class MoETask(MoEModel):
             self.optimizer.build(self.trainable_variables)
 
     def default_loss(self) -> Any:
-        """The loss of `compile(loss="auto")`: none beside the model's own."""
+        """The loss of `compile(loss="auto")`: none besides the model's own."""
         return None
 
     def default_metrics(self, loss: Any) -> list:

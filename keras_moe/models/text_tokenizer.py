@@ -45,7 +45,7 @@ class TextTokenizer:
     captions or on single ones: TensorFlow calls the Python process for it, and needs
     no TensorFlow Text.
 
-    `save_to_preset` writes it to a preset's folder, beside the weights, and
+    `save_to_preset` writes it to a preset's folder, next to the weights, and
     `TextTokenizer.from_preset` reads it. A task that has it for its `preprocessor`
     does both by itself.
 
@@ -54,7 +54,7 @@ class TextTokenizer:
             `CLIPTokenizer` or `SentencePieceTokenizer`.
         max_length: N, the tokens of each row.
         start_id: id before each caption; None for none.
-        end_id: id behind each caption; None for none.
+        end_id: id after each caption; None for none.
         padding_id: id of padding.
         lower_case: whether captions are lower-cased before; CLIP's tokenizer does so in
             any case.
@@ -206,7 +206,7 @@ class TextTokenizer:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the vocabulary is read; it is an asset beside the config."""
+        """Whether the vocabulary is read, which is not part of the config."""
         try:
             return self.vocabulary_size > 0
         except ValueError:
@@ -373,7 +373,7 @@ def _explained(expected):
     try:
         yield
     except Exception as error:
-        # Each library of tokenizers has errors of its own; one raises `Exception`.
+        # Each library of tokenizers has its own errors; one raises `Exception`.
         raise ValueError(
             f"Expected {expected}; received files that fail with "
             f"{type(error).__name__}: {error}"

@@ -149,7 +149,7 @@ def _damage(file: Path) -> str | None:
 
     try:
         with h5py.File(file, "r") as hdf5:
-            # One at a time: a large model is not in memory as a whole.
+            # One at a time: a large model need not fit into memory.
             _visit(hdf5, lambda _, value: None)
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
