@@ -191,15 +191,19 @@ def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable
     """`prepare` of all elements of the passes, in parallel and in order."""
     passes = _Passes(tf, examples, settings)
 
-    def one_run(run):
-        elements = passes.elements(run, tf.constant(0, "int64"))
-        if examples.place is None:
-            return elements.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    def elements(run):
+        return passes.elements(run, tf.constant(0, "int64"))
+
+    def named(run):
         return map_or_name(
-            elements, passes.count(run), prepare, lambda n: passes.elements(run, n)
+            elements(run), passes.count(run), prepare, lambda n: passes.elements(run, n)
         )
 
-    dataset = passes.runs.flat_map(one_run)
+    if examples.place is None:
+        dataset = passes.runs.flat_map(elements)
+        dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    else:
+        dataset = passes.runs.flat_map(named)
     return dataset.apply(tf.data.experimental.assert_cardinality(passes.cardinality))
 
 

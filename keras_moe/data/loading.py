@@ -52,7 +52,7 @@ class _Loader:
         _check_split(split)
         self.options, self.split = options, split
         self.share = options.share_of(batch_size)
-        self.steps = build_steps(augment, image_shape, seed)
+        self.steps = build_steps(augment, self.image_shape, seed)
         self.shuffle = split.startswith("train") if shuffle is None else shuffle
         self.drop_remainder = drop_remainder or options.repeat
         _check_tensorflow()
