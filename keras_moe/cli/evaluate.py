@@ -190,7 +190,7 @@ def evaluate_classifier(
         if subset is None:
             indices = model_classes(model, examples)
         else:
-            indices = subset.places(examples.class_names(), examples.num_classes())
+            indices = subset.indices(examples.class_names(), examples.num_classes())
             columns = subset_outputs(model, subset)
         outputs["logits"] = model.output
     if "few_shot" in metrics:
@@ -433,7 +433,7 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
     own = examples.class_names()
     if args.class_subset:
         subset = evaluation.read_class_subset(args.class_subset)
-        indices = subset.places(own, examples.num_classes())
+        indices = subset.indices(own, examples.num_classes())
         names = evaluation.read_class_names(args.class_names or "imagenet")
         return Prompts(names_in_subset(names, subset), templates, subset, indices)
     if not args.class_names and own is None:

@@ -123,8 +123,8 @@ def streamed_average_precision(
 ) -> np.ndarray:
     """`average_precision` of batch after batch, without all scores in memory.
 
-    It reads the batches twice: first it keeps the scores of the positives alone, which
-    are few; then it counts the examples that are ranked above each.
+    It reads the batches twice: first it keeps the scores of the positives, which are
+    few; then it counts the examples ranked above each.
 
     Args:
         batches: function that returns an iterable of (labels, scores) or (labels,
@@ -161,11 +161,11 @@ def streamed_average_precision(
         for c in present:
             mine = at[starts[c] : starts[c + 1]]
             # The first of equal scores gets the weight of all of them.
-            place = np.searchsorted(mine, columns[c], side="right") - 1
-            reached = place >= 0
-            place = np.searchsorted(mine, mine[place[reached]])
+            rank = np.searchsorted(mine, columns[c], side="right") - 1
+            reached = rank >= 0
+            rank = np.searchsorted(mine, mine[rank[reached]])
             every[starts[c] : starts[c + 1]] += np.bincount(
-                place, weight[reached], minlength=len(mine)
+                rank, weight[reached], minlength=len(mine)
             )
     result = np.full(num_classes, np.nan)
     for c in present:
@@ -238,6 +238,6 @@ def _checked(labels, scores, weight, sparse_labels, may_be_empty=False):
             f"received: labels from {labels.min()} to {labels.max()}"
         )
     dense = np.zeros(scores.shape, bool)
-    example, place = np.nonzero(labels >= 0)
-    dense[example, labels[example, place]] = True
+    example, column = np.nonzero(labels >= 0)
+    dense[example, labels[example, column]] = True
     return dense, scores, weight

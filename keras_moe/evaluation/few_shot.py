@@ -425,9 +425,9 @@ def _decide(
     # Infinite numbers and NaN are computed again, below.
     with np.errstate(over="ignore", invalid="ignore"):
         scores = left.astype("float32") @ right.astype("float32")
-    places = np.arange(len(left)), labels
-    own = scores[places]
-    scores[places] = -np.inf
+    at_labels = np.arange(len(left)), labels
+    own = scores[at_labels]
+    scores[at_labels] = -np.inf
     with np.errstate(invalid="ignore"):
         lead = own - scores.max(axis=1)
     # A dot product of R terms in float32, of rounded factors and summed in any order,

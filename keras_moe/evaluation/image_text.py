@@ -119,17 +119,17 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     batch_size = check_integer("batch_size", batch_size)
     images = _Encoder(model.encode_images, batch_size)
     texts = _Encoder(model.encode_text, batch_size)
-    places, owner, text_ids, count = {}, [], [], 0
+    indices, owner, text_ids, count = {}, [], [], 0
     for batch in _batches(pairs):
         inputs, ids = _check_batch(batch)
         rows = len(inputs["images"])
         own_ids = ids.get("image_ids", np.arange(count, count + rows))
         new = []
         for row, image_id in enumerate(own_ids.tolist()):
-            if image_id not in places:
-                places[image_id] = len(places)
+            if image_id not in indices:
+                indices[image_id] = len(indices)
                 new.append(row)
-            owner.append(places[image_id])
+            owner.append(indices[image_id])
         images.add(inputs["images"][new])
         texts.add(
             _as_strings(inputs["captions"])
@@ -410,7 +410,7 @@ def nearest_caption_embeddings(
 
     Returns:
         Image embeddings (N, V) and text embeddings (M, V), float32 unit vectors of
-        words. A caption without a word of letters or digits is a word of its own.
+        words. A caption without letters and digits counts as one word.
 
     Example:
 
@@ -427,13 +427,13 @@ def nearest_caption_embeddings(
     known, pixels = _pixels(train_images, train_captions, images, captions)
     words = [_words(caption) for caption in captions]
     known_words = [_words(caption) for caption in train_captions]
-    place = {}
+    index = {}
     for word in (word for row in (*known_words, *words) for word in row):
-        place.setdefault(word, len(place))
+        index.setdefault(word, len(index))
     nearest = _nearest(known, pixels)
     return (
-        _vectors([known_words[index] for index in nearest], place),
-        _vectors(words, place),
+        _vectors([known_words[row] for row in nearest], index),
+        _vectors(words, index),
     )
 
 
@@ -548,8 +548,8 @@ def _nearest(known, pixels):
     return nearest
 
 
-def _vectors(rows, place):
-    vectors = np.zeros((len(rows), len(place)), "float32")
+def _vectors(rows, index):
+    vectors = np.zeros((len(rows), len(index)), "float32")
     for vector, words in zip(vectors, rows):
-        vector[[place[word] for word in words]] = len(words) ** -0.5
+        vector[[index[word] for word in words]] = len(words) ** -0.5
     return vectors

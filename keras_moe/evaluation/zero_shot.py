@@ -113,12 +113,12 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
             "Expected class names, not empty; received: "
             f"{bad[0] if bad else list(names)!r}"
         )
-    places = {}
-    for place, name in enumerate(names):
-        if places.setdefault(name, place) != place:
+    indices = {}
+    for index, name in enumerate(names):
+        if indices.setdefault(name, index) != index:
             raise ValueError(
                 f"Expected each class name once; received: {name!r} for classes "
-                f"{places[name]} and {place}"
+                f"{indices[name]} and {index}"
             )
     return names
 
@@ -178,7 +178,7 @@ class ClassSubset(NamedTuple):
     numbers: np.ndarray
     wordnet_ids: tuple[str, ...]
 
-    def places(
+    def indices(
         self, class_names: Sequence[str] | None = None, num_classes: int = NUM_CLASSES
     ) -> np.ndarray:
         """The index in the subset of each class of a data set, -1 for other classes.
@@ -188,30 +188,30 @@ class ClassSubset(NamedTuple):
                 Datasets and in the folders; None takes ImageNet's numbers.
             num_classes: number of the data's classes if they have no names.
         """
-        place = {name: s for s, name in enumerate(self.wordnet_ids)}
+        index = {name: s for s, name in enumerate(self.wordnet_ids)}
         keys = class_names or ()
         if class_names is None and num_classes == NUM_CLASSES:
-            place = {number: s for s, number in enumerate(self.numbers.tolist())}
+            index = {number: s for s, number in enumerate(self.numbers.tolist())}
             keys = range(NUM_CLASSES)
-        places = np.array([place.get(key, -1) for key in keys], int)
-        if not np.any(places >= 0):
+        indices = np.array([index.get(key, -1) for key in keys], int)
+        if not np.any(indices >= 0):
             raise ValueError(
                 f"Expected data with classes of {self.name}, named by WordNet ids, or "
                 f"with ImageNet's {NUM_CLASSES:,} classes; received: "
                 f"{list(keys[:3]) or num_classes} as classes"
             )
-        return places
+        return indices
 
-    def labels(self, labels: Any, places: np.ndarray | None = None) -> np.ndarray:
+    def labels(self, labels: Any, indices: np.ndarray | None = None) -> np.ndarray:
         """The labels of a data set as labels in the subset.
 
         Args:
             labels: (N,) integers, numbers of the data's classes.
-            places: result of `places` for the data; None takes ImageNet's numbers.
+            indices: result of `indices` for the data; None takes ImageNet's numbers.
         """
-        places = self.places() if places is None else places
-        labels = check_labels("labels", labels, None, len(places))
-        found = places[labels]
+        indices = self.indices() if indices is None else indices
+        labels = check_labels("labels", labels, None, len(indices))
+        found = indices[labels]
         if np.any(found < 0):
             raise ValueError(
                 f"Expected only images of the {len(self.numbers)} classes of "

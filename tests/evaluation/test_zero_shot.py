@@ -239,15 +239,15 @@ def test_zero_shot_among_the_classes():
         read_class_subset("imagenet_v2")
 
 
-def test_places_of_data_by_hand():
+def test_classes_of_data_by_hand():
     subset = read_class_subset("imagenet_a")
     # Folders, one of which is not of the subset.
-    places = subset.places(["n01531178", "n01440764", "n01498041"])
-    assert places.tolist() == [1, -1, 0]
-    assert subset.labels([2, 0], places).tolist() == [0, 1]
+    indices = subset.indices(["n01531178", "n01440764", "n01498041"])
+    assert indices.tolist() == [1, -1, 0]
+    assert subset.labels([2, 0], indices).tolist() == [0, 1]
     with pytest.raises(ValueError, match="an image of class 1"):
-        subset.labels([2, 1], places)
-    assert subset.places()[[6, 988, 7]].tolist() == [0, 199, -1]
+        subset.labels([2, 1], indices)
+    assert subset.indices()[[6, 988, 7]].tolist() == [0, 199, -1]
     for names, count in ((["cat", "dog"], 2), (None, 10)):
         with pytest.raises(ValueError, match="named by WordNet ids"):
-            subset.places(names, count)
+            subset.indices(names, count)

@@ -182,7 +182,7 @@ def _full_names(names):
 
 
 def _probe(names):
-    """The short name of SigLIP's probe, which has none of its own."""
+    """The short name of SigLIP's probe, which KerasHub does not name."""
     found = [name for name in _full_names(names) if re.fullmatch(r"head/[^/]+", name)]
     return (found or ["head/variable"])[0]
 

@@ -55,7 +55,7 @@ CONFIG = {
     },
 }
 # Arguments of towers that do not matter here, follow from the tensors or are read
-# below; and the supported values of others.
+# below; and the supported values of the rest.
 _VISION_FREE = (
     "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
     "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",

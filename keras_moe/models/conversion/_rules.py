@@ -458,7 +458,7 @@ def image_tower_rules(
         **tower_rules(names, arguments),
     }
     if arguments["class_token"]:
-        # (D,) beside positions (N, D), and (1, 1, D) beside (1, N, D).
+        # (D,) where positions are (N, D), and (1, 1, D) where they are (1, N, D).
         rules["class_token/token"] = Direct(names.class_token, axes=2 * axes)
     if arguments["embedding_norm"]:
         rules.update(norm("embedding_norm", names.embedding_norm))

@@ -117,7 +117,7 @@ def transformers_towers(file) -> dict:
 
 
 def _root(file, root, name):
-    """The start of a tower's names, which a tower alone lacks; None without it."""
+    """The start of a tower's names, empty in a file of one tower; None without it."""
     return next((start for start in (root, "") if f"{start}{name}" in file), None)
 
 

@@ -1,4 +1,4 @@
-"""Writes weights in other libraries' formats: as a whole, or not at all.
+"""Writes weights in other libraries' formats: all files, or none.
 
 Axes: D hidden.
 """
@@ -136,7 +136,7 @@ class ExportedTower(NamedTuple):
         config: arguments of the backbone.
         values: values of the weights by their paths in the backbone, or in the
             classifier around it.
-        pooling: pooling of an image tower, or None for a backbone alone.
+        pooling: pooling of an image tower, or None for a bare backbone.
         projection_dim: size of an image tower's projection, or None.
         images: `Normalization` of an image tower's images.
     """

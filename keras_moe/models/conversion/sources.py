@@ -89,7 +89,7 @@ def open_source(
         return keras_hub_spec(hub_model(source, load_weights), tower)
     text = os.fspath(source)
     if kind in ("npz", "vmoe") and os.path.isdir(text):
-        # A V-MoE checkpoint may lie beside a folder of its name.
+        # A V-MoE checkpoint may share its name with a folder.
         text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
     config = {}
     if kind == "npz":
@@ -155,7 +155,7 @@ def _missing_tower(tower, config):
     }[tower]
     if not any(part in config.get("model_cfg", config) for part in parts):
         return ()
-    return (f"the {other} tower is missing: the model is the {tower} tower alone",)
+    return (f"the {other} tower is missing: the model is the {tower} tower only",)
 
 
 # What a source is
@@ -231,7 +231,7 @@ def _folder_kind(folder):
     return None
 
 
-# Files in folders and behind handles
+# Files in folders and of handles
 
 
 def _has(folder, name):
