@@ -185,9 +185,6 @@ def costs(
         load_weights: argument of `auto`.
         **overrides: arguments of the model that differ from the preset.
 
-    Returns:
-        `Costs`.
-
     Reference:
         *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
         Recomputation in Large Transformer Models*, equation 1, for the counting.

@@ -102,9 +102,6 @@ def layouts(
         load_weights: argument of `auto`.
         **overrides: arguments of `auto`.
 
-    Returns:
-        `Layouts`.
-
     Reference:
         *GShard*, section 3, for experts on the batch's devices; *Megatron-LM*, section
         3, for attention and MLP.

@@ -100,16 +100,14 @@ def check_labels(
 def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs a model over all batches, which are the same in each of several
-    processes.
-    """
+    """The features and labels of all batches; several processes get the same ones."""
     if not callable(model):
         raise ValueError(
             f"Expected a keras.Model or a callable; received: model={model!r}"
         )
     # A model's own prediction step is compiled; a call of the model is not.
     is_model, size = isinstance(model, keras.Model), 0
-    batches, num_batches = _batches(name, data, batch_size)
+    batches, num_batches = _labelled_batches(name, data, batch_size)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, bad_images, seen = [], [], [], 0
     for index, batch in enumerate(batches):
@@ -149,26 +147,31 @@ def extract_features(
     return check_features(f"features of {name}", features), np.concatenate(labels)
 
 
-def _batches(name: str, data: Any, batch_size: int) -> tuple[Iterator, int | None]:
+def _labelled_batches(
+    name: str, data: Any, batch_size: int
+) -> tuple[Iterator, int | None]:
     """An iterator of (images, labels), and how many batches it has if known."""
+    if not (isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "shape")):
+        return iterate_batches(name, data)
+    images, labels = to_numpy(data[0]), to_numpy(data[1])
+    if not images.ndim or labels.ndim != 1 or len(images) != len(labels):
+        raise ValueError(
+            f"Expected {name} to have one integer label per image; received: "
+            f"images.shape={images.shape}, labels.shape={labels.shape}"
+        )
+    starts = range(0, len(images), batch_size)
+    sliced = ((images[i : i + batch_size], labels[i : i + batch_size]) for i in starts)
+    return sliced, len(starts)
+
+
+def iterate_batches(name: str, data: Any) -> tuple[Iterator, int | None]:
+    """An iterator of one pass over batches, and how many it has if known."""
     if isinstance(data, keras.utils.PyDataset):
         return (data[i] for i in range(data.num_batches)), data.num_batches
-    if isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "shape"):
-        images, labels = to_numpy(data[0]), to_numpy(data[1])
-        if not images.ndim or labels.ndim != 1 or len(images) != len(labels):
-            raise ValueError(
-                f"Expected {name} to have one integer label per image; received: "
-                f"images.shape={images.shape}, labels.shape={labels.shape}"
-            )
-        starts = range(0, len(images), batch_size)
-        sliced = (
-            (images[i : i + batch_size], labels[i : i + batch_size]) for i in starts
-        )
-        return sliced, len(starts)
     if not isinstance(data, Iterable):
         raise ValueError(
-            f"Expected {name} to be a tuple (images, labels) of arrays or an iterable "
-            f"of such batches; received: {type(data).__name__}"
+            f"Expected {name} to be a tuple of arrays or an iterable of such batches; "
+            f"received: {type(data).__name__}"
         )
     # The cardinality is -1 for a data set that repeats for ever, -2 if not known.
     if hasattr(data, "cardinality"):

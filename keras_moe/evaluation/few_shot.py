@@ -249,9 +249,6 @@ def few_shot_from_model(
         verbose: 1 for a progress bar for each set, 2 for one line at its end, 0 for
             nothing.
 
-    Returns:
-        A `FewShotResult`.
-
     Example:
 
     >>> import numpy as np

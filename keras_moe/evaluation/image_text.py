@@ -9,14 +9,18 @@ Axes: N images, M texts, P embedding, B batch, T training images, V words.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_moe.checks import check_integer, check_positive
-from keras_moe.evaluation._features import extract_features, to_numpy
+from keras_moe.evaluation._features import (
+    extract_features,
+    iterate_batches,
+    to_numpy,
+)
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
@@ -120,7 +124,9 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     images = _Encoder(model.encode_images, batch_size)
     texts = _Encoder(model.encode_text, batch_size)
     indices, owner, text_ids, count = {}, [], [], 0
-    for batch in _batches(pairs):
+    if isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], dict):
+        pairs = [pairs]
+    for batch in iterate_batches("pairs", pairs)[0]:
         inputs, ids = _check_batch(batch)
         rows = len(inputs["images"])
         own_ids = ids.get("image_ids", np.arange(count, count + rows))
@@ -340,23 +346,6 @@ def _joined(first, second):
             np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in (first, second)
         )
     return np.concatenate([first, second])
-
-
-def _batches(pairs):
-    if isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], dict):
-        return iter([pairs])
-    if isinstance(pairs, keras.utils.PyDataset):
-        return (pairs[i] for i in range(pairs.num_batches))
-    if not isinstance(pairs, Iterable):
-        raise ValueError(
-            "Expected pairs: an iterable of batches (inputs, ids), or a tuple of "
-            f"arrays; received: {type(pairs).__name__}"
-        )
-    if hasattr(pairs, "cardinality") and int(pairs.cardinality()) == -1:
-        raise ValueError(
-            "Expected pairs with an end; received: a data set that repeats for ever"
-        )
-    return iter(pairs)
 
 
 def _check_batch(batch):

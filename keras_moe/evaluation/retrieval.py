@@ -108,9 +108,6 @@ def retrieval(
         chunk_size: number of images and of texts that are compared at a time.
         text_ids: (M,) integers, equal for equal texts; None if each is its own.
 
-    Returns:
-        A `RetrievalResult`.
-
     Example:
 
     >>> import numpy as np
@@ -158,9 +155,6 @@ def contrastive_accuracy(
             hit. None if each pair has its own.
         text_ids: (M,) integers, equal for pairs of one text, any image of which is a
             hit; or None.
-
-    Returns:
-        A `ContrastiveAccuracyResult`.
 
     Example:
 

@@ -229,9 +229,6 @@ def read_class_subset(name: str) -> ClassSubset:
     Args:
         name: `"imagenet_a"` or `"imagenet_r"`.
 
-    Returns:
-        A `ClassSubset`.
-
     Reference:
         The released evaluations of *Natural Adversarial Examples* and *The Many Faces
         of Robustness*.
@@ -335,9 +332,6 @@ def zero_shot(
         labels: (N,) integers in [0, C).
         classes: (C, P), such as those of `class_embeddings`.
         ks: values of k, none above C. None takes 1, and 5 if there are as many classes.
-
-    Returns:
-        A `ZeroShotResult`.
 
     Example:
 
