@@ -62,18 +62,27 @@ _VISION_FREE = (
     "n_queries", "output_tokens", "timm_model_pretrained", "timm_pool", "timm_proj",
     "timm_proj_bias", "timm_drop", "timm_drop_path", "timm_use_rope",
 )  # fmt: skip
+_VALUES = {
+    "block_type": (None, "default"),
+    **dict.fromkeys(
+        (
+            "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner",
+            "scale_attn", "scale_fc",
+        ),
+        (None, False),
+    ),
+}  # fmt: skip
 _VISION_VALUES = {
+    **_VALUES,
     "pool_type": ("tok",),
     "pos_embed_type": ("learnable",),
     "act_kwargs": (None, {}),
     "norm_kwargs": (None, {}),
     "timm_model_name": (None, ""),
-    "block_type": (None, "default"),
     **dict.fromkeys(
         (
             "attentional_pool", "final_ln_after_pool", "global_average_pool",
-            "input_patchnorm", "no_ln_pre", "qk_norm", "scaled_cosine_attn",
-            "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc",
+            "input_patchnorm", "no_ln_pre",
         ),
         (None, False),
     ),
@@ -86,19 +95,13 @@ _TEXT_FREE = (
     "hf_model_pretrained", "hf_proj_type", "hf_pooler_type", "norm_kwargs",
 )  # fmt: skip
 _TEXT_VALUES = {
+    **_VALUES,
     "act_kwargs": (None, {}, {"approximate": "none"}, {"approximate": "tanh"}),
-    "block_type": (None, "default"),
+    "embed_cls": (None, False),
     "hf_model_name": (None, ""),
     "pool_type": ("argmax", "eos", "first", "last"),
     "proj_type": ("linear", "none"),
-    **dict.fromkeys(
-        (
-            "embed_cls", "qk_norm", "scaled_cosine_attn", "scale_heads",
-            "scale_attn_inner", "scale_attn", "scale_fc",
-        ),
-        (None, False),
-    ),
-}  # fmt: skip
+}
 _BLOCK = BlockNames(
     norms=("ln_1.", "ln_2."),
     mlp=("mlp.c_fc.", "mlp.c_proj."),
