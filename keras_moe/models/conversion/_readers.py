@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
+from safetensors import SafetensorError, safe_open
 
 # Dtypes of weights; anything else is another kind of tensor.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -101,9 +102,6 @@ class SafetensorsCheckpoint(PublishedTensors):
                 )
 
     def _open(self, file):
-        optional_library("safetensors")
-        from safetensors import SafetensorError, safe_open
-
         try:
             # Checks the header against the size of the file.
             opened = safe_open(file, framework="numpy").__enter__()
@@ -281,14 +279,3 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     wide = bits.astype("uint32")
     wide <<= 16
     return wide.view("float32")
-
-
-def optional_library(name: str):
-    """A library of the `convert` extra, imported on demand."""
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise ImportError(
-            f"Reading this checkpoint needs the package {name}: "
-            "pip install 'keras-moe[convert]'"
-        ) from error

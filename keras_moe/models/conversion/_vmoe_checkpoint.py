@@ -19,7 +19,6 @@ from keras_moe.models.conversion._readers import (
     TensorInfo,
     check_dtype,
     from_bfloat16,
-    optional_library,
 )
 
 # Types of msgpack's extension mechanism: Flax's, and those of the release.
@@ -219,7 +218,7 @@ def read_vmoe_index(path: str) -> tuple[list[str], list[tuple], int]:
 
 
 def _unpacked_index(path):
-    msgpack = optional_library("msgpack")
+    msgpack = _msgpack()
 
     def extension(code, data):
         if code != _INDEX_INFO:
@@ -250,6 +249,18 @@ def _unpacked_index(path):
             "format."
         ) from error
     return content
+
+
+def _msgpack():
+    """The library, which only these checkpoints need."""
+    try:
+        import msgpack
+    except ImportError as error:
+        raise ImportError(
+            "Reading this checkpoint needs the package msgpack: "
+            "pip install 'keras-moe[convert]'"
+        ) from error
+    return msgpack
 
 
 def _leaves(tree, path, file):
@@ -286,7 +297,7 @@ def _index_info(data, path):
 
 def _bounds(packed, where):
     """(start, stop) per axis of a packed slice."""
-    msgpack = optional_library("msgpack")
+    msgpack = _msgpack()
     try:
         bounds = []
         for part in _unpacked(packed):
@@ -305,7 +316,7 @@ def _unpacked(data):
     def refuse(code, data):
         raise ValueError(f"an entry of msgpack type {code}")
 
-    return optional_library("msgpack").unpackb(data, ext_hook=refuse)
+    return _msgpack().unpackb(data, ext_hook=refuse)
 
 
 class _Headers:

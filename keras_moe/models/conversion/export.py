@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from keras_moe.checks import check_one_of
 from keras_moe.files import staged_folder, write_failed, write_json
 from keras_moe.models.conversion import _dinov2, _openclip, _transformers
 from keras_moe.models.conversion._configs import CLIP_IMAGES
-from keras_moe.models.conversion._readers import optional_library
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS
 from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
@@ -49,12 +50,13 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     """Writes a CLIP, a SigLIP, a tower of one or a DINOv2 as another library loads it.
 
     `transformers` loads `CLIPModel`, `SiglipModel` and their towers, and a
-    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` loads
-    pairs with its own image towers. Weights are float32, in one `.safetensors`
-    file beside a config. Converted weights come back bit for bit, with one exception:
-    where the normalisation of CLIP's images is folded into the patch embedding,
-    kernels that the source has in half precision come back exactly, and others up to
-    rounding, since float32 has not enough digits for both.
+    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` loads pairs with its own
+    image towers. Weights are float32, in one `.safetensors` file with a config.
+
+    Converted weights come back bit for bit, with one exception: where the normalisation
+    of CLIP's images is folded into the patch embedding, kernels that the source has in
+    half precision come back exactly, and others up to rounding, since float32 has not
+    enough digits for both. Other images' normalisation stays in the patch embedding.
 
     A patch embedding with a bias, which CLIP does not have, changes the positions by
     it, unless the bias is that of CLIP's normalisation. The tokenizer stays with the
@@ -68,8 +70,6 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
             kept.
 
     Raises:
-        ImportError: without the package safetensors:
-            `pip install 'keras-moe[convert]'`.
         ValueError: naming the argument or the weight that the library's models do not
             have, such as experts; or if the folder holds something else.
         FolderInUse: an OSError that names the process that has been exporting to
@@ -93,7 +93,6 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     'TextBackbone'
     """
     check_one_of("library", library, tuple(_FORMATS))
-    optional_library("safetensors")
     files_of, weights_name, config_name = _FORMATS[library]
     tensors, files = files_of(ExportedModel.of(model))
     own = {weights_name, *files}
@@ -109,9 +108,6 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
 
 
 def _save(tensors, path):
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     try:
         save_file(tensors, str(path), metadata={"format": "pt"})
     except SafetensorError as error:

@@ -484,11 +484,7 @@ def test_a_normalisation_that_overflows(tmp_path):
         refused(folder, "patch_embed.proj.weight", "finite")
 
 
-@pytest.mark.parametrize(
-    ("package", "source"),
-    [("msgpack", "vmoe_tiny/vmoe_tiny"), ("safetensors", "x.safetensors")],
-)
-def test_a_missing_package_is_named(monkeypatch, package, source):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{package}.*keras-moe\[convert\]"):
-        models.convert(str(CHECKPOINTS / source))
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(ImportError, match=r"msgpack.*keras-moe\[convert\]"):
+        models.convert(str(CHECKPOINTS / "vmoe_tiny/vmoe_tiny"))
