@@ -157,7 +157,7 @@ class Router(keras.layers.Layer):
 
 
 def router_arguments(cls: type[Router]) -> dict[str, Any]:
-    """The arguments of a router's class with their defaults.
+    """The arguments of a router's class with their defaults, None for required ones.
 
     A constructor that passes `**kwargs` on has those of its base class, too.
     """
@@ -172,7 +172,9 @@ def router_arguments(cls: type[Router]) -> dict[str, Any]:
         kinds = {parameter.kind for parameter in parameters}
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                arguments.setdefault(parameter.name, parameter.default)
+                is_required = parameter.default is parameter.empty
+                default = None if is_required else parameter.default
+                arguments.setdefault(parameter.name, default)
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
     return {k: v for k, v in arguments.items() if k not in cls.refused_arguments}
