@@ -446,18 +446,19 @@ class Pruning(LayerSection):
     def reads(cls, block: Block) -> bool:
         return block.is_sparse
 
-    def new_counts(self, block: Block) -> LayerCounts:
-        return LayerCounts(block)
+    def new_counts(self, block: Block) -> np.ndarray:
+        return np.zeros(block.num_experts)
 
-    def count(self, counts: LayerCounts, block: Block, batch: Batch) -> None:
-        counts.update(batch)
+    def count(self, counts: np.ndarray, block: Block, batch: Batch) -> None:
+        served = batch.routing[block.key].dispatched[batch.routed_of(block)]
+        counts += served.sum(axis=0, dtype="float64")
 
     def finish(self) -> SectionContent:
         curves, rows, data = {}, [], {}
-        served = {k: x for k, x in self.blocks.items() if self.counts[k].served.sum()}
+        served = {k: x for k, x in self.blocks.items() if self.counts[k].any()}
         several = len({block.modality for block in served.values()}) > 1
         for key, block in served.items():
-            curve = _curve(self.counts[key].served)
+            curve = _curve(self.counts[key])
             curves.setdefault(block.modality, {})[block.short_key] = curve
             needed = [curve.needed(share) for share in COVERED]
             gone = [e for e in curve.experts[needed[-1] :] if block.is_present[e]]
