@@ -338,17 +338,12 @@ def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
 
 
 class Prompts(NamedTuple):
-    """What zero-shot accuracy compares images with.
-
-    Attributes:
-        class_names: names of the classes.
-        templates: templates of the prompts.
-        subset: the classes of ImageNet among which the model chooses; None for all.
-        indices: the index in the subset of each of the data's classes, or None.
-    """
+    """What zero-shot accuracy compares images with."""
 
     class_names: tuple[str, ...]
     templates: Any
+    # The classes of ImageNet among which the model chooses, and the index among them
+    # of each of the data's classes.
     subset: Any = None
     indices: Any = None
 
@@ -376,18 +371,14 @@ def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...
             f"Expected no language or --class-names with --metrics {of_classes[0]}; "
             f"received: {source!r}"
         )
-    reads_captions = bool({*metrics} & {*OF_CAPTIONS})
-    for name, value, is_read in (
-        ("--templates", args.templates, "zero_shot" in metrics),
-        ("--class-names", args.class_names, "zero_shot" in metrics),
-        ("--class-subset", args.class_subset, "zero_shot" in metrics),
-        (
-            "--data-options templates",
-            dict(args.data_options).get("templates"),
-            reads_captions,
-        ),
+    captions = dict(args.data_options).get("templates")
+    for name, value, readers in (
+        ("--templates", args.templates, {"zero_shot"}),
+        ("--class-names", args.class_names, {"zero_shot"}),
+        ("--class-subset", args.class_subset, {"zero_shot"}),
+        ("--data-options templates", captions, {*OF_CAPTIONS}),
     ):
-        if value and not is_read:
+        if value and not readers & {*metrics}:
             raise ValueError(
                 f"Expected a metric that reads {name}; received: --metrics "
                 f"{' '.join(metrics)}"

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import analysis, models, training
+from keras_moe import models, training
 from keras_moe.cli import train as program_train
 
 SMALL = (
@@ -88,7 +88,7 @@ def test_one_command_trains_and_saves(
     again += ("--recipe-set", *SETTINGS)
     # A report that fails leaves the trained model, and its older report.
     shutil.rmtree(tmp_path / "run" / "preset")
-    monkeypatch.setattr(analysis, "report", broken_report)
+    monkeypatch.setattr("keras_moe.report.write_report", broken_report)
     status, output, errors = train(*again, "--report-examples", 5, "--json")
     assert status == 0, errors
     assert "warning: no report, since it failed: RuntimeError: [broken]" in errors

@@ -76,7 +76,7 @@ def test_one_tower_of_a_pair(program, mistake, tmp_path):
     ("arguments", "message"),
     [
         (("--set", "router=1"), "received: router=1"),
-        (("--set", "capacity=1"), "capacity_factor"),
+        (("--set", "capacity_facto=1"), "capacity_factor"),
         (("--router", "hard"), "router='hard'"),
         (("--settings", "clip_down"), "clip_down"),
         (("--num-experts", "1"), "num_experts=1"),

@@ -57,7 +57,8 @@ PARTS = (
     "pruning",
 )
 # Names of rows, with their numbers.
-THRESHOLDS, GROUPS, EXPERTS = "text {:g}, image {:g}", "groups: {}", "{} experts"
+THRESHOLD_ROW, GROUP_ROW = "text {:g}, image {:g}", "groups: {}"
+EXPERT_ROW = "{} experts"
 # Overrides by the name of a configuration.
 Configurations = dict[str, dict[str, Any]]
 # The ways of Table 6 for K > 1: name, local loss (None for none), and priority.
@@ -383,12 +384,12 @@ def tables_of(args: argparse.Namespace, base: Base) -> dict[str, Configurations]
     return {
         "losses": loss_configurations(base),
         "selected": selected_configurations(base, args.selected or (1, 2)),
-        "thresholds": {THRESHOLDS.format(*x): row for x, row in thresholds.items()},
+        "thresholds": {THRESHOLD_ROW.format(*x): row for x, row in thresholds.items()},
         "orders": order_configurations(base),
         "routers": router_configurations(base, args.text_pool),
-        "experts": {EXPERTS.format(x): row for x, row in experts.items()},
+        "experts": {EXPERT_ROW.format(x): row for x, row in experts.items()},
         "lengths": length_configurations(base),
-        "groups": {GROUPS.format(x): row for x, row in groups.items()},
+        "groups": {GROUP_ROW.format(x): row for x, row in groups.items()},
         "pruning": pruning_configurations(base),
     }
 

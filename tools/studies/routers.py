@@ -30,6 +30,7 @@ from keras_moe.cli.evaluate import accuracy, predict
 from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.files import write_json
+from keras_moe.layers import MoEConfig
 from tools.studies import plots
 from tools.studies.study import (
     OnProgress,
@@ -195,8 +196,7 @@ class Task:
                 "Expected arguments that the study does not set; "
                 f"received: --set {reserved[0]}=..."
             )
-        # The user's override the paper's.
-        self.overrides = {**PAPER, **dict(args.set)}
+        self.overrides = dict(args.set)
         self.num_classes = data.num_classes(args.data, args.data_dir)
         backbone = models.from_preset(
             args.preset, task="backbone", load_weights=False, **self.overrides
@@ -247,7 +247,7 @@ class Task:
         return {
             **{name: getattr(self.args, name) for name in names},
             **run_settings(self.args),
-            "overrides": self.overrides,
+            "overrides": {**PAPER, **self.overrides},
             **backend_and_versions(),
         }
 
@@ -290,16 +290,21 @@ class Configuration:
         """A model whose weights and noise follow from the seed."""
         args = self.task.args
         keras.utils.set_random_seed(seed)
-        combine = self.labels["combine"]
-        own = {} if combine == "softmax" else {"combine": combine}
+        router, combine = self.labels["router"], self.labels["combine"]
+        # Not every router has all of the paper's arguments.
+        known = MoEConfig(router=router).router_arguments
+        own = {name: value for name, value in PAPER.items() if name in known}
+        own |= self.task.overrides
+        if combine != "softmax":
+            own["combine"] = combine
         model = models.from_preset(
             args.preset,
             num_classes=self.task.num_classes,
             load_weights=False,
-            router=self.labels["router"],
+            router=router,
             num_selected_experts=self.labels["selected"],
             seed=seed,
-            **{**self.task.overrides, **own, **overrides},
+            **{**own, **overrides},
         )
         steps = args.epochs * self.task.steps_per_epoch
         compile_with_cosine(model, steps, args.learning_rate)

@@ -111,7 +111,8 @@ def test_capacities_and_normalisations_differ_at_evaluation(folder):
     images = np.random.default_rng(0).uniform(-1, 1, (8, 8, 8, 3)).astype("float32")
     weights, embedded = None, {}
     for name, overrides in rows.items():
-        model = official.replace(**overrides).new_model(None)
+        # With these weights some tokens of the last image are dropped.
+        model = official.replace(**overrides, seed=2).new_model(None)
         weights = weights or model.get_weights()
         model.set_weights(weights)
         embedded[name] = model.encode_images(images)
