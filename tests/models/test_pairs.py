@@ -48,12 +48,12 @@ def clip(**kwargs):
 
 def limoe(moe=(), **kwargs):
     """LIMoE with its losses, small; dense with `moe=None`."""
-    if moe is not None:
-        losses = {"limoe": {"thresholds": {"text": 0.7, "image": 1.1}}}
-        fields = {**MOE, "num_selected_experts": 1, "auxiliary_losses": losses}
-        moe = {**fields, **dict(moe)}
     sizes = {**IMAGE, **TEXT, "projection_dim": 4, "seed": 3}
-    return LIMoEBackbone(**{**sizes, "moe": moe, **kwargs})
+    if moe is None:
+        return LIMoEBackbone(**{**sizes, **kwargs})
+    losses = {"limoe": {"thresholds": {"text": 0.7, "image": 1.1}}}
+    fields = {**MOE, "num_selected_experts": 1, "auxiliary_losses": losses}
+    return LIMoEBackbone.from_config({**sizes, **fields, **dict(moe), **kwargs})
 
 
 def one_block(kind, moe=(), **kwargs):
