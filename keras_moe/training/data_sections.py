@@ -108,7 +108,12 @@ class DataConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageData(DataConfig):
-    """Images with their classes; the arguments are those of `DataConfig`.
+    """Images with their classes.
+
+    Args:
+        batch_size: images in a step.
+        source: the source of the images, see `DataConfig`, as for `train_split`,
+            `test_split`, `augment`, `exclude` and `unreadable`.
 
     Example: see `DataConfig`.
     """
