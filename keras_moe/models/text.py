@@ -25,6 +25,7 @@ from keras_moe.models.tower import (
     text_inputs,
 )
 from keras_moe.ops import Cost
+from keras_moe.routers import SoftRouter
 
 TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
@@ -157,6 +158,10 @@ class TextBackbone(MoEBackbone):
     @classmethod
     def _functional(cls, config, dtype):
         tower, pooler = cls.tower(config, dtype), TextPooler.of(config, dtype)
+        for block in tower.blocks:
+            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
+                # Slots are weights: their number follows from the longest text.
+                block.build((None, config.max_length, config.hidden_dim))
         inputs = text_inputs()
         if getattr(config.moe, "modality_count", None) is not None:
             ids = keras.Input((None,), dtype="int32", name="modality_ids")

@@ -205,7 +205,9 @@ def pair(kind):
     text = {"vocabulary_size": 20, "max_length": 3, **sizes}
     moe = {"moe_layers": [0], "num_experts": 2}
     if kind == "clip":
-        backbone = CLIPBackbone({**image, "moe": moe}, text, projection_dim=2)
+        backbone = CLIPBackbone(
+            image={**image, "moe": moe}, text=text, projection_dim=2
+        )
     else:
         backbone = LIMoEBackbone(**{**image, **text}, projection_dim=2, moe=moe)
     token_ids = np.array([[1, 7, 19], [3, 19, 0]], "int32")

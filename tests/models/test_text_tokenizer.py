@@ -453,7 +453,10 @@ def test_damaged_files_of_vocabularies_are_named(sentence_piece, tmp_path):
 
 def test_swapped_ids_are_refused(tmp_path):
     """The weights of one id would be those of another."""
-    backbone = TextBackbone(530, 20, 8, 1, 2, 8)
+    backbone = TextBackbone(
+        vocabulary_size=530, max_length=20, hidden_dim=8, num_layers=1, num_heads=2,
+        mlp_dim=8,
+    )  # fmt: skip
     backbone.save_to_preset(tmp_path)
     save(tmp_path)
     # Saved again, the backbone keeps the tokenizer and its checksums.
