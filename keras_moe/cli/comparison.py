@@ -1,4 +1,4 @@
-"""A converted model beside the source's own, on one image."""
+"""Comparison of a converted model with the source's own model, on one image."""
 
 import importlib.util
 import json
