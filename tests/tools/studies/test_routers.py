@@ -145,12 +145,13 @@ def test_plans_combine_where_they_are_asked_to():
     (row,) = routers.rows_of(args)
     configuration = Configuration(routers.Task(args), *row)
     assert configuration.name == "sinkhorn_expert_choice-1-affinity"
-    for model, batch_invariant in (
-        (configuration.model, True),
-        (configuration.grouped_model, False),
+    for model, is_official in (
+        (configuration.model, False),
+        (configuration.grouped_model, True),
     ):
         router = model.backbone.get_layer("block_0").feed_forward.router
-        assert (router.combine, router.batch_invariant) == ("affinity", batch_invariant)
+        assert router.combine == "affinity"
+        assert (router.evaluation == "official") == is_official
     with pytest.raises(ValueError, match=r"received: routers=\['soft'\]"):
         routers.rows_of(parse([*arguments, "soft"]))
 
