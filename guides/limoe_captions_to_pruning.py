@@ -323,5 +323,5 @@ print("The saved encoder embeds as before:", same)
 #   [Image-text models](../docs/image_text.md) has the auxiliary losses.
 # - Your own pairs can come from folders, tar files and records: [Data](../docs/data.md)
 #   and [Image-text models](../docs/image_text.md).
-# - More criteria and methods are in [Pruning](../docs/pruning.md), with classes in the
+# - More criteria and methods are in [Pruning](../docs/analysis.md), with classes in the
 #   place of modalities, too.

@@ -369,7 +369,7 @@ def test_a_folder_of_something_else_is_refused(model, tmp_path):
 
 
 class Classes(Section):
-    """The section that docs/report.md has."""
+    """The section that docs/analysis.md has."""
 
     title, anchor = "Examples by class", "classes"
     intro = "How many examples of each class there are."
@@ -413,7 +413,7 @@ def test_a_section_of_ones_own(model, tmp_path):
     page = written.page.read_text(encoding="utf-8")
     assert "Examples by class" in page
     assert page.index("It is problem.") < page.index("It is good.")
-    guide = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "analysis.md").read_text(encoding="utf-8")
     code = inspect.getsource(Classes)
     assert code[code.index("    title,") :].strip() in guide
     with pytest.raises(ValueError, match="different anchors"):
