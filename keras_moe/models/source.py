@@ -257,16 +257,10 @@ def open_model_source(
 
 
 class UnbuiltTower(NamedTuple):
-    """One tower of a backbone before it is made.
+    """One tower of a backbone before it is made."""
 
-    Attributes:
-        prefix: beginning of its weights' paths, such as `"text/"`; `""` for a backbone
-            of one tower.
-        blocks: blocks without weights.
-        sequences: tokens of each sequence of an example, which attend to each other.
-        hidden_dim: D.
-    """
-
+    # Its weights' paths begin with `prefix`, such as "text/"; "" for just one tower.
+    # Tokens attend to each other within their sequence; `sequences` has the lengths.
     prefix: str
     blocks: list
     sequences: tuple[int, ...]
