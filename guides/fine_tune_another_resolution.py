@@ -13,25 +13,26 @@
 # %% [markdown]
 # # Fine-tune published weights at another resolution
 #
-# Published weights were trained on images of one size, mostly 224 x 224 pixels, with
-# classes of their own. This guide takes such weights to another size, another shape of
-# the image and new classes, and measures by few-shot probes what fine-tuning gained.
+# Published weights were trained at one image size, mostly 224 x 224 pixels, and for one
+# set of classes. In this guide you load such weights at another size, aspect ratio and
+# set of classes, fine-tune them, and measure what that gained.
 #
-# ## Weights that others have published
+# ## Published weights
 #
-# The name of the weights is the name of the preset:
+# The address of the weights is the name of the preset:
 #
 # - `gs://vmoe_checkpoints/vmoe_b16_imagenet21k_randaug_strong`: V-MoE-B/16 with 8
 #   experts, trained on ImageNet-21k;
-# - `gs://vit_models/imagenet21k/ViT-B_16.npz`: the dense ViT-B/16 of the same data;
-# - `hf://timm/vit_base_patch16_224.augreg_in21k`: a ViT-B/16 of timm;
-# - `hf://openai/clip-vit-base-patch32`: CLIP, and with `num_classes` its image tower.
+# - `gs://vit_models/imagenet21k/ViT-B_16.npz`: the dense ViT-B/16 trained on the same
+#   data;
+# - `hf://timm/vit_base_patch16_224.augreg_in21k`: a ViT-B/16 from timm;
+# - `hf://openai/clip-vit-base-patch32`: CLIP, or with `num_classes` its image tower.
 #
-# [Published weights, by name](../docs/weights.md) lists all formats and their licences.
+# [Weights](../docs/weights.md) lists all formats and their licences.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -43,13 +44,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -66,8 +67,8 @@ keras.utils.set_random_seed(0)
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# With a network and some gigabytes to spare this cell makes a classifier of ten classes
-# for images of 384 x 384 pixels. It runs only where `KERAS_MOE_ONLINE` is set.
+# This cell downloads weights and makes a classifier of ten classes for images of 384 x
+# 384 pixels. It only runs if you set `KERAS_MOE_ONLINE`.
 
 # %%
 if os.environ.get("KERAS_MOE_ONLINE"):
@@ -79,12 +80,12 @@ if os.environ.get("KERAS_MOE_ONLINE"):
     photos.summary()
 
 # %% [markdown]
-# ## A stand-in that needs no network
+# ## An offline stand-in
 #
-# The rest runs offline, on a file in the same format as Google's releases: an `.npz`
-# with the names of V-MoE's tensors. We write it ourselves, from the small V-MoE for
-# handwritten digits that comes with keras_moe. It is trained on single digits of
-# 16 x 16 pixels, in 4 x 4 patches.
+# The rest of the guide works offline, on a file in the format of Google's releases: an
+# `.npz` with V-MoE's tensor names. We write it ourselves, from the small V-MoE for
+# handwritten digits that ships with keras_moe. That model was trained on single digits
+# of 16 x 16 pixels, in patches of 4 x 4.
 
 # %%
 RENAMED = {
@@ -127,10 +128,12 @@ for name in list(arrays)[-6:]:
 # %% [markdown]
 # ## Convert
 #
-# `convert` reads every tensor of the file, and stops with its name if one is missing,
-# left over or of another shape. `from_preset` with the same arguments does the same
-# without the report. The names and shapes tell the architecture, but not how many
-# experts a token takes: for a V-MoE that is no release, this is an argument.
+# `convert` reads every tensor of the file, and names any that is missing, left over or
+# of the wrong shape. `from_preset` with the same arguments does the same without the
+# report.
+#
+# Names and shapes reveal the architecture, but not how many experts each token uses.
+# Unless the V-MoE is a known release, you pass that yourself.
 
 # %%
 ROUTING = {"num_selected_experts": 2}
@@ -147,10 +150,9 @@ print("The predictions are those of the source:", same)
 # %% [markdown]
 # ## Another resolution
 #
-# `image_shape` is an argument as any other. The patches keep their size in pixels, so
-# that a larger image has more of them, and their position embeddings are resized, as
-# images are. All other weights fit as they are: attention and experts take any number
-# of tokens.
+# Pass another `image_shape`. The patches keep their size in pixels, so a larger image
+# has more of them, and the position embeddings are resized like an image. All other
+# weights stay as they are: attention and experts work with any number of tokens.
 
 # %%
 larger, report = models.convert(published, image_shape=(24, 24, 1), **ROUTING)
@@ -161,16 +163,15 @@ for weight in report.weights:
 print("Patches across and down:", model.backbone.grid, "->", larger.backbone.grid)
 
 # %% [markdown]
-# A position embedding has as many numbers as a token. The three directions in which the
-# positions differ most, drawn over the grid of patches, show that resizing keeps the
-# map and refines it. Yellow is large and dark blue small, and each small picture has a
-# scale of its own.
+# Resizing keeps the map of positions and refines it. To show this, we draw the three
+# directions in which position embeddings differ most over the grid of patches. Yellow
+# is large and dark blue small; each picture has its own scale.
 
 
 # %%
 # Picture: three components of the position embeddings, drawn over the grid of patches
-# from dark blue (least) to yellow (greatest): above over 4 x 4 patches, below the same
-# patterns over 6 x 6.
+# from dark blue (least) to yellow (greatest): over 4 x 4 patches above, and the same
+# patterns over 6 x 6 below.
 def position_map(classifier):
     """The three directions in which positions differ most, over the grid of patches."""
     grid = classifier.backbone.grid
@@ -195,9 +196,8 @@ for row, (name, classifier) in zip(
 plt.show()
 
 # %% [markdown]
-# Does the model still read digits, without any training? The head came with the
-# weights. At another size a stroke is thinner or thicker than all that the patches have
-# shown, and accuracy falls, though not by the distance alone.
+# Can the model still read digits without any training? At another size, strokes are
+# thinner or thicker than any it was trained on, and accuracy falls.
 
 # %%
 SIZES = (12, 16, 20, 24, 32)
@@ -208,14 +208,13 @@ for size in SIZES[1:4] if SMALL else SIZES:
     print(f"{size} x {size} pixels, {resized.backbone.grid} patches: {accuracy:.1%}")
 
 # %% [markdown]
-# This is why a change of resolution goes with fine-tuning.
+# So fine-tune after you change the resolution.
 #
 # ## A new task
 #
 # The new task is to read numbers from 00 to 99, two scans side by side. Resolution,
-# aspect and classes are all other than those of the source: 20 x 40 pixels, 5 x 10
-# patches, 100 classes. With `num_classes` the model gets a new head, and everything
-# else comes from the file.
+# aspect ratio and classes all change: 20 x 40 pixels, 5 x 10 patches, 100 classes.
+# `num_classes` gives the model a new head; everything else comes from the file.
 
 # %%
 # Picture: twelve images of two handwritten digits side by side, white on black, each
@@ -265,9 +264,9 @@ before = {"published weights": few_shot(tuned), "random weights": few_shot(scrat
 # %% [markdown]
 # ## Fine-tune
 #
-# Fine-tuning takes few epochs, a learning rate below that of the training from random
-# weights, a short warm-up, since the new head is random, and clipped gradients. The
-# same recipe trains the same architecture from random weights beside it.
+# Fine-tune for a few epochs, with a lower learning rate than from scratch, clipped
+# gradients, and a short warm-up because the new head is random. For comparison, the
+# same recipe trains the same architecture from random weights.
 
 # %%
 # Picture: accuracy on test numbers by epoch. The blue line, from published weights,
@@ -295,8 +294,8 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# Few-shot probes say what the features gained, whatever the head: a ridge regression
-# from the frozen features of 5 or 10 images of each number, before and after.
+# Few-shot probes measure the features without the head: a ridge regression on the
+# frozen features of 5 or 10 images per number, before and after.
 
 # %%
 after = {"published weights": few_shot(tuned), "random weights": few_shot(scratch)}
@@ -309,17 +308,16 @@ for name, history in histories.items():
         print(f"{name:<17} {when:<6}{cells}{head}")
 
 # %% [markdown]
-# The numbers are made of digits that the source has learned to read, which is as near
-# as a new task can be: gains from photographs to photographs of other things are
-# smaller, and those of a distant domain may vanish. Measure both rows on your data.
+# These numbers consist of digits that the model could already read, so the new task is
+# as close as it gets. Expect smaller gains between different kinds of photographs, and
+# perhaps none in a distant domain. Measure both rows on your data.
 #
 # ## What to do next
 #
-# - Save the result with `tuned.save_to_preset("numbers")`, and load it anywhere by
+# - Save the result with `tuned.save_to_preset("numbers")`, and load it anywhere with
 #   `from_preset`.
-# - Take the published name that is nearest to your task:
-#   [Weights](../docs/weights.md) has the formats, what is refused, and licences.
-# - With a dense ViT or CLIP, add experts before you fine-tune: `training.upcycle`, in
-#   [Weights](../docs/weights.md) under sparse upcycling.
-# - For recipes, runs that survive a killed process and soups of several fine-tunings,
-#   read [Training](../docs/training.md).
+# - Choose the published weights closest to your task: [Weights](../docs/weights.md).
+# - Start from a dense ViT or CLIP and add experts before you fine-tune: [Upcycle a
+#   dense ViT or CLIP](../guides/upcycling.ipynb).
+# - Use recipes, resume interrupted runs and average several fine-tunings:
+#   [Training](../docs/training.md).

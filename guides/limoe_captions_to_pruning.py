@@ -13,19 +13,21 @@
 # %% [markdown]
 # # LIMoE: from captions to pruning
 #
-# LIMoE is one transformer for images and texts. Its experts are shared by patches and
-# words, a contrastive loss brings an image and its caption together, and auxiliary
-# losses on the routers' entropies keep each modality from taking one expert alone. This
-# guide uses a trained LIMoE on emoji and their names: it finds captions for pictures,
-# classifies without training, shows which experts serve which modality, and takes
-# experts away until the text encoder is half as large.
+# LIMoE is one transformer for images and text. Patches and words share its experts, the
+# MLPs among which a router distributes tokens. A contrastive loss pulls an image and
+# its caption together, and auxiliary losses keep a modality from collapsing onto one
+# expert.
+#
+# In this guide a LIMoE trained on emoji finds captions for pictures and classifies
+# without training. You then see which experts serve which modality, and remove experts
+# until the model is about half as large.
 #
 # The paper is *Multimodal Contrastive Learning with LIMoE* (Mustafa et al., 2022). The
-# pictures are OpenMoji's (openmoji.org), under CC BY-SA 4.0.
+# pictures are from OpenMoji (openmoji.org), under CC BY-SA 4.0.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -37,13 +39,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -61,10 +63,10 @@ from keras_moe.analysis import plots
 folder = Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# ## A trained model of pairs
+# ## A trained image-text model
 #
-# The test emoji are of concepts that training never shows in any skin tone: it may have
-# seen a man at work where the test has a woman, and of some things nothing at all.
+# The test concepts never appear in training in any skin tone. Training may have shown a
+# man at work where the test shows a woman; some things are entirely new.
 
 # %%
 model = models.from_preset("limoe_emoji")
@@ -77,14 +79,13 @@ print(f"{model.count_params():,} parameters for both modalities")
 # %% [markdown]
 # ## Captions for pictures
 #
-# `encode_images` and `encode_text` give unit vectors, which are compared by their
-# products. Below each picture are the three nearest of all test captions, and its own
-# one, where it is among them, is in green.
+# `encode_images` and `encode_text` return unit vectors, and their dot product is the
+# similarity. Below each picture are the three nearest test captions, with the correct
+# one in green.
 
 # %%
-# Picture: six emoji, each above the three captions that are nearest to it, the nearest
-# first. Its own caption, where it is among them, is in bold green
-# letters.
+# Picture: six emoji, each above its three nearest captions, nearest first. The correct
+# caption, if it is among them, is in bold green.
 image_embeddings = model.encode_images(images)
 text_embeddings = model.encode_text(captions)
 similarity = image_embeddings @ text_embeddings.T
@@ -111,9 +112,9 @@ figure.subplots_adjust(left=0.02, right=0.98, top=0.98, bottom=0.15, hspace=0.45
 plt.show()
 
 # %% [markdown]
-# Retrieval measures that for all test pairs: how often the right caption is among the
-# nearest one, five or ten, and how often the right picture. A regression from pixels to
-# parts of words, which is fitted in seconds, is a model to beat.
+# Retrieval measures this over all test pairs: how often the right caption, or the right
+# picture, is among the nearest one, five or ten. A regression from pixels to parts of
+# words, fitted in seconds, is the baseline to beat.
 
 # %%
 recalls = evaluation.retrieval(image_embeddings, text_embeddings, ks=(1, 5, 10))
@@ -123,7 +124,7 @@ for direction in ("image_to_text", "text_to_image"):
     print(f"{direction.replace('_', ' '):<16}{cells}")
 print(f"Chance at R@1: {1 / len(captions):.1%}")
 
-shape = (16, 16, 3)  # more pixels take longer, and do no better
+shape = (16, 16, 3)  # more pixels take longer and do not help
 train, small = data.load_emoji("train", shape), data.load_emoji("test", shape)
 baseline = evaluation.retrieval(
     *evaluation.kernel_ridge_embeddings(
@@ -136,8 +137,8 @@ print(f"Kernel ridge regression at R@1: {baseline.image_to_text[0]:.1%}")
 # %% [markdown]
 # ## Zero-shot classification
 #
-# A class is a text. To ask for the skin tone of people, we write a caption for each
-# tone, with several people in the place of `{}`'s other words, and take the tone whose
+# Describe each class in words, and the model can classify without training. For skin
+# tones we write three captions per tone (man, woman, person) and pick the tone whose
 # captions are nearest to the image.
 
 # %%
@@ -159,14 +160,14 @@ print(f"{accuracy:.1%} of {len(rows)} emoji, chance is {1 / len(TONES):.0%}")
 # %% [markdown]
 # ## Experts by modality
 #
-# Nobody tells an expert what to serve. `expert_usage` counts the tokens of each
-# modality, here of the validation emoji, by which experts are chosen below; padding of
-# captions does not count. The dashed line is an equal share.
+# Experts specialise on their own. `expert_usage` counts the tokens of each modality
+# that reach each expert, ignoring padding. We count on validation emoji, since these
+# counts later choose the experts to keep. The dashed line is an equal share.
 
 # %%
-# Picture: two bar charts, for block_1 and block_3, with two bars for each expert: its
-# share of image tokens in blue and of text tokens in orange. Some experts serve images
-# nearly alone, others mostly text; a dashed line marks an equal share.
+# Picture: two bar charts, for block_1 and block_3, with two bars per expert: its share
+# of image tokens in blue and of text tokens in orange. Some experts serve almost only
+# images, others mostly text; a dashed line marks an equal share.
 inputs = {"images": images, **model.preprocessor(captions)}
 validation = data.load_emoji("validation", model.backbone.image_shape)
 chosen_by = {
@@ -183,13 +184,12 @@ display(Image(picture))
 # %% [markdown]
 # ## One pair, patch by patch and word by word
 #
-# Each patch below has the number of the expert that serves it in a block; the tint
-# repeats the number, so that one sees areas. Below the picture each piece of the
-# caption has its expert's number behind the slash.
+# Each patch shows the number of its expert, with a tint per expert. Below the picture,
+# the number after the slash is the expert of that piece of the caption.
 
 # %%
 # Picture: three emoji in a row for each of two blocks, divided into 4 x 4 patches, each
-# with the number of its expert in a white circle and a tint for it. Plain background
+# with its expert's number in a white circle and that expert's tint. Plain background
 # mostly goes to one expert.
 routing = keras.Model(model.input, model.routing).predict(
     {name: array[shown[:3]] for name, array in inputs.items()}, verbose=0
@@ -232,38 +232,41 @@ for column, index in enumerate(shown[:3]):
     ]
     for block in blocks:
         experts = routing[f"text/{block}"].dispatched[column].argmax(axis=-1)
-        # Without the marks of the caption's start and end.
+        # Without the start and end tokens.
         inner = list(zip(pieces, experts))[1:-1]
         print(f"  {block}", *(f"{piece}/{expert}" for piece, expert in inner))
 
 # %% [markdown]
 # ## Prune: how many experts does text need?
 #
-# A program that only embeds texts, such as a search engine whose pictures are embedded
-# already, can do without the experts of images. The curves have the share of the tokens
-# that the most used experts serve, for each block and as a black mean: where a curve is
-# still high after several experts are gone, few serve nearly all.
+# If you only embed texts, for example to search pictures that are already embedded, you
+# do not need the image experts.
+#
+# The curves show the share of tokens that the most used experts serve, per block and,
+# in black, on average. If a curve stays high as experts are removed, a few experts
+# serve nearly everything.
 
 # %%
-# Picture: two charts, of image tokens and of text tokens, with the share of tokens that
-# the remaining experts cover by the number of pruned experts: thin lines for blocks and
-# a thick black one for their mean. The curve of texts falls later than that of images.
+# Picture: two charts, for image and text tokens, with the share of tokens that the
+# remaining experts cover by the number of pruned experts. Thin lines are blocks and a
+# thick black one is their mean. The text curve falls later than the image curve.
 curves = {name: analysis.coverage_curves(usage, groups=name) for name in usage.groups}
 picture = folder / "coverage.png"
 plots.plot_coverage(curves, picture)
 display(Image(picture))
 
 # %% [markdown]
-# `select_experts` ranks the experts by their tokens of text, `prune_experts` makes a
-# smaller model of the same class, and retrieval of the validation emoji says what is
-# lost. Texts are embedded by the pruned model, images by the whole one.
-# With `router_drop` the gates of the experts that are left are renormalised. With
-# `router_pred` they stay as they were, and a token whose expert is gone takes the best
-# of the others, with its small gate.
+# `select_experts` ranks the experts by their text tokens, `prune_experts` makes a
+# smaller model of the same class, and retrieval on validation emoji measures the loss.
+# Texts are embedded by the pruned model, images by the full one.
+#
+# `router_drop` renormalises the gates (the weights of the experts' outputs) over the
+# remaining experts. `router_pred` leaves them as they are: a token that loses its
+# expert goes to the next best, with that one's small gate.
 
 # %%
-# Picture: R@1 by the number of text experts left, from eight to two, with a line for
-# router_drop and a dashed one for router_pred, on the validation emoji.
+# Picture: R@1 on the validation emoji by the number of text experts left, from eight to
+# two, with a solid line for router_drop and a dashed one for router_pred.
 COUNTS = (8, 4) if SMALL else (8, 6, 4, 3, 2)
 METHODS = ("router_drop", "router_pred")
 validation_images = model.encode_images(chosen_by["images"])
@@ -292,8 +295,8 @@ axis.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
-# The best on validation is tested once. A pruned model saves, loads and fine-tunes as
-# any other.
+# Only the setting that is best on validation is tested. A pruned model saves, loads and
+# fine-tunes like any other.
 
 # %%
 method, count = max(
@@ -316,12 +319,9 @@ print("The saved encoder embeds as before:", same)
 # %% [markdown]
 # ## What to do next
 #
-# - Train it yourself: `keras-moe train limoe_emoji` takes minutes, and
-#   [Studies](../docs/studies.md) compares it with its dense twin and
-#   with regressions, over several seeds.
-# - The entropy thresholds decide how many experts a modality takes:
-#   [Image-text models](../docs/image_text.md) has the auxiliary losses.
-# - Your own pairs can come from folders, tar files and records: [Data](../docs/data.md)
-#   and [Image-text models](../docs/image_text.md).
-# - More criteria and methods are in [Pruning](../docs/analysis.md), with classes in the
-#   place of modalities, too.
+# - Train it yourself: `keras-moe train limoe_emoji` takes minutes.
+#   [Studies](../docs/studies.md) compares it with its dense twin over several seeds.
+# - Control how many experts a modality uses with the entropy thresholds: [Image-text
+#   models](../docs/image_text.md).
+# - Use your own pairs, from folders, tar files or records: [Data](../docs/data.md).
+# - Prune by class instead of modality: [Analysis](../docs/analysis.md).

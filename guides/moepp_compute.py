@@ -13,19 +13,21 @@
 # %% [markdown]
 # # MoE++: where compute goes
 #
-# MoE++ gives the router three kinds of experts that cost nothing beside the usual
-# feed-forward (FFN) experts: a zero expert, which drops the token's choice, a copy
-# expert, which returns the token, and constant experts, which mix the token with a
-# trained vector. A token that needs little takes one of these, and an FFN expert works
-# for another. This guide looks at where a trained model spends its compute, what each
-# kind is worth, and how `tau` and the gating residuals steer it.
+# An MoE layer has several MLPs, called feed-forward (FFN) experts, and a router that
+# sends each token to K of them. MoE++ adds three types of expert that cost almost
+# nothing: zero experts return nothing, copy experts return the token, and constant
+# experts mix the token with a trained vector. A token that needs little work can choose
+# one of these.
+#
+# This guide shows where a trained model spends its compute, what each type is worth,
+# and how `tau` and the gating residuals steer it.
 #
 # The paper is *MoE++: Accelerating Mixture-of-Experts Methods with Zero-Computation
 # Experts* (Jin et al., 2025).
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -37,13 +39,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -68,7 +70,7 @@ test = images, labels = data.load_digits("test", (16, 16, 1))
 # ## A trained MoE++
 #
 # `moepp_digits` is a small vision transformer with an MoE layer in every block. Every
-# token takes K experts among those of all kinds.
+# token chooses K experts of any type.
 
 # %%
 model = models.from_preset("moepp_digits")
@@ -82,14 +84,14 @@ print(f"K = {K}, tau = {moe.tau}, test accuracy {accuracy:.1%}")
 # %% [markdown]
 # ## Compute maps
 #
-# At inference no token is dropped, and a token's FFN experts are its compute: none, one
-# or K in each block. Beside each image lies the map of its patches: the mean over the
-# blocks, by the colour bar at the right. The number above is the mean over the patches.
+# At inference no token is dropped, so the compute of a token is its number of FFN
+# experts: none, one or K in each block. Each image below is followed by the map of its
+# patches, averaged over the blocks. The number above is the mean over patches.
 
 # %%
-# Picture: eight digits, and beside each the same digit under a map of its patches, from
-# black (no FFN expert) over violet to white (two in every block), with the mean over
-# the patches above.
+# Picture: eight digits, each followed by the same digit under a map of its patches,
+# from black (no FFN expert) through violet to white (two in every block), with the mean
+# over the patches above.
 routing = keras.Model(model.input, model.routing).predict(images, verbose=0)
 shown = [int(np.flatnonzero(labels == digit)[0]) for digit in range(8)]
 maps = analysis.compute_map(routing, kinds, model.backbone.grid)
@@ -98,14 +100,13 @@ plots.plot_compute_maps(images[shown], maps[shown], picture, K)
 display(Image(picture))
 
 # %% [markdown]
-# Who serves the others? The next picture has a row for each kind of expert, and a
-# colour bar for each row, since their scales differ. The number at the left is the
-# row's mean.
+# Which experts serve the rest? The next picture has one row per type, each with its own
+# scale. The number on the left is the row's mean.
 
 # %%
 # Picture: five digits in the first row, and below each a map of its 4 x 4 patches for
-# each kind of expert: FFN, constant, copy and zero. Light patches take more experts of
-# the kind; each row has a scale of its own.
+# each type of expert: FFN, constant, copy and zero. Light patches use more experts of
+# that type; each row has its own scale.
 picture = folder / "kinds.png"
 few = shown[:5]
 plots.plot_type_maps(
@@ -119,8 +120,8 @@ plots.plot_type_maps(
 display(Image(picture))
 
 # %% [markdown]
-# One picture may deceive; all test images decide. Patches are plain where their pixels
-# hardly deviate from their mean, and have an edge otherwise.
+# A few images can mislead, so we check all test images. We call a patch plain if its
+# pixels hardly differ from their mean.
 
 # %%
 rows, columns = model.backbone.grid
@@ -135,19 +136,19 @@ for name, chosen in groups.items():
     print(f"{name:<14}{chosen.mean():>7.0%}" + "".join(f"{x:>10.2f}" for x in counts))
 
 # %% [markdown]
-# Plain patches get hardly less compute than the others in this model. A likely reason
-# is attention: after a block or two a token knows its whole image, so that its own
+# In this model plain patches get hardly less compute than the others. A likely reason
+# is attention: after a block or two a token knows about the whole image, so its own
 # pixels say little about it.
 #
-# ## Loads by kind
+# ## Loads by type
 #
-# The next picture has the share of each kind in the choices of all tokens, block by
-# block. The number to the right of a bar is the FFN experts of a token.
+# The next picture shows each type's share of all choices, block by block. The number to
+# the right of a bar is the FFN experts per token.
 
 # %%
 # Picture: a horizontal bar for each of four blocks, divided into the shares of the
-# kinds of experts: FFN in blue, constant in green, copy in orange, zero in grey. FFN's
-# share grows from the first block to the last.
+# types of experts: FFN in blue, constant in green, copy in orange, zero in grey. The
+# share of FFN grows from the first block to the last.
 loads = analysis.load_by_type(routing, kinds, K)
 analysis.print_load_by_type(loads, console)
 picture = folder / "loads.png"
@@ -157,9 +158,9 @@ display(Image(picture))
 # %% [markdown]
 # ## The cost at inference
 #
-# An FFN expert has nearly all of a layer's FLOPs. The vanilla twin of this model, with
-# the same FFN experts and none of the others, runs K of them for each token: the
-# measured loads say how much of that remains.
+# FFN experts account for nearly all the FLOPs of a layer. The vanilla twin, with the
+# same FFN experts and no others, runs K of them for every token. The measured loads
+# tell you how much of that remains.
 
 # %%
 vanilla = models.describe(
@@ -179,14 +180,13 @@ less = vanilla.gflops * 1e3 - (K - spent) * one_expert / 1e6
 print(f"this model: {spent:.2f} FFN experts per token, {less:.2f} MFLOPs an image")
 
 # %% [markdown]
-# FLOPs are a bound, not a time: attention and routing stay as they are, and at small
-# sizes they dominate. [MoE++](../docs/moe_plus_plus.md) has measured throughputs by
-# `tau`, while training and at inference.
+# FLOPs are not time: attention and routing cost the same as before, and in small models
+# they dominate. [MoE++](../docs/moe_plus_plus.md) has measured throughputs.
 #
-# ## The worth of each kind
+# ## The worth of each type
 #
-# Zero, copy and constant experts can be removed after training: no token chooses an
-# excluded expert, and its tokens take the next best. The paper does this in Table C.
+# You can remove zero, copy and constant experts after training: their tokens go to the
+# next best expert. The paper does this in Table C.
 
 # %%
 removals = ["zero", "copy", "constant", ("zero", "copy", "constant")]
@@ -199,12 +199,14 @@ for name, accuracies in zip(ablation.experts, ablation.ablated):
 # %% [markdown]
 # ## `tau` moves the balance
 #
-# `tau` says how many tokens an FFN expert gets over one that costs nothing. It is in
-# the balance loss and in the capacities, so that it works while a model trains. The
-# trained weights are a good beginning: a few epochs with another `tau` move the loads,
-# and the same epochs with the model's own `tau` are the comparison. This training has
-# neither the length nor the augmentation of the recipe, so that the accuracies are to
-# be compared with each other.
+# `tau` controls how many tokens an FFN expert gets compared to a cheap one. It acts
+# during training, through the balance loss and the capacities (how many tokens an
+# expert accepts).
+#
+# A few epochs with another `tau`, starting from the trained weights, move the loads.
+# The control is the same training with the model's own `tau`. Compare these accuracies
+# only with each other: this training is shorter than the recipe and has no
+# augmentation.
 
 # %%
 TAUS, EPOCHS = ((0.1,), 1) if SMALL else ((0.1, 0.75, 3.0), 5)
@@ -222,14 +224,14 @@ for tau in TAUS:
 # %% [markdown]
 # ## Gating residuals
 #
-# From the second MoE block on, a trained map of the previous block's logits is added to
-# the logits: a token remembers which experts it took. To see the map at work, we set it
-# to zero in a copy of the model.
+# From the second MoE block on, the router adds a learned map of the previous block's
+# logits to its own, so a token remembers which experts it chose. To see the effect, we
+# set this map to zero in a copy of the model.
 
 # %%
 # Picture: two histograms of gates over all tokens, with gating residuals and with the
-# maps set to zero: the highest gate in blue, the second-highest in orange, which is
-# narrower and lies lower. The two charts hardly differ.
+# maps set to zero: the highest gate in blue and the second-highest in orange, which is
+# narrower and lower. The two charts are nearly the same.
 forgetful = models.from_preset("moepp_digits")
 for weight in forgetful.weights:
     if weight.path.endswith("residual_kernel"):
@@ -255,14 +257,14 @@ plots.plot_routing_scores(
 display(Image(picture))
 
 # %% [markdown]
-# The model was trained with the maps, so that this shows what they do in it, and not
-# what a model without them would learn; `gating_residual=False` trains such a one.
+# The model was trained with the maps, so this does not tell you what a model without
+# them would learn. To train one, pass `gating_residual=False`.
 #
 # ## What to do next
 #
-# - Take the paper's sizes: `from_preset("moepp_vit_b16", num_classes=1000, tau=0.5)`.
-# - Put zero-computation experts into a layer of your own, or into any preset, by the
-#   arguments `zero_experts`, `copy_experts` and `constant_experts`:
+# - Use the paper's sizes: `from_preset("moepp_vit_b16", num_classes=1000, tau=0.5)`.
+# - Add cheap experts to your own layer or to any preset with the arguments
+#   `zero_experts`, `copy_experts` and `constant_experts`:
 #   [MoE++](../docs/moe_plus_plus.md).
-# - In a clone, `python -m tools.studies moepp` repeats the paper's experiments on
-#   digits, with throughputs.
+# - Repeat the paper's experiments on digits, in a clone: `python -m tools.studies
+#   moepp`.

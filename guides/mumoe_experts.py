@@ -13,18 +13,20 @@
 # %% [markdown]
 # # muMoE: find, explain and edit experts
 #
-# In a multilinear mixture of experts (muMoE) nobody is dispatched: every expert takes
-# part in every output, with a coefficient of which entmax makes most zero. Experts are
-# slices of one factorised tensor, so that there may be many of them, and removing or
-# moving one has an effect that can be measured at once. This guide finds experts that
-# serve a single class, explains them by pictures and by ablation, and corrects a biased
-# model by an edit of its experts, without training.
+# A multilinear mixture of experts (muMoE) has no router that sends tokens to some
+# experts. Every expert contributes to every output, with a coefficient that entmax, a
+# sparse softmax, sets to zero for most. The experts are slices of one factorised
+# tensor, so you can have many, and you can remove or change one and measure the effect
+# at once.
+#
+# In this guide you find experts that serve a single class, explain them by pictures and
+# ablation, and correct a biased model by editing its experts, without training.
 #
 # The paper is *Multilinear Mixture of Experts* (Oldfield et al., 2024).
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -36,13 +38,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -64,10 +66,9 @@ console = Console(width=88, force_jupyter=False)
 # %% [markdown]
 # ## Find: experts of a head
 #
-# Any classifier takes a muMoE for its head. A task of many classes shows best how
-# experts divide the work: numbers from 00 to 99, two scanned digits each. The features
-# are those of `vmoe_digits`, which reads one digit: at another `image_shape` its
-# weights take both.
+# Any classifier can have a muMoE as its head. A task with many classes shows best how
+# experts divide the work, so we read numbers from 00 to 99, two scanned digits each.
+# The features come from `vmoe_digits`, loaded at twice the width.
 
 # %%
 SHAPE, COUNT = (16, 32, 1), (600, 300) if SMALL else (2400, 1500)
@@ -92,8 +93,7 @@ extractor = keras.Model(source.input, source.features)
 features = extractor.predict(train[0], batch_size=128, verbose=0)
 
 # %% [markdown]
-# The features stay as they are, so that they are computed once, and heads of 2 to 32
-# experts are trained on them.
+# We compute these features once and train heads of 2 to 32 experts on them.
 
 # %%
 EXPERTS = (2, 16) if SMALL else (2, 4, 8, 16, 32)
@@ -121,15 +121,15 @@ def with_head(num_experts):
 heads = {count: with_head(count) for count in EXPERTS}
 
 # %% [markdown]
-# `classifier.routing["head"]` has the coefficients, (images, 1, experts): the feature
-# of an image is the head's only token. Each row shows images in which an expert has at
-# least half of the weight, with the coefficient above and the number below. These are
-# the experts with the largest coefficients over all test images.
+# `classifier.routing["head"]` holds the coefficients, of shape (images, 1, experts).
+# Each row below is one of the experts with the largest coefficients. It shows images in
+# which that expert has at least half the weight, with the coefficient above and the
+# number below.
 
 # %%
 # Picture: a row of eight images for each of seven experts. An image shows two digits,
-# with the expert's coefficient above it and its number below; images of a row mostly
-# share a digit.
+# with the expert's coefficient above it and its number below; the images of a row
+# mostly share a digit.
 images, labels = test
 model = heads[16]
 routing = keras.Model(model.input, model.routing["head"]).predict(images, verbose=0)
@@ -148,15 +148,17 @@ display(Image(picture))
 # %% [markdown]
 # ## Explain: what is lost without an expert?
 #
-# A picture shows correlation. The experts' part in the decision shows where each is
-# removed: `ablate_experts` sets its weights to zero, and measures the fraction of its
-# accuracy that each class loses. An expert of one class has a polysemanticity of 0, the
-# distance of its row from a row with a single 1.
+# A picture only shows correlation. To see what an expert causes, remove it:
+# `ablate_experts` sets its weights to zero and measures what fraction of its accuracy
+# each class loses.
+#
+# The polysemanticity of an expert is the distance of these losses from a loss in a
+# single class. It is 0 for an expert that serves exactly one class.
 
 # %%
-# Picture: a row of bar charts for each head, of 2 experts at the top to 32 at the
-# bottom, and in each chart a bar for each class from 00 to 99 with the accuracy that it
-# loses without one expert. Many bars are tall in the upper rows, few in the lower ones.
+# Picture: a row of bar charts for each head, from 2 experts at the top to 32 at the
+# bottom. Each chart has a bar for each class from 00 to 99: the accuracy that it loses
+# without one expert. Many bars are tall in the upper rows, few in the lower ones.
 ablations = {
     f"{count} experts": analysis.ablate_experts(
         classifier, *test, batch_size=128, verbose=0
@@ -171,14 +173,16 @@ plots.plot_ablation(ablations, picture)
 display(Image(picture))
 
 # %% [markdown]
-# A row is a head, with its first four experts that matter, and `p` is an expert's
-# polysemanticity. The classes stand from 00 to 99, so that ten neighbours share their
-# first digit; a bar below zero is a class that gains. With few experts one removal
-# costs many classes all that they have; with many it costs a few.
+# Each row is a head, with its first four experts that matter; `p` is an expert's
+# polysemanticity. The classes run from 00 to 99, so ten neighbours share their first
+# digit. A bar below zero is a class that gains.
+#
+# With few experts, one removal costs many classes all their accuracy; with many, it
+# costs a few.
 
 # %%
-# Picture: a line of the mean polysemanticity by the number of experts, on a logarithmic
-# axis. It falls with every doubling, steeply at first.
+# Picture: mean polysemanticity by the number of experts, on a logarithmic axis. It
+# falls with every doubling, steeply at first.
 picture = folder / "polysemanticity.png"
 scores = {
     count: [ablation.mean_polysemanticity]
@@ -189,21 +193,21 @@ plots.plot_polysemanticity({"muMoE head": scores}, picture)
 display(Image(picture))
 
 # %% [markdown]
-# The mean over the experts that matter falls with their number. It would not fall for
-# ever: where several experts serve each class, none is needed, and an empty row has a
-# distance of 1 from any single class.
+# Experts become more specialised as their number grows. This would not continue
+# forever: once several experts serve each class, removing one changes nothing, and the
+# score of an expert without effect is 1.
 
 # %% [markdown]
 # ## Explain: experts inside the network
 #
-# `mumoe_digits` is an MLP-Mixer whose channel MLPs are muMoE blocks. Its experts see
-# patches in the place of images: below each patch is the image that it comes from,
-# where a red frame marks it. The number above is the expert's coefficient.
+# `mumoe_digits` is an MLP-Mixer with muMoE blocks as its channel MLPs. Its experts see
+# patches instead of images. Below each patch is the image it comes from, with a red
+# frame around it, and above it is the expert's coefficient.
 
 # %%
 # Picture: two rows for each of three experts: eight patches of 4 x 4 pixels, with the
-# expert's coefficient above each, and below them the digits that they come from, in
-# which a red frame marks the patch.
+# expert's coefficient above each, and below them the digits that they come from, with a
+# red frame around the patch.
 mixer = models.from_preset("mumoe_digits")
 train = data.load_digits("train", (16, 16, 1))
 test = images, labels = data.load_digits("test", (16, 16, 1))
@@ -223,8 +227,8 @@ plots.plot_expert_patches(
 display(Image(picture))
 
 # %% [markdown]
-# The same ablation works for any block, routed ones too. A residual stream passes
-# around a block, so that the loss of one expert costs less than in a head.
+# The same ablation works for any block, including routed ones. A residual connection
+# bypasses each block, so losing an expert costs less than in a head.
 
 # %%
 within = analysis.ablate_experts(mixer, *test, layer=block, verbose=0)
@@ -238,10 +242,10 @@ for expert in np.argsort(-within.changes.max(axis=1))[:3]:
 # %% [markdown]
 # ## Edit: correct a bias without training
 #
-# Now the experts shall change what a model does. We plant a bias: the model learns
-# whether a digit is 5 or above (and four more attributes), from images of which hardly
-# any digit of 5 and above is inverted, while half of the others are. Inversion then
-# speaks against 5 and above, and the model is wrong where it does.
+# Next we use the experts to change the model. First we plant a bias: the model learns
+# whether a digit is 5 or above (and four more attributes), but in training almost none
+# of the digits 5 and above are inverted, while half of the others are. The model learns
+# that inversion means "below 5", and gets inverted digits of 5 and above wrong.
 
 # %%
 BIASED_EPOCHS = 2 if SMALL else 40
@@ -292,12 +296,14 @@ def fairness(classifier, examples):
 
 
 # %% [markdown]
-# The edit adds to the logit of "5 and above" a number that is large for images that use
-# the same experts as the subpopulation: `strength mean(a)^T a`, with the mean of the
-# coefficients over its training images. It needs no attribute when the model is used.
-# Validation images choose the strength, by the accuracy of the worst subpopulation; the
-# test images then judge. The blind threshold beside it moves the logit of all images
-# alike.
+# The edit raises the logit of "5 and above" for images that use the same experts as
+# this subpopulation. It adds `strength mean(a)^T a`, with the mean of the coefficients
+# over the subpopulation's training images. At inference it does not need to know
+# whether an image is inverted.
+#
+# We choose the strength on validation images, by the accuracy of the worst
+# subpopulation, and judge on test images. A blind threshold, which shifts the logit of
+# all images alike, is the baseline.
 
 # %%
 few = biased[0][members]
@@ -344,18 +350,16 @@ plots.plot_subpopulations(
 display(Image(picture))
 
 # %% [markdown]
-# The cell with the green frame is the subpopulation that the edit is for; in the third
-# table blue is a gain and red a loss. Others may lose by its gain: read all four cells,
-# not the mean alone. An edited model is a model of the same class, which
-# `save_to_preset` saves as any other.
+# The green frame marks the subpopulation that the edit is for. In the third table blue
+# is a gain and red a loss. Other subpopulations may lose, so read all four cells, not
+# only the mean. `save_to_preset` saves an edited model like any other.
 #
 # ## What to do next
 #
-# - Put a head on a model of your own: `from_preset("vit_b32", num_classes=1000,
+# - Put such a head on your own model: `from_preset("vit_b32", num_classes=1000,
 #   head={"num_experts": 512, "rank": 512})`.
-# - [muMoE](../docs/mumoe.md) has the paper's tables, repeated over seeds, beside
-#   alternatives to edits: oversampling and training against an adversary.
-# - In a clone, `python -m tools.studies mumoe --parts specialisation editing` runs
-#   these on your machine.
-# - The recipe `mumoe_celeb_a` is the paper's own setting, on CLIP's ViT-B/32:
+# - Compare edits with oversampling and adversarial training, over several seeds:
+#   [muMoE](../docs/mumoe.md). In a clone, `python -m tools.studies mumoe --parts
+#   specialisation editing` repeats this.
+# - Use the paper's own setting on CLIP's ViT-B/32, the recipe `mumoe_celeb_a`:
 #   [Training](../docs/training.md).

@@ -14,15 +14,17 @@
 # # The six routers
 #
 # A router decides which expert works on which token. *Routers in Vision Mixture of
-# Experts* compares six: tokens choose experts or experts choose tokens, by a softmax
-# or by a transport plan, and Soft MoE mixes tokens into slots. The released code has a
-# seventh, tokens that choose by the sparsity-constrained plan. This guide trains the
-# same small model with each of them, on the same digits, and looks at what they choose,
-# what they drop, how they load the experts, and how well they do.
+# Experts* compares six. In token choice each token picks its experts, in expert choice
+# each expert picks its tokens, and both use a softmax or a transport plan. Soft MoE
+# mixes all tokens into slots instead. The released code adds a seventh: token choice
+# with the sparsity-constrained plan.
+#
+# This guide trains the same small model with all seven. You see what each router
+# chooses, what it drops, how evenly it loads the experts, and how well it does.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -34,13 +36,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -66,17 +68,21 @@ NAMES = {
 # %% [markdown]
 # ## One model, seven routers
 #
-# The model is a ViT of two blocks, whose second block has eight experts. Each router
-# gets as many slots, `C = S K c / E` for each expert: with K = 1 and c = 1 one slot for
-# each token on average, so that the seven models cost alike. `evaluation="official"`
-# measures as the paper does, with the groups and the capacity of training: tokens of
-# eight images compete. (The library's default at inference serves each image by itself
-# and drops no token of token choice.)
+# The model is a ViT of two blocks; the second has eight experts. Tokens are routed in
+# groups, here of eight images.
+#
+# Every router gets the same number of slots, `C = S K c / E` per expert, for S tokens
+# in a group, K experts per token, capacity factor c and E experts. With K = 1 and c = 1
+# that is one slot per token on average, so all seven models cost about the same.
+#
+# `evaluation="official"` measures with the groups and capacity of training, as the
+# paper does. The library's default routes each image separately at inference, and token
+# choice then drops nothing.
 
 # %%
 images, labels = data.load_digits("train", image_shape=(16, 16, 1))
 test_images, test_labels = data.load_digits("test", image_shape=(16, 16, 1))
-# Whole groups of eight images.
+# A multiple of eight, so that all groups are full.
 test_images, test_labels = test_images[:448], test_labels[:448]
 EPOCHS = 12
 if SMALL:
@@ -102,7 +108,7 @@ for router in NAMES:
     )
     model.compile(keras.optimizers.Adam(2e-3))
     model.fit(images, labels, batch_size=64, epochs=EPOCHS, verbose=0)
-    # The probabilities and the routing of one pass over the test images.
+    # One pass over the test images returns both probabilities and routing.
     inspected = keras.Model(model.input, [model.output, model.routing["block_1"]])
     outputs, record = inspected.predict(test_images, batch_size=64, verbose=0)
     classifiers[router] = record
@@ -115,11 +121,13 @@ print(f"slots of an expert for {IMAGES_PER_GROUP} images: {capacity}")
 # %% [markdown]
 # ## Accuracy, drops and load
 #
-# *No expert* is the share of tokens that no expert served: they pass the block by its
-# residual connection. *Several* is the share that more than one expert served, which
-# happens where experts choose. *Load entropy* is 1 where all experts serve as many
-# tokens. *Error* is one standard error of the accuracy, by the number of test images
-# alone; another seed adds to it.
+# The columns of the table:
+#
+# - *no expert*: dropped tokens, which pass the block only by its residual connection.
+# - *several*: tokens with more than one expert, which expert choice allows.
+# - *load entropy*: 1 if all experts serve equally many tokens.
+# - *error*: one standard error of the accuracy, from the number of test images. Other
+#   seeds add to it.
 
 # %%
 table = Table(title="The same model, K = 1, capacity factor 1")
@@ -145,26 +153,25 @@ for router, record in classifiers.items():
 console.print(table)
 
 # %% [markdown]
-# The accuracies are one seed each of a short training: they show who learns the digits
-# quickly as much as who is good at them, and another seed moves each by an error or
-# two. After longer training, with several seeds, the routers lie within two points of
-# each other (*The router study in one command*). The other columns differ by
-# construction.
-# Token choice with a softmax fills some experts beyond their capacity and leaves others
-# with room; a transport plan spreads tokens first. Where experts choose, every expert
-# is full, and a token may go to several experts or to none. Soft routing drops nothing.
+# Do not rank the routers by these accuracies: each is one seed of a short training, and
+# another seed shifts it by an error or two. With longer training and several seeds the
+# routers end within two points of each other ([Studies](../docs/studies.md)).
+#
+# The other columns differ by construction. Token choice with a softmax overfills some
+# experts and leaves room in others; a transport plan spreads the tokens first. In
+# expert choice every expert is full, and a token may get several experts or none. Soft
+# routing drops nothing.
 #
 # ## The load of each expert
 #
-# A bar is the share of all tokens that an expert served, averaged over groups, and the
-# dashed line is what fits: with K c = 1 an eighth of the tokens. (Soft routing's shares
-# add up to its slots, whose number is rounded for each image.)
+# Each bar is the share of all tokens that an expert served. The dashed line is the
+# capacity: with K c = 1, an eighth of the tokens. (Soft routing's shares add up to its
+# slots, which are rounded per image.)
 
 # %%
-# Picture: seven bar charts side by side, one for each router, with a bar for the share
-# of tokens of each of eight experts and a dashed line where an expert is full. The bars
-# of softmax and Sinkhorn token choice differ in height; those of the other routers are
-# level.
+# Picture: seven bar charts side by side, one per router, with a bar for each of eight
+# experts showing its share of tokens and a dashed line at capacity. The bars of softmax
+# and Sinkhorn token choice vary in height; those of the other routers are level.
 figure, axes = plt.subplots(
     1, 7, figsize=(10.5, 2.2), sharey=True, layout="constrained"
 )
@@ -180,16 +187,15 @@ plt.show()
 # %% [markdown]
 # ## The dispatch of one image
 #
-# The dispatch matrix D has a row for each token and a column for each expert. Token
-# choice has at most one mark in a row, expert choice about as many in each column of a
-# whole group, and soft routing weights everywhere. The first row is the class token.
-# Yellow is a mark and violet none; the soft router's colours in between are weights,
-# yellow the largest.
+# The dispatch matrix D has a row per token and a column per expert; the first row is
+# the class token. Yellow is a mark and violet none. Token choice marks at most one
+# expert per row. Expert choice marks about equally many tokens per column, counted over
+# a whole group. Soft routing has weights everywhere, with yellow the largest.
 
 # %%
 # Picture: the dispatch matrix of one image for each of seven routers, 17 tokens down
-# and eight experts across, yellow where an expert serves a token and violet where not.
-# Only the soft router has shades in between, in every place.
+# and eight experts across, yellow where an expert serves a token and violet elsewhere.
+# Only the soft router has intermediate shades, in every cell.
 figure, axes = plt.subplots(
     1, 7, figsize=(10.5, 3.1), sharey=True, layout="constrained"
 )
@@ -205,15 +211,14 @@ plt.show()
 # %% [markdown]
 # ## Patches with and without an expert
 #
-# This is the dispatch over the image. The number of experts that serve a patch is its
-# colour: dark blue patches have none, and pass by the residual. Where experts choose,
-# they spend more on some patches than on others. The sums of a soft router's shares are
-# no whole numbers.
+# Here is the same dispatch laid out over the image. The colour is the number of experts
+# that serve a patch; dark blue patches were dropped. Expert choice spends more on some
+# patches than on others. The soft router's shares do not add up to whole numbers.
 
 # %%
-# Picture: four digits, one in each row, and beside each a map of its 4 x 4 patches for
-# each of seven routers. Colours are the number of experts that serve a patch: dark blue
-# for none, grey for one, yellow for two.
+# Picture: four digits, one per row, each followed by a map of its 4 x 4 patches for
+# each of seven routers. The colour is the number of experts that serve a patch: dark
+# blue for none, grey for one, yellow for two.
 SHOWN = 4
 grid = (4, 4)
 figure, axes = plt.subplots(
@@ -235,20 +240,25 @@ plt.show()
 # %% [markdown]
 # ## What the paper reports
 #
-# On JFT with a B/32, *Routers in Vision Mixture of Experts*, Table 1, has these
-# accuracies at K c = 1: softmax token choice 46.35%, Sinkhorn token choice 47.37%,
-# softmax and Sinkhorn expert choice 48.64% each, the sparsity-constrained plan 48.67%,
-# and Soft MoE 50.00%. At twice the slots all but token choice lie between 50.23% and
-# 50.53%, token choice at 48.86% (softmax) and 49.80% (Sinkhorn). Its training took
-# 116 to 123 TPUv3-days for five of the first six, and 232 for the sparsity-constrained
-# plan. A few hundred digits cannot show differences of that size.
+# Table 1 of *Routers in Vision Mixture of Experts*, on JFT with a B/32 and K c = 1:
+#
+# | router | accuracy |
+# |---|---|
+# | softmax token choice | 46.35% |
+# | Sinkhorn token choice | 47.37% |
+# | softmax or Sinkhorn expert choice | 48.64% |
+# | sparsity-constrained plan | 48.67% |
+# | Soft MoE | 50.00% |
+#
+# With twice the slots, token choice reaches 48.86% (softmax) and 49.80% (Sinkhorn), and
+# the others 50.23% to 50.53%. A few hundred digits cannot show differences of that
+# size.
 #
 # ## What to do next
 #
-# - Compare routers on your own images, with seeds and step times, in a clone:
-#   `python -m tools.studies routers --data folder:PHOTOS`. The page *The router study
-#   in one command* has its results on digits.
-# - Change K and c above: `num_selected_experts=2`, `capacity_factor=2.0`. At twice the
-#   slots nearly nothing is dropped.
-# - Read *Routers* (`docs/routers.md`) about groups, noise, auxiliary losses and
-#   inference by image; and *Write your own router and backbone* for an eighth.
+# - Compare routers on your own images, with several seeds and step times. In a clone,
+#   run `python -m tools.studies routers --data folder:PHOTOS`.
+# - Change K and c above: `num_selected_experts=2`, `capacity_factor=2.0`. With twice
+#   the slots almost nothing is dropped.
+# - Read about groups, noise and auxiliary losses in [Routers](../docs/routers.md).
+# - Write an eighth: [Write your own router and backbone](../guides/your_own.ipynb).

@@ -13,15 +13,14 @@
 # %% [markdown]
 # # Training at scale, on paper
 #
-# This guide does the arithmetic of training V-MoE-H/14 and LIMoE-H/14 before any
-# machine is rented: whether the model fits, what travels between the chips, how long a
-# step is, and which command starts it. Every figure below is computed when the guide
-# runs, by `keras_moe.distribution.costs`. The guide needs no accelerator, and allocates
-# no weight.
+# Before you rent machines for V-MoE-H/14 or LIMoE-H/14, do the arithmetic: does the
+# model fit, what travels between the chips, how long is a step, and which command
+# starts it? This guide computes every figure with `keras_moe.distribution.costs`,
+# without an accelerator and without allocating a weight.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -33,13 +32,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -66,8 +65,8 @@ def table(title, rows):
 # %% [markdown]
 # ## The model
 #
-# V-MoE-H/14 is a ViT-H/14 in which every other block has 32 experts, of which each
-# token takes two.
+# V-MoE-H/14 is a ViT-H/14 in which every other block has 32 experts (MLPs), and a
+# router sends each token to two of them.
 
 # %%
 D, H, E, MOE_BLOCKS = 1280, 5120, 32, 16
@@ -83,13 +82,13 @@ print(f"for one token: {model.active_parameters / 1e9:.2f}B")
 print(f"one image:     {model.num_tokens} tokens, {model.gflops:.0f} GFLOPs forward")
 
 # %% [markdown]
-# Nearly all parameters are experts', and a token meets few of them. Therefore the
-# experts are split: each device keeps some of them, and tokens travel.
+# Nearly all parameters belong to experts, and each token uses few of them. So you split
+# the experts over the devices, and the tokens travel.
 #
 # ## Does it fit?
 #
-# With Adam, training keeps 16 bytes for a parameter: the weight, its gradient and two
-# moments, each in float32. (Matmuls are in bfloat16, the weights stay float32.)
+# Training with Adam keeps 16 bytes per parameter: the weight, its gradient and two
+# moments, all in float32. (Only matmuls use bfloat16.)
 
 # %%
 need = 16 * model.parameters
@@ -98,9 +97,9 @@ print(f"16 bytes x {model.parameters / 1e9:.2f}B = {need / GIB:.0f} GiB")
 print(f"one {chip.name} has {chip.memory / GIB:.0f} GiB")
 
 # %% [markdown]
-# The whole state does not fit. A pod slice of 256 chips can share the experts: with
-# `expert_parallel=n`, n chips divide the experts among them, and 256 / n groups of
-# chips do the same with their own part of the batch.
+# It does not fit on one chip. In a pod slice of 256 chips, `expert_parallel=n` divides
+# the experts among n chips. There are 256 / n such groups, each with its own part of
+# the batch.
 
 # %%
 CHIPS, BATCH = 256, 4096
@@ -132,14 +131,14 @@ table(
 )
 
 # %% [markdown]
-# Memory is in GiB, what leaves a chip in a step in GB. The picture has the same memory
-# by its use, and the line is what a chip has.
+# Memory is in GiB; data that leave a chip in a step are in GB. The picture shows memory
+# by use, and the line is a chip's memory.
 
 # %%
-# Picture: stacked bars of the memory of a chip by the number of devices that share the
+# Picture: stacked bars of a chip's memory by the number of devices that share the
 # experts, from 1 to 32: weights, gradients, optimizer and activations. The first bars
-# are far above the dashed line of a chip's memory, the last ones below it; activations
-# alone stay as they are.
+# rise far above the dashed line of a chip's memory, the last ones stay below it; the
+# activations do not change.
 rows = [
     distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=n).memory for n in WAYS
 ]
@@ -157,21 +156,20 @@ axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 plt.show()
 
 # %% [markdown]
-# Read the rows from the top.
-# Plain data parallelism (`expert_parallel=1`) has all experts everywhere: too much
+# Plain data parallelism (`expert_parallel=1`) keeps all experts on every chip: too much
 # memory, and every gradient is summed over all chips. Each doubling halves the experts
-# on a chip; attention, the dense blocks and the activations stay as they are.
+# per chip. Attention, dense blocks and activations stay the same.
 #
-# **Split over as many devices as the experts allow (32 here), unless memory is
-# plentiful**: the experts' gradients then need to be summed over 256 / 32 chips only,
-# and the tokens that travel instead are fewer bytes.
+# **Split over as many devices as the experts allow (32 here), unless you have memory to
+# spare.** The experts' gradients are then summed over only 256 / 32 chips, and the
+# tokens that travel instead are fewer bytes.
 #
 # ## What travels
 #
-# A group of 8 images is routed together. An expert takes at most `C` of its tokens,
-# `C = ceil(S K c / E)` rounded up to a multiple of 4. Slots are sent whether they are
-# full or not, to the experts and back, and for the gradient once more. The part for a
-# chip's own experts stays on it.
+# Groups of 8 images are routed together. Each expert has a capacity, a limit on the
+# tokens that it accepts from a group: `C = ceil(S K c / E)`, rounded up to a multiple
+# of 4. Slots are sent whether they are full or not: to the experts and back, and again
+# for the gradient. Only the slots of a chip's own experts stay on it.
 
 # %%
 S = 8 * model.num_tokens
@@ -200,10 +198,10 @@ assert costs.traffic["all-to-all (tokens)"] == sent
 # %% [markdown]
 # ## How long is a step?
 #
-# The backward pass does twice the forward pass's work: three times the FLOPs in all.
+# The backward pass costs twice the forward pass, so a step costs three times its FLOPs.
 # No chip reaches its peak. We assume 40% of it; measure yours, and pass it as
-# `utilization=`. In a torus most data pass through other chips on their way, so that an
-# all-to-all gets only a part of the links' bandwidth.
+# `utilization=`. In a torus most data pass through other chips, so an all-to-all gets
+# only part of the links' bandwidth.
 
 # %%
 flops = 3 * 1e9 * model.gflops * BATCH / CHIPS
@@ -220,16 +218,16 @@ print(
 costs.print(console)
 
 # %% [markdown]
-# The last two rows are the ends of a range: sending hides wholly behind computing, or
-# not at all. Where a real step is slower than both, look for padding, an input
-# pipeline that does not keep up, or groups that do not lie whole on a chip.
+# The last two rows are a range: sending overlaps completely with computing, or not at
+# all. If a real step is slower than both, look for padding, a slow input pipeline, or
+# groups that span several chips.
 #
 # ## Other pods, and eight H200
 #
-# Where activations are too large, `rematerialize=True` ("again" in the tables) keeps
-# only the blocks' inputs and computes the rest again: a third more work, and tokens
-# travel one and a half times as often. Where the optimizer's state is too large,
-# Adafactor keeps a bfloat16 moment and sums of rows and columns.
+# If activations are too large, `rematerialize=True` ("again" in the tables) keeps only
+# the blocks' inputs and recomputes the rest. This costs a third more compute, and
+# tokens travel one and a half times as often. If the optimizer's state is too large,
+# Adafactor keeps only a bfloat16 moment and sums of rows and columns.
 
 # %%
 for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
@@ -255,9 +253,9 @@ for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
     )
 
 # %% [markdown]
-# Eight H200 in one machine are few chips with much memory each. With 8 devices each has
-# four experts of a block. Every GPU reaches every other directly, so nothing passes
-# through a third one. The batch is as large as the memory allows.
+# Eight H200 in one machine are few chips with a lot of memory. Each holds four experts
+# per block, and every GPU reaches every other directly. The batch is as large as the
+# memory allows.
 
 # %%
 table(
@@ -284,37 +282,38 @@ table(
 )
 
 # %% [markdown]
-# Splitting heads and hidden units (`model_parallel=2`) saves weights outside the
-# experts, which are few, and costs sums of activations in every block. **Take it only
-# where one image's share of a block does not fit otherwise**; for these models it is
-# not worth its cost.
+# `model_parallel=2` splits heads and hidden units. It saves weights outside the
+# experts, which are few, and sums activations in every block. **Use it only if one
+# image's share of a block does not fit otherwise**; for these models it is not worth
+# its cost.
 #
 # ## LIMoE-H/14
 #
-# One tower reads images and texts; both modalities are routed together. Published
-# (LIMoE, A.3 and Table 4): H/14 with 32 experts in 12 of 32 blocks, one expert for each
-# token, images of 288 pixels, 16 text tokens, a batch of 21,502, Adafactor.
+# LIMoE's single tower reads images and text, and routes both together. The published
+# model (LIMoE, A.3 and Table 4) has 32 experts in 12 of 32 blocks, one expert per
+# token, images of 288 pixels, 16 text tokens, a batch of 21,502, and Adafactor.
 #
-# The model itself is not in the zoo, so we describe it as `vmoe_h14` with other
-# arguments. Three things are approximated:
+# It is not in the zoo, so we describe it as `vmoe_h14` with other arguments, and
+# approximate three things:
 #
-# - 288 is no multiple of 14. We take 294, which gives 441 patches, 27.6 for each text
-#   token; the paper says that there are about 27.
-# - The batch is rounded up to a multiple of the chips. All that lies on a chip is one
+# - 288 is not a multiple of 14. We use 294, which gives 27.6 patches per text token
+#   (the paper: about 27).
+# - The batch is rounded up to a multiple of the chips. A chip's examples form one
 #   group, as in the paper; the capacity factor is V-MoE's.
-# - The text's embedding, the contrastive head and its exchange of representations are
-#   left out, and so are attention's mask and the two modalities' different positions.
+# - We leave out the text embedding, the contrastive head and its exchange of
+#   representations, the attention mask, and the difference between the modalities'
+#   positions.
 
 # %%
 LIMOE = {
     "image_shape": (294, 294, 3),
-    # Blocks 3, 7, 11, ... of A.3, counted from 0.
+    # Appendix A.3's blocks 3, 7, 11, ..., counted from 0.
     "moe_layers": [2, 6, 10, 14, 17, 20, 23, 25, 27, 29, 30, 31],
     "num_selected_experts": 1,
     "class_token": False,
 }
 limoe = models.describe("vmoe_h14", **LIMOE)
-VOCABULARY = 32_000 * D  # T5's, as large as it is usually trained
+VOCABULARY = 32_000 * D  # T5's usual vocabulary
 print(f"{limoe.num_tokens} patches, {limoe.num_tokens / 16:.1f} for each text token")
 print(f"parameters: {(limoe.parameters + VOCABULARY) / 1e9:.2f}B (paper: 5.6B)")
 print(f"for a token: {(limoe.active_parameters + VOCABULARY) / 1e6:.0f}M (paper: 675M)")
@@ -351,14 +350,14 @@ table(
 )
 
 # %% [markdown]
-# The published batch is too large for eight GPUs. A contrastive loss needs its whole
-# batch at once: it cannot be cut into pieces whose gradients are added up. A batch that
-# does not fit therefore needs rematerialisation or more chips, not accumulation.
+# The published batch is too large for eight GPUs. A contrastive loss needs the whole
+# batch at once, so gradient accumulation does not help; you need rematerialisation or
+# more chips.
 #
 # ## The command
 #
-# One process runs on each host. Each one gets its index, and reads its own part of the
-# data. The layout is that of the tables above.
+# One process runs on each host. It gets its index and reads its own part of the data.
+# The layout is that of the tables above.
 
 
 # %%
@@ -389,26 +388,26 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 # ```
 #
-# ## When it does not fit
+# ## If it does not fit
 #
-# Take these steps in this order, since each costs more than the one before:
+# Try these in order; each costs more than the one before:
 #
-# 1. split experts over more devices (`expert_parallel="batch"` where it divides);
-# 2. Adafactor in the place of Adam;
+# 1. split the experts over more devices (`expert_parallel="batch"` if it divides);
+# 2. use Adafactor instead of Adam;
 # 3. `rematerialize=True`;
-# 4. a smaller batch, with accumulation of gradients where the loss allows;
+# 4. a smaller batch, with gradient accumulation if the loss allows it;
 # 5. `model_parallel=2`;
 # 6. more chips.
 #
-# Bytes of weights and of the all-to-all are exact (the tests compare them with compiled
-# programs). Activations are counted as XLA keeps them on a CPU, where it fuses least: a
-# pod needs less. The utilisation cannot be computed: time ten steps, and pass the share
-# of the peak that they reach.
+# Bytes of weights and of the all-to-all are exact. Activations are counted as XLA keeps
+# them on a CPU, where it fuses least, so a pod needs less. Utilisation has to be
+# measured: time ten steps.
 #
 # ## What to do next
 #
-# - Ask the same of your own model and machine: `keras-moe estimate --help`.
-# - *Many devices* (`docs/devices.md`) has the equations, and shows the layout of every
-#   weight.
+# - Try your own model and machine: `keras-moe estimate --help`.
+# - See the equations and the layout of every weight in [Many
+#   devices](../docs/devices.md).
 # - Rehearse the command on one machine: `keras-moe train vmoe_digits --data digits`
-#   takes the same arguments, and eight virtual devices of a CPU share experts, too.
+#   accepts the same arguments, and even a CPU's eight virtual devices can share
+#   experts.

@@ -13,15 +13,17 @@
 # %% [markdown]
 # # Upcycle a dense ViT or CLIP
 #
-# A trained dense model is a good beginning for a mixture of experts. *Sparse Upcycling*
-# copies the MLP of some blocks into every expert, adds fresh routers, and trains on:
-# the mixture starts where the dense model stopped. This guide trains a small ViT on
-# digits, upcycles it, checks that nothing changed, and trains on beside the dense
-# model. Then it does the same to a CLIP, with the settings of *CLIP-UP*.
+# A trained dense model is a good starting point for a mixture of experts. *Sparse
+# Upcycling* copies the MLP of some blocks into several experts, adds new routers (small
+# layers that send each token to a few experts), and continues training from there.
+#
+# In this guide you train a small ViT on digits, upcycle it, check that its outputs stay
+# the same, and train it further next to the dense model. Then you upcycle a CLIP with
+# the settings of *CLIP-UP*.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -33,13 +35,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -61,10 +63,9 @@ if SMALL:
 # %% [markdown]
 # ## A dense model
 #
-# The preset of the digits with `moe_layers=None` is a plain ViT. Here it trains from
-# scratch, and briefly, so that there is something left to learn. With published
-# weights this part is one line, such as
-# `models.from_preset("hf://timm/vit_base_patch16_224.augreg_in21k")`.
+# With `moe_layers=None` the digits preset is a plain ViT. We train it only briefly, so
+# that there is something left to learn. With published weights this step is one line,
+# such as `models.from_preset("hf://timm/vit_base_patch16_224.augreg_in21k")`.
 
 # %%
 ARCHITECTURE = {"num_classes": 10, "num_layers": 3, "load_weights": False}
@@ -93,10 +94,11 @@ print("dense, test accuracy by epoch:", *(f"{x:.1%}" for x in curve))
 # %% [markdown]
 # ## Upcycled
 #
-# The last block becomes a mixture of eight experts, of which each token takes two.
-# Each expert is a copy of the MLP in its place; a token's two gates are divided by
-# their sum, and no token is dropped at inference. So the mixture computes what the
-# MLP did, whichever experts the fresh router takes, and the report says how nearly.
+# The last block becomes a mixture of eight experts, of which each token uses two. Each
+# expert is a copy of the block's MLP, a token's two gates (the weights of its experts)
+# are normalised to sum to one, and no token is dropped at inference. So the mixture
+# computes what the MLP did, no matter which experts the new router picks. The report
+# shows how closely.
 
 # %%
 sparse, report = training.upcycle(
@@ -109,9 +111,9 @@ print(
 )
 
 # %% [markdown]
-# More parameters, more FLOPs: a token now passes two experts in this block instead of
-# one MLP. Comparisons at equal steps, like the next one, therefore favour the mixture,
-# and should say so.
+# A token now passes through two experts in this block instead of one MLP, which costs
+# more FLOPs. Comparisons at equal steps, like the next one, therefore favour the
+# mixture.
 
 # %%
 costs = Table(title="costs")
@@ -133,19 +135,19 @@ for name, overrides in (
 console.print(costs)
 
 # %% [markdown]
-# ## Trained on, at equal steps
+# ## Train further, at equal steps
 #
-# Three models train for the same further steps with the same learning rate, each with a
-# fresh optimizer: the dense model, the upcycled one, and a mixture from scratch, which
-# never was a dense model. Seeds change the order of images, the routers, and the
-# mixture from scratch. A line is the mean over the seeds, and its band reaches from the
-# worst to the best one. (`carry_optimizer=True` would hand Adam's moments on as well.)
+# Three models train for the same number of steps with the same learning rate and fresh
+# optimizers: the dense model, the upcycled one, and a mixture from scratch. The seeds
+# change the order of images, the routers, and the mixture from scratch.
+#
+# Each line is the mean over seeds, and its band goes from the worst to the best. (To
+# keep Adam's moments, pass `carry_optimizer=True`.)
 
 # %%
-# Picture: test accuracy by epoch of three models. The dense model's line and the
-# upcycled model's begin at the same height and stay close together; the line from
-# scratch begins far below them. Bands around the lines reach from the worst to the best
-# seed.
+# Picture: test accuracy by epoch of three models. The dense and upcycled lines start at
+# the same height and stay close together; the line from scratch starts far below. Bands
+# around the lines span the worst to the best seed.
 curves = {"dense, continued": [], "upcycled": [], "from scratch": []}
 for seed in SEEDS:
     keras.utils.set_random_seed(seed)
@@ -183,22 +185,24 @@ one = 1 / len(test_labels)
 print(f"one of the {len(test_labels)} test images is {one:.2%}")
 
 # %% [markdown]
-# The upcycled model starts on the dense model's curve, and the one from scratch far
-# below: that is the gain of upcycling. Whether the experts then pull ahead of the dense
-# model is another question, which the digits do not answer: where two lines differ by
-# less than their seeds do, neither is ahead. At scale *CLIP-UP*, Table 2, has for a
-# B/16 at 790k steps 52.1% instead of 44.9% in retrieval from text to image (COCO, R@1)
-# and 76.9% instead of 76.8% in classification (ImageNet), with a third more FLOPs.
+# The upcycled model starts where the dense one stopped, and the one from scratch far
+# below: that is what upcycling gains. Whether the experts then pull ahead of the dense
+# model, digits cannot tell: the two differ by less than their seeds do.
+#
+# At scale, Table 2 of *CLIP-UP* reports for a B/16 at 790k steps 52.1% instead of 44.9%
+# in text-to-image retrieval (COCO, R@1) and 76.9% instead of 76.8% in classification
+# (ImageNet), with a third more FLOPs.
 #
 # ## CLIP-UP
 #
-# A pair of towers is upcycled in one call. `preset="clip_up"` takes *CLIP-UP*'s main
-# settings: eight experts in every other block of both towers, K = 2, load balance and z
-# losses, and gates that are *not* divided by their sum. Two of eight softmax gates sum
-# to less than one, so that the function changes at first. The paper prefers that for
-# the training that follows (appendix B.3); `normalize_gates=True` preserves the
-# function. The model here is the small CLIP for emoji, without weights: the equality is
-# one of functions, whatever the weights are.
+# One call upcycles both towers of a CLIP. `preset="clip_up"` selects the paper's main
+# settings: eight experts in every other block, K = 2, load balance and z losses, and
+# gates that are *not* normalised.
+#
+# Two of eight softmax gates sum to less than one, so the outputs change at first. The
+# paper found this better for the training that follows (appendix B.3). To preserve the
+# outputs, pass `normalize_gates=True`. Random weights are enough to show the
+# difference.
 
 # %%
 keras.utils.set_random_seed(0)
@@ -220,7 +224,7 @@ for name, result in (("as they are", changed), ("divided by their sum", preserve
 console.print(gates)
 
 # %% [markdown]
-# With published weights it reads the same, and needs network and memory:
+# With published weights the code is the same, but needs a network and memory:
 #
 # ```python
 # clip = models.from_preset("hf://openai/clip-vit-base-patch16")
@@ -228,7 +232,7 @@ console.print(gates)
 # sparse.save_to_preset("clip_up_b16")
 # ```
 #
-# The costs of the results are known before: `describe` allocates nothing.
+# You can look up the costs first, since `describe` allocates nothing.
 
 # %%
 sizes = Table(title="CLIP and CLIP-UP")
@@ -248,12 +252,12 @@ console.print(sizes)
 # %% [markdown]
 # ## What to do next
 #
-# - Train the pair on emoji, minutes in all: `keras-moe train clip_emoji`, `keras-moe
-#   upcycle runs/clip_emoji/preset runs/up --settings clip_up`, `keras-moe train
-#   clip_up_emoji --preset runs/up`. *LIMoE on emoji and clip art* has the data.
-# - Repeat the paper's comparison at equal steps, in a clone:
-#   `python -m tools.studies clip-up --parts upcycling gates`.
-# - Try `noise=0.01`, by which experts differ at once, `router="soft"`, or
-#   `router="mumoe"`, whose experts approximate the MLP as well as their ranks allow.
-# - Look at the experts afterwards: `keras_moe.analysis` and *When experts help and when
-#   they do not*.
+# - Train the CLIP pair on emoji, in minutes: `keras-moe train clip_emoji`, `keras-moe
+#   upcycle runs/clip_emoji/preset runs/up --settings clip_up`, then `keras-moe train
+#   clip_up_emoji --preset runs/up`. [Studies](../docs/studies.md) describes the data.
+# - Repeat the paper's comparison in a clone: `python -m tools.studies clip-up --parts
+#   upcycling gates`.
+# - Try `noise=0.01`, so that the experts differ from the start, or `router="soft"`, or
+#   `router="mumoe"`, whose experts approximate the MLP as closely as their ranks allow.
+# - Ask whether experts are worth it: [When experts help and when they do
+#   not](../guides/when_experts_help.ipynb).

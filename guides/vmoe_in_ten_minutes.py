@@ -13,16 +13,16 @@
 # %% [markdown]
 # # A V-MoE in ten minutes
 #
-# V-MoE is a vision transformer in which some blocks have several MLPs, the experts, and
-# a router that sends each patch of an image to a few of them. This guide loads a
-# trained one, classifies handwritten digits with it, looks at who does which work,
-# trains the same architecture from random weights, evaluates it by few-shot probes, and
-# saves it. Nothing is downloaded: the weights come with keras_moe, the digits with
-# scikit-learn.
+# V-MoE is a vision transformer in which some blocks have several MLPs, called experts.
+# A router, a small learned layer, sends each patch of an image to a few of them.
+#
+# In this guide you load a trained V-MoE, classify handwritten digits, look at what each
+# expert does, train the same architecture from scratch, evaluate it, and save it.
+# Nothing is downloaded.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -34,13 +34,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -63,13 +63,12 @@ console = Console(width=88, force_jupyter=False)
 # %% [markdown]
 # ## Predict
 #
-# A preset with trained weights is a model that predicts at once. `classify` takes
-# integer pixels of any size, resizes them, and gives names and probabilities, which
-# stand above the images.
+# A preset with trained weights is ready to predict. `classify` accepts integer pixels
+# of any size and returns names and probabilities, which are printed above the images.
 
 # %%
 # Picture: ten scans of 8 x 8 pixels in a row, white strokes on black, each with the
-# digit that the model reads and its probability above it.
+# predicted digit and its probability above it.
 model = models.from_preset("vmoe_digits")
 scans, labels = data.load_digits("test", image_shape=(8, 8, 1))
 scans = np.uint8(127.5 * (scans + 1))
@@ -85,8 +84,8 @@ right = np.mean([best.index == label for [best], label in zip(answers, labels)])
 print(f"{right:.1%} of {len(labels)} test images are right.")
 
 # %% [markdown]
-# `predict`, `evaluate` and `fit` are Keras's own. They take images that are prepared
-# already: float32 in [-1, 1], at the model's size.
+# `predict`, `evaluate` and `fit` are Keras's own. They expect prepared images: float32
+# in [-1, 1], at the model's size.
 
 # %%
 shape = model.backbone.image_shape
@@ -99,8 +98,10 @@ print(f"Images of shape {shape}: loss {loss:.3f}, accuracy {accuracy:.1%}")
 # ## The cost of a mixture of experts
 #
 # `describe` counts parameters and floating-point operations without building the model.
-# A token meets all weights of a dense block, and those of K experts of an MoE block.
-# Parameters are therefore many, and the work for an image is that of a smaller model.
+#
+# In a dense block every token uses all the weights; in an MoE block it uses only those
+# of its K experts. The model has many parameters but costs about as much per image as a
+# much smaller one.
 
 # %%
 models.describe("vmoe_digits", num_classes=10).print(console)
@@ -108,10 +109,10 @@ models.describe("vmoe_digits", num_classes=10).print(console)
 # %% [markdown]
 # ## Look at the routing
 #
-# The routing is an output of the model, on every backend. `model.routing` has a record
-# for each MoE block, with arrays of shape (images, tokens, experts): `gates` are the
-# router's probabilities, `dispatched` says which expert served a token, and `combined`
-# with which weight. Each image has 16 patches and a class token.
+# `model.routing` is an output of the model, on every backend. It has one record per MoE
+# block, with arrays of shape (images, tokens, experts). `gates` are the router's
+# probabilities, `dispatched` marks the experts that served a token, and `combined`
+# holds their weights. Each image has 16 patches and a class token.
 
 # %%
 images = test[0]
@@ -128,19 +129,18 @@ analysis.print_statistics(
 )
 
 # %% [markdown]
-# The entropy of the load is 1 where all experts serve equally many tokens. Auxiliary
-# losses ask for that while the model trains, since an expert without tokens learns
-# nothing.
+# A load entropy of 1 means that all experts serve equally many tokens. Auxiliary losses
+# encourage this during training, because an expert without tokens learns nothing.
 #
-# Which patches does each expert take? Each row is an expert of the last MoE block. The
-# first column has the places where it works, from violet (in no image) to yellow (in
-# most). The others have the images in which it works most, where patches of other
-# experts are tinted blue.
+# Which patches does each expert get? Each row below is an expert of the last MoE block.
+# The first column shows where in the image it works, from violet (in no image) to
+# yellow (in most). The others show the images in which it works most, with other
+# experts' patches tinted blue.
 
 # %%
-# Picture: a row for each of eight experts. First a heat map of the places where the
-# expert works, from violet (in no image) to yellow (in most), then the eight digits in
-# which it works most; the patches of other experts are tinted blue there.
+# Picture: one row for each of eight experts. First a heat map of where the expert
+# works, from violet (in no image) to yellow (in most), then the eight digits in which
+# it works most, with the patches of other experts tinted blue.
 last = list(routing)[-1]
 picture = folder / "experts.png"
 plots.plot_expert_views(
@@ -153,13 +153,12 @@ plots.plot_expert_views(
 display(Image(picture))
 
 # %% [markdown]
-# Nobody assigned this work to the experts: they have learned it with the router. In a
-# later block a token knows its whole image from attention, so that an expert may
-# prefer a digit as well as a place or a stroke.
+# The experts and the router learned this division together. In a later block attention
+# has already spread information about the whole image, so an expert may specialise in a
+# digit as well as in a position or a stroke.
 #
-# `report.write_report` collects this and more in one page, `report.html`, with its
-# figures as PNG files and its numbers as JSON beside it. The page needs no network and
-# no server: open it in a browser. It begins with findings in plain words.
+# `report.write_report` puts this and more on one page, `report.html`, which you can
+# open offline. It starts with findings in plain words.
 
 # %%
 written = report.write_report(model, test, folder / "report", name="digits", verbose=0)
@@ -167,18 +166,17 @@ for finding in written.findings:
     print(f"{finding.level:>8}: {finding.text}")
 
 # %% [markdown]
-# ## Train one from random weights
+# ## Train one from scratch
 #
-# `load_weights=False` gives the architecture alone, and any argument of the model goes
-# by name: `num_experts=4`, `router="soft"`, `capacity_factor=2.0`. The model compiles
-# itself with a loss and metrics for its labels. The default learning rate is made for
-# fine-tuning, and this model begins at random, so that we choose a larger one, which
-# decays to zero.
+# `load_weights=False` gives you only the architecture, and you can override any
+# argument of the model: `num_experts=4`, `router="soft"`, `capacity_factor=2.0`.
+#
+# The model compiles itself with a suitable loss and metrics. The default learning rate
+# is meant for fine-tuning, so for random weights we choose a larger one.
 
 # %%
 # Picture: accuracy by epoch, a blue line for training images and an orange one for test
-# images. Both rise steeply at first and level out; at the end the training images' line
-# is above.
+# images. Both rise steeply at first and level off, and training ends above test.
 EPOCHS = 2 if SMALL else 12
 
 fresh = models.from_preset("vmoe_digits", num_classes=10, load_weights=False, seed=0)
@@ -201,12 +199,11 @@ plt.show()
 print(f"Test accuracy after {EPOCHS} epochs: {history['val_accuracy'][-1]:.1%}")
 
 # %% [markdown]
-# ## Evaluate the features by few-shot probes
+# ## Evaluate the features with few-shot probes
 #
-# Accuracy of the head says little about features that shall serve another task. The
-# vision transformers' papers fit a linear map to the frozen features of k images of
-# each class, by ridge regression, and report its accuracy on all test images. Here the
-# trained model, the one from above and one that nobody trained stand side by side.
+# The head's accuracy says little about how useful the features are for another task. A
+# few-shot probe freezes the features, fits a linear map to k images per class by ridge
+# regression, and measures its accuracy on all test images.
 
 # %%
 untrained = models.from_preset(
@@ -223,9 +220,8 @@ for name, candidate in candidates.items():
 # %% [markdown]
 # ## Save and load
 #
-# A preset is a folder: weights, configuration, preprocessing, and a `README.md` in the
-# format of Hugging Face's cards. It loads on any backend, whatever backend wrote it,
-# and loading runs no code from it.
+# A saved preset is a folder with weights, configuration, preprocessing and a model
+# card. It loads on any backend, and loading never runs code from it.
 
 # %%
 fresh.save_to_preset(folder / "my_digits")
@@ -238,9 +234,9 @@ print("The predictions are identical:", np.array_equal(before, after))
 # ## What to do next
 #
 # - Train on your own images: `data.load("folder:PHOTOS", "train")` reads a folder with
-#   a subfolder for each class; see [Data](../docs/data.md) and
+#   one subfolder per class. See [Data](../docs/data.md) and
 #   [Training](../docs/training.md).
-# - Begin with weights that others have published, at the resolution of your images:
-#   [Fine-tune published weights](../guides/fine_tune_another_resolution.ipynb).
-# - Try another router, `router="soft"` or `"softmax_expert_choice"`, and compare the
-#   pictures; [Routers](../docs/routers.md) has all of them.
+# - Start from published weights, at your resolution: [Fine-tune published
+#   weights](../guides/fine_tune_another_resolution.ipynb).
+# - Try another router, such as `router="soft"`, and compare the pictures.
+#   [Routers](../docs/routers.md) lists them all.

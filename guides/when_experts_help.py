@@ -13,16 +13,18 @@
 # %% [markdown]
 # # When experts help and when they do not
 #
-# Users of V-MoE and Soft MoE ask this first: will experts help *me*? The answer depends
-# on what is held equal. A mixture has many more parameters than the dense model whose
-# compute it shares, so it can be compared at equal FLOPs, where it should win if
-# capacity is missing, or at equal parameters, where it is cheaper and should not lose.
-# This guide makes both comparisons on small data, with several seeds and several
-# amounts of data, and says what such numbers can and cannot tell.
+# Will experts help *you*? In a mixture of experts each token uses only some of the
+# experts, MLPs chosen by a router, so the model has many more parameters than a dense
+# model of the same cost. The answer therefore depends on what you hold equal. At equal
+# FLOPs the mixture should win if capacity is missing. At equal parameters it is
+# cheaper, and should not lose.
+#
+# This guide makes both comparisons on small data, with several seeds and amounts of
+# data, and says what such numbers can and cannot tell you.
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -34,13 +36,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -57,14 +59,14 @@ console = Console(width=100, force_jupyter=False)
 # %% [markdown]
 # ## Four models
 #
-# All are ViTs of two blocks; the second block's feed-forward layer differs.
+# All are ViTs of two blocks that differ in their feed-forward layers.
 #
 # - *dense*: an MLP.
-# - *V-MoE*: eight experts of that MLP's size, of which each token takes one, with
-#   batch priority. Its FLOPs are the dense model's, but for the router.
+# - *V-MoE*: eight experts of that size in the second block, one per token. Its FLOPs
+#   are the dense model's, plus the router.
 # - *Soft MoE*: the same experts, with as many slots as tokens.
-# - *wide dense*: a wider MLP in both blocks, chosen so that the parameters are V-MoE's.
-#   It is the control for more capacity, and costs more FLOPs.
+# - *wide dense*: a wider MLP in both blocks, with as many parameters as V-MoE. It is
+#   the control for more capacity, and costs more FLOPs.
 
 # %%
 SIZES = {
@@ -117,11 +119,10 @@ console.print(costs)
 # %% [markdown]
 # ## The experiment
 #
-# Each model trains from each seed on a tenth, a third and all of the training images,
-# for the same number of steps, so that data differ and compute does not. The optimizer,
-# its learning rate and the batch are the same for all, and nothing was tuned for any.
-# A seed draws the weights, the images of a fraction, and their order. The models with
-# one seed and fraction see the same images.
+# Each model trains on a tenth, a third and all of the training images, always for the
+# same number of steps. Optimizer, learning rate and batch size are the same for all,
+# and nothing was tuned. The seed determines the weights, which images belong to a
+# fraction, and their order, so all models see the same images.
 
 # %%
 images, labels = data.load_digits("train", image_shape=(16, 16, 1))
@@ -147,7 +148,7 @@ def batches(seed, fraction):
 
 accuracies = {name: {fraction: [] for fraction in FRACTIONS} for name in MODELS}
 for name, overrides in MODELS.items():
-    # One model of each kind is compiled, and begins anew for each run.
+    # Compile each model once and reset it for each run.
     model = new(overrides)
     model.compile(keras.optimizers.Adam(2e-3))
     model.optimizer.build(model.trainable_variables)
@@ -175,8 +176,8 @@ print(f"{STEPS} steps of {BATCH} images, {len(test_labels)} test images")
 
 # %%
 # Picture: test accuracy for three amounts of training images, with a column of dots for
-# each of four models, a dot for each seed and a black bar for their mean. More images
-# lift all models; V-MoE's dots lie furthest apart where images are fewest.
+# each of four models, one dot per seed, and a black bar for their mean. More images
+# lift all models; V-MoE's dots are furthest apart with the fewest images.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 figure, axis = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
 for index, (name, runs) in enumerate(accuracies.items()):
@@ -195,10 +196,10 @@ axis.grid(axis="y", alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# A point is a run, and a bar the mean of its runs. The table has the means with the
-# standard deviation over seeds, and the differences that the two questions ask for. A
-# difference is paired: the same seed and images on both sides. Its error is the
-# standard error of its mean over the seeds, and few seeds make even that a guess.
+# Each point is a run and each bar a mean. The first table has the means with the
+# standard deviation over seeds. The second has the differences that answer the
+# questions, paired by seed and images, with their standard error. With so few seeds
+# even that error is a guess.
 
 # %%
 table = Table(title="test accuracy, mean ± standard deviation over seeds")
@@ -237,27 +238,26 @@ noise = np.sqrt(accuracy * (1 - accuracy) / len(test_labels))
 print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}")
 
 # %% [markdown]
-# ## What these numbers can tell
+# ## What these numbers can tell you
 #
-# Look at the last row first: where a wider MLP does not help a dense model, capacity is
-# not what is missing, and experts, which add capacity, cannot be expected to help by
-# it. Differences within about two of their errors are no differences. And every
-# accuracy above has the test set's own error in it, which seeds do not show.
+# Look at the last row first. If a wider MLP does not help the dense model, capacity is
+# not what is missing, and you cannot expect experts to help by adding it. Ignore
+# differences within about two of their errors, and remember the test set's own error,
+# which seeds do not show.
 #
-# So nothing here speaks for experts. Soft MoE keeps up with the dense models at every
-# amount of data, and gains nothing over them. V-MoE with one expert a token falls
-# behind, and its seeds lie furthest apart where data are fewest. A likely cause, which
-# this guide does not measure, is that each expert learns from an eighth of the tokens,
-# and the router's hard choices from few images.
+# Nothing here speaks for experts. Soft MoE keeps up with the dense models at every
+# amount of data and gains nothing over them. V-MoE with one expert per token falls
+# back, and its seeds are furthest apart where data are fewest. A likely cause, which we
+# did not measure, is that each expert learns from an eighth of the tokens, and the
+# router from few images.
 #
-# The digits tell whether a model trains, whether its router works, and what a choice
-# costs. They cannot tell which architecture is better at scale: a thousand images of
-# ten classes are learned nearly wholly by the smallest model here, with a fixed
-# learning rate, and a router has few tokens from which to learn what to send where.
+# Digits can tell you whether a model trains, whether its router works, and what a
+# choice costs. They cannot tell you which architecture is better at scale: even the
+# smallest model here learns ten classes almost completely.
 #
 # ## What the papers report at scale
 #
-# In %, with the same number of steps in each row; *GFLOPs* are the whole model's:
+# In %, with the same number of steps in each row; *GFLOPs* are for the whole model:
 #
 # | model and measure | dense | experts | source |
 # |---|---|---|---|
@@ -268,26 +268,29 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # | B/16, ImageNet, 41.2 and 54.3 GFLOPs | 76.8 | 76.9 | *CLIP-UP*, Table 2 |
 # | L/14, ImageNet, 175.5 and 231.7 GFLOPs | 81.6 | 81.2 | *CLIP-UP*, Table 2 |
 #
-# Even there the answer is not always yes. LIMoE, whose tokens take one expert so that
-# its cost is near the dense model's, wins by 5 to 9 points on hundreds of millions of
-# pairs and more. CLIP-UP, with a third more FLOPs, gains 7 points of retrieval from
-# text to image and nothing in classification, which its authors name as a limit. And
-# the router matters: *Routers in Vision Mixture of Experts*, Table 1, has 46.35% for
-# softmax token choice and 50.00% for Soft MoE with as many slots, on JFT.
+# Even at scale the answer is not always yes. LIMoE, with one expert per token and
+# nearly the dense model's cost, wins by 5 to 9 points on hundreds of millions of pairs
+# and more. CLIP-UP, with a third more FLOPs, gains 7 points in text-to-image retrieval
+# and nothing in classification.
+#
+# The router matters, too: on JFT, softmax token choice reaches 46.35% and Soft MoE
+# 50.00% with as many slots (*Routers in Vision Mixture of Experts*, Table 1).
 #
 # ## A rule of thumb
 #
-# - **Experts help** where a wider dense model would help, but its FLOPs are too dear:
-#   much data, long training, a model that is small for them.
-# - **They do not** where data are few and the dense model already fits them, where the
-#   memory for all experts is dearer than FLOPs, or where batches are so small that an
-#   expert gets a handful of tokens.
+# - **Experts help** if a wider dense model would help but costs too many FLOPs: a lot
+#   of data, long training, and a model that is small for them.
+# - **They do not** if data are few and the dense model already fits them, if memory for
+#   all experts costs more than FLOPs, or if batches are so small that an expert gets
+#   only a handful of tokens.
 # - **Try the cheap control first**: train a wider dense model. If it does not win, do
 #   not expect experts to.
 #
 # ## What to do next
 #
-# - Repeat the experiment with your own images in the place of the digits, with more
-#   seeds and a tuned learning rate for each model. `models.describe` has the costs.
-# - Begin from a trained dense model instead: *Upcycle a dense ViT or CLIP*.
-# - Compare routers before you decide that experts do not help: *The six routers*.
+# - Repeat the experiment on your own images, with more seeds and a tuned learning rate
+#   for each model.
+# - Start from a trained dense model instead: [Upcycle a dense ViT or
+#   CLIP](../guides/upcycling.ipynb).
+# - Compare routers before you give up on experts: [The six
+#   routers](../guides/six_routers.ipynb).

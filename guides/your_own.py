@@ -13,16 +13,18 @@
 # %% [markdown]
 # # Write your own router and backbone
 #
-# A router and a backbone of your own live in your own package, and still have all that
-# the library's have: presets, overrides, descriptions, recipes, saved presets and
-# routing records. This guide writes one of each. The router looks at nothing: it sends
-# each patch to the expert of its place in the image: a baseline to compare a learned
-# router with. The backbone mixes tokens by averages over neighbours
-# (*MetaFormer Is Actually What You Need for Vision*), without attention.
+# A router decides which expert (one of several MLPs in a block) works on which token. A
+# backbone is the network around it. You can write both in your own package, and they
+# work with presets, overrides, descriptions, recipes, saved presets and routing records
+# like the built-in ones.
+#
+# Our router ignores what a patch shows and picks the expert by the patch's position,
+# which makes a good baseline for learned routers. Our backbone replaces attention by
+# averages over neighbours (*MetaFormer Is Actually What You Need for Vision*).
 
 # %%
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -34,13 +36,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
@@ -62,17 +64,18 @@ console = Console(width=100, force_jupyter=False)
 # %% [markdown]
 # ## A router
 #
-# Token choice takes an *affinity*, the matrix that says which expert a token wants, and
-# *gates*, the weights with which outputs are combined. Our router hands another
-# affinity to token choice: minus the distance between an expert's number and the place
-# of the token. Capacity, drops, groups and the record then work as before.
+# Token choice works from an *affinity* matrix, how much each token wants each expert,
+# and *gates*, the weights for combining outputs. Our router passes token choice another
+# affinity: minus the distance between the expert's number and the token's position.
+# Capacity (how many tokens an expert accepts), dropped tokens, groups and the record
+# work as before.
 #
-# Three things make it a citizen of the library:
+# Three things integrate it with the library:
 #
-# - `register_router` gives it a name, which every preset takes;
-# - its constructor has its argument, which works as an override of a preset, here the
-#   number of tokens of an image: while training, a group has tokens of several images;
-# - `get_config` has the argument, too, so that saved models know it.
+# - `register_router` gives it a name that every preset accepts.
+# - Its constructor argument becomes an override of presets. Here that is the number of
+#   tokens per image, because a group in training has tokens of several images.
+# - `get_config` includes the argument, so saved models keep it.
 
 
 # %%
@@ -81,7 +84,7 @@ console = Console(width=100, force_jupyter=False)
 class PlaceRouter(routers.TokenChoiceRouter):
     """Each token goes to the experts of its place in the image."""
 
-    # 17: the 4 x 4 patches of a digit, and the class token.
+    # 17: the 4 x 4 patches of a digit and the class token.
     def __init__(self, num_experts, tokens_per_image=17, **kwargs):
         super().__init__(num_experts, **kwargs)
         self.tokens_per_image = tokens_per_image
@@ -99,8 +102,8 @@ class PlaceRouter(routers.TokenChoiceRouter):
 
 
 # %% [markdown]
-# A router by itself takes tokens (groups, tokens, dim), and gives a plan and a record.
-# Eight tokens and four experts: each expert has two.
+# You can call a router directly on tokens of shape (groups, tokens, dim); it returns a
+# plan and a record. Here eight tokens share four experts, two tokens each.
 
 # %%
 router = PlaceRouter(4, tokens_per_image=8, num_selected_experts=1)
@@ -110,8 +113,8 @@ print(ops.convert_to_numpy(routing.dispatched)[0].astype(int))
 # %% [markdown]
 # ## The router in a preset
 #
-# By its name it works wherever a router's name does. We train the digits' model twice,
-# with our router and with softmax token choice, from the same seed.
+# The new name works wherever a router's name does. We train the digits model with our
+# router and with softmax token choice, from the same seed.
 
 # %%
 images, labels = data.load_digits("train", image_shape=(16, 16, 1))
@@ -140,18 +143,18 @@ for name, model in classifiers.items():
     print(f"{name:<21} test accuracy {accuracy:.1%} of {len(test_labels)} images")
 
 # %% [markdown]
-# Compare the two with care: on so many test images an accuracy has an error of about a
-# point. Digits lie in the middle of their image, so that places alone say much about
-# patches, and a baseline like this one is hard to beat here.
+# Compare the two with care: with so few test images the error of an accuracy is about a
+# point. Digits are centred in their images, so position alone says a lot about a patch,
+# and this baseline is hard to beat.
 #
-# The record says what each of them did. A colour is an expert of that row's router, and
-# no expert of one row is one of another. Ours gives bands, whatever the image shows;
-# the learned one follows what is in the patch.
+# The record shows what each router did. Each colour is an expert (the colours of the
+# two routers are unrelated). Ours makes the same bands in every image; the learned
+# router follows the content of the patches.
 
 # %%
 # Picture: six digits in the first row, and below each two maps of its 4 x 4 patches in
-# which a colour is an expert. The router by places has the same bands in all images;
-# those of the learned router follow the strokes.
+# which each colour is an expert. The router by position has the same bands in all
+# images; the learned router follows the strokes.
 SHOWN = 6
 figure, axes = plt.subplots(3, SHOWN, figsize=(7.2, 3.8), layout="constrained")
 for axis, image in zip(axes[0], test_images):
@@ -160,7 +163,7 @@ for row, model in zip(axes[1:], classifiers.values()):
     records = keras.Model(model.input, model.routing).predict(
         test_images[:SHOWN], verbose=0
     )
-    # The class token comes first; it is no patch.
+    # The first token is the class token, not a patch.
     experts = records["block_1"].dispatched[:, 1:].argmax(axis=-1)
     for axis, chosen in zip(row, experts.reshape(-1, *model.backbone.grid)):
         axis.imshow(chosen, cmap="Set2", vmin=0, vmax=7)
@@ -173,10 +176,9 @@ plt.show()
 # %% [markdown]
 # ## A backbone
 #
-# What a family writes is the layer through which the tokens of a block see each other.
-# Which blocks are mixtures of experts, and of what, is the business of `MoEConfig`, for
-# every family alike. `weight_shapes` and `cost` are for `describe`, which allocates
-# nothing.
+# You write only the layer that mixes the tokens of a block. `MoEConfig` decides which
+# blocks have experts, and which. `weight_shapes` and `cost` let `describe` work without
+# allocating anything.
 
 
 # %%
@@ -205,9 +207,9 @@ class NeighbourAverage(keras.layers.Layer):
 
 
 # %% [markdown]
-# A dataclass names the backbone's arguments in addition to those that all encoders of
-# images have, `moe` among them; `tower` makes the layers of such a config, not built. A
-# task is one line. The preset is an architecture by name.
+# A dataclass adds the backbone's arguments to those that all image encoders have, and
+# `tower` makes the layers from that config, without building them. The task is one
+# line, and the preset is a named architecture.
 
 # %%
 PRESET = {
@@ -264,8 +266,8 @@ class PoolClassifier(models.ImageClassifier):
 models.describe("pool_digits", num_classes=10).print(console)
 
 # %% [markdown]
-# Every router is one override away, ours and the library's, and so are experts in other
-# blocks, LoRA, int8 and the rest.
+# Every router is one override away, and so are experts in other blocks, LoRA, int8 and
+# the rest.
 
 # %%
 OURS = {"router": "places", "tokens_per_image": 8 * 8}
@@ -279,10 +281,10 @@ for name, model in pools.items():
 console.print(results)
 
 # %% [markdown]
-# ## Saved, and in a recipe
+# ## Saving, and recipes
 #
-# A saved preset names both classes by their registered names. Whoever loads it imports
-# your package first: a preset is data, and holds no code.
+# A saved preset refers to both classes by their registered names and holds no code, so
+# import your package before you load one.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -297,8 +299,8 @@ print(type(again).__name__, type(again.backbone).__name__, type(loaded_router)._
 print(f"tokens_per_image={loaded_router.tokens_per_image}, same predictions: {same}")
 
 # %% [markdown]
-# A recipe takes the preset and the router by name, too. `keras-moe` does the same from
-# the command line in a program that imports your package.
+# A recipe refers to the preset and the router by name, too. To use them with the
+# `keras-moe` command, start it from a program that imports your package.
 
 # %%
 recipe = training.Recipe(
@@ -314,9 +316,10 @@ print("validation accuracy by epoch:", *(f"{x:.1%}" for x in history["val_accura
 # ## What to do next
 #
 # - Give the router a new idea: a new affinity is a function of the logits
-#   (`keras_moe.routers.Affinity`), a new allocation fills one of the plans of
-#   `keras_moe.ops`. *Contributing* lists what the library's own tests check for each.
-# - See what your router does to a real model: `keras_moe.analysis.routing_statistics`,
-#   and the guide *The six routers* for how to compare it.
-# - Ask whether it helps: *When experts help and when they do not* has the comparisons
-#   that a reviewer will ask for.
+#   (`keras_moe.routers.Affinity`), and a new allocation fills one of the plans of
+#   `keras_moe.ops`. See [Routers](../docs/routers.md).
+# - Look at your router in a real model with `keras_moe.analysis.routing_statistics`,
+#   and compare it with others: [The six routers](../guides/six_routers.ipynb).
+# - Ask whether it helps: [When experts help and when they do
+#   not](../guides/when_experts_help.ipynb) has the comparisons that a reviewer will ask
+#   for.

@@ -42,8 +42,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ROOT / "guides"
 # The first code cell of every guide, which differs in its extras alone.
 SET_UP = """\
-# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
-# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+# Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
+# this notebook or as a package. Set KERAS_BACKEND before you import Keras.
 import os
 import shutil
 import subprocess
@@ -55,13 +55,13 @@ if getattr(find_spec("keras_moe"), "origin", None) is None:
     package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
     command = [sys.executable, "-m", "pip", "install", "-q", f"{{package}}[{{EXTRAS}}]"]
     subprocess.run(command, check=True)
-backend = "jax"  # takes a TPU or a GPU where it sees one
+backend = "jax"  # uses a TPU or GPU if there is one
 if shutil.which("nvidia-smi") and find_spec("torch"):
     import jax
 
     backend = "torch" if jax.default_backend() == "cpu" else "jax"
 os.environ.setdefault("KERAS_BACKEND", backend)
-# The settings of the tests: fewer and smaller of everything, to the same end.
+# Tests set this for smaller and shorter runs.
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 """
 # A notebook is read in a browser and kept in the repository.
