@@ -52,7 +52,6 @@ def test_sparse_labels_train_as_the_dense_ones():
     np.testing.assert_allclose(sparse[1], dense[1], rtol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_config_and_shapes():
     loss = SparseSigmoidCrossentropy(label_smoothing=0.1, from_logits=False)
     again = keras.losses.deserialize(keras.losses.serialize(loss))

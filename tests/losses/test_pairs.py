@@ -68,7 +68,6 @@ def test_chunks_are_the_whole(name, options):
     assert all(np.abs(x).max() > 1e-3 for x in expected[:4])
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", CONTRASTIVE)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
@@ -88,7 +87,6 @@ def test_any_chunk_size_and_batch(name, data):
     assert_close(values, value_and_gradients(name, inputs, **options))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("name", CONTRASTIVE)
 def test_a_large_scale_overflows_nowhere(name):
     # exp(200) is no float32; a logit of 200 is one up to 2e-5.
@@ -136,7 +134,6 @@ def on_eight_devices():
     return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULTS "))
 
 
-@pytest.mark.backend_free
 def test_eight_devices_are_one(on_eight_devices):
     results, _ = on_eight_devices
     assert len(results) == 4
@@ -149,7 +146,6 @@ def test_eight_devices_are_one(on_eight_devices):
         assert result["others"] == [], case
 
 
-@pytest.mark.backend_free
 def test_eight_devices_route_modalities_as_one(on_eight_devices):
     _, result = on_eight_devices
     # The value, the gradients of weights and tokens, and the tokens that are served.

@@ -200,8 +200,6 @@ def test_load_balance_of_all_choices_by_hand():
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(actual), [expected], rtol=1e-6
     )
-    with pytest.raises(ValueError, match="num_selected_experts=4"):
-        load_balance_loss(gates, num_selected_experts=4)
 
 
 def test_the_choices_that_balance_are_an_argument():
@@ -217,8 +215,6 @@ def test_the_choices_that_balance_are_an_argument():
         expected = 0.5 * keras.ops.convert_to_numpy(expected)
         np.testing.assert_allclose(actual[choices], expected, rtol=1e-6)
     assert (actual["first"].tolist(), actual["all"].tolist()) == ([1.125], [0.65625])
-    with pytest.raises(ValueError, match="choices='second'"):
-        AuxiliaryLoss("load_balance", choices="second")
 
 
 def test_load_balance_of_perfect_balance_is_one():
@@ -271,21 +267,3 @@ def test_balance_is_zero_and_imbalance_is_not(name):
     np.testing.assert_allclose(compute(name, balanced), [0], atol=1e-6)
     everyone_to_one = np.tile(balanced[:, :1], (1, 4, 1))
     assert compute(name, everyone_to_one)[0] > 0.5
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("call", "received"),
-    [
-        (lambda x: load_loss(x, x, 0.5, 5), "num_selected_experts=5"),
-        (lambda x: load_loss(x, x, 0.5, 0), "num_selected_experts=0"),
-        (lambda x: load_loss(x, x, 0.0, 1), "noise_std=0.0"),
-    ],
-    ids=["too many experts selected", "no expert selected", "no noise"],
-)
-def test_bad_input(call, received):
-    with pytest.raises(ValueError, match=r"Expected (.|\n)*received: ") as caught:
-        call(normal(0, 2, 6, 4))
-    assert received in str(caught.value)

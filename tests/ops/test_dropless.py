@@ -7,7 +7,6 @@ import functools
 
 import keras
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,19 +112,3 @@ def test_dense_by_hand():
     np.testing.assert_array_equal(to_numpy(dense.dispatch_weights), expected)
     weights = expected * gates[..., None]
     np.testing.assert_array_equal(to_numpy(dense.combine_weights), weights)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_selected_experts": 3}, "num_selected_experts=3"),
-        ({"gates": np.ones((1, 3, 1))}, "gates.shape=\\(1, 3, 1\\)"),
-        ({"mask": np.ones((3, 1), bool)}, "mask.shape=\\(3, 1\\)"),
-        ({"normalize_gates": "later"}, "normalize_gates='later'"),
-    ],
-)
-def test_errors(arguments, message):
-    affinity = np.ones((1, 3, 2), "float32")
-    defaults = {"affinity": affinity, "gates": affinity, "num_selected_experts": 1}
-    with pytest.raises(ValueError, match=message):
-        dropless_token_choice(**{**defaults, **arguments})

@@ -149,21 +149,3 @@ def test_empty_slots_are_never_read():
     outputs = keras.ops.convert_to_tensor(outputs)
     combined = to_numpy(one_program(SlotPlan.combine)(plan, outputs))
     np.testing.assert_array_equal(combined[0], [[2.0] * 4, [0.0] * 4, [0.0] * 4])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capacity": 0}, "capacity=0"),
-        ({"capacity": 4}, "capacity=4"),
-        ({"gates": np.ones((1, 3, 1))}, "gates.shape=\\(1, 3, 1\\)"),
-        ({"mask": np.ones((3, 1), bool)}, "mask.shape=\\(3, 1\\)"),
-        ({"normalize_gates": "before"}, "normalize_gates='before'"),
-    ],
-)
-def test_errors(arguments, message):
-    affinity = np.ones((1, 3, 2), "float32")
-    defaults = {"affinity": affinity, "gates": affinity, "capacity": 1}
-    with pytest.raises(ValueError, match=message) as error:
-        expert_choice(**{**defaults, **arguments})
-    assert "Expected" in str(error.value)

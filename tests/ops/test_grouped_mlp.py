@@ -310,26 +310,6 @@ def test_a_symbolic_number_of_rows():
     np.testing.assert_allclose(actual, run(sizes, rows, *weights), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [grouped_mlp, grouped_mlp_reference])
-def test_errors(function):
-    names = KERNELS + BIASES + GATE
-    (rows, *weights), _ = example(6, 2, names)
-    good = {"rows": rows, "group_sizes": np.array([3, 3], "int32")}
-    good |= dict(zip(names, weights))
-    for name, x in good.items():
-        for bad in (x[None], x[..., :-1]):
-            with pytest.raises(ValueError, match="Expected rows of shape") as caught:
-                function(**{**good, name: bad}, activation=gelu_tanh)
-            assert f"{name}.shape={bad.shape}" in str(caught.value)
-        if name != "group_sizes":
-            with pytest.raises(ValueError, match=rf"{name}.dtype=float16"):
-                function(**{**good, name: x.astype("float16")}, activation=gelu_tanh)
-    with pytest.raises(ValueError, match=r"integer dtype; received: .*float32"):
-        function(**{**good, "group_sizes": np.ones(2, "float32")}, activation=gelu_tanh)
-    with pytest.raises(ValueError, match="Expected a gate_kernel with gate_bias"):
-        function(**{**good, "gate_kernel": None}, activation=gelu_tanh)
-
-
 @pytest.mark.skipif(BACKEND != "torch", reason="two kernels of PyTorch")
 @pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
 def test_matmuls_on_accelerators_and_in_graphs(kind):

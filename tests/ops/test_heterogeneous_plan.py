@@ -173,7 +173,6 @@ def test_gradients_reach_the_gates_of_every_kind():
     np.testing.assert_allclose(actual, [[[0, 10, 100], [1, 0, 100]]])
 
 
-@pytest.mark.backend_free
 def test_equation_10():
     assert expert_types(32, 1, 1, "auto") == ExpertTypes(32, 1, 1, 6)
     assert expert_types(16, 1, 1, "auto") == ExpertTypes(16, 1, 1, 2)
@@ -181,7 +180,6 @@ def test_equation_10():
     assert expert_types(8, 1, 1, "auto") == ExpertTypes(8, 1, 1, 1)
 
 
-@pytest.mark.backend_free
 @given(
     tokens=st.integers(1, 500),
     ffn=st.integers(1, 40),
@@ -204,7 +202,6 @@ def test_capacities(tokens, ffn, in_place, tau, factor, selected):
     assert other - 1 < own / tau + 1e-6
 
 
-@pytest.mark.backend_free
 def test_capacities_are_equation_8s_numbers():
     # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
     expert_types = ExpertTypes(8, 1, 1, 2)
@@ -213,7 +210,6 @@ def test_capacities_are_equation_8s_numbers():
     assert heterogeneous_capacity(40, expert_types, 1 / 3, 1.0) == (2, 6)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(35, (3, 4)), (25, (2, 2)), (20, (2, 2)), (15, (1, 2))]
 )
@@ -244,36 +240,3 @@ def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
             )
             expected = heterogeneous_capacity(tokens, *arguments)
             assert tuple(int(value) for value in actual) == expected
-
-
-@pytest.mark.backend_free
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: expert_types(0), "num_experts=0"),
-        (lambda: expert_types(4, -1), "zero_experts=-1"),
-        (lambda: expert_types(4, 0, 0.5), "copy_experts=0.5"),
-        (lambda: expert_types(4, 0, 0, "all"), "constant_experts='all'"),
-        (
-            lambda: heterogeneous_capacity(8, ExpertTypes(4, 1), 0.0, 1.0),
-            "tau=0.0",
-        ),
-        (
-            lambda: heterogeneous_capacity(8, ExpertTypes(4, 1), 1.0, -1.0),
-            "capacity_factor=-1.0",
-        ),
-        (
-            lambda: token_choice(
-                np.ones((1, 2, 3), "f"),
-                np.ones((1, 2, 3), "f"),
-                1,
-                1,
-                in_place_experts=3,
-            ),
-            "in_place_experts=3",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -174,16 +174,3 @@ def test_minus_infinity_forbids_a_pair():
 
     (actual,) = gradient(scalar, logits.astype("float32"))
     assert np.isfinite(actual).all()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda x: sinkhorn(x, iterations=0), "iterations=0"),
-        (lambda x: sinkhorn(x, tolerance=0.0), "tolerance=0.0"),
-        (lambda x: sinkhorn(x[0]), "\\(4, 2\\)"),
-    ],
-)
-def test_errors(make, message):
-    with pytest.raises(ValueError, match=message):
-        make(np.zeros((1, 4, 2), "float32"))

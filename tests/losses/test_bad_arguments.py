@@ -1,0 +1,122 @@
+"""Arguments that the losses refuse, in one table."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+from keras_moe import losses
+from keras_moe.losses import (
+    AggregateLoss,
+    AuxiliaryLoss,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
+    check_modalities,
+    limoe_losses,
+)
+
+X = np.ones((3, 4), "float32")
+LOGITS = np.ones((2, 6, 4), "float32")
+softmax = partial(losses.softmax_contrastive_loss, X, X, 1.0)
+sigmoid = partial(losses.sigmoid_contrastive_loss, X, X, 1.0)
+global_entropy = partial(losses.global_entropy_loss, LOGITS)
+OUTPUTS = {"image_embeddings": X, "text_embeddings": X, "logit_scale": 1.0}
+AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
+
+
+@pytest.mark.parametrize(
+    ("call", "received"),
+    [
+        (lambda: losses.target_entropy_loss(LOGITS, 5), "num_selected_experts=5"),
+        (lambda: losses.merged_entropy_loss(LOGITS, 0), "num_selected_experts=0"),
+        (lambda: losses.load_loss(LOGITS, LOGITS, 0.5, 5), "num_selected_experts=5"),
+        (lambda: losses.load_loss(LOGITS, LOGITS, 0.5, 0), "num_selected_experts=0"),
+        (lambda: losses.load_loss(LOGITS, LOGITS, 0.0, 1), "noise_std=0.0"),
+        (lambda: losses.load_balance_loss(LOGITS, None, 5), "num_selected_experts=5"),
+        (lambda: global_entropy(-1.0), "threshold=-1.0"),
+        (lambda: global_entropy(math.inf), "threshold=inf"),
+        (lambda: global_entropy(True), "threshold=True"),
+        (
+            lambda: losses.mutual_information_loss(LOGITS, np.zeros((2, 6)), 0),
+            "num_modalities=0",
+        ),
+        (lambda: AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
+        (lambda: AuxiliaryLoss("local_entropy", modality=0.5), "modality=0.5"),
+        (lambda: AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
+        (lambda: AuxiliaryLoss("global_entropy", threshold="9"), "threshold='9'"),
+        (
+            lambda: AuxiliaryLoss("mutual_information", num_modalities=0),
+            "num_modalities=0",
+        ),
+        (lambda: AuxiliaryLoss("y"), "function='y'"),
+        (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
+        (
+            lambda: AuxiliaryLoss("load_balance", choice="all"),
+            "choice='all' (nearest: choices)",
+        ),
+        (lambda: AggregateLoss([]), "weights=[]"),
+        (lambda: AggregateLoss({"router_z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
+        (lambda: AggregateLoss({"router_z": 1.0}, weight=-1), "weight=-1"),
+        (lambda: AggregateLoss({"y": 1.0}), "'y'"),
+        (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
+        (
+            lambda: losses.get({"load_balance": {"choices": "second"}}),
+            "choices='second'",
+        ),
+        (
+            lambda: losses.get({"load_balance": {"function": "router_z"}}),
+            "function='router_z'",
+        ),
+        (
+            lambda: check_modalities({"global_entropy": {"modality": 2}}, 2),
+            "modality=2, loss='global_entropy'",
+        ),
+        (lambda: check_modalities([AUDIO], 2), "modality=2, loss='global_entropy'"),
+        (lambda: limoe_losses({"audio": 1.0}), "received: 'audio'"),
+        (lambda: limoe_losses({}, local_modalities=("sound",)), "received: 'sound'"),
+        (lambda: limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),
+        (lambda: limoe_losses({"text": -1.0}), "threshold=-1.0"),
+        (lambda: limoe_losses({}, classic=("y",)), "function='y'"),
+        (lambda: losses.get({"limoe": 0.04}), "Expected thresholds among the options"),
+        (
+            lambda: losses.get({"limoe": {"threshold": {}}}),
+            "threshold={} (nearest: thresholds)",
+        ),
+        (
+            lambda: losses.get({"limoe": {"thresholds": {"audio": 1.0}}}),
+            "received: 'audio'",
+        ),
+        (
+            lambda: losses.softmax_contrastive_loss(X, X[:2], 1.0),
+            "text_embeddings.shape=(2, 4)",
+        ),
+        (
+            lambda: losses.sigmoid_contrastive_loss(X[0], X[0], 1.0),
+            "image_embeddings.shape=(4,)",
+        ),
+        (lambda: softmax(direction="x"), "direction='x'"),
+        (lambda: sigmoid(similarity_dtype="int8"), "similarity_dtype='int8'"),
+        (lambda: softmax(image_ids=np.arange(2)), "image_ids.shape=(2,)"),
+        (lambda: softmax(text_ids=np.ones(3, "float32")), "float32"),
+        (lambda: sigmoid(sample_weight=np.ones((3, 1))), "sample_weight.shape=(3, 1)"),
+        (lambda: softmax(chunk_size=0), "chunk_size=0"),
+        (lambda: SigmoidContrastiveLoss(chunk_size=2.5), "chunk_size=2.5"),
+        (lambda: SoftmaxContrastiveLoss(multi_positive=1), "multi_positive=1"),
+        (lambda: SoftmaxContrastiveLoss("texts"), "direction='texts'"),
+        (
+            lambda: SigmoidContrastiveLoss()(None, {"image_embeddings": X}),
+            "['image_embeddings']",
+        ),
+        (
+            lambda: SoftmaxContrastiveLoss(multi_positive=True)(None, OUTPUTS),
+            "y_true=None",
+        ),
+        (lambda: losses.LogScaleBound(0.0), "largest_scale=0.0"),
+        (lambda: losses.count_duplicate_pairs(), "text_ids=None"),
+    ],
+)
+def test_bad_arguments(call, received):
+    with pytest.raises(ValueError, match=r"Expected (.|\n)*received: ") as caught:
+        call()
+    assert received in str(caught.value)
