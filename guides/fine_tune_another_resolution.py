@@ -14,8 +14,8 @@
 # # Fine-tune published weights at another resolution
 #
 # Published weights were trained at one image size, mostly 224 x 224 pixels, and for one
-# set of classes. In this guide you load such weights at another size, aspect ratio and
-# set of classes, fine-tune them, and measure what that gained.
+# set of classes. Here you load such weights at another size and aspect ratio and for
+# other classes, fine-tune them, and measure the gain.
 #
 # ## Published weights
 #
@@ -132,8 +132,8 @@ for name in list(arrays)[-6:]:
 # of the wrong shape. `from_preset` with the same arguments does the same without the
 # report.
 #
-# Names and shapes reveal the architecture, but not how many experts each token uses.
-# Unless the V-MoE is a known release, you pass that yourself.
+# Names and shapes do not reveal how many experts each token uses, so unless the V-MoE
+# is a known release, pass that yourself.
 
 # %%
 ROUTING = {"num_selected_experts": 2}
@@ -196,8 +196,8 @@ for row, (name, classifier) in zip(
 plt.show()
 
 # %% [markdown]
-# Can the model still read digits without any training? At another size, strokes are
-# thinner or thicker than any it was trained on, and accuracy falls.
+# Can the model still read digits? At another size, strokes are thinner or thicker than
+# in training, and accuracy falls.
 
 # %%
 SIZES = (12, 16, 20, 24, 32)
@@ -308,9 +308,8 @@ for name, history in histories.items():
         print(f"{name:<17} {when:<6}{cells}{head}")
 
 # %% [markdown]
-# These numbers consist of digits that the model could already read, so the new task is
-# as close as it gets. Expect smaller gains between different kinds of photographs, and
-# perhaps none in a distant domain. Measure both rows on your data.
+# The model could already read the digits in these numbers, so the new task is as close
+# as it gets. Expect smaller gains on data that are less alike, and measure both rows.
 #
 # ## What to do next
 #

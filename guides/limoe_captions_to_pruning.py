@@ -18,9 +18,9 @@
 # its caption together, and auxiliary losses keep a modality from collapsing onto one
 # expert.
 #
-# In this guide a LIMoE trained on emoji finds captions for pictures and classifies
-# without training. You then see which experts serve which modality, and remove experts
-# until the model is about half as large.
+# Here a LIMoE trained on emoji finds captions and classifies without training. Then you
+# see which experts serve which modality, and remove experts until the model is about
+# half as large.
 #
 # The paper is *Multimodal Contrastive Learning with LIMoE* (Mustafa et al., 2022). The
 # pictures are from OpenMoji (openmoji.org), under CC BY-SA 4.0.
@@ -66,7 +66,7 @@ folder = Path(tempfile.mkdtemp())
 # ## A trained image-text model
 #
 # The test concepts never appear in training in any skin tone. Training may have shown a
-# man at work where the test shows a woman; some things are entirely new.
+# man at work instead of a woman; some things are entirely new.
 
 # %%
 model = models.from_preset("limoe_emoji")
@@ -80,8 +80,8 @@ print(f"{model.count_params():,} parameters for both modalities")
 # ## Captions for pictures
 #
 # `encode_images` and `encode_text` return unit vectors, and their dot product is the
-# similarity. Below each picture are the three nearest test captions, with the correct
-# one in green.
+# similarity. Below each picture are the three nearest test captions; the correct one,
+# if it is among them, is green.
 
 # %%
 # Picture: six emoji, each above its three nearest captions, nearest first. The correct
@@ -137,9 +137,8 @@ print(f"Kernel ridge regression at R@1: {baseline.image_to_text[0]:.1%}")
 # %% [markdown]
 # ## Zero-shot classification
 #
-# Describe each class in words, and the model can classify without training. For skin
-# tones we write three captions per tone (man, woman, person) and pick the tone whose
-# captions are nearest to the image.
+# Describe each class in words, and the model classifies without training. Here we write
+# three captions per skin tone and pick the tone nearest to the image.
 
 # %%
 TONES = ["light", "medium-light", "medium", "medium-dark", "dark"]
@@ -160,9 +159,9 @@ print(f"{accuracy:.1%} of {len(rows)} emoji, chance is {1 / len(TONES):.0%}")
 # %% [markdown]
 # ## Experts by modality
 #
-# Experts specialise on their own. `expert_usage` counts the tokens of each modality
-# that reach each expert, ignoring padding. We count on validation emoji, since these
-# counts later choose the experts to keep. The dashed line is an equal share.
+# `expert_usage` counts the tokens of each modality that reach each expert. We count on
+# validation emoji, since these counts choose the experts to keep below. The dashed line
+# is an equal share.
 
 # %%
 # Picture: two bar charts, for block_1 and block_3, with two bars per expert: its share
@@ -184,8 +183,8 @@ display(Image(picture))
 # %% [markdown]
 # ## One pair, patch by patch and word by word
 #
-# Each patch shows the number of its expert, with a tint per expert. Below the picture,
-# the number after the slash is the expert of that piece of the caption.
+# Each patch shows the number of its expert. Below, the number after the slash is the
+# expert of that piece of the caption.
 
 # %%
 # Picture: three emoji in a row for each of two blocks, divided into 4 x 4 patches, each
@@ -242,9 +241,8 @@ for column, index in enumerate(shown[:3]):
 # If you only embed texts, for example to search pictures that are already embedded, you
 # do not need the image experts.
 #
-# The curves show the share of tokens that the most used experts serve, per block and,
-# in black, on average. If a curve stays high as experts are removed, a few experts
-# serve nearly everything.
+# The curves show what share of tokens the most used experts serve. If a curve stays
+# high as experts are removed, a few experts serve nearly everything.
 
 # %%
 # Picture: two charts, for image and text tokens, with the share of tokens that the
@@ -256,9 +254,9 @@ plots.plot_coverage(curves, picture)
 display(Image(picture))
 
 # %% [markdown]
-# `select_experts` ranks the experts by their text tokens, `prune_experts` makes a
-# smaller model of the same class, and retrieval on validation emoji measures the loss.
-# Texts are embedded by the pruned model, images by the full one.
+# `select_experts` ranks the experts by their text tokens and `prune_experts` makes a
+# smaller model. Retrieval on validation emoji measures the loss, with texts from the
+# pruned model and images from the full one.
 #
 # `router_drop` renormalises the gates (the weights of the experts' outputs) over the
 # remaining experts. `router_pred` leaves them as they are: a token that loses its

@@ -120,8 +120,8 @@ plots.plot_type_maps(
 display(Image(picture))
 
 # %% [markdown]
-# A few images can mislead, so we check all test images. We call a patch plain if its
-# pixels hardly differ from their mean.
+# A few images can mislead, so we check them all. A patch is plain if its pixels hardly
+# differ from their mean.
 
 # %%
 rows, columns = model.backbone.grid
@@ -142,8 +142,8 @@ for name, chosen in groups.items():
 #
 # ## Loads by type
 #
-# The next picture shows each type's share of all choices, block by block. The number to
-# the right of a bar is the FFN experts per token.
+# Each bar shows the types' shares of all choices in a block, and the number next to it
+# the FFN experts per token.
 
 # %%
 # Picture: a horizontal bar for each of four blocks, divided into the shares of the
@@ -158,9 +158,9 @@ display(Image(picture))
 # %% [markdown]
 # ## The cost at inference
 #
-# FFN experts account for nearly all the FLOPs of a layer. The vanilla twin, with the
-# same FFN experts and no others, runs K of them for every token. The measured loads
-# tell you how much of that remains.
+# FFN experts account for nearly all the FLOPs of a layer. A vanilla twin without the
+# cheap experts runs K of them for every token. The measured loads tell you how much of
+# that remains.
 
 # %%
 vanilla = models.describe(
@@ -180,8 +180,8 @@ less = vanilla.gflops * 1e3 - (K - spent) * one_expert / 1e6
 print(f"this model: {spent:.2f} FFN experts per token, {less:.2f} MFLOPs an image")
 
 # %% [markdown]
-# FLOPs are not time: attention and routing cost the same as before, and in small models
-# they dominate. [MoE++](../docs/moe_plus_plus.md) has measured throughputs.
+# FLOPs are not time: in small models attention and routing dominate.
+# [MoE++](../docs/moe_plus_plus.md) has measured throughputs.
 #
 # ## The worth of each type
 #
@@ -203,10 +203,9 @@ for name, accuracies in zip(ablation.experts, ablation.ablated):
 # during training, through the balance loss and the capacities (how many tokens an
 # expert accepts).
 #
-# A few epochs with another `tau`, starting from the trained weights, move the loads.
-# The control is the same training with the model's own `tau`. Compare these accuracies
-# only with each other: this training is shorter than the recipe and has no
-# augmentation.
+# A few more epochs with another `tau` move the loads. The control is the same training
+# with the model's own `tau`; compare the accuracies only with each other, since the
+# recipe trains longer and with augmentation.
 
 # %%
 TAUS, EPOCHS = ((0.1,), 1) if SMALL else ((0.1, 0.75, 3.0), 5)
@@ -257,8 +256,8 @@ plots.plot_routing_scores(
 display(Image(picture))
 
 # %% [markdown]
-# The model was trained with the maps, so this does not tell you what a model without
-# them would learn. To train one, pass `gating_residual=False`.
+# This model was trained with the maps. To train one without, pass
+# `gating_residual=False`.
 #
 # ## What to do next
 #

@@ -19,8 +19,8 @@
 # tensor, so you can have many, and you can remove or change one and measure the effect
 # at once.
 #
-# In this guide you find experts that serve a single class, explain them by pictures and
-# ablation, and correct a biased model by editing its experts, without training.
+# Here you find experts that serve a single class, explain them, and correct a biased
+# model by editing its experts, without training.
 #
 # The paper is *Multilinear Mixture of Experts* (Oldfield et al., 2024).
 
@@ -66,9 +66,9 @@ console = Console(width=88, force_jupyter=False)
 # %% [markdown]
 # ## Find: experts of a head
 #
-# Any classifier can have a muMoE as its head. A task with many classes shows best how
-# experts divide the work, so we read numbers from 00 to 99, two scanned digits each.
-# The features come from `vmoe_digits`, loaded at twice the width.
+# Any classifier can have a muMoE head. To see experts divide the work we need many
+# classes: numbers from 00 to 99, two scanned digits each. The features come from
+# `vmoe_digits`, loaded at twice the width.
 
 # %%
 SHAPE, COUNT = (16, 32, 1), (600, 300) if SMALL else (2400, 1500)
@@ -193,16 +193,16 @@ plots.plot_polysemanticity({"muMoE head": scores}, picture)
 display(Image(picture))
 
 # %% [markdown]
-# Experts become more specialised as their number grows. This would not continue
-# forever: once several experts serve each class, removing one changes nothing, and the
-# score of an expert without effect is 1.
+# The more experts, the more specialised each one is. This does not continue forever:
+# once several experts serve each class, removing one changes nothing, and an expert
+# without effect scores 1.
 
 # %% [markdown]
 # ## Explain: experts inside the network
 #
-# `mumoe_digits` is an MLP-Mixer with muMoE blocks as its channel MLPs. Its experts see
-# patches instead of images. Below each patch is the image it comes from, with a red
-# frame around it, and above it is the expert's coefficient.
+# `mumoe_digits` is an MLP-Mixer with muMoE blocks, whose experts see patches instead of
+# images. Below each patch is the image it comes from, and above it the expert's
+# coefficient.
 
 # %%
 # Picture: two rows for each of three experts: eight patches of 4 x 4 pixels, with the
@@ -242,10 +242,9 @@ for expert in np.argsort(-within.changes.max(axis=1))[:3]:
 # %% [markdown]
 # ## Edit: correct a bias without training
 #
-# Next we use the experts to change the model. First we plant a bias: the model learns
-# whether a digit is 5 or above (and four more attributes), but in training almost none
-# of the digits 5 and above are inverted, while half of the others are. The model learns
-# that inversion means "below 5", and gets inverted digits of 5 and above wrong.
+# First we plant a bias. The model learns whether a digit is 5 or above (and four more
+# attributes), but almost none of the digits 5 and above are inverted in training, while
+# half of the others are. So it gets inverted digits of 5 and above wrong.
 
 # %%
 BIASED_EPOCHS = 2 if SMALL else 40
@@ -297,13 +296,11 @@ def fairness(classifier, examples):
 
 # %% [markdown]
 # The edit raises the logit of "5 and above" for images that use the same experts as
-# this subpopulation. It adds `strength mean(a)^T a`, with the mean of the coefficients
-# over the subpopulation's training images. At inference it does not need to know
-# whether an image is inverted.
+# this subpopulation. It adds `strength mean(a)^T a`, with the mean over the
+# subpopulation's training images. At inference it needs no attribute.
 #
-# We choose the strength on validation images, by the accuracy of the worst
-# subpopulation, and judge on test images. A blind threshold, which shifts the logit of
-# all images alike, is the baseline.
+# Validation images choose the strength, and test images judge. The baseline is a blind
+# threshold, which shifts the logit of all images alike.
 
 # %%
 few = biased[0][members]

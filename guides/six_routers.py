@@ -19,8 +19,8 @@
 # mixes all tokens into slots instead. The released code adds a seventh: token choice
 # with the sparsity-constrained plan.
 #
-# This guide trains the same small model with all seven. You see what each router
-# chooses, what it drops, how evenly it loads the experts, and how well it does.
+# Here you train the same small model with all seven and compare what they choose, what
+# they drop, how evenly they load the experts, and how well they do.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -71,13 +71,13 @@ NAMES = {
 # The model is a ViT of two blocks; the second has eight experts. Tokens are routed in
 # groups, here of eight images.
 #
-# Every router gets the same number of slots, `C = S K c / E` per expert, for S tokens
-# in a group, K experts per token, capacity factor c and E experts. With K = 1 and c = 1
-# that is one slot per token on average, so all seven models cost about the same.
+# Every router gets the same number of slots, `C = S K c / E` per expert (its capacity),
+# for S tokens in a group, K experts per token, capacity factor c and E experts. With K
+# = 1 and c = 1 that is one slot per token on average, so all seven models cost about
+# the same.
 #
-# `evaluation="official"` measures with the groups and capacity of training, as the
-# paper does. The library's default routes each image separately at inference, and token
-# choice then drops nothing.
+# `evaluation="official"` keeps these groups and capacities at inference, as the paper
+# does. By default, each image is routed separately and token choice drops nothing.
 
 # %%
 images, labels = data.load_digits("train", image_shape=(16, 16, 1))
@@ -153,9 +153,9 @@ for router, record in classifiers.items():
 console.print(table)
 
 # %% [markdown]
-# Do not rank the routers by these accuracies: each is one seed of a short training, and
-# another seed shifts it by an error or two. With longer training and several seeds the
-# routers end within two points of each other ([Studies](../docs/studies.md)).
+# Do not rank the routers by these accuracies, which are one seed of a short training.
+# With longer training and several seeds they end within two points of each other
+# ([Studies](../docs/studies.md)).
 #
 # The other columns differ by construction. Token choice with a softmax overfills some
 # experts and leaves room in others; a transport plan spreads the tokens first. In
@@ -165,8 +165,7 @@ console.print(table)
 # ## The load of each expert
 #
 # Each bar is the share of all tokens that an expert served. The dashed line is the
-# capacity: with K c = 1, an eighth of the tokens. (Soft routing's shares add up to its
-# slots, which are rounded per image.)
+# capacity, an eighth of the tokens. (Soft routing rounds its slots per image.)
 
 # %%
 # Picture: seven bar charts side by side, one per router, with a bar for each of eight
@@ -213,7 +212,7 @@ plt.show()
 #
 # Here is the same dispatch laid out over the image. The colour is the number of experts
 # that serve a patch; dark blue patches were dropped. Expert choice spends more on some
-# patches than on others. The soft router's shares do not add up to whole numbers.
+# patches than on others.
 
 # %%
 # Picture: four digits, one per row, each followed by a map of its 4 x 4 patches for
@@ -247,7 +246,7 @@ plt.show()
 # | softmax token choice | 46.35% |
 # | Sinkhorn token choice | 47.37% |
 # | softmax or Sinkhorn expert choice | 48.64% |
-# | sparsity-constrained plan | 48.67% |
+# | sparsity-constrained expert choice | 48.67% |
 # | Soft MoE | 50.00% |
 #
 # With twice the slots, token choice reaches 48.86% (softmax) and 49.80% (Sinkhorn), and
@@ -256,9 +255,9 @@ plt.show()
 #
 # ## What to do next
 #
-# - Compare routers on your own images, with several seeds and step times. In a clone,
-#   run `python -m tools.studies routers --data folder:PHOTOS`.
-# - Change K and c above: `num_selected_experts=2`, `capacity_factor=2.0`. With twice
-#   the slots almost nothing is dropped.
+# - Compare routers on your own images, in a clone: `python -m tools.studies routers
+#   --data folder:PHOTOS`.
+# - Double the slots with `num_selected_experts=2` or `capacity_factor=2.0`: almost
+#   nothing is dropped.
 # - Read about groups, noise and auxiliary losses in [Routers](../docs/routers.md).
 # - Write an eighth: [Write your own router and backbone](../guides/your_own.ipynb).

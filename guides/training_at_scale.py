@@ -131,8 +131,8 @@ table(
 )
 
 # %% [markdown]
-# Memory is in GiB; data that leave a chip in a step are in GB. The picture shows memory
-# by use, and the line is a chip's memory.
+# Memory is in GiB, and data that leave a chip in a step are in GB. The line in the
+# picture is a chip's memory.
 
 # %%
 # Picture: stacked bars of a chip's memory by the number of devices that share the
@@ -168,8 +168,8 @@ plt.show()
 #
 # Groups of 8 images are routed together. Each expert has a capacity, a limit on the
 # tokens that it accepts from a group: `C = ceil(S K c / E)`, rounded up to a multiple
-# of 4. Slots are sent whether they are full or not: to the experts and back, and again
-# for the gradient. Only the slots of a chip's own experts stay on it.
+# of 4. All slots travel, full or not: to the experts and back, and again for the
+# gradient. Only those of a chip's own experts stay.
 
 # %%
 S = 8 * model.num_tokens
@@ -198,10 +198,10 @@ assert costs.traffic["all-to-all (tokens)"] == sent
 # %% [markdown]
 # ## How long is a step?
 #
-# The backward pass costs twice the forward pass, so a step costs three times its FLOPs.
-# No chip reaches its peak. We assume 40% of it; measure yours, and pass it as
-# `utilization=`. In a torus most data pass through other chips, so an all-to-all gets
-# only part of the links' bandwidth.
+# The backward pass costs twice the forward pass, so a step costs three times the
+# forward FLOPs. No chip reaches its peak. We assume 40% of it; measure yours, and pass
+# it as `utilization=`. In a torus most data pass through other chips, so an all-to-all
+# gets only part of the links' bandwidth.
 
 # %%
 flops = 3 * 1e9 * model.gflops * BATCH / CHIPS
@@ -254,8 +254,7 @@ for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
 
 # %% [markdown]
 # Eight H200 in one machine are few chips with a lot of memory. Each holds four experts
-# per block, and every GPU reaches every other directly. The batch is as large as the
-# memory allows.
+# per block and reaches every other directly.
 
 # %%
 table(
@@ -356,8 +355,7 @@ table(
 #
 # ## The command
 #
-# One process runs on each host. It gets its index and reads its own part of the data.
-# The layout is that of the tables above.
+# Run one process per host. Each reads its own part of the data.
 
 
 # %%
@@ -399,8 +397,8 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # 5. `model_parallel=2`;
 # 6. more chips.
 #
-# Bytes of weights and of the all-to-all are exact. Activations are counted as XLA keeps
-# them on a CPU, where it fuses least, so a pod needs less. Utilisation has to be
+# Bytes of weights and of the all-to-all are exact. Activations are an upper estimate,
+# since XLA fuses more on a pod than on the CPU that we count for. Utilisation has to be
 # measured: time ten steps.
 #
 # ## What to do next
@@ -409,5 +407,4 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # - See the equations and the layout of every weight in [Many
 #   devices](../docs/devices.md).
 # - Rehearse the command on one machine: `keras-moe train vmoe_digits --data digits`
-#   accepts the same arguments, and even a CPU's eight virtual devices can share
-#   experts.
+#   accepts the same arguments, even on a CPU's virtual devices.

@@ -17,9 +17,9 @@
 # Upcycling* copies the MLP of some blocks into several experts, adds new routers (small
 # layers that send each token to a few experts), and continues training from there.
 #
-# In this guide you train a small ViT on digits, upcycle it, check that its outputs stay
-# the same, and train it further next to the dense model. Then you upcycle a CLIP with
-# the settings of *CLIP-UP*.
+# Here you upcycle a small ViT for digits, check that its outputs stay the same, and
+# train it further next to the dense model. Then you upcycle a CLIP with the settings of
+# *CLIP-UP*.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -94,11 +94,10 @@ print("dense, test accuracy by epoch:", *(f"{x:.1%}" for x in curve))
 # %% [markdown]
 # ## Upcycled
 #
-# The last block becomes a mixture of eight experts, of which each token uses two. Each
-# expert is a copy of the block's MLP, a token's two gates (the weights of its experts)
-# are normalised to sum to one, and no token is dropped at inference. So the mixture
-# computes what the MLP did, no matter which experts the new router picks. The report
-# shows how closely.
+# The last block becomes a mixture of eight experts, all copies of its MLP, of which
+# each token uses two. The two gates (the weights of the experts) sum to one, and no
+# token is dropped at inference, so the mixture computes what the MLP did, no matter
+# which experts the new router picks. The report shows how closely.
 
 # %%
 sparse, report = training.upcycle(
@@ -111,9 +110,8 @@ print(
 )
 
 # %% [markdown]
-# A token now passes through two experts in this block instead of one MLP, which costs
-# more FLOPs. Comparisons at equal steps, like the next one, therefore favour the
-# mixture.
+# Two experts cost more FLOPs than one MLP, so comparisons at equal steps, like the next
+# one, favour the mixture.
 
 # %%
 costs = Table(title="costs")
@@ -138,11 +136,9 @@ console.print(costs)
 # ## Train further, at equal steps
 #
 # Three models train for the same number of steps with the same learning rate and fresh
-# optimizers: the dense model, the upcycled one, and a mixture from scratch. The seeds
-# change the order of images, the routers, and the mixture from scratch.
-#
-# Each line is the mean over seeds, and its band goes from the worst to the best. (To
-# keep Adam's moments, pass `carry_optimizer=True`.)
+# optimizers: the dense model, the upcycled one, and a mixture from scratch. Each line
+# is the mean over seeds, and its band goes from the worst to the best. (To keep Adam's
+# moments, pass `carry_optimizer=True`.)
 
 # %%
 # Picture: test accuracy by epoch of three models. The dense and upcycled lines start at
@@ -186,8 +182,8 @@ print(f"one of the {len(test_labels)} test images is {one:.2%}")
 
 # %% [markdown]
 # The upcycled model starts where the dense one stopped, and the one from scratch far
-# below: that is what upcycling gains. Whether the experts then pull ahead of the dense
-# model, digits cannot tell: the two differ by less than their seeds do.
+# below: that is what upcycling gains. Digits cannot tell whether the experts then pull
+# ahead: the two models differ by less than their seeds do.
 #
 # At scale, Table 2 of *CLIP-UP* reports for a B/16 at 790k steps 52.1% instead of 44.9%
 # in text-to-image retrieval (COCO, R@1) and 76.9% instead of 76.8% in classification
@@ -201,8 +197,7 @@ print(f"one of the {len(test_labels)} test images is {one:.2%}")
 #
 # Two of eight softmax gates sum to less than one, so the outputs change at first. The
 # paper found this better for the training that follows (appendix B.3). To preserve the
-# outputs, pass `normalize_gates=True`. Random weights are enough to show the
-# difference.
+# outputs, pass `normalize_gates=True`.
 
 # %%
 keras.utils.set_random_seed(0)
@@ -257,7 +252,7 @@ console.print(sizes)
 #   clip_up_emoji --preset runs/up`. [Studies](../docs/studies.md) describes the data.
 # - Repeat the paper's comparison in a clone: `python -m tools.studies clip-up --parts
 #   upcycling gates`.
-# - Try `noise=0.01`, so that the experts differ from the start, or `router="soft"`, or
-#   `router="mumoe"`, whose experts approximate the MLP as closely as their ranks allow.
+# - Try `noise=0.01`, so that the experts differ from the start, or another router such
+#   as `router="soft"`.
 # - Ask whether experts are worth it: [When experts help and when they do
 #   not](../guides/when_experts_help.ipynb).

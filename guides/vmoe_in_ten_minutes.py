@@ -16,9 +16,8 @@
 # V-MoE is a vision transformer in which some blocks have several MLPs, called experts.
 # A router, a small learned layer, sends each patch of an image to a few of them.
 #
-# In this guide you load a trained V-MoE, classify handwritten digits, look at what each
-# expert does, train the same architecture from scratch, evaluate it, and save it.
-# Nothing is downloaded.
+# Here you load a trained V-MoE, classify handwritten digits, see what each expert does,
+# then train, evaluate and save one of your own. Nothing is downloaded.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -64,7 +63,7 @@ console = Console(width=88, force_jupyter=False)
 # ## Predict
 #
 # A preset with trained weights is ready to predict. `classify` accepts integer pixels
-# of any size and returns names and probabilities, which are printed above the images.
+# of any size and returns names and probabilities.
 
 # %%
 # Picture: ten scans of 8 x 8 pixels in a row, white strokes on black, each with the
@@ -97,11 +96,9 @@ print(f"Images of shape {shape}: loss {loss:.3f}, accuracy {accuracy:.1%}")
 # %% [markdown]
 # ## The cost of a mixture of experts
 #
-# `describe` counts parameters and floating-point operations without building the model.
-#
 # In a dense block every token uses all the weights; in an MoE block it uses only those
-# of its K experts. The model has many parameters but costs about as much per image as a
-# much smaller one.
+# of its K experts. So the model has many parameters but the cost of a much smaller one.
+# `describe` counts both without building the model.
 
 # %%
 models.describe("vmoe_digits", num_classes=10).print(console)
@@ -158,7 +155,7 @@ display(Image(picture))
 # digit as well as in a position or a stroke.
 #
 # `report.write_report` puts this and more on one page, `report.html`, which you can
-# open offline. It starts with findings in plain words.
+# open offline. It starts with the findings.
 
 # %%
 written = report.write_report(model, test, folder / "report", name="digits", verbose=0)
@@ -201,9 +198,9 @@ print(f"Test accuracy after {EPOCHS} epochs: {history['val_accuracy'][-1]:.1%}")
 # %% [markdown]
 # ## Evaluate the features with few-shot probes
 #
-# The head's accuracy says little about how useful the features are for another task. A
-# few-shot probe freezes the features, fits a linear map to k images per class by ridge
-# regression, and measures its accuracy on all test images.
+# Are the features useful for another task? A few-shot probe freezes the features, fits
+# a linear map to k images per class by ridge regression, and measures its accuracy on
+# all test images.
 
 # %%
 untrained = models.from_preset(

@@ -13,14 +13,12 @@
 # %% [markdown]
 # # When experts help and when they do not
 #
-# Will experts help *you*? In a mixture of experts each token uses only some of the
-# experts, MLPs chosen by a router, so the model has many more parameters than a dense
-# model of the same cost. The answer therefore depends on what you hold equal. At equal
-# FLOPs the mixture should win if capacity is missing. At equal parameters it is
-# cheaper, and should not lose.
+# Will experts help *you*? In a mixture of experts a router sends each token to only
+# some of many MLPs, so the model has many more parameters than a dense one of the same
+# cost. The answer depends on what you hold equal. At equal FLOPs the mixture should win
+# if capacity is missing. At equal parameters it is cheaper, and should not lose.
 #
-# This guide makes both comparisons on small data, with several seeds and amounts of
-# data, and says what such numbers can and cannot tell you.
+# This guide makes both comparisons on small data, with several seeds.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -62,8 +60,8 @@ console = Console(width=100, force_jupyter=False)
 # All are ViTs of two blocks that differ in their feed-forward layers.
 #
 # - *dense*: an MLP.
-# - *V-MoE*: eight experts of that size in the second block, one per token. Its FLOPs
-#   are the dense model's, plus the router.
+# - *V-MoE*: eight experts of that size in the second block, of which each token uses
+#   one. Its FLOPs are the dense model's, plus the router.
 # - *Soft MoE*: the same experts, with as many slots as tokens.
 # - *wide dense*: a wider MLP in both blocks, with as many parameters as V-MoE. It is
 #   the control for more capacity, and costs more FLOPs.
@@ -196,10 +194,9 @@ axis.grid(axis="y", alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# Each point is a run and each bar a mean. The first table has the means with the
-# standard deviation over seeds. The second has the differences that answer the
-# questions, paired by seed and images, with their standard error. With so few seeds
-# even that error is a guess.
+# Each point is a run and each bar a mean. The first table has the means over seeds. The
+# second has the differences that answer the questions, paired by seed and images. With
+# so few seeds even their error is a guess.
 
 # %%
 table = Table(title="test accuracy, mean ± standard deviation over seeds")
@@ -246,14 +243,13 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # which seeds do not show.
 #
 # Nothing here speaks for experts. Soft MoE keeps up with the dense models at every
-# amount of data and gains nothing over them. V-MoE with one expert per token falls
-# back, and its seeds are furthest apart where data are fewest. A likely cause, which we
-# did not measure, is that each expert learns from an eighth of the tokens, and the
-# router from few images.
+# amount of data and gains nothing over them. V-MoE with one expert per token does
+# worse, and its seeds are furthest apart where data are fewest. A likely cause, which
+# we did not measure, is that each expert learns from only an eighth of the tokens.
 #
-# Digits can tell you whether a model trains, whether its router works, and what a
-# choice costs. They cannot tell you which architecture is better at scale: even the
-# smallest model here learns ten classes almost completely.
+# Digits can tell you whether a model trains and its router works. They cannot tell you
+# which architecture is better at scale: even the smallest model here learns ten classes
+# almost completely.
 #
 # ## What the papers report at scale
 #

@@ -14,9 +14,8 @@
 # # Write your own router and backbone
 #
 # A router decides which expert (one of several MLPs in a block) works on which token. A
-# backbone is the network around it. You can write both in your own package, and they
-# work with presets, overrides, descriptions, recipes, saved presets and routing records
-# like the built-in ones.
+# backbone is the network around it. Write either in your own package, and it works with
+# presets, recipes and all the rest like a built-in one.
 #
 # Our router ignores what a patch shows and picks the expert by the patch's position,
 # which makes a good baseline for learned routers. Our backbone replaces attention by
@@ -67,14 +66,15 @@ console = Console(width=100, force_jupyter=False)
 # Token choice works from an *affinity* matrix, how much each token wants each expert,
 # and *gates*, the weights for combining outputs. Our router passes token choice another
 # affinity: minus the distance between the expert's number and the token's position.
-# Capacity (how many tokens an expert accepts), dropped tokens, groups and the record
-# work as before.
+# Capacity (how many tokens an expert accepts), dropped tokens (those that find their
+# experts full) and the record work as before.
 #
 # Three things integrate it with the library:
 #
 # - `register_router` gives it a name that every preset accepts.
 # - Its constructor argument becomes an override of presets. Here that is the number of
-#   tokens per image, because a group in training has tokens of several images.
+#   tokens per image, because training routes tokens of several images together, as a
+#   group.
 # - `get_config` includes the argument, so saved models keep it.
 
 
@@ -143,9 +143,8 @@ for name, model in classifiers.items():
     print(f"{name:<21} test accuracy {accuracy:.1%} of {len(test_labels)} images")
 
 # %% [markdown]
-# Compare the two with care: with so few test images the error of an accuracy is about a
-# point. Digits are centred in their images, so position alone says a lot about a patch,
-# and this baseline is hard to beat.
+# The error of these accuracies is about a point. Digits are centred in their images, so
+# position alone says a lot about a patch, and this baseline is hard to beat.
 #
 # The record shows what each router did. Each colour is an expert (the colours of the
 # two routers are unrelated). Ours makes the same bands in every image; the learned
@@ -177,8 +176,8 @@ plt.show()
 # ## A backbone
 #
 # You write only the layer that mixes the tokens of a block. `MoEConfig` decides which
-# blocks have experts, and which. `weight_shapes` and `cost` let `describe` work without
-# allocating anything.
+# blocks have experts, and of what type. `weight_shapes` and `cost` let `describe` work
+# without allocating anything.
 
 
 # %%
@@ -299,8 +298,8 @@ print(type(again).__name__, type(again.backbone).__name__, type(loaded_router)._
 print(f"tokens_per_image={loaded_router.tokens_per_image}, same predictions: {same}")
 
 # %% [markdown]
-# A recipe refers to the preset and the router by name, too. To use them with the
-# `keras-moe` command, start it from a program that imports your package.
+# A recipe also refers to both by name. To use the `keras-moe` command, start it from a
+# program that imports your package.
 
 # %%
 recipe = training.Recipe(
@@ -315,11 +314,10 @@ print("validation accuracy by epoch:", *(f"{x:.1%}" for x in history["val_accura
 # %% [markdown]
 # ## What to do next
 #
-# - Give the router a new idea: a new affinity is a function of the logits
-#   (`keras_moe.routers.Affinity`), and a new allocation fills one of the plans of
+# - Try another idea: a new affinity is a function of the logits
+#   (`keras_moe.routers.Affinity`), and a new allocation fills a plan of
 #   `keras_moe.ops`. See [Routers](../docs/routers.md).
-# - Look at your router in a real model with `keras_moe.analysis.routing_statistics`,
-#   and compare it with others: [The six routers](../guides/six_routers.ipynb).
+# - Compare your router with others: [The six routers](../guides/six_routers.ipynb).
 # - Ask whether it helps: [When experts help and when they do
 #   not](../guides/when_experts_help.ipynb) has the comparisons that a reviewer will ask
 #   for.
