@@ -84,8 +84,8 @@ if os.environ.get("KERAS_MOE_ONLINE"):
 #
 # The rest of the guide works offline, on a file in the format of Google's releases: an
 # `.npz` with V-MoE's tensor names. We write it ourselves, from the small V-MoE for
-# handwritten digits that ships with keras_moe. That model was trained on single digits
-# of 16 x 16 pixels, in patches of 4 x 4.
+# handwritten digits that ships with keras_moe. It was trained on single digits of 16 x
+# 16 pixels.
 
 # %%
 RENAMED = {
@@ -163,9 +163,9 @@ for weight in report.weights:
 print("Patches across and down:", model.backbone.grid, "->", larger.backbone.grid)
 
 # %% [markdown]
-# Resizing keeps the map of positions and refines it. To show this, we draw the three
-# directions in which position embeddings differ most over the grid of patches. Yellow
-# is large and dark blue small; each picture has its own scale.
+# Resizing keeps the map of positions and refines it. The pictures show the three
+# directions in which position embeddings differ most, over the grid of patches. Yellow
+# is large and dark blue small.
 
 
 # %%

@@ -114,7 +114,7 @@ plt.show()
 # %% [markdown]
 # Retrieval measures this over all test pairs: how often the right caption, or the right
 # picture, is among the nearest one, five or ten. A regression from pixels to parts of
-# words, fitted in seconds, is the baseline to beat.
+# words is the baseline to beat.
 
 # %%
 recalls = evaluation.retrieval(image_embeddings, text_embeddings, ks=(1, 5, 10))

@@ -19,11 +19,9 @@
 # experts mix the token with a trained vector. A token that needs little work can choose
 # one of these.
 #
-# This guide shows where a trained model spends its compute, what each type is worth,
-# and how `tau` and the gating residuals steer it.
-#
-# The paper is *MoE++: Accelerating Mixture-of-Experts Methods with Zero-Computation
-# Experts* (Jin et al., 2025).
+# Here you see where a trained model spends its compute and what steers it. The paper is
+# *MoE++: Accelerating Mixture-of-Experts Methods with Zero-Computation Experts* (Jin et
+# al., 2025).
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to

@@ -174,11 +174,8 @@ display(Image(picture))
 
 # %% [markdown]
 # Each row is a head, with its first four experts that matter; `p` is an expert's
-# polysemanticity. The classes run from 00 to 99, so ten neighbours share their first
-# digit. A bar below zero is a class that gains.
-#
-# With few experts, one removal costs many classes all their accuracy; with many, it
-# costs a few.
+# polysemanticity. A bar below zero is a class that gains. With few experts, one removal
+# costs many classes all their accuracy; with many, it costs a few.
 
 # %%
 # Picture: mean polysemanticity by the number of experts, on a logarithmic axis. It
@@ -349,7 +346,7 @@ display(Image(picture))
 # %% [markdown]
 # The green frame marks the subpopulation that the edit is for. In the third table blue
 # is a gain and red a loss. Other subpopulations may lose, so read all four cells, not
-# only the mean. `save_to_preset` saves an edited model like any other.
+# only the mean.
 #
 # ## What to do next
 #

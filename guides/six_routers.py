@@ -19,8 +19,7 @@
 # mixes all tokens into slots instead. The released code adds a seventh: token choice
 # with the sparsity-constrained plan.
 #
-# Here you train the same small model with all seven and compare what they choose, what
-# they drop, how evenly they load the experts, and how well they do.
+# Here you train the same small model with all seven and compare them.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -73,8 +72,7 @@ NAMES = {
 #
 # Every router gets the same number of slots, `C = S K c / E` per expert (its capacity),
 # for S tokens in a group, K experts per token, capacity factor c and E experts. With K
-# = 1 and c = 1 that is one slot per token on average, so all seven models cost about
-# the same.
+# = c = 1 that is one slot per token, so all seven models cost about the same.
 #
 # `evaluation="official"` keeps these groups and capacities at inference, as the paper
 # does. By default, each image is routed separately and token choice drops nothing.
@@ -126,8 +124,7 @@ print(f"slots of an expert for {IMAGES_PER_GROUP} images: {capacity}")
 # - *no expert*: dropped tokens, which pass the block only by its residual connection.
 # - *several*: tokens with more than one expert, which expert choice allows.
 # - *load entropy*: 1 if all experts serve equally many tokens.
-# - *error*: one standard error of the accuracy, from the number of test images. Other
-#   seeds add to it.
+# - *error*: one standard error of the accuracy. Other seeds add to it.
 
 # %%
 table = Table(title="The same model, K = 1, capacity factor 1")
@@ -188,8 +185,8 @@ plt.show()
 #
 # The dispatch matrix D has a row per token and a column per expert; the first row is
 # the class token. Yellow is a mark and violet none. Token choice marks at most one
-# expert per row. Expert choice marks about equally many tokens per column, counted over
-# a whole group. Soft routing has weights everywhere, with yellow the largest.
+# expert per row. Expert choice fills every column equally over a group. Soft routing
+# has weights everywhere, with yellow the largest.
 
 # %%
 # Picture: the dispatch matrix of one image for each of seven routers, 17 tokens down
@@ -259,5 +256,5 @@ plt.show()
 #   --data folder:PHOTOS`.
 # - Double the slots with `num_selected_experts=2` or `capacity_factor=2.0`: almost
 #   nothing is dropped.
-# - Read about groups, noise and auxiliary losses in [Routers](../docs/routers.md).
-# - Write an eighth: [Write your own router and backbone](../guides/your_own.ipynb).
+# - Read on in [Routers](../docs/routers.md), or write an eighth: [Write your own router
+#   and backbone](../guides/your_own.ipynb).

@@ -14,9 +14,8 @@
 # # Training at scale, on paper
 #
 # Before you rent machines for V-MoE-H/14 or LIMoE-H/14, do the arithmetic: does the
-# model fit, what travels between the chips, how long is a step, and which command
-# starts it? This guide computes every figure with `keras_moe.distribution.costs`,
-# without an accelerator and without allocating a weight.
+# model fit, what travels between the chips, and how long is a step?
+# `keras_moe.distribution.costs` computes it without an accelerator.
 
 # %%
 # Installs keras_moe if it is missing (in Colab, for example), from a checkout next to
@@ -158,7 +157,7 @@ plt.show()
 # %% [markdown]
 # Plain data parallelism (`expert_parallel=1`) keeps all experts on every chip: too much
 # memory, and every gradient is summed over all chips. Each doubling halves the experts
-# per chip. Attention, dense blocks and activations stay the same.
+# per chip; everything else stays the same.
 #
 # **Split over as many devices as the experts allow (32 here), unless you have memory to
 # spare.** The experts' gradients are then summed over only 256 / 32 chips, and the
@@ -199,7 +198,7 @@ assert costs.traffic["all-to-all (tokens)"] == sent
 # ## How long is a step?
 #
 # The backward pass costs twice the forward pass, so a step costs three times the
-# forward FLOPs. No chip reaches its peak. We assume 40% of it; measure yours, and pass
+# forward FLOPs. We assume that a chip reaches 40% of its peak; measure yours, and pass
 # it as `utilization=`. In a torus most data pass through other chips, so an all-to-all
 # gets only part of the links' bandwidth.
 
@@ -288,9 +287,9 @@ table(
 #
 # ## LIMoE-H/14
 #
-# LIMoE's single tower reads images and text, and routes both together. The published
-# model (LIMoE, A.3 and Table 4) has 32 experts in 12 of 32 blocks, one expert per
-# token, images of 288 pixels, 16 text tokens, a batch of 21,502, and Adafactor.
+# LIMoE's single tower reads images and text, and routes both together. The paper's H/14
+# (A.3 and Table 4) has 32 experts in 12 of 32 blocks, one per token, images of 288
+# pixels, 16 text tokens, a batch of 21,502, and Adafactor.
 #
 # It is not in the zoo, so we describe it as `vmoe_h14` with other arguments, and
 # approximate three things:
@@ -299,9 +298,8 @@ table(
 #   (the paper: about 27).
 # - The batch is rounded up to a multiple of the chips. A chip's examples form one
 #   group, as in the paper; the capacity factor is V-MoE's.
-# - We leave out the text embedding, the contrastive head and its exchange of
-#   representations, the attention mask, and the difference between the modalities'
-#   positions.
+# - We leave out the text embedding, the contrastive head, the attention mask, and the
+#   modalities' different positions.
 
 # %%
 LIMOE = {
@@ -397,9 +395,8 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # 5. `model_parallel=2`;
 # 6. more chips.
 #
-# Bytes of weights and of the all-to-all are exact. Activations are an upper estimate,
-# since XLA fuses more on a pod than on the CPU that we count for. Utilisation has to be
-# measured: time ten steps.
+# Bytes of weights and of the all-to-all are exact. Activations are an upper estimate: a
+# pod fuses more. Measure the utilisation over ten steps.
 #
 # ## What to do next
 #

@@ -249,7 +249,7 @@ console.print(sizes)
 #
 # - Train the CLIP pair on emoji, in minutes: `keras-moe train clip_emoji`, `keras-moe
 #   upcycle runs/clip_emoji/preset runs/up --settings clip_up`, then `keras-moe train
-#   clip_up_emoji --preset runs/up`. [Studies](../docs/studies.md) describes the data.
+#   clip_up_emoji --preset runs/up`.
 # - Repeat the paper's comparison in a clone: `python -m tools.studies clip-up --parts
 #   upcycling gates`.
 # - Try `noise=0.01`, so that the experts differ from the start, or another router such

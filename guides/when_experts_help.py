@@ -119,8 +119,8 @@ console.print(costs)
 #
 # Each model trains on a tenth, a third and all of the training images, always for the
 # same number of steps. Optimizer, learning rate and batch size are the same for all,
-# and nothing was tuned. The seed determines the weights, which images belong to a
-# fraction, and their order, so all models see the same images.
+# and nothing was tuned. The seed determines the weights, the images and their order, so
+# all models see the same images.
 
 # %%
 images, labels = data.load_digits("train", image_shape=(16, 16, 1))
@@ -239,17 +239,15 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 #
 # Look at the last row first. If a wider MLP does not help the dense model, capacity is
 # not what is missing, and you cannot expect experts to help by adding it. Ignore
-# differences within about two of their errors, and remember the test set's own error,
-# which seeds do not show.
+# differences within about two of their errors; the test set adds its own error.
 #
 # Nothing here speaks for experts. Soft MoE keeps up with the dense models at every
 # amount of data and gains nothing over them. V-MoE with one expert per token does
 # worse, and its seeds are furthest apart where data are fewest. A likely cause, which
 # we did not measure, is that each expert learns from only an eighth of the tokens.
 #
-# Digits can tell you whether a model trains and its router works. They cannot tell you
-# which architecture is better at scale: even the smallest model here learns ten classes
-# almost completely.
+# Digits cannot tell you which architecture is better at scale: even the smallest model
+# here learns ten classes almost completely.
 #
 # ## What the papers report at scale
 #
@@ -277,8 +275,8 @@ print(f"standard error of one accuracy by {len(test_labels)} images: {noise:.1%}
 # - **Experts help** if a wider dense model would help but costs too many FLOPs: a lot
 #   of data, long training, and a model that is small for them.
 # - **They do not** if data are few and the dense model already fits them, if memory for
-#   all experts costs more than FLOPs, or if batches are so small that an expert gets
-#   only a handful of tokens.
+#   all experts costs more than FLOPs, or if an expert gets only a handful of tokens per
+#   batch.
 # - **Try the cheap control first**: train a wider dense model. If it does not win, do
 #   not expect experts to.
 #

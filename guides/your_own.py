@@ -69,12 +69,11 @@ console = Console(width=100, force_jupyter=False)
 # Capacity (how many tokens an expert accepts), dropped tokens (those that find their
 # experts full) and the record work as before.
 #
-# Three things integrate it with the library:
+# It needs three things:
 #
 # - `register_router` gives it a name that every preset accepts.
-# - Its constructor argument becomes an override of presets. Here that is the number of
-#   tokens per image, because training routes tokens of several images together, as a
-#   group.
+# - Its constructor argument becomes an override of presets: here the number of tokens
+#   per image, because training routes tokens of several images together, as a group.
 # - `get_config` includes the argument, so saved models keep it.
 
 
@@ -146,9 +145,8 @@ for name, model in classifiers.items():
 # The error of these accuracies is about a point. Digits are centred in their images, so
 # position alone says a lot about a patch, and this baseline is hard to beat.
 #
-# The record shows what each router did. Each colour is an expert (the colours of the
-# two routers are unrelated). Ours makes the same bands in every image; the learned
-# router follows the content of the patches.
+# In the records, each colour is an expert (unrelated between the two routers). Ours
+# makes the same bands in every image; the learned router follows what the patches show.
 
 # %%
 # Picture: six digits in the first row, and below each two maps of its 4 x 4 patches in
@@ -317,7 +315,6 @@ print("validation accuracy by epoch:", *(f"{x:.1%}" for x in history["val_accura
 # - Try another idea: a new affinity is a function of the logits
 #   (`keras_moe.routers.Affinity`), and a new allocation fills a plan of
 #   `keras_moe.ops`. See [Routers](../docs/routers.md).
-# - Compare your router with others: [The six routers](../guides/six_routers.ipynb).
+# - Compare it with other routers: [The six routers](../guides/six_routers.ipynb).
 # - Ask whether it helps: [When experts help and when they do
-#   not](../guides/when_experts_help.ipynb) has the comparisons that a reviewer will ask
-#   for.
+#   not](../guides/when_experts_help.ipynb).
