@@ -54,9 +54,9 @@ def load_loss(
 ) -> Any:
     """Squared coefficient of variation of the experts' expected loads.
 
-    The load of an expert is the mean probability that it would be among a token's
-    K experts if its own noise were drawn anew: `1 - Phi((t - logit) / noise_std)`
-    with t the token's K-th largest noisy logit.
+    An expert's load sums, over tokens, the probability that the expert would be among
+    the token's K if its noise were drawn again: `1 - Phi((t - logit) / noise_std)` with
+    t the token's K-th largest noisy logit.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -98,13 +98,10 @@ def load_balance_loss(
 ) -> Any:
     """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
 
-    f_e is the fraction of choices that fall on expert e. The publications count each
-    token's first choice, whatever K is: Switch has no other; GShard and ST-MoE send
-    tokens to two experts, and count the larger gate. (ST-MoE's released code, in Mesh
-    TensorFlow, can add half of a second such loss over the second choices and the
-    other gates; by default it does not.) CLIP-UP, with K = 2, takes ST-MoE's loss.
-    With `num_selected_experts=K` all K choices count equally, which also balances
-    those after the first.
+    f_e is the fraction of choices that fall on expert e, which has no gradient, and P_e
+    is the mean gate of e. The papers count each token's first choice alone, also where
+    a token goes to two experts (GShard, ST-MoE and CLIP-UP). With
+    `num_selected_experts=K` all K choices count equally.
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
@@ -113,8 +110,7 @@ def load_balance_loss(
             choice, or K, all.
 
     Returns:
-        float32 (G,): with f_e the fraction of the choices that are e (no gradient)
-        and P_e the mean gate of e. It is 1 for a balanced load.
+        float32 (G,), 1 for a balanced load.
 
     Reference:
         *GShard*, section 2.2 and Algorithm 1; *Switch Transformers*, equations 4 to
@@ -146,9 +142,9 @@ def heterogeneous_balance_loss(
 ) -> Any:
     """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
 
-    eta is 1 for FFN experts and tau for zero-computation experts: a tau below 1 draws
-    tokens to these. The loss counts all K choices of a token; `load_balance_loss` does
-    so only on request, divides them by K, and has a factor E.
+    eta is 1 for FFN experts and tau for zero-computation experts, so that a tau below 1
+    sends more tokens to the latter. f_e is the fraction of tokens that select e, with
+    any of their K choices, and P_e is the mean gate of e.
 
     Args:
         gates: float32 (G, S, E), the softmax of the logits.
@@ -159,8 +155,7 @@ def heterogeneous_balance_loss(
         mask: boolean (G, S), False for tokens that do not count.
 
     Returns:
-        float32 (G,): with f_e the fraction of tokens that select e and P_e the mean
-        gate of e.
+        float32 (G,).
 
     Reference:
         *MoE++*, equation 7.
@@ -208,7 +203,7 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
 
 
 def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
-    """Mean entropy of the tokens' gates; each token should be sure of its expert.
+    """Mean entropy of the tokens' gates: a token should be sure of its expert.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -234,12 +229,12 @@ def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
 def global_entropy_loss(
     logits: Any, threshold: float | None = None, mask: Any = None
 ) -> Any:
-    """Asks that the tokens together use many experts, up to a threshold.
+    """Rewards the use of many experts by all tokens together, up to a threshold.
 
     Args:
         logits: float32 (G, S, E), without noise.
-        threshold: entropy tau from which on the loss is zero; `exp(tau)` is a soft
-            minimum of the number of experts. None has no such limit.
+        threshold: entropy tau above which the loss is zero: about `exp(tau)` experts
+            in use are enough. None has no threshold.
         mask: boolean (G, S), False for tokens that do not count.
 
     Returns:
@@ -248,8 +243,8 @@ def global_entropy_loss(
         token counts.
 
     Warns:
-        UserWarning: if `threshold` is above log E, the largest entropy, so that the
-            loss cannot reach 0.
+        UserWarning: if `threshold` is above log E, the largest entropy: the loss cannot
+            reach 0.
 
     Reference:
         *LIMoE*, section 2.2.2 and appendix B.2.
@@ -281,9 +276,9 @@ def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any
 def mutual_information_loss(
     logits: Any, modality_ids: Any, num_modalities: int, mask: Any = None
 ) -> Any:
-    """Negative mutual information of experts and modalities, which asks these to part.
+    """Negative mutual information of experts and modalities: experts should specialise.
 
-    Every modality has the same weight, whatever its number of tokens.
+    Every modality has the same weight, however many tokens it has.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -327,7 +322,7 @@ def mutual_information_loss(
 def target_entropy_loss(
     logits: Any, num_selected_experts: int, mask: Any = None
 ) -> Any:
-    """Draws the local entropy to that of K equal gates, instead of to 0.
+    """Pulls the local entropy towards that of K equal gates, instead of 0.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -359,7 +354,7 @@ def target_entropy_loss(
 def merged_entropy_loss(
     logits: Any, num_selected_experts: int, mask: Any = None
 ) -> Any:
-    """Asks that a token's K experts have all of its gates, in any proportion.
+    """Asks a token's K experts to share all of its gates, in any proportion.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -388,7 +383,7 @@ def merged_entropy_loss(
     experts, kept = top_experts(logits, gates, selected)
     index = ops.arange(num_experts, dtype="int32")
     is_kept = ops.any(ops.expand_dims(experts, -1) == index, axis=-2)
-    # The others are summed: 1 - kept has no digit left where the token is sure.
+    # A sum of the others: 1 - kept would lose all digits where the token is sure.
     rest = ops.sum(ops.where(is_kept, 0.0, gates), axis=-1)
     merged = ops.stack([ops.sum(kept, axis=-1), rest], axis=-1)
     return _mean_of_tokens(_entropy(merged), mask)

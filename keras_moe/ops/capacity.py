@@ -1,4 +1,4 @@
-"""The capacity of an expert: the tokens that it takes from a group.
+"""Expert capacity: how many tokens of a group an expert takes.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 """
@@ -14,8 +14,7 @@ from keras_moe.checks import check_integer, check_positive
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
-# Shares of up to nine digits are exact, and so is their numerator times a number of
-# assignments in float64.
+# Denominators up to this stay exact in float64, also times a number of assignments.
 LARGEST_DENOMINATOR = 10**9
 
 
@@ -29,22 +28,20 @@ def expert_capacity(
 ) -> Any:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
-    The product is evaluated left to right in float64 and then rounded, so that
-    the binary error before `ceil` is the released code's as well; `"round"` is
-    half-to-even. With `multiple_of` the result is then rounded up to a multiple.
+    Like the released code, it multiplies from left to right in float64 before it
+    rounds. `"round"` rounds halves to even numbers.
 
     Args:
-        num_tokens: S, tokens per group; an integer, or a scalar integer tensor where
-            the backend traces with an unknown number of tokens (TensorFlow).
+        num_tokens: S, tokens per group: an integer, or a scalar integer tensor where
+            TensorFlow traces with an unknown number of tokens.
         num_experts: E, number of experts.
-        capacity_factor: c, the number of slots over that of assignments.
+        capacity_factor: c, slots per assignment.
         num_selected_experts: K, experts per token; 1 for expert choice.
         rounding: `"ceil"` or `"round"`.
-        multiple_of: divisor of the capacity, which is rounded up to a multiple of it,
-            or None.
+        multiple_of: rounds the capacity up to a multiple of this; None does not.
 
     Returns:
-        The capacity: an int, or a scalar int32 tensor if `num_tokens` is a tensor.
+        An int, or a scalar int32 tensor if `num_tokens` is a tensor.
 
     Reference:
         *Routers in Vision Mixture of Experts*, section 2.1; V-MoE uses
@@ -84,24 +81,23 @@ def heterogeneous_capacity(
     and tau times that for an FFN expert: a smaller tau leaves more tokens to the
     experts that cost nothing.
 
-    The paper calls T the number of tokens, and takes K=2 experts for each. Two choices
-    would then compete for each place, and almost half of all be dropped at its gamma
-    of 1.1; its training framework counts assignments, S K, as V-MoE does
-    (`expert_capacity`), and so do the routers here. Without zero-computation
-    experts this is `expert_capacity`.
+    The paper calls T the number of tokens, each of which goes to K=2 experts. At its
+    gamma of 1.1 that would drop almost half of all choices. Its training framework
+    counts assignments, S K, and so does this function. Without zero-computation
+    experts it is `expert_capacity`.
 
-    The equation is evaluated in whole numbers: no error of binary arithmetic makes a
-    capacity of 88 one of 89, and one of 3.5 rounds half to even.
+    It computes with fractions, so that a capacity of 88 does not become 89 by a
+    rounding error.
 
     Args:
         num_tokens: S, tokens per group; an integer, or a scalar integer tensor.
         expert_types: number of experts of each type.
-        tau: tokens of an FFN expert over those of a zero-computation expert.
+        tau: an FFN expert's capacity over that of a zero-computation expert.
         capacity_factor: gamma.
         num_selected_experts: K, experts per token.
         rounding: `"ceil"` or `"round"`; the paper leaves it open.
-        multiple_of: divisor of the FFN experts' capacity, which is rounded up to a
-            multiple of it, or None.
+        multiple_of: rounds the FFN experts' capacity up to a multiple of this; None
+            does not.
 
     Returns:
         `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is a
@@ -130,7 +126,7 @@ def heterogeneous_capacity(
     capacities = []
     for scale, multiple in ((exact_tau, multiple_of), (1, None)):
         share = Fraction(float(capacity_factor)) * scale / weight
-        # The nearest simple fraction: the binary 1.1 is not 11/10.
+        # The nearest simple fraction, since 1.1 in binary is not 11/10.
         share = share.limit_denominator(LARGEST_DENOMINATOR)
         capacity = _capacity(
             num_tokens,
@@ -161,7 +157,7 @@ def _capacity(
     if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")
         capacity = ops.cast(on_tensor(assignments * factor / divisor), "int32")
-        # A graph cannot raise for a tensor's value: an expert keeps one slot.
+        # A graph cannot raise an error for a tensor's value.
         capacity = ops.maximum(capacity, 1)
         if multiple_of:
             capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of

@@ -1,4 +1,4 @@
-"""The cost of a layer on paper: parameters, active parameters and FLOPs."""
+"""What a layer costs: parameters, active parameters and FLOPs."""
 
 import math
 from collections.abc import Mapping
@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """The cost of a layer for one image; the costs of several layers add up.
+    """What a layer costs for one image. Costs can be added.
 
     Attributes:
-        parameters: all trained parameters.
-        active_parameters: the parameters that one token meets, on average.
-        flops: forward floating-point operations of the matmuls, 2 per multiply-add.
+        parameters: number of trained parameters.
+        active_parameters: number of parameters that a token uses, on average.
+        flops: floating-point operations of the matmuls in a forward pass, 2 for each
+            multiply-add.
 
     Example:
 
@@ -29,14 +30,11 @@ class Cost(NamedTuple):
 
     @classmethod
     def all_active(cls, weight_shapes: Mapping, flops: int = 0) -> "Cost":
-        """The cost of a layer whose weights meet every token.
+        """The cost of a layer whose weights all tokens use.
 
         Args:
             weight_shapes: the shape of each trained weight, by path.
             flops: floating-point operations.
-
-        Returns:
-            A `Cost`.
         """
         parameters = sum(map(math.prod, weight_shapes.values()))
         return cls(parameters, parameters, flops)
@@ -49,9 +47,6 @@ class Cost(NamedTuple):
             inputs: size of the vector.
             units: size of the result.
             use_bias: whether the layer has a bias.
-
-        Returns:
-            A `Cost`.
         """
         shapes = {"kernel": (inputs, units), "bias": (units if use_bias else 0,)}
         return cls.all_active(shapes, 2 * inputs * units)

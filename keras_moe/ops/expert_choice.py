@@ -1,4 +1,4 @@
-"""Expert choice: every expert takes its C tokens of largest affinity.
+"""Expert choice: every expert takes the C tokens of largest affinity.
 
 Axes: G groups, S group_size, E experts, C capacity.
 """
@@ -22,11 +22,10 @@ def expert_choice(
     normalize_gates: str | None = None,
     filled_slots: Any = None,
 ) -> SlotPlan:
-    """Fills each expert's slots with its C tokens of largest affinity.
+    """Fills each expert's slots with the C tokens of largest affinity, best first.
 
-    Algorithm 2 of *Routers in Vision Mixture of Experts*: slot c holds the c-th best
-    token. Every expert serves as many tokens as any other; a token may be served by
-    several experts or by none. Ties take the lowest token.
+    All experts serve equally many tokens; a token may be served by several experts or
+    by none. Ties go to the lowest token.
 
     Args:
         affinity: float32 (G, S, E), by which an expert takes its tokens; -inf forbids
@@ -35,11 +34,10 @@ def expert_choice(
         capacity: C, slots per expert and group; at most S.
         mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
             stay empty where fewer than C tokens are left.
-        normalize_gates: `"after"` divides the gates by the sum over the
-            experts that took the token (*CLIP-UP*, appendix B.3), and None leaves them
-            as they are.
-        filled_slots: integers (G,), the number of the C slots that an expert may fill
-            in each group, where a group has fewer real tokens; None fills all.
+        normalize_gates: `"after"` divides a token's gates by their sum over the experts
+            that took it (*CLIP-UP*, appendix B.3); None leaves them as they are.
+        filled_slots: integers (G,), how many of the C slots an expert may fill in each
+            group; None fills all.
 
     Returns:
         A `SlotPlan`.
@@ -78,7 +76,7 @@ def expert_choice(
         filled = filled & (position < ops.reshape(filled_slots, (-1, 1, 1)))
     slot_tokens = ops.where(filled, tokens, -1)
 
-    # Every filled slot writes itself at its token and expert.
+    # Each filled slot writes its number at its token and expert.
     group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
     expert = ops.reshape(ops.arange(num_experts, dtype="int32"), (1, -1, 1))
     pair = (group * num_tokens + tokens) * num_experts + expert

@@ -49,8 +49,8 @@ class ExpertTypes(NamedTuple):
     def slices(self) -> dict[str, slice]:
         """The places of each type's experts on a router's expert axis."""
         slices, start = {}, 0
-        for kind, count in zip(EXPERT_TYPES, self):
-            slices[kind] = slice(start, start + count)
+        for name, count in zip(EXPERT_TYPES, self):
+            slices[name] = slice(start, start + count)
             start += count
         return slices
 
@@ -78,9 +78,6 @@ def expert_types(
 
     Returns:
         `ExpertTypes`.
-
-    Raises:
-        ValueError: if there is no FFN expert, or a count is negative.
 
     Example:
 

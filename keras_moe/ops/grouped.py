@@ -129,23 +129,11 @@ def grouped_mlp(
 
 
 def grouped_mlp_reference(
-    rows: Any,
-    group_sizes: Any,
-    hidden_kernel: Any,
-    output_kernel: Any,
-    *,
-    activation: Callable,
-    hidden_bias: Any = None,
-    output_bias: Any = None,
-    gate_kernel: Any = None,
-    gate_bias: Any = None,
+    rows: Any, group_sizes: Any, *, activation: Callable, **weights: Any
 ) -> Any:
     """`grouped_mlp` by a matmul of all rows for every expert."""
-    weights = Weights(
-        hidden_kernel, output_kernel, hidden_bias, output_bias, gate_kernel, gate_bias
-    )
-    checked = _check_mlp(rows, group_sizes, **weights._asdict())
-    return _mlp_reference(*checked, activation)
+    weights = {**dict.fromkeys(Weights._fields), **weights}
+    return _mlp_reference(*_check_mlp(rows, group_sizes, **weights), activation)
 
 
 def _mlp_reference(rows, group_sizes, weights, activation):

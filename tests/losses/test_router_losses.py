@@ -17,15 +17,12 @@ from keras_moe.losses import (
     load_loss,
     router_z_loss,
 )
-from keras_moe.ops import Routing, token_choice
+from keras_moe.ops import token_choice
 from tests import golden
 from tests.gradients import gradient, gradient_and_outputs, one_program
+from tests.losses.loss_table import normal, routing_of
 
 LOSSES = ("importance", "load", "gshard_clean", "gshard_noisy", "z")
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def value_of(name, logits, noise=0.0, noise_std=0.5, selected=1, mask=None):
@@ -204,7 +201,7 @@ def test_load_balance_of_all_choices_by_hand():
 
 def test_the_choices_that_balance_are_an_argument():
     gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
-    routing = Routing(**{**dict.fromkeys(Routing._fields), "gates": gates})
+    routing = routing_of(None)._replace(gates=gates)
     router = SimpleNamespace(num_selected_experts=2)
     actual = {}
     for choices, selected in (("first", 1), ("all", 2)):
@@ -215,12 +212,6 @@ def test_the_choices_that_balance_are_an_argument():
         expected = 0.5 * keras.ops.convert_to_numpy(expected)
         np.testing.assert_allclose(actual[choices], expected, rtol=1e-6)
     assert (actual["first"].tolist(), actual["all"].tolist()) == ([1.125], [0.65625])
-
-
-def test_load_balance_of_perfect_balance_is_one():
-    gates = np.eye(5, dtype="float32")[None]
-    actual = keras.ops.convert_to_numpy(load_balance_loss(gates))
-    np.testing.assert_allclose(actual, [1.0], rtol=1e-6)
 
 
 def test_z_by_hand():

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
 BACKEND = keras.backend.backend()
 # How a program may run a function: as its backend's training loop does, and the
@@ -17,6 +19,40 @@ FORMS = {
 }[BACKEND]
 # The form in which a reference of plain operations is quick.
 REFERENCE_FORM = "compiled" if BACKEND == "jax" else "eager"
+each_form = pytest.mark.parametrize("form", FORMS)
+
+# The size of rows and of hidden layers.
+D, H = 8, 16
+# Two experts with several blocks, one with none, and rows of nobody.
+SIZES, ROWS = (75, 0, 3, 47, 1), 130
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+@st.composite
+def group_sizes(draw, num_rows, num_experts):
+    """Sizes that add up to the number of rows or less; zeros are frequent."""
+    total = draw(st.one_of(st.just(num_rows), st.integers(0, num_rows)))
+    cuts = st.one_of(st.integers(0, total), st.sampled_from([0, total]))
+    ends = sorted(draw(cuts) for _ in range(num_experts - 1))
+    return tuple(np.diff([0, *ends, total]).tolist())
+
+
+def assert_equal(actual, expected, names, rtol=1e-5):
+    """Outputs and gradients are as expected, relative to the largest of each."""
+    for name, x, y in zip(("outputs", "rows", *names), actual, expected, strict=True):
+        # A sum of many terms may be much smaller than they are.
+        atol = rtol * max(np.abs(y).max(initial=0), 1)
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+
+
+def rounded(x):
+    """The float32 array as bfloat16 holds it."""
+    return keras.ops.convert_to_numpy(
+        keras.ops.cast(keras.ops.cast(x, "bfloat16"), "float32")
+    )
 
 
 def outputs_and_gradients(

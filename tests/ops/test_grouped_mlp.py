@@ -18,14 +18,19 @@ from tests.ops.programs import (
     BACKEND,
     FORMS,
     REFERENCE_FORM,
+    ROWS,
+    SIZES,
+    D,
+    H,
+    assert_equal,
     constants,
+    each_form,
+    group_sizes,
+    normal,
     outputs_and_gradients,
+    rounded,
 )
 
-D, H = 8, 16
-each_form = pytest.mark.parametrize("form", FORMS)
-# Two experts with several blocks, one with none, and rows of nobody.
-SIZES, ROWS = (75, 0, 3, 47, 1), 130
 KERNELS = ("hidden_kernel", "output_kernel")
 BIASES = ("hidden_bias", "output_bias")
 GATE = ("gate_kernel", "gate_bias")
@@ -36,10 +41,6 @@ WEIGHTS = {
     "no bias": (KERNELS, entmax15),
     "gated, no bias": ((*KERNELS, "gate_kernel"), keras.activations.relu),
 }
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def example(num_rows, num_experts, names=KERNELS + BIASES):
@@ -67,6 +68,9 @@ def named(function, names, activation):
     return run
 
 
+assert_plain = functools.partial(assert_equal, names=KERNELS + BIASES)
+
+
 def actual_and_expected(
     arrays, sizes, cotangent, form, names=KERNELS + BIASES, activation=gelu_tanh
 ):
@@ -81,19 +85,12 @@ def actual_and_expected(
     ]
 
 
-def assert_equal(actual, expected, names=KERNELS + BIASES, rtol=1e-5):
-    for name, x, y in zip(("outputs", "rows", *names), actual, expected, strict=True):
-        # A sum of many terms may be much smaller than they are.
-        atol = rtol * max(np.abs(y).max(initial=0), 1)
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
-
-
 @pytest.mark.every_backend
 @each_form
 def test_parity(form):
     arrays, cotangent = example(ROWS, len(SIZES))
     actual, expected = actual_and_expected(arrays, SIZES, cotangent, form)
-    assert_equal(actual, expected)
+    assert_plain(actual, expected)
     for zeros in actual[0][sum(SIZES) :], actual[1][sum(SIZES) :], actual[2][1]:
         np.testing.assert_array_equal(zeros, 0)
 
@@ -131,15 +128,6 @@ def test_the_reference_is_an_mlp_per_expert():
     np.testing.assert_allclose(actual[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@st.composite
-def group_sizes(draw, num_rows, num_experts):
-    """Sizes that add up to the number of rows or less; zeros are frequent."""
-    total = draw(st.one_of(st.just(num_rows), st.integers(0, num_rows)))
-    cuts = st.one_of(st.integers(0, total), st.sampled_from([0, total]))
-    ends = sorted(draw(cuts) for _ in range(num_experts - 1))
-    return tuple(np.diff([0, *ends, total]).tolist())
-
-
 @pytest.mark.parametrize(("num_rows", "num_experts"), [(50, 3), (1, 1), (5, 9)])
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
@@ -148,7 +136,7 @@ def test_any_group_sizes(num_rows, num_experts, data):
     arrays, cotangent = example(num_rows, num_experts)
     # Quicker to trace than to compile, with the same code.
     form = "graph" if "graph" in FORMS else FORMS[0]
-    assert_equal(*actual_and_expected(arrays, sizes, cotangent, form))
+    assert_plain(*actual_and_expected(arrays, sizes, cotangent, form))
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
@@ -157,7 +145,7 @@ def test_rows_unknown_while_tracing(num_rows):
     # Fewer rows than a block, and more than the largest block, in one program.
     arrays, cotangent = example(num_rows, len(SIZES))
     sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
-    assert_equal(*actual_and_expected(arrays, sizes, cotangent, "unknown"))
+    assert_plain(*actual_and_expected(arrays, sizes, cotangent, "unknown"))
 
 
 @pytest.mark.every_backend
@@ -200,7 +188,7 @@ def test_rows_of_nobody_are_never_read(form):
     first = sum(SIZES)
     arrays[0][first:], cotangent[first:] = np.nan, np.inf
     actual = outputs_and_gradients(run, arrays, SIZES, cotangent, form)
-    assert_equal(actual, expected, rtol=1e-6)
+    assert_plain(actual, expected, rtol=1e-6)
     np.testing.assert_array_equal(actual[0][first:], 0)
     np.testing.assert_array_equal(actual[1][first:], 0)
 
@@ -232,22 +220,17 @@ def test_bfloat16():
         cotangent,
         dtype="bfloat16",
     )
-    rounded = [
-        keras.ops.convert_to_numpy(
-            keras.ops.cast(keras.ops.cast(x, "bfloat16"), "float32")
-        )
-        for x in (*arrays, cotangent)
-    ]
+    arrays, cotangent = [rounded(x) for x in arrays], rounded(cotangent)
     expected = outputs_and_gradients(
         named(grouped_mlp_reference, KERNELS + BIASES, gelu_tanh),
-        rounded[:-1],
+        arrays,
         SIZES,
-        rounded[-1],
+        cotangent,
         REFERENCE_FORM,
     )
     # From the same rounded inputs: hidden layer, activation and output are rounded to
     # 8 bits one after the other.
-    assert_equal(actual, expected, rtol=2**-6)
+    assert_plain(actual, expected, rtol=2**-6)
 
 
 @pytest.mark.every_backend

@@ -17,6 +17,7 @@ from tests.gradients import (
     gradient_and_outputs,
     one_program,
 )
+from tests.ops.programs import normal
 
 
 def _pair(form):
@@ -32,10 +33,6 @@ FORMS = {
 }
 GOLDEN = golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
 each_form = pytest.mark.parametrize("form", FORMS)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 @functools.cache
@@ -254,15 +251,6 @@ def test_an_empty_slot_is_never_read():
     outputs = normal(0, 2, 4, 6, 3)
     outputs[slot_tokens == -1] = np.nan
     assert np.all(np.isfinite(to_numpy(plan.combine(outputs))))
-
-
-def test_a_dropped_token_gets_exactly_zero():
-    gates = np.ones((1, 4, 1), "float32")
-    plan = plan_for(gates, 1, 1)
-    outputs = np.full((1, 1, 1, 2), 5, "float32")
-    back = to_numpy(plan.combine(outputs))
-    np.testing.assert_array_equal(back[0, 0], 5)
-    np.testing.assert_array_equal(back[0, 1:], 0)
 
 
 @each_form

@@ -10,16 +10,12 @@ from keras import ops
 
 from keras_moe.ops import _rows
 from tests.gradients import gradient_and_outputs
+from tests.ops.programs import BACKEND, normal, rounded
 
-BACKEND = keras.backend.backend()
 # Each with its reference, which is the same function on other backends.
 FORMS = ("", "_reference") if BACKEND == "torch" else ("",)
 each_form = pytest.mark.parametrize("form", FORMS)
 D = 5
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def plan(num_tokens, num_choices, num_rows, kept):
@@ -106,11 +102,7 @@ def test_rows_of_nobody_are_never_read(form):
 @each_form
 def test_half_precision_is_summed_in_float32(form):
     indices = plan(4, 3, 12, 1.0)
-    arrays = [
-        ops.convert_to_numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
-        for x in (normal(1, 4, D), normal(2, 12, D))
-    ]
-    arrays = (*arrays, normal(3, 4, 3))
+    arrays = rounded(normal(1, 4, D)), rounded(normal(2, 12, D)), normal(3, 4, 3)
     answer = expected(indices, *arrays)
     actual = results(form, indices, *arrays, dtype="bfloat16")
     for number in (0, 1, 4):

@@ -413,11 +413,3 @@ def test_minus_infinity_everywhere_but_once(priority, selected):
     assert (plan.token_slots[0, :, 0] // 2).tolist() == best
     assert np.all(np.isfinite(plan.combine_weights))
     np.testing.assert_array_equal(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))
-
-
-def test_all_tokens_masked():
-    gates = random_gates(0, (2, 5, 3))
-    plan = route(gates, 2, 2, "max_gate", np.zeros((2, 5), bool))
-    assert np.all(plan.slot_tokens == -1)
-    assert np.all(plan.token_slots == -1)
-    assert np.all(plan.combine_weights == 0)
