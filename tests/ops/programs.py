@@ -65,13 +65,9 @@ def outputs_and_gradients(
 ) -> list[np.ndarray]:
     """A function's outputs and its gradients in all of its float arguments.
 
-    Args:
-        function: function of `sizes` and of `arrays`, the first of which are rows.
-        arrays: float arrays.
-        sizes: number of rows of each expert.
-        cotangent: gradient in the outputs.
-        form: one of `FORMS`; `"unknown"` is one program for any number of rows.
-        dtype: dtype in which the function gets the arrays.
+    `function` takes `sizes`, the number of rows of each expert, and `arrays` in the
+    `dtype`, of which the first are the rows. `cotangent` is the gradient in its
+    outputs. The form `"unknown"` is one program for any number of rows.
     """
     program, inputs = _program_and_inputs(
         function, arrays, sizes, cotangent, form, dtype
@@ -89,15 +85,7 @@ def constants(
     cotangent: np.ndarray,
     form: str,
 ) -> int:
-    """The number of arguments that XLA on TensorFlow takes as constants.
-
-    Args:
-        function: function of `sizes` and of `arrays`, the first of which are rows.
-        arrays: float arrays.
-        sizes: number of rows of each expert.
-        cotangent: gradient in the outputs.
-        form: one of the compiled forms.
-    """
+    """The number of arguments that XLA on TensorFlow takes as constants."""
     program, inputs = _program_and_inputs(
         function, arrays, sizes, cotangent, form, "float32"
     )
@@ -109,10 +97,6 @@ def compiled_arguments(program: Callable, *inputs) -> list[str]:
 
     An input or a variable that is missing here is a constant of XLA's program, which is
     compiled again for each of its values.
-
-    Args:
-        program: a `tf.function` with `jit_compile=True`.
-        *inputs: tensors.
     """
     text = program.experimental_get_compiler_ir(*inputs)(stage="hlo")
     entry = text[text.index("\nENTRY ") :]

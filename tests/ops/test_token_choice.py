@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import (
-    RoutingPlan,
-    token_choice,
-)
+from keras_moe.ops import RoutingPlan, token_choice
 from tests import golden
 from tests.gradients import compiled, gradient, one_program
 from tests.ops import reference
@@ -133,22 +130,18 @@ def test_golden_affinity_decides_where_and_gates_how_much(name):
 GATES = np.array([[[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.8, 0.2, 0.0]]], "float32")
 
 
-def test_first_come():
-    plan = route(GATES, 1, 2)
-    assert plan.slot_tokens.tolist() == [[[0, 1], [-1, -1], [-1, -1]]]
-    assert plan.token_slots.tolist() == [[[0], [1], [-1]]]
-    np.testing.assert_array_equal(
-        plan.combine_weights, np.float32([[[0.6], [0.5], [0]]])
-    )
-
-
-def test_max_gate():
-    plan = route(GATES, 1, 2, "max_gate")
-    assert plan.slot_tokens.tolist() == [[[2, 0], [-1, -1], [-1, -1]]]
-    assert plan.token_slots.tolist() == [[[1], [-1], [0]]]
-    np.testing.assert_array_equal(
-        plan.combine_weights, np.float32([[[0.6], [0], [0.8]]])
-    )
+@pytest.mark.parametrize(
+    ("priority", "served", "slots", "weights"),
+    [
+        ("first_come", [0, 1], [[0], [1], [-1]], [[0.6], [0.5], [0]]),
+        ("max_gate", [2, 0], [[1], [-1], [0]], [[0.6], [0], [0.8]]),
+    ],
+)
+def test_priority(priority, served, slots, weights):
+    plan = route(GATES, 1, 2, priority)
+    assert plan.slot_tokens.tolist() == [[served, [-1, -1], [-1, -1]]]
+    assert plan.token_slots.tolist() == [slots]
+    np.testing.assert_array_equal(plan.combine_weights, np.float32([weights]))
 
 
 def test_sum_gates():
