@@ -42,13 +42,13 @@ def token_choice(
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
-    Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are
-    served before all second choices, and so on. A choice whose expert is
-    full is dropped; the token's other choices stand. Ties take the lowest expert.
+    Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are served
+    before any second choice, and so on. A choice whose expert is full is dropped; the
+    token's other choices stand. Ties go to the lowest expert.
 
     Args:
-        affinity: float32 (G, S, E), by which a token chooses its experts and its place
-            in the queue; the gates themselves in V-MoE.
+        affinity: float32 (G, S, E), by which tokens choose experts and queue for them;
+            in V-MoE the gates themselves.
         gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
@@ -65,13 +65,11 @@ def token_choice(
         in_place_experts: Z, the number of experts at the end of the axis that act on
             tokens in place and have no slots.
         in_place_capacity: number of tokens that each of these serves in a group; None
-            is unlimited.
-        available: boolean (E,), False for experts that serve no token: choices of these
-            are dropped. None is True for all.
+            for no limit.
+        available: boolean (E,), False for experts of which choices are dropped.
 
     Returns:
-        A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
-        size S x E x C is built.
+        A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
     Example:
 
@@ -91,7 +89,7 @@ def token_choice(
     num_slotted = _check_in_place(in_place_experts, num_experts)
 
     experts, weights = top_experts(affinity, gates, num_selected_experts)
-    # Choices that are not routed queue at an expert after the last, without slots.
+    # Choices that are not routed queue for an expert after the last, without slots.
     if mask is not None:
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
         experts = ops.where(mask, experts, num_experts)
@@ -102,7 +100,7 @@ def token_choice(
     queues = _sorted_queues(experts, order, num_experts + 1)
     slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
 
-    # From tokens to slots: every key writes its slot at its token and choice.
+    # From tokens to slots: each key writes its slot at its token and choice.
     queue = ops.floor_divide(queues.keys, num_selected_experts * num_tokens)
     position = ops.arange(ops.shape(queues.keys)[0], dtype="int32")
     position = position - take(queues.starts, queue)
@@ -214,18 +212,16 @@ def dropless_token_choice(
     for every choice gives the same outputs.
 
     Args:
-        affinity: float32 (G, S, E), by which a token chooses its experts; ties take the
+        affinity: float32 (G, S, E), by which tokens choose experts; ties go to the
             lowest expert.
         gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
-        normalize_gates: `"before"` and `"after"` both divide a token's K gates by their
-            sum, since only choices of unavailable experts are dropped; None leaves them
-            as they are.
+        normalize_gates: see `token_choice`; the choices of unavailable experts are the
+            only ones that are dropped.
         in_place_experts: Z, the number of experts at the end of the axis that act on
             tokens in place and have no rows.
-        available: boolean (E,), False for experts that serve no token; see
-            `token_choice`.
+        available: boolean (E,), False for experts of which choices are dropped.
 
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.

@@ -13,7 +13,6 @@ from keras_moe.ops import token_choice
 from tests import golden
 from tests.gradients import (
     compiled,
-    gradient,
     gradient_and_outputs,
     one_program,
 )
@@ -150,31 +149,6 @@ def test_both_forms_agree(selected, capacity, priority):
         rtol=1e-5,
         atol=1e-6,
     )
-
-
-def test_both_forms_have_the_same_gradients():
-    gates, tokens, outputs = (
-        normal(0, 2, 7, 4),
-        normal(1, 2, 7, 3),
-        normal(2, 2, 4, 2, 6),
-    )
-    toward_slots, toward_tokens = map(
-        keras.ops.convert_to_tensor, (normal(3, 2, 4, 2, 3), normal(4, 2, 7, 6))
-    )
-
-    def actual(form):
-        to_slots, to_tokens = FORMS[form]
-
-        def scalar(gates, tokens, outputs):
-            affinity = keras.ops.stop_gradient(gates)
-            plan = token_choice(affinity, gates, 2, 2, "max_gate")
-            slots = keras.ops.sum(to_slots(tokens, plan) * toward_slots)
-            return slots + keras.ops.sum(to_tokens(outputs, plan) * toward_tokens)
-
-        return gradient(scalar, gates, tokens, outputs)
-
-    for mine, theirs in zip(actual("gather"), actual("einsum")):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @each_form

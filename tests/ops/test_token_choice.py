@@ -317,24 +317,6 @@ def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priori
 
 
 @some
-@given(routing_problems())
-def test_permuting_tokens_keeps_expert_loads(problem):
-    # Whoever gets the slots, an expert serves as many tokens of each choice.
-    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
-    gates = random_gates(seed, (groups, tokens, experts), ties)
-    order = np.random.default_rng(seed).permutation(tokens)
-
-    def served(plan):
-        expert = plan.token_slots // capacity
-        return [[(expert[..., k] == e).sum(axis=1) for e in range(experts)]
-                for k in range(selected)]  # fmt: skip
-
-    plan = route(gates, selected, capacity, priority)
-    moved = route(gates[:, order], selected, capacity, priority)
-    np.testing.assert_array_equal(served(plan), served(moved))
-
-
-@some
 @given(routing_problems(), st.sampled_from([0.0, 1e4, -1e4, np.inf]))
 def test_a_masked_token_changes_nothing(problem, value):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
