@@ -1,4 +1,4 @@
-"""The front door: a `keras.distribution` object for a model."""
+"""`auto`: a `keras.distribution` object for a model."""
 
 import re
 from typing import Any
@@ -26,41 +26,36 @@ def auto(
     auto_shard_dataset: bool = True,
     **overrides: Any,
 ) -> keras.distribution.DataParallel | keras.distribution.ModelParallel:
-    """A distribution under which a model trains on many devices, on JAX.
+    """Returns a distribution to train a model on many devices, with JAX.
 
-    Create the model after `keras.distribution.set_distribution(auto(...))`, or within
-    its `scope()`, so that each weight is created where it stays.
+    Create the model after `keras.distribution.set_distribution(auto(...))`, or inside
+    its `scope()`, so that each weight is allocated where it stays.
 
-    The batch is split over all devices, except that `model_parallel` of them share an
-    image. Experts are split over the devices of that batch axis: attention is computed
-    once, and tokens travel to their experts and back (all-to-all) if experts have a
-    capacity and each device has whole groups, so the number of groups in the batch
-    should be a multiple of the devices. Without capacity (`dropless=True`, and token
-    choice at inference) the results are the same, but every device gathers the
-    experts and runs all rows; with fewer groups it gathers the tokens.
+    The batch is split over all devices (groups of `model_parallel` devices share an
+    image), and experts are split over the same axis: attention is data-parallel, and
+    tokens travel to their experts and back by all-to-all. That needs a capacity and
+    whole groups on each device, so make the number of groups a multiple of the number
+    of devices. Without a capacity (`dropless=True`, and token choice at inference) the
+    results are the same, but every device gathers the experts; with too few groups it
+    gathers the tokens. muMoE blocks are not split.
 
     Args:
-        model_or_preset: name or folder of a preset, or a model; see
-            `keras_moe.models.describe`. No weight is allocated for it.
-        devices: devices of `keras.distribution.list_devices()`; None takes all.
-        expert_parallel: number of devices over which experts are split: `"batch"` is
-            the whole batch axis, a smaller number a separate axis, and other groups of
-            devices have the same experts; 1 puts all experts on each device. None
-            is `"batch"` if this divides the experts, else 1.
-        model_parallel: number of devices over which attention's heads and the MLPs' and
-            experts' hidden units are split.
-        batch_size: images of all devices together, to be checked, or None.
-        auto_shard_dataset: whether Keras splits a `tf.data.Dataset` over processes; not
-            if each process has its own part already, as in recipes.
-        **overrides: arguments of the model that differ from the preset; and
-            `load_weights=False` if the preset's weights need not fit them.
+        model_or_preset: preset name or folder, or a model, as in
+            `keras_moe.models.describe`. No weights are allocated for it.
+        devices: a list from `keras.distribution.list_devices()`; defaults to all.
+        expert_parallel: number of devices to split the experts over. `"batch"` uses the
+            whole batch axis, a smaller number adds a replica axis, 1 puts all experts
+            on each device. Defaults to `"batch"` if that divides the experts, else 1.
+        model_parallel: number of devices to split attention heads and hidden units over
+            (tensor parallelism).
+        batch_size: optional global batch size, checked against the mesh.
+        auto_shard_dataset: whether Keras splits a `tf.data.Dataset` over processes. Use
+            False if each process already reads its own part, as recipes do.
+        **overrides: arguments of the model that differ from the preset, and
+            `load_weights=False` if the preset's weights need not fit.
 
     Returns:
         A `keras.distribution.ModelParallel`, or a `DataParallel` if no weight is split.
-
-    Raises:
-        ValueError: if the backend is not JAX; if numbers do not divide each other; or
-            if there is nothing to split. muMoE blocks are not split.
 
     Reference:
         *GShard*, section 3; *Megatron-LM*, section 3.
@@ -105,7 +100,7 @@ def _distribution(rules, devices, auto_shard_dataset):
         return keras.distribution.DataParallel(
             device_mesh=mesh, auto_shard_dataset=auto_shard_dataset
         )
-    # One JAX program may use two meshes of the same devices in the same order.
+    # JAX allows two meshes in one program if the devices are in the same order.
     expert_mesh = mesh
     if rules.expert_mesh != rules.mesh:
         expert_mesh = _mesh(rules.expert_mesh, devices)
@@ -128,7 +123,7 @@ def _mesh(sizes, devices):
 
 
 def check_paths(rules: Layouts, paths: list[str]) -> None:
-    """Raises ValueError unless the rules and the weights of a model fit each other."""
+    """Raises ValueError unless the rules match the model's weight paths."""
     matched = False
     for path in paths:
         matching = [rule for rule in rules.weights if re.fullmatch(rule, path)]
@@ -146,11 +141,11 @@ def check_paths(rules: Layouts, paths: list[str]) -> None:
 
 
 def gathered(variable: Any) -> np.ndarray:
-    """The whole value of a variable, on every process.
+    """Returns the full value of a distributed variable on every process.
 
-    Keras saves and reads values that one process can see. If a distribution spans
-    several processes, all of them must call this, for the same variables in the same
-    order; one may then save the value. Meanwhile every device holds the whole value.
+    If a distribution spans several processes, all of them must call this for the same
+    variables in the same order; one can then save the value. The full value is
+    temporarily on every device.
 
     Args:
         variable: `keras.Variable` on any devices.

@@ -1,4 +1,4 @@
-"""Accelerators, by their makers' figures."""
+"""Published figures of accelerators."""
 
 import itertools
 import math
@@ -8,17 +8,16 @@ from keras_moe.checks import check_integer
 
 
 class Chip(NamedTuple):
-    """An accelerator of a pod or a node.
+    """An accelerator in a pod or a node.
 
     Attributes:
         name: name of the chip.
-        peak_flops: dense bfloat16 floating-point operations a second.
+        peak_flops: dense bfloat16 FLOP/s.
         memory: bytes of memory.
-        memory_bandwidth: bytes a second of the memory.
+        memory_bandwidth: memory bandwidth in bytes/s.
         links: number of links to its neighbours.
-        link_bandwidth: bytes a second that one link sends; it receives as many.
-        torus: dimensions of the torus that the links form; 0 for a switch, which
-            connects all chips directly.
+        link_bandwidth: bytes/s of one link in one direction.
+        torus: dimensions of the torus of links; 0 for a switch that connects all chips.
         source: where the figures are published.
 
     Example:
@@ -40,20 +39,20 @@ class Chip(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a chip sends over all its links."""
+        """Bytes/s that a chip sends over all its links."""
         return self.links * self.link_bandwidth
 
     def all_to_all_bandwidth(self, num_devices: int, all_devices: int = 0) -> float:
-        """Bytes a second that each of several chips sends if all send to all.
+        """Bytes/s that each chip sends in an all-to-all.
 
-        In a line of n chips half of all data crosses the middle: n / 4 times a chip's
-        data over one link, which leaves 4 / n of a link for each chip. A ring, which a
-        torus has in each dimension, has two such cuts, hence 8 / n. The longest
-        dimension decides. A part of a larger torus has lines only.
+        In a line of n chips half of all data crosses the middle link: n / 4 times a
+        chip's data, so each chip gets 4 / n of a link. A ring (each dimension of a full
+        torus) has two such cuts: 8 / n. The longest dimension decides. A slice of a
+        larger torus has lines only.
 
         Args:
-            num_devices: number of chips, in the shape nearest to a cube.
-            all_devices: number of chips in the whole torus; 0 for `num_devices`.
+            num_devices: number of chips, arranged as nearly as possible in a cube.
+            all_devices: number of chips in the full torus; 0 for `num_devices`.
         """
         if self.torus == 0:
             return self.bandwidth
@@ -63,7 +62,7 @@ class Chip(NamedTuple):
 
 
 def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
-    """The sides of the torus nearest to a cube."""
+    """Returns the side lengths of the most cubic torus."""
     check_integer("num_devices", num_devices)
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     tori = (
@@ -71,7 +70,7 @@ def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
         for sides in itertools.combinations_with_replacement(divisors, dimensions - 1)
         if num_devices % math.prod(sides) == 0
     )
-    # The smallest longest side, and among these the smallest second longest.
+    # Minimise the longest side, then the second longest.
     return min((tuple(sorted(x)) for x in tori), key=lambda x: x[::-1])
 
 
@@ -94,7 +93,7 @@ CHIPS = {
             "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GB, 2765 GB/s, 4800 Gbit/s",
         ),
         Chip(
-            # The data sheet counts sparse operations, and both directions.
+            # The data sheet counts sparse operations and both link directions.
             "h200", 989.5e12, 141e9, 4800e9, 18, 25e9, 0,
             "NVIDIA H200 data sheet, SXM: 1979 TFLOP/s with sparsity, 141 GB, "
             "4.8 TB/s, NVLink 900 GB/s in both directions",

@@ -1,4 +1,6 @@
-"""The arithmetic of a training step on many devices, without any of them.
+"""Estimates memory, traffic and time of a training step on many devices.
+
+Pure arithmetic: none of the devices is needed.
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts, C capacity, S group_size.
 """
@@ -17,40 +19,40 @@ from keras_moe.layers import MLP, MoE, SelfAttention
 from keras_moe.models.source import resolve
 from keras_moe.ops.cost import under
 
-# Length of a weight's two largest axes from which on Adafactor factors its moment.
+# Adafactor factors the moment of a weight whose two largest axes reach this length.
 FACTORED_FROM = 32
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bytes that an optimizer keeps for a weight of a shape.
+# Bytes of optimizer state for a weight of a given shape.
 OPTIMIZERS = {
     "sgd": lambda shape: 0,
     "momentum": lambda shape: 4 * math.prod(shape),
     "adam": lambda shape: 8 * math.prod(shape),
     "adafactor": lambda shape: 2 * math.prod(shape) + 4 * _factored(shape),
 }
-# Numbers that a block keeps for its gradient: of a token's D, of an attention weight
-# and of a hidden unit.
+# Numbers that a block keeps for the backward pass, per token and D, per attention
+# weight and per hidden unit.
 PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
-# A router's logits, noisy logits and gates, in float32.
+# float32 logits, noisy logits and gates of a router.
 ROUTING_BYTES = 3 * 4
 ALL_TO_ALL = "all-to-all (tokens)"
 
 
 class Costs(NamedTuple):
-    """The costs of a training step for each device.
+    """Estimated costs of a training step on each device.
 
     Attributes:
         name: name of the preset.
         chip: `Chip` of each device.
         num_devices: number of devices.
-        layout: mesh and options, in words.
-        batch_size: images of all devices together.
-        parameters: parameters of the model.
-        device_parameters: parameters on one device.
+        layout: mesh and options, as text.
+        batch_size: global batch size, in images.
+        parameters: number of parameters of the model.
+        device_parameters: number of parameters on one device.
         memory: dict from part to bytes on one device.
-        traffic: dict from purpose to bytes that leave one device in a step.
-        flops: floating-point operations of one device in a step.
+        traffic: dict from purpose to bytes sent by one device per step.
+        flops: FLOPs of one device per step.
         seconds: dict from `"compute"` and each purpose of `traffic` to seconds.
-        utilization: share of the chip's peak that `seconds` assumes.
+        utilization: assumed share of the chip's peak FLOP/s.
     """
 
     name: str
@@ -68,27 +70,27 @@ class Costs(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """All bytes on one device."""
+        """Total bytes on one device."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the chip has as much memory."""
+        """Whether the chip has enough memory."""
         return self.memory_bytes <= self.chip.memory
 
     @property
     def all_to_all_bytes(self) -> int:
-        """Bytes that all devices together send to experts and back in a step."""
+        """Bytes that all devices send to experts and back per step."""
         return self.num_devices * self.traffic["all-to-all (tokens)"]
 
     @property
     def communication_seconds(self) -> float:
-        """The seconds of all traffic, one purpose after the other."""
+        """Total time of all traffic, without overlap."""
         return sum(self.seconds.values()) - self.seconds["compute"]
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """A step's time if sending overlaps with computing, and if it does not."""
+        """Time of a step with and without communication overlapping compute."""
         compute, sending = self.seconds["compute"], self.communication_seconds
         return max(compute, sending), compute + sending
 
@@ -148,46 +150,45 @@ def costs(
     load_weights: bool = True,
     **overrides: Any,
 ) -> Costs:
-    """The costs of a training step under a layout of `auto`, on paper.
+    """Estimates the costs of a training step under a layout of `auto`.
 
-    Memory: float32 weights, gradients of the same size, the optimizer's state, and the
-    activations kept for the gradient; with `rematerialize=True` only the inputs of
-    blocks, and all activations of one block at a time. A compiler may need less, since
-    it fuses, or more, for its own copies.
+    Memory is the float32 weights, gradients of the same size, the optimizer state and
+    the activations kept for the backward pass. With `rematerialize=True` those are the
+    inputs of all blocks and the activations of one. Compilers may need less (fusion) or
+    more (copies).
 
-    Traffic: tokens travel to experts and back, again for the gradient, and once more
-    with `rematerialize`: a device sends (n - 1) / n of its slots' tokens if n devices
-    share the experts. To sum gradients over n devices, each sends 2 (n - 1) / n of a
-    float32 gradient's bytes.
+    Traffic: tokens travel to experts and back, again in the backward pass, and once
+    more with `rematerialize`. With experts split over n devices, a device sends (n - 1)
+    / n of its slots; an all-reduce of float32 gradients over n devices sends 2 (n - 1)
+    / n of their bytes.
 
-    Time: forward FLOPs as `describe` counts them times three, and for blocks once more
-    with `rematerialize`, at a share of the peak that you assume; traffic at the links'
-    bandwidth (`Chip.all_to_all_bandwidth`).
+    Time: forward FLOPs as counted by `describe`, times three (blocks: times four with
+    `rematerialize`), at `utilization` of the peak; traffic at the links' bandwidth
+    (`Chip.all_to_all_bandwidth`).
 
     Args:
-        model_or_preset: argument of `auto`.
+        model_or_preset: as in `auto`.
         num_devices: number of chips.
-        batch_size: images of all of them together.
+        batch_size: global batch size, in images.
         chip: name in `CHIPS`, or a `Chip`.
-        expert_parallel: argument of `auto`.
-        model_parallel: argument of `auto`.
-        optimizer: name of the optimizer, `"sgd"`, `"momentum"`, `"adam"` (two float32
-            moments) or `"adafactor"` (a bfloat16 moment; the sums of second moments
-            over rows and columns if both are at least 32). Embeddings and heads are
-            counted as not factored.
-        dtype: dtype of tokens and products, `"bfloat16"` under mixed precision, or
-            `"float32"`; weights stay float32.
-        utilization: share of the chip's peak that matmuls reach; measure it.
-        text_tokens: tokens of a text that goes through the same blocks with each image,
-            whose embedding is not counted; 0 for image-text models, whose texts have
-            their own length.
-        num_classes: number of classes of a head, which is then counted.
-        load_weights: argument of `auto`.
+        expert_parallel: as in `auto`.
+        model_parallel: as in `auto`.
+        optimizer: `"sgd"`, `"momentum"`, `"adam"` (two float32 moments) or
+            `"adafactor"` (a bfloat16 moment, and factored second moments where both
+            axes are at least 32; embeddings and heads count as unfactored).
+        dtype: dtype of activations, `"bfloat16"` for mixed precision or `"float32"`.
+            Weights are always float32.
+        utilization: share of peak FLOP/s that matmuls reach; measure it.
+        text_tokens: length of a text that goes through the same blocks with each image,
+            its embedding not counted. Use 0 for image-text models, which have their own
+            text length.
+        num_classes: number of classes of a head to count, if any.
+        load_weights: as in `auto`.
         **overrides: arguments of the model that differ from the preset.
 
     Reference:
         *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
-        Recomputation in Large Transformer Models*, equation 1, for the counting.
+        Recomputation in Large Transformer Models*, equation 1.
 
     Example:
 
@@ -247,7 +248,7 @@ def costs(
 
 
 def _texts(text_tokens, model):
-    """The lengths of the texts that go with each image."""
+    """Returns the lengths of the texts that go with each image."""
     check_integer("text_tokens", text_tokens, minimum=0)
     if text_tokens and model.example != "image":
         raise ValueError(
@@ -258,7 +259,7 @@ def _texts(text_tokens, model):
 
 
 def _with_shares(towers, texts, batch_size, layouts, itemsize):
-    """Each block with the share of each device in its tower's batch."""
+    """Pairs each block with a device's share of its tower's batch."""
     shared = []
     for tower in towers:
         share = Share(
@@ -275,18 +276,18 @@ def _with_shares(towers, texts, batch_size, layouts, itemsize):
 
 
 def _activations(shared, itemsize, rematerialize):
-    """The bytes that all blocks keep for the gradient."""
+    """Bytes that all blocks keep for the backward pass."""
     kept = [activation_bytes(block, share) for block, share in shared]
     if not rematerialize:
         return sum(kept)
-    # The inputs of all blocks, and the rest of one.
+    # The inputs of all blocks plus the activations of one.
     inputs = sum(share.tokens * share.dim for _, share in shared) * itemsize
     return inputs + max(kept)
 
 
 def _traffic(shared, weights, itemsize, model_parallel, rematerialize):
-    """The bytes that leave a device in a step, by purpose."""
-    # Forward, again if rematerialised, and for the gradient.
+    """Bytes sent by a device per step, by purpose."""
+    # Forward, backward, and forward again if rematerialised.
     passes = 3 if rematerialize else 2
     slots = sum(expert_slots(block, share) * share.dim for block, share in shared)
     # To the experts and back.
@@ -309,7 +310,7 @@ def _seconds(traffic, chip, expert_devices, num_devices):
 
 
 def _flops(towers, model, texts, rematerialize):
-    """The FLOPs of a training step for one image and its texts."""
+    """FLOPs of a training step for one image and its texts."""
     block_flops = described_flops = 0
     for tower in towers:
         for block in tower.blocks:
@@ -320,7 +321,7 @@ def _flops(towers, model, texts, rematerialize):
             block_flops += sum(flops)
             described_flops += sum(flops[: len(tower.sequences)])
     other_flops = sum(part.flops for part in model.parts) - described_flops
-    # Twice as many backward, and blocks once more if rematerialised.
+    # Backward costs twice the forward pass; rematerialised blocks run forward again.
     return 3 * other_flops + (4 if rematerialize else 3) * block_flops
 
 
@@ -329,9 +330,9 @@ class _DeviceWeights(NamedTuple):
 
     Attributes:
         parameters: number of parameters.
-        state_bytes: bytes of the optimizer's state.
-        summed_bytes: bytes that leave the device for the sum of the gradients.
-        expert_devices: number of devices that share the experts.
+        state_bytes: bytes of optimizer state.
+        summed_bytes: bytes sent to all-reduce the gradients.
+        expert_devices: number of devices that the experts are split over.
     """
 
     parameters: int
@@ -340,7 +341,7 @@ class _DeviceWeights(NamedTuple):
     expert_devices: int
 
     def memory(self, optimizer: str) -> dict[str, int]:
-        """The bytes of weights, float32, of their gradients and optimizer's state."""
+        """Bytes of float32 weights, gradients and optimizer state."""
         size = 4 * self.parameters
         return {
             "weights": size,
@@ -350,8 +351,8 @@ class _DeviceWeights(NamedTuple):
 
 
 def _device_weights(towers, model, layouts, state_of_shape):
-    """The weights of one device."""
-    # Weights of blocks, which a layout may split, by path; the rest as one vector.
+    """Counts the weights of one device."""
+    # Block weights, which a layout may split, by path; all others as one vector.
     shapes = {}
     for tower in towers:
         for block in tower.blocks:
@@ -380,12 +381,12 @@ def _device_weights(towers, model, layouts, state_of_shape):
 
 
 def _ring(num_devices):
-    """The bytes that a device sends for a sum over several, per byte of a summand."""
+    """Bytes sent by a device in a ring all-reduce, per byte of gradient."""
     return 2 * (num_devices - 1) / num_devices
 
 
 def _factored(shape):
-    """The numbers of Adafactor's second moment."""
+    """Size of Adafactor's second moment for a shape."""
     size = math.prod(shape)
     rows, columns = [1, 1, *sorted(shape)][-2:]
     if rows < FACTORED_FROM:
@@ -413,16 +414,16 @@ def _check_capacity(blocks, batch_devices):
 
 
 class Share(NamedTuple):
-    """The share of a device in the batch.
+    """A device's share of the batch.
 
     Attributes:
         images: number of images.
-        batch_size: images of all devices together.
+        batch_size: global batch size.
         sequences: tokens of an image, and of a text that goes with it.
-        grouped: tokens of an image, by which layers count the size of a group.
+        grouped: tokens of an image, the unit of a layer's group size.
         dim: D.
-        model_parallel: number of devices over which heads and hidden units are split.
-        itemsize: bytes of a number in the tokens' dtype.
+        model_parallel: number of devices that heads and hidden units are split over.
+        itemsize: bytes per number of the tokens' dtype.
     """
 
     images: int
@@ -435,12 +436,12 @@ class Share(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All tokens of the share."""
+        """Total tokens of the share."""
         return self.images * sum(self.sequences)
 
 
 def expert_slots(block: Any, share: Share) -> int:
-    """The slots of all experts for a device's tokens, while training."""
+    """Expert slots for a device's tokens while training."""
     moe = block.feed_forward
     if not isinstance(moe, MoE):
         return 0
@@ -451,7 +452,7 @@ def expert_slots(block: Any, share: Share) -> int:
         images = share.batch_size
         if moe.group_size is not None:
             images = min(images, moe.group_size // share.grouped)
-        # Images with their texts.
+        # Images together with their texts.
         size = images * sum(share.sequences)
         num_groups, rest = divmod(share.tokens, size)
         if rest:
@@ -466,7 +467,7 @@ def expert_slots(block: Any, share: Share) -> int:
 
 
 def activation_bytes(block: Any, share: Share) -> int:
-    """The bytes that a block keeps for its gradient on each device."""
+    """Bytes per device that a block keeps for the backward pass."""
     split, dim = share.model_parallel, share.dim
     mixer, feed_forward = block.token_mixer, block.feed_forward
     numbers = PER_TOKEN * dim * share.tokens
@@ -497,9 +498,9 @@ def activation_bytes(block: Any, share: Share) -> int:
 
 
 def model_parallel_bytes(block: Any, share: Share) -> int:
-    """The activations of a block that are summed over the devices of its heads.
+    """Bytes of a block's activations that tensor parallelism all-reduces.
 
-    The token mixer's and the feed-forward layer's outputs; as many for the gradient.
+    The outputs of token mixer and feed-forward layer, and as much in the backward pass.
     """
     slots = expert_slots(block, share) or share.tokens
     return (share.tokens + slots) * share.dim * share.itemsize

@@ -1,4 +1,4 @@
-"""The axes of weights and activations, and the axes of devices that split them.
+"""Sharding rules: which weight and activation axes are split over which devices.
 
 Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 """
@@ -10,11 +10,10 @@ from keras_moe.layers import MLP, MoE, SelfAttention
 from keras_moe.models.source import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
-# The part of the batch axis whose devices hold the same experts, if experts are split
-# over a part of it.
+# Batch sub-axis over devices that hold the same experts.
 REPLICA = "replica"
 
-# Tables of path -> axes, without the names of model and block.
+# Tables of path -> axes, without model and block names.
 ATTENTION_WEIGHTS = {
     "attention/(query|key|value)/kernel": (None, MODEL, None),
     "attention/(query|key|value)/bias": (MODEL, None),
@@ -24,7 +23,7 @@ ATTENTION_ACTIVATIONS = {
     "attention/(query|key|value)/output": (BATCH, None, MODEL, None),
     "attention/output": (BATCH, None, None),
 }
-# For a Mixer's MLPs across tokens, too, whose second axis has the tokens.
+# Also matches a Mixer's token MLPs, whose second axis is the tokens.
 MLP_WEIGHTS = {
     "{mlp}/hidden/kernel": (None, MODEL),
     "{mlp}/hidden/bias": (MODEL,),
@@ -34,7 +33,7 @@ MLP_ACTIVATIONS = {
     "{mlp}/hidden/output": (BATCH, None, MODEL),
     "{mlp}/output": (BATCH, None, None),
 }
-# With the weights of LoRA and int8.
+# Includes the weights of LoRA and int8.
 EXPERT_WEIGHTS = {
     "experts/(hidden|gate)_(kernel|lora_b)": (EXPERT, None, MODEL),
     "experts/(hidden|gate)_(bias|scale)": (EXPERT, MODEL),
@@ -42,27 +41,26 @@ EXPERT_WEIGHTS = {
     "experts/output_(bias|scale)": (EXPERT, None),
     "experts/(hidden_lora_a|gate_lora_a|output_lora_b)": (EXPERT, None, None),
 }
-# All-to-all, from the tokens' devices to those of their experts, and back.
+# All-to-all between the tokens' devices and the experts' devices.
 EXPERT_ACTIVATIONS = {
     "experts/slots/(input|output)": (REPLICA, EXPERT, None, None),  # (G, E, C, D)
     "experts/slots/(dispatched|returned)": (BATCH, None, None, None),
-    # The residual stream stays where it is while routing gathers and sorts.
+    # Keep the residual stream in place while routing gathers and sorts.
     "feed_forward_norm/output": (BATCH, None, None),
     "stochastic_depth/output": (BATCH, None, None),
 }
 
 
 class Layouts(NamedTuple):
-    """The layout of a model on devices.
+    """The sharding of a model.
 
     Attributes:
-        mesh: dict from axis to size, for the data and all weights but the experts.
-        expert_mesh: dict for the same devices in the same order, with the batch axis
-            split into `"replica"` and `"expert"` if the experts are split over a part
-            of it; else `mesh`.
-        weights: dict from regular expression of paths to axes; other weights are on
-            every device.
-        activations: dict of the same kind for the outputs of layers.
+        mesh: dict from axis name to size, for data and all weights except experts.
+        expert_mesh: the same devices in the same order; if experts are split over part
+            of the batch axis, that axis becomes `"replica"` and `"expert"`. Otherwise
+            `mesh`.
+        weights: dict from path regex to axes; other weights are replicated.
+        activations: the same for layer outputs.
 
     Example:
 
@@ -78,7 +76,7 @@ class Layouts(NamedTuple):
     activations: dict
 
     def on_expert_mesh(self, axes: tuple) -> bool:
-        """Whether a rule's axes are those of `expert_mesh`."""
+        """Whether a rule's axes belong to `expert_mesh`."""
         return EXPERT in axes or REPLICA in axes
 
 
@@ -91,20 +89,20 @@ def layouts(
     load_weights: bool = True,
     **overrides: Any,
 ) -> Layouts:
-    """The rules by which `auto` lays out a model; needs no device and no weight.
+    """Returns the sharding rules of `auto` without devices or weights.
 
     Args:
-        model_or_preset: argument of `auto`.
+        model_or_preset: as in `auto`.
         num_devices: number of devices.
-        expert_parallel: argument of `auto`.
-        model_parallel: argument of `auto`.
-        batch_size: argument of `auto`.
-        load_weights: argument of `auto`.
-        **overrides: arguments of `auto`.
+        expert_parallel: as in `auto`.
+        model_parallel: as in `auto`.
+        batch_size: as in `auto`.
+        load_weights: as in `auto`.
+        **overrides: as in `auto`.
 
     Reference:
-        *GShard*, section 3, for experts on the batch's devices; *Megatron-LM*, section
-        3, for attention and MLP.
+        *GShard*, section 3 (experts on the data-parallel devices); *Megatron-LM*,
+        section 3 (attention and MLP).
 
     Example:
 
@@ -130,7 +128,7 @@ def layouts_of_blocks(
     model_parallel: int = 1,
     batch_size: int | None = None,
 ) -> Layouts:
-    """`layouts` of a model's blocks."""
+    """Returns the `Layouts` of a list of blocks."""
     num_devices = check_integer("num_devices", num_devices)
     model_parallel = check_integer("model_parallel", model_parallel)
     if num_devices % model_parallel:
@@ -153,7 +151,7 @@ def layouts_of_blocks(
 
     model_axis = {} if model_parallel == 1 else {MODEL: model_parallel}
     mesh = expert_mesh = {BATCH: batch_devices, **model_axis}
-    # The names of the tables' axes on the mesh; None if they are not split.
+    # From the tables' axes to mesh axes; None if not split.
     names = {BATCH: BATCH, EXPERT: BATCH, REPLICA: None, MODEL: None}
     if model_axis:
         names[MODEL] = MODEL
@@ -186,7 +184,7 @@ def layouts_of_blocks(
 
 
 def _parts(blocks):
-    """The layers that can be split, with their kinds."""
+    """Returns the layers that can be split, with their kinds."""
     parts = []
     for block in blocks:
         if isinstance(block.token_mixer, SelfAttention):
@@ -201,7 +199,7 @@ def _parts(blocks):
 
 
 def _expert_devices(expert_parallel, batch_devices, experts):
-    """The number of devices over which the experts are split."""
+    """Returns the number of devices to split the experts over."""
     if expert_parallel is None:
         fits = experts and all(count % batch_devices == 0 for count in experts)
         return batch_devices if fits else 1
@@ -247,11 +245,11 @@ def _check_model_parallel(model_parallel, parts):
 
 
 def _on_mesh(table, names, keep_whole=False):
-    """The rules with the mesh's names, without those that split nothing."""
+    """Renames axes to mesh axes and drops rules that split nothing."""
     rules = {}
     for path, axes in table.items():
         axes = tuple(names.get(axis) for axis in axes)
-        # Activations may have to be whole on each device.
+        # Activations may have to be replicated.
         if keep_whole or any(axes):
             rules[f"(.*/)?{path}"] = axes
     return rules

@@ -1,4 +1,4 @@
-"""The bases of all backbones: a config, its tower and a functional model.
+"""Base classes of all backbones.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -28,19 +28,18 @@ from keras_moe.ops.expert_types import ExpertTypes
 
 
 class MoEBackbone(MoEModel, keras_hub.models.Backbone):
-    """A config, the tower that follows from it, and a functional model.
+    """Base class of `ImageBackbone`, `TextBackbone` and image-text backbones.
 
-    This is the base of `ImageBackbone`, `TextBackbone` and the backbones of pairs. A
-    subclass has a `config_class`, a frozen dataclass that extends
-    `keras_moe.layers.EncoderConfig`: its fields are the arguments of the constructor,
-    with their defaults, checks and documentation. `tower` makes the layers of such a
-    config, and `_functional` connects them.
+    A subclass sets `config_class`, a frozen dataclass that extends
+    `keras_moe.layers.EncoderConfig`; its fields become the arguments of the
+    constructor, with their defaults, checks and documentation. `tower` creates the
+    layers for a config and `_functional` connects them.
 
     `backbone.routing` holds the symbolic routing record of each MoE block, and
     `backbone.features` the symbolic features at every depth.
 
     Args:
-        dtype: dtype policy; routing is float32 under each.
+        dtype: dtype policy; routing is always float32.
         **kwargs: fields of `config_class`, and `name` and `trainable`.
 
     Example:
@@ -53,9 +52,9 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     """
 
     config_class: type = EncoderConfig
-    # The kind of input, for descriptions.
+    # Kind of input, for descriptions.
     example: str
-    # The task under which model hubs list the model.
+    # Task tag on model hubs.
     pipeline_tag = "feature-extraction"
 
     def __init_subclass__(cls, **kwargs):
@@ -63,7 +62,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         if "config_class" not in cls.__dict__:
             return
         if "__init__" not in cls.__dict__:
-            # A new function, since each class has its own signature.
+            # A new function per class, because each has its own signature.
             def __init__(self, *, dtype=None, **kwargs):
                 super(cls, self).__init__(dtype=dtype, **kwargs)
 
@@ -83,7 +82,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
-        # Plain attributes: Keras would wrap the dicts of symbolic records.
+        # Bypass Keras's attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_routing", encoded.routing)
         object.__setattr__(self, "_block_tokens", encoded.block_tokens)
 
@@ -92,36 +91,36 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def tower(cls, config: EncoderConfig, dtype: Any = None) -> Tower:
-        """The layers of a backbone, not built: nothing is allocated.
+        """Creates the layers of a backbone, unbuilt.
 
         Args:
-            config: arguments of the backbone, a `config_class`.
+            config: a `config_class`.
             dtype: dtype policy.
         """
         raise NotImplementedError
 
     @classmethod
     def _functional(cls, config, dtype) -> tuple[Any, Any, TowerOutputs]:
-        """The symbolic inputs, outputs and `TowerOutputs` of a config."""
+        """Returns symbolic inputs, outputs and `TowerOutputs` of a config."""
         raise NotImplementedError
 
     @classmethod
     def make_config(cls, config: dict) -> Any:
-        """The `config_class` of a dict, in which fields of `moe` may stand flatly."""
+        """Creates a `config_class` from a dict, with nested or flat `moe` fields."""
         config = overrides.nested_config(cls, config)
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         return cls.config_class(**{k: v for k, v in config.items() if k in names})
 
     @property
     def moe(self) -> MoEConfig | MuMoEConfig | None:
-        """Which blocks are mixtures of experts, and of what; None for a dense model."""
+        """The MoE configuration; None for a dense model."""
         return self.config.moe
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by the block's name.
+        """The symbolic `Routing` of each MoE block, by block name.
 
-        A token mixer with experts has its own record, with channels (B, D, E), such as
+        A token mixer with experts has its own record over channels (B, D, E), such as
         "block_0/token_mixer".
         """
         return dict(self._routing)
@@ -130,19 +129,19 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     def features(self) -> dict:
         """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
 
-        The outputs by name, and `"block_0"`, ... (B, N, D), the tokens after each
-        block.
+        Contains the named outputs, and the tokens after each block, (B, N, D), as
+        `"block_0"` and so on.
         """
         return {**self.output, **self._block_tokens}
 
     @property
     def block_names(self) -> list[str]:
-        """The names of the blocks, as `routing` and `get_layer` have them."""
+        """Block names, as used by `routing` and `get_layer`."""
         return [f"block_{index}" for index in range(self.config.num_layers)]
 
     @property
     def expert_types(self) -> ExpertTypes | None:
-        """How many experts of each type an MoE block has; None for a dense model."""
+        """The number of experts of each type per MoE block; None if dense."""
         for name in self._routing:
             return self.get_layer(name).feed_forward.router.expert_types
         return None
@@ -151,8 +150,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments without `name`, `trainable` and `dtype`.
 
-        Unlike `get_config`, it does not make Keras import TensorFlow, which its
-        serialisation of the policy does on every backend.
+        Unlike `get_config` it does not serialise the dtype policy, for which Keras
+        imports TensorFlow on every backend.
         """
         return self.config.to_dict()
 
@@ -163,9 +162,9 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def from_config(cls, config: dict) -> "MoEBackbone":
-        """Makes a backbone from the result of `get_config`.
+        """Creates a backbone from the result of `get_config`.
 
-        Fields of `moe` may also stand among the others, as in a preset's file.
+        `moe` fields may also be at the top level, as in a preset's file.
         """
         return super().from_config(overrides.nested_config(cls, config))
 
@@ -194,76 +193,75 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             )
 
     def _is_moe_block(self):
-        # Keras saves blocks by class and order, so that a dense and an MoE block could
-        # swap their weights on loading: the file says which is which.
+        # Keras saves blocks by class and order, so a dense and an MoE block could swap
+        # weights on loading. Record which is which in the file.
         return np.array([name in self.routing for name in self.block_names])
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """A config that another config's weights fit, or ValueError if none can.
+        """Returns a config that fits saved weights; raises ValueError if none does.
 
-        A soft router keeps its number of slots at another image or patch size.
+        A soft router keeps its number of slots when the image or patch size changes.
 
         Args:
-            saved: config that the weights were saved with.
+            saved: config of the saved weights.
             config: config of the new model.
         """
         return config_for_slots(cls, saved, config)
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
-        """The blocks of a backbone with these arguments, not built."""
+        """Creates the blocks of a backbone, unbuilt."""
         return list(cls.tower(cls.make_config(config), "float32").blocks)
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        """Returns the parts with their costs, the number of tokens N, and D."""
         raise NotImplementedError
 
     @classmethod
     def sequence_lengths(cls, **config) -> tuple[int, ...]:
-        """The lengths of an example's sequences, whose tokens attend to each other."""
+        """Lengths of the sequences in an example that attend separately."""
         return (cls.describe_parts(**config)[1],)
 
     def default_lora_layer_names(self) -> list[str]:
-        """The names of the layers that `enable_lora` changes by default."""
+        """Names of the layers that `enable_lora` adapts by default."""
         return ["query", "value"]
 
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
-        """Freezes the backbone, and adds trainable low-rank pairs to some layers.
+        """Freezes the backbone and adds trainable low-rank adapters.
 
-        Call it before `compile`. `save_to_preset` and `save` merge the pairs into the
-        weights that they save; `save_lora_weights` saves only the pairs.
+        Call it before `compile`. `save_to_preset` and `save` merge the adapters into
+        the saved weights; `save_lora_weights` saves only the adapters.
 
         Args:
-            rank: rank of the pairs.
-            target_layer_names: the last parts of the layers' paths, such as `"query"`
-                and `"value"` (None takes these two), `"key"`, `"attention_output"`,
-                `"hidden"` and `"output"` (of dense MLPs), or `"experts"`, where each
-                expert has its own pairs.
+            rank: rank of the adapters.
+            target_layer_names: last path components of the layers to adapt: `"query"`
+                and `"value"` (the default), `"key"`, `"attention_output"`, `"hidden"`
+                and `"output"` (dense MLPs) or `"experts"` (an adapter per expert).
         """
         names = target_layer_names or self.default_lora_layer_names()
         adaptation.add_pairs(self, rank, names)
 
     def save_lora_weights(self, filepath: str | os.PathLike) -> None:
-        """Saves only the low-rank pairs, to a file that ends in `.lora.h5`."""
+        """Saves only the LoRA adapters, to a `.lora.h5` file."""
         adaptation.save_pairs(self, filepath)
 
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
-        """Loads low-rank pairs; adds them first if `enable_lora` was not called."""
+        """Loads LoRA adapters, calling `enable_lora` first if needed."""
         adaptation.load_pairs(self, filepath)
 
 
 class ImageBackbone(MoEBackbone):
-    """The base of backbones of images: `ViTBackbone`, `MixerBackbone` and your own.
+    """Base class of image backbones: `ViTBackbone`, `MixerBackbone` and custom ones.
 
-    A subclass has a `config_class`, which extends `ImageConfig`, and `tower`, for which
-    `image_tower` does most of the work.
+    A subclass sets `config_class`, which extends `ImageConfig`, and defines `tower`,
+    usually through `image_tower`.
 
     Args:
-        dtype: dtype policy; routing is float32 under each.
+        dtype: dtype policy; routing is always float32.
         **kwargs: fields of `config_class`, and `name` and `trainable`.
 
     Input shape:
@@ -309,7 +307,7 @@ class ImageBackbone(MoEBackbone):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The number of patches down and across."""
+        """Number of patches (rows, columns)."""
         return self.get_layer("patch_embedding").grid(self.image_shape)
 
     @property
@@ -321,9 +319,9 @@ class ImageBackbone(MoEBackbone):
     def features(self) -> dict:
         """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
 
-        `"tokens"` (B, N, D) is the output, `"pooled"` (B, D) its class token or the
-        average, `"grid"` (B, rows, columns, D) its patches as they lie in the image,
-        and `"block_0"`, ... (B, N, D) the tokens after each block.
+        `"tokens"` (B, N, D) is the output, `"pooled"` (B, D) its class token or
+        average, `"grid"` (B, rows, columns, D) its patches in image layout, and
+        `"block_0"`, ... (B, N, D) the tokens after each block.
         """
         tokens, has_class_token = self.output, self.class_token
         patches = tokens[:, 1:] if has_class_token else tokens
@@ -336,6 +334,6 @@ class ImageBackbone(MoEBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         return cls.tower(config, "float32").parts(config.image_shape)

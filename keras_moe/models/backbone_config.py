@@ -1,4 +1,4 @@
-"""The arguments of backbones: a dataclass each, from which signatures and docs follow.
+"""Backbone arguments as dataclasses; signatures and docs are derived from them.
 
 Axes: N tokens, D hidden, V vocabulary.
 """
@@ -15,14 +15,13 @@ from keras_moe.layers import EncoderConfig, EncoderSpec, SelfAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(EncoderConfig):
-    """The arguments of an encoder whose tokens attend to each other.
+    """Arguments of a transformer encoder.
 
     Args:
-        num_heads: number of attention heads, a divisor of D.
+        num_heads: number of attention heads; must divide D.
         attention_dropout: dropout rate on attention weights.
-        query_key_norm: whether queries and keys are normalised in each head, as in Soft
-            MoE.
-        query_key_norm_bias: whether that normalisation has an offset in addition to its
+        query_key_norm: whether to normalise queries and keys per head, as in Soft MoE.
+        query_key_norm_bias: whether that normalisation has an offset as well as a
             scale, as in timm's `qk_norm`.
         **kwargs: arguments of `keras_moe.layers.EncoderConfig`.
 
@@ -45,7 +44,7 @@ class TransformerConfig(EncoderConfig):
     def attention(
         self, spec: EncoderSpec, index: int, causal: bool = False
     ) -> SelfAttention:
-        """The attention of a block, not built."""
+        """Creates the attention layer of a block, unbuilt."""
         return SelfAttention(
             self.num_heads,
             head_size(self.num_heads, self.hidden_dim),
@@ -53,7 +52,7 @@ class TransformerConfig(EncoderConfig):
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
             dropout=self.attention_dropout,
-            # With the block's seed both dropouts would drop alike.
+            # With the block's seed both dropouts would drop the same positions.
             seed=spec.seed_of(index, 1),
             causal=causal,
             dtype=spec.dtype,
@@ -63,11 +62,11 @@ class TransformerConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(EncoderConfig):
-    """The arguments of an encoder of images, cut into patches.
+    """Arguments of an image encoder.
 
     Args:
         image_shape: (height, width, channels).
-        patch_size: an int or (height, width), which divides the image.
+        patch_size: an int or (height, width); must divide the image size.
         **kwargs: arguments of `keras_moe.layers.EncoderConfig`.
 
     Example:
@@ -87,13 +86,13 @@ class ImageConfig(EncoderConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenIdsConfig(EncoderConfig):
-    """The arguments of an encoder of texts.
+    """Arguments of a text encoder.
 
     Args:
         vocabulary_size: V, the number of token ids.
-        max_length: N of the longest text, its special tokens included.
-        mask_padding: whether padding is masked: no token attends to it, and it is
-            neither routed nor pooled. False treats padding as any other token.
+        max_length: maximum text length N, special tokens included.
+        mask_padding: whether to mask padding: it is not attended to, routed or pooled.
+            If False, padding is treated like any other token.
     """
 
     vocabulary_size: int = 49408
@@ -108,7 +107,7 @@ class TokenIdsConfig(EncoderConfig):
 
 
 def set_signature(init: Callable, config_class: type) -> None:
-    """Gives a backbone's `__init__` the signature of its config."""
+    """Sets the signature of a backbone's `__init__` from its config."""
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
@@ -127,7 +126,7 @@ def set_signature(init: Callable, config_class: type) -> None:
 
 
 def set_docstring(cls: type, config_class: type) -> None:
-    """Puts the descriptions of a config's fields into the `Args` of a backbone."""
+    """Inserts the config's field descriptions into a backbone's `Args`."""
     if "Args:\n" not in (cls.__dict__.get("__doc__") or ""):
         return
     entries = {}

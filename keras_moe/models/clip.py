@@ -1,4 +1,4 @@
-"""Two towers, of images and of texts, whose blocks are dense or mixtures of experts.
+"""Two-tower image-text models, dense or with experts.
 
 Axes: B batch, N tokens, D hidden, P embedding.
 """
@@ -26,32 +26,32 @@ from keras_moe.models.registry import backbone_class, register_backbone
 from keras_moe.models.tower import TowerOutputs, embedding_projection, text_inputs
 from keras_moe.ops import Cost
 
-# The families of the towers by argument.
+# Backbone class of each tower argument.
 _TOWERS = {"image": "ViTBackbone", "text": "TextBackbone"}
-# Added to the seed for the tower of texts, so that both draw for themselves.
+# Seed offset of the text tower, so that towers draw different numbers.
 _TEXT_SEED = 500_009
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CLIPConfig:
-    """The arguments of `CLIPBackbone`.
+    """Arguments of `CLIPBackbone`.
 
     Args:
-        image: arguments of `ViTBackbone` by name, those of `moe` also flatly; or a
-            `ViTBackbone`, whose weights are copied (not by `from_preset`).
-        text: arguments of `TextBackbone`, likewise. Its `projection_dim` and
-            `projection_bias` follow from those below, unless `projection_dim` is None.
-        projection_dim: P, to which both towers' pooled vectors are projected. None
-            means no projection of images, and that of `text` for texts, as in SigLIP.
+        image: dict of `ViTBackbone` arguments (`moe` fields may be at the top level),
+            or a `ViTBackbone` whose weights are copied (not in `from_preset`).
+        text: the same for `TextBackbone`. `projection_dim` and `projection_bias` below
+            replace its own, unless `projection_dim` is None.
+        projection_dim: P, the size of the projections of both towers' pooled vectors.
+            With None, images are not projected and texts use their tower's setting, as
+            in SigLIP.
         projection_bias: whether the projections have biases.
-        image_pooling: pooling of the images' tokens, as in `ImageClassifier`: None
-            takes the class token, or the average without one; `"map"` is SigLIP's.
-        temperature: scale of the similarities at the start, its bound, and their bias:
-            a `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
-            published one, such as `"clip"` or `"siglip"`. With a bias the default loss
-            is the sigmoid loss.
-        seed: seed of noise, dropout and stochastic depth in both towers, unless a tower
-            has its own.
+        image_pooling: pooling of image tokens, as in `ImageClassifier`. Defaults to the
+            class token, or the average without one; SigLIP uses `"map"`.
+        temperature: initial scale and bias of the similarities, and the bound of the
+            scale: a `keras_moe.losses.Temperature`, a dict of its fields, or the name
+            of a published one, such as `"clip"` or `"siglip"`. With a bias, the default
+            loss is the sigmoid loss.
+        seed: seed of noise, dropout and stochastic depth in towers without their own.
     """
 
     image: Any = None
@@ -87,7 +87,7 @@ class CLIPConfig:
         check_pooling(self.image_pooling, self.image.class_token)
 
     def _tower(self, name, family):
-        """The config of a tower."""
+        """Returns the config of a tower."""
         tower = getattr(self, name)
         if isinstance(tower, keras.Model):
             tower = tower.arguments
@@ -114,14 +114,14 @@ class CLIPConfig:
         return self.text.projection_dim or self.text.hidden_dim
 
     def to_dict(self) -> dict:
-        """The arguments as plain values, which make an equal config."""
+        """Returns the arguments as plain values that recreate the config."""
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
         for name in _TOWERS:
             values[name] = values[name].to_dict()
         if self.projection_dim is not None:
-            # They follow from the pair's, which may be overridden.
+            # These follow from the pair's, which may be overridden.
             values["text"].update(projection_dim=None, projection_bias=False)
         return copy.deepcopy(values)
 
@@ -129,31 +129,31 @@ class CLIPConfig:
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class CLIPBackbone(PairBackbone):
-    """A tower of images and one of texts, which embed pairs into one space.
+    """An image tower and a text tower with a shared embedding space.
 
-    Each tower is dense, or has mixtures of experts by its own `moe`: CLIP-UP's
-    separated backbone has them in both. (Its shared one, one transformer for both, is
-    `LIMoEBackbone`.) The defaults are OpenAI's CLIP-B/32.
+    Each tower is dense or has experts, according to its `moe`: CLIP-UP's separated
+    backbone has them in both. (For its shared backbone, use `LIMoEBackbone`.) The
+    defaults are OpenAI's CLIP-B/32.
 
-    CLIP-UP's capacity factor 2.0 is in Switch's convention, without the number of
-    selected experts: C = 2.0 S / E. With K = 2 it is `capacity_factor=1.0` here, where
-    C = S K c / E, and its 4.0 is 2.0.
+    CLIP-UP follows Switch's definition of the capacity factor, C = S c / E, without the
+    number K of selected experts; here C = S K c / E. With K = 2, its 2.0 is
+    `capacity_factor=1.0` and its 4.0 is 2.0.
 
-    `from_preset` takes overrides by tower, such as `image={"num_experts": 16}`, or an
-    argument of the towers for each tower that has it: `num_experts=16` for both,
-    `image_shape=(336, 336, 3)` for the images'.
+    In `from_preset`, overrides can be given per tower, such as `image={"num_experts":
+    16}`, or flat for every tower that has the argument: `num_experts=16` for both,
+    `image_shape=(336, 336, 3)` for images.
 
     Args:
-        dtype: dtype policy; routing and embeddings are float32 under each.
+        dtype: dtype policy; routing and embeddings are always float32.
         **kwargs: `name` and `trainable`.
 
     Input shape:
-        A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
-        and `"padding_mask"`, boolean or integers (B, N), False for padding.
+        A dict of `"images"` (B, height, width, channels), `"token_ids"`, integers (B,
+        N), and `"padding_mask"`, (B, N), False for padding.
 
     Output shape:
-        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
-        (B, P).
+        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
+        P).
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*;
@@ -225,18 +225,18 @@ class CLIPBackbone(PairBackbone):
         return self.get_layer(modality).get_layer(name)
 
     def tower_backbone(self, modality: str) -> MoEBackbone:
-        """The backbone of `"image"` or `"text"`, which shares this one's weights."""
+        """Returns the `"image"` or `"text"` backbone, sharing this one's weights."""
         check_one_of("modality", modality, MODALITIES)
         return self.get_layer(modality).tower_backbone
 
     @property
     def moe(self) -> dict:
-        """Which blocks are mixtures of experts, and of what, by tower."""
+        """The MoE configuration of each tower."""
         return {"image": self.config.image.moe, "text": self.config.text.moe}
 
     @property
     def block_names(self) -> list[str]:
-        """The names of the blocks, those of the images first."""
+        """Block names, image blocks first."""
         return [
             f"{name}/{block}"
             for name in MODALITIES
@@ -250,7 +250,7 @@ class CLIPBackbone(PairBackbone):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The number of patches down and across."""
+        """Number of patches (rows, columns)."""
         return self.tower_backbone("image").grid
 
     @property
@@ -272,7 +272,7 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
-        """The blocks of a backbone with these arguments, not built."""
+        """Creates the blocks of a backbone, unbuilt."""
         config = cls.make_config(config)
         image, text = (backbone_class(family) for family in _TOWERS.values())
         return [
@@ -282,7 +282,7 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """The parts of a backbone with their costs, the number of tokens N, and P."""
+        """Returns the parts with their costs, the number of tokens N, and P."""
         config = cls.make_config(config)
         parts, num_tokens = [], 0
         for name, family in tower_families(cls).items():
@@ -317,13 +317,13 @@ def _copy_weights(source, target, modality):
                 f"load it first; received: other weights in layer {layer.name!r}"
             )
         for weight, other in zip(weights, others):
-            # Through an array: on JAX both variables would share one buffer.
+            # Copy through an array: on JAX both variables would share one buffer.
             other.assign(keras.ops.convert_to_numpy(weight))
         new.trainable = layer.trainable
 
 
 def _check_one_modality(name, moe):
-    """Raises ValueError for experts that tell modalities apart in a tower of one."""
+    """Raises ValueError if a single-modality tower has modality-specific experts."""
     count = getattr(moe, "modality_count", None)
     if count is not None:
         raise ValueError(
@@ -343,7 +343,7 @@ def _check_one_modality(name, moe):
 
 
 def _tower_backbone(config, modality, dtype):
-    """The backbone of a tower, with whose name its weights' paths begin."""
+    """Creates a tower's backbone; its name prefixes the weights' paths."""
     arguments = getattr(config, modality).to_dict()
     if arguments["seed"] is None and config.seed is not None:
         arguments["seed"] = config.seed + MODALITIES.index(modality) * _TEXT_SEED
@@ -351,16 +351,16 @@ def _tower_backbone(config, modality, dtype):
 
 
 def _encoder_model(backbone, embedding, modality):
-    """A tower as one model with all its outputs."""
+    """Wraps a tower as one model with all its outputs."""
     outputs = {
         "embedding": embedding,
         "routing": backbone.routing,
         "block_tokens": backbone._block_tokens,
     }
     encoder = keras.Model(backbone.input, outputs, name=modality)
-    # A functional model takes no policy.
+    # Functional models accept no dtype policy.
     set_dtype_policy(encoder, backbone.dtype_policy)
-    # A plain attribute: Keras would save the layers twice.
+    # Bypass attribute tracking: Keras would save the layers twice.
     object.__setattr__(encoder, "tower_backbone", backbone)
     return encoder
 
@@ -382,7 +382,7 @@ def _text_encoder(config, dtype):
 
 
 def _image_head(config, dtype):
-    """The pooling and the projection of images, not built."""
+    """Creates the pooling and projection of images, unbuilt."""
     pooling = check_pooling(config.image_pooling, config.image.class_token)
     pooler = pooling_layer(config.image.to_dict(), pooling, None, dtype)
     if config.projection_dim is None:

@@ -1,6 +1,6 @@
-"""One transformer for images and texts, whose experts serve both.
+"""One transformer with shared experts for images and texts.
 
-Axes: B batch, N tokens (images' before texts'), D hidden, P embedding.
+Axes: B batch, N tokens (image tokens first), D hidden, P embedding.
 """
 
 import dataclasses
@@ -42,17 +42,17 @@ from keras_moe.routers import SoftRouter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
-    """The arguments of `LIMoEBackbone`.
+    """Arguments of `LIMoEBackbone`.
 
     Args:
-        patch_size: size of a patch, an int or (height, width). Images that it does not
-            divide are padded with zeros: 288 pixels are 21 patches of 14.
-        mask_padding: whether padding is masked: no token attends to it, and it is
-            neither routed nor averaged. The paper routes it. Either way a text has at
-            least one token that is not padding.
+        patch_size: an int or (height, width). Images are zero-padded to whole patches:
+            288 pixels become 21 patches of 14.
+        mask_padding: whether to mask padding: it is not attended to, routed or
+            averaged. The paper routes it. Every text needs at least one token that is
+            not padding.
         projection_dim: P.
-        temperature: scale of the similarities at the start, its bound, and their bias;
-            see `CLIPBackbone`.
+        temperature: initial scale, bound and bias of the similarities; see
+            `CLIPBackbone`.
     """
 
     vocabulary_size: int = 32000
@@ -80,37 +80,36 @@ class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class LIMoEBackbone(PairBackbone):
-    """One transformer for images and texts, which share blocks and experts.
+    """One transformer for images and texts, with shared blocks and experts.
 
-    Patches and token ids are embedded, each with learned positions; then all blocks
-    are shared. Tokens attend within their own example and modality only, and each MoE
-    layer routes the tokens of a group's images and texts together, in one call. Each
-    modality's tokens are averaged and projected. The defaults are LIMoE-B/32, but for
-    its experts, which `moe` adds: without, it is the dense one-tower model.
+    Patches and token ids have separate embeddings and learned positions; all blocks are
+    shared. Tokens attend only within their own example and modality, while each MoE
+    layer routes the image and text tokens of a group together. The tokens of each
+    modality are averaged and projected. The defaults are LIMoE-B/32; without `moe` it
+    is the dense one-tower model.
 
-    Routers tell modalities apart by ids, 0 for images and 1 for texts, if `moe` says
-    so: `num_modalities=2` gives each its own kernel, `expert_pools` its own experts
-    (appendix E.3), and `priority` decides which tokens a full expert serves: those with
-    the largest gates (appendix E.1), `[0, 1]` images first, `[1, 0]` texts first, or
-    `"shuffled"` (figure 6).
+    Routers can use modality ids (0 for images, 1 for texts): `num_modalities=2` gives
+    each modality its own router kernel, `expert_pools` its own experts (appendix E.3),
+    and `priority` decides which tokens a full expert keeps: those with the largest
+    gates (appendix E.1), `[0, 1]` images first, `[1, 0]` texts first, or `"shuffled"`
+    (figure 6).
 
-    The paper leaves these points open: here padding is like any other token unless
-    `mask_padding`, dropout and pre-norms are as in ViT, and a last norm, shared by both
-    modalities, comes before the average, as in ViT.
+    Where the paper is silent: padding is treated like any other token unless
+    `mask_padding`, dropout and pre-norms are as in ViT, and a final norm shared by both
+    modalities precedes the average.
 
     Args:
-        dtype: dtype policy; routing and embeddings are float32 under each.
-        **kwargs: `name` and `trainable`. `moe` must not name soft routing, which would
-            mix images with texts.
+        dtype: dtype policy; routing and embeddings are always float32.
+        **kwargs: `name` and `trainable`. Soft routers are not allowed in `moe`, since
+            they would mix images with texts.
 
     Input shape:
-        A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
-        N up to `max_length`, and `"padding_mask"`, boolean or integers (B, N), False
-        for padding.
+        A dict of `"images"` (B, height, width, channels), `"token_ids"`, integers (B,
+        N) with N up to `max_length`, and `"padding_mask"`, (B, N), False for padding.
 
     Output shape:
-        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
-        (B, P).
+        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
+        P).
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of
@@ -150,7 +149,7 @@ class LIMoEBackbone(PairBackbone):
                     "routing would mix images with texts; received: "
                     f"router={block.feed_forward.router.summary!r}"
                 )
-        # Each modality has its own embedding, before this tower.
+        # Each modality is embedded separately, before this tower.
         return Tower((), blocks, final_norm_layer(config, dtype))
 
     @classmethod
@@ -178,17 +177,17 @@ class LIMoEBackbone(PairBackbone):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The number of patches down and across."""
+        """Number of patches (rows, columns)."""
         return self.get_layer("patch_embedding").grid(self.image_shape)
 
     @property
     def block_names(self) -> list[str]:
-        """The names of the blocks, as the images' routing has them."""
+        """Block names, as used in the image routing."""
         return [f"image/{name}" for name in super().block_names]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         tower, dim = cls.tower(config, "float32"), config.hidden_dim
         max_length = config.max_length
@@ -202,7 +201,7 @@ class LIMoEBackbone(PairBackbone):
             parts.append(part._replace(name=f"{modality}_embedding"))
         for layer in (*tower.blocks, tower.final_norm):
             costs = [layer_cost(layer, (n, dim)) for n in (num_patches, max_length)]
-            # One set of weights, and the operations of both modalities.
+            # Count the weights once and the operations of both modalities.
             cost = costs[0]._replace(flops=sum(each.flops for each in costs))
             kind = "norm" if layer is tower.final_norm else block_kind(layer)
             parts.append(Part(layer.name, kind, *cost))
@@ -214,7 +213,7 @@ class LIMoEBackbone(PairBackbone):
 
     @classmethod
     def sequence_lengths(cls, **config) -> tuple[int, ...]:
-        """The lengths of an example's sequences, whose tokens attend to each other."""
+        """Lengths of the sequences in an example that attend separately."""
         config = cls.make_config(config)
         return _image_embedding(config, "float32")[1], config.max_length
 
@@ -224,7 +223,7 @@ def _image_embedding(config, dtype):
 
 
 def _layers(cls, config, dtype):
-    """All layers of a backbone, not built."""
+    """Creates all layers of a backbone, unbuilt."""
     tower = cls.tower(config, dtype)
     layers = [
         *_image_embedding(config, dtype)[0],
@@ -244,7 +243,7 @@ def _layers(cls, config, dtype):
 
 
 def _run(layer, config, inputs):
-    """The symbolic results for the modalities that are there."""
+    """Returns the symbolic results of the given modalities."""
     tokens, masks = {}, {}
     if "images" in inputs:
         x = layer("patch_embedding")(inputs["images"])
@@ -258,7 +257,7 @@ def _run(layer, config, inputs):
         ops.full_like(tokens[name][..., 0], MODALITIES.index(name), dtype="int32")
         for name in tokens
     ]
-    # Images have a known number of tokens, and come first.
+    # Images come first, with a known number of tokens.
     boundaries = (tokens["image"].shape[1],) if len(tokens) > 1 else ()
     is_masked = config.mask_padding and "text" in tokens
     blocks = [layer(f"block_{index}") for index in range(config.num_layers)]
@@ -289,7 +288,7 @@ def _run(layer, config, inputs):
 
 
 def _runs(modalities, boundaries):
-    """Slices of each modality's tokens."""
+    """Returns slices of each modality's tokens."""
     if not boundaries:
         return dict.fromkeys(modalities, slice(None))
     (num_images,) = boundaries

@@ -1,4 +1,4 @@
-"""MLP-Mixer: tokens mix through an MLP, and blocks may be mixtures of experts.
+"""MLP-Mixer, dense or with experts.
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
@@ -29,13 +29,13 @@ TOKEN_MIXERS = ("mlp", MUMOE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(ImageConfig):
-    """The arguments of `MixerBackbone`.
+    """Arguments of `MixerBackbone`.
 
     Args:
-        token_mlp_dim: H of the MLPs across tokens.
-        token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
-            blocks of `moe`, a `MuMoEConfig`, with its experts. `routing` then also has
-            the records of channels (B, D, E) `"block_0/token_mixer"`, ...
+        token_mlp_dim: H of the token-mixing MLPs.
+        token_mixer: `"mlp"`, or `"mumoe"` to use `keras_moe.layers.TokenMuMoE` in the
+            blocks that `moe`, a `MuMoEConfig`, selects. `routing` then also has a
+            record over channels (B, D, E) for each, such as `"block_0/token_mixer"`.
     """
 
     token_mlp_dim: int = 384
@@ -52,7 +52,7 @@ class MixerConfig(ImageConfig):
             )
 
     def mix(self, spec: EncoderSpec, index: int) -> keras.layers.Layer:
-        """The token mixer of a block, not built."""
+        """Creates the token mixer of a block, unbuilt."""
         if self.token_mixer == MUMOE and index in resolve_moe_layers(
             spec.moe.moe_layers, spec.num_layers
         ):
@@ -71,15 +71,15 @@ class MixerConfig(ImageConfig):
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class MixerBackbone(ImageBackbone):
-    """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.
+    """An MLP-Mixer with dense or mixture-of-experts channel MLPs.
 
-    The number of patches is an axis of the token MLPs' weights, so a model serves
-    images of one size, or of another size with patches that grow alike. The token MLPs
-    tell patches apart by their index, so there is no `position_embedding`. Images are
-    in [-1, 1]. `routing` and `features` are those of `ViTBackbone`.
+    The number of patches is part of the weights' shapes, so another image size needs a
+    patch size that grows with it. Token MLPs know each patch by its index, so there is
+    no `position_embedding`. Images are in [-1, 1]. `routing` and `features` work as in
+    `ViTBackbone`.
 
     Args:
-        dtype: dtype policy; routing is float32 under each.
+        dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
     Input shape:
@@ -111,7 +111,7 @@ class MixerBackbone(ImageBackbone):
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        # The patch kernel fits every image and patch; the token MLPs do not.
+        # The patch kernel can be resized; the token MLPs cannot.
         now, before = cls.make_config(config), cls.make_config(saved)
         received, expected = (
             PatchEmbedding(1, each.patch_size).grid(each.image_shape)
@@ -136,8 +136,8 @@ class MixerImageClassifier(ImageClassifier):
     Args:
         backbone: a `MixerBackbone`.
         num_classes: number of classes.
-        **kwargs: arguments of `ImageClassifier`. `pooling` is `"average"`, which None
-            means, or `"first"`.
+        **kwargs: arguments of `ImageClassifier`. `pooling` is `"average"` (the default)
+            or `"first"`.
 
     Reference:
         *MLP-Mixer: An all-MLP Architecture for Vision*.

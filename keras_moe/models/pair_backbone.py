@@ -1,4 +1,4 @@
-"""The base of backbones of pairs of images and texts.
+"""Base class of image-text backbones.
 
 Axes: B batch, N tokens, P embedding.
 """
@@ -25,7 +25,7 @@ _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 
 
 class PairEncoder(Exportable, keras.Model):
-    """The model of one modality, which `PairBackbone.encoder` makes."""
+    """The model of one modality, created by `PairBackbone.encoder`."""
 
     def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
         super().__init__(inputs, outputs, **kwargs)
@@ -33,15 +33,12 @@ class PairEncoder(Exportable, keras.Model):
 
 
 class PairBackbone(MoEBackbone):
-    """A backbone that embeds images and texts into one space.
+    """Base class of `CLIPBackbone` (two towers) and `LIMoEBackbone` (one).
 
-    This is the base of `CLIPBackbone`, with a tower for each modality, and of
-    `LIMoEBackbone`, with one for both. In addition to the
-    methods of `MoEBackbone`, a subclass has `_encoder`: the model of one modality.
-
-    `backbone.routing` and `backbone.features` are by modality, such as
-    `"image/block_1"`, and so is `get_layer`: where both modalities share a block, both
-    of its names give the same layer.
+    In addition to the methods of `MoEBackbone`, a subclass defines `_encoder`, the
+    model of one modality. Keys of `routing` and `features` and names in `get_layer` are
+    prefixed by modality, such as `"image/block_1"`; for a shared block both names give
+    the same layer.
     """
 
     example = "pair"
@@ -49,19 +46,19 @@ class PairBackbone(MoEBackbone):
 
     def __init__(self, *, dtype: Any = None, **kwargs):
         super().__init__(dtype=dtype, **kwargs)
-        # A plain attribute: Keras would track the models, whose layers it has.
+        # Bypass attribute tracking: the models share this backbone's layers.
         object.__setattr__(self, "_encoders", {})
 
     def _encoder(self, modality: str) -> tuple[Any, Any]:
-        """The symbolic inputs and outputs of `encoder`."""
+        """Returns the symbolic inputs and outputs of `encoder`."""
         raise NotImplementedError
 
     def encoder(self, modality: str) -> PairEncoder:
-        """The model of one modality, which shares this backbone's weights."""
+        """Returns the model of one modality, sharing this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
         encoder, weights = self._encoders.get(modality, (None, None))
-        # Quantised layers and low-rank pairs have other weights, which a compiled
-        # function does not know.
+        # Quantisation and LoRA replace weights, which a compiled function does not
+        # notice.
         if encoder is None or weights != _identities(encoder):
             encoder = PairEncoder(
                 *self._encoder(modality), self.max_length, name=f"{modality}_encoder"
@@ -75,14 +72,14 @@ class PairBackbone(MoEBackbone):
         return self.get_layer("logit_scale")
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """A layer by name; see `keras.Model.get_layer`."""
+        """Returns a layer by name or index, as `keras.Model.get_layer`."""
         modality, slash, inner = str(name).partition("/")
         if slash and modality in MODALITIES:
             return self._layer_of(modality, inner)
         return super().get_layer(name, index)
 
     def _layer_of(self, modality, name):
-        """The layer of a modality's tower."""
+        """Returns a layer of a modality's tower."""
         return super().get_layer(name)
 
     @property
@@ -92,7 +89,7 @@ class PairBackbone(MoEBackbone):
 
     @property
     def max_length(self) -> int:
-        """N of the longest text."""
+        """Maximum text length N."""
         return self._text_config.max_length
 
     @property
@@ -100,7 +97,7 @@ class PairBackbone(MoEBackbone):
         return self.config
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        # Batches of datasets are seen here first.
+        # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
         return super().call(inputs, training=training, mask=mask)
@@ -124,7 +121,7 @@ class PairBackbone(MoEBackbone):
         check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: Any) -> None:
-        """Checks the inputs of one modality, as far as they are known."""
+        """Checks the inputs of one modality where their values are known."""
         check_one_of("modality", modality, MODALITIES)
         if modality == "image":
             check_inputs(self.encoder("image"), inputs)
@@ -140,7 +137,7 @@ class PairBackbone(MoEBackbone):
 
 
 def plain_temperature(temperature: Any) -> dict[str, Any]:
-    """The fields of a `keras_moe.losses.Temperature`, checked."""
+    """Returns the fields of a `keras_moe.losses.Temperature`, checked."""
     if isinstance(temperature, str):
         check_one_of("temperature", temperature, tuple(TEMPERATURES))
         temperature = TEMPERATURES[temperature]
@@ -158,7 +155,7 @@ def plain_temperature(temperature: Any) -> dict[str, Any]:
 
 
 def _identities(model):
-    """The weights of a model by identity."""
+    """Returns the ids of a model's weights."""
     return [id(weight) for weight in model.weights]
 
 

@@ -1,4 +1,4 @@
-"""The front door: models by name, from a preset, a folder or published weights."""
+"""Creates models by name: from presets, folders or published weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,12 @@ from keras_moe.models.source import build, resolve
 
 
 def list_presets() -> dict[str, str]:
-    """The presets that are known by name, with a line about each.
+    """Lists the known presets with a one-line description of each.
 
     Returns:
-        A dict from name to description: the built-in ones, and those of
-        `register_presets`. The line of a preset with weights says what they reach.
+        A dict from name to description, built-in presets and those of
+        `register_presets`. For presets with trained weights, the description gives
+        their accuracy.
 
     Example:
 
@@ -34,20 +35,19 @@ def from_preset(
     load_weights: bool = True,
     **overrides,
 ) -> Any:
-    """Makes a model from a preset, ready for `fit` or, if it is trained, `predict`.
+    """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 
-    With `num_classes` it is an image classifier with a new head. Otherwise a preset
-    with a trained task gives that task, and any other its backbone; a built-in preset
-    without its weights is an architecture like the others.
+    Returns an image classifier with a new head if `num_classes` is given; otherwise the
+    preset's trained task if it has one, and its backbone if not.
 
     Args:
-        preset: name of a preset (see `list_presets`, which says which are trained; the
-            others are architectures), local folder, or `hf://`, `kaggle://` or
-            `gs://` handle; or published weights, see `convert`.
-        task: `"backbone"` or the name of a task, such as `"image_classifier"`; None
-            decides as above.
-        load_weights: whether to load the preset's weights, if it has any; False makes
-            a model to train from scratch, whose arguments need not fit the weights.
+        preset: preset name (see `list_presets`; most are architectures without
+            weights), local folder, or `hf://`, `kaggle://` or `gs://` handle; or
+            published weights, see `convert`.
+        task: `"backbone"` or a task name such as `"image_classifier"`; defaults to the
+            rule above.
+        load_weights: whether to load the preset's weights, if any. With False,
+            arguments need not fit the weights.
         **overrides: any argument of the backbone, its experts or the task, such as
             `num_classes=10`, `image_shape=(384, 384, 3)`, `num_experts=8` or
             `capacity_factor=2.0`.
@@ -79,42 +79,37 @@ def convert(
     tower: str | None = None,
     **overrides,
 ) -> tuple[Any, ConversionReport]:
-    """Makes a model of this library from published weights.
+    """Creates a model of this library from published weights.
 
-    Every tensor of the source must be used, or be known to belong to another part, and
-    every weight of the model must be filled. Names, shapes and sizes are checked before
-    anything is read.
+    Checks names, shapes and sizes before reading: every tensor must be used or known to
+    be unneeded, and every weight of the model filled. Tensors are read one at a time
+    into a float32 model (change it with `dtype`), so float32 files need at most 1.3
+    times their size in memory. Half-precision files and KerasHub models need more.
 
-    Besides the model, one tensor at a time is in memory. The model is float32 unless
-    `dtype` says otherwise, so float32 files need at most 1.3 times their size. Files of
-    half precision need more, and so do KerasHub models, since both are in memory.
-
-    Images are in [-1, 1], as for all models of this library: if the source normalises
-    by another mean and standard deviation, these become part of the patch embedding. A
-    KerasHub model takes the same images as before. A classifier's `preprocessor` is an
-    `ImagePreprocessor` with the source's preparation of images and its class names.
+    Images are in [-1, 1], as everywhere in this library: another mean and standard
+    deviation are folded into the patch embedding. Converted KerasHub models keep their
+    input range. A classifier gets an `ImagePreprocessor` with the source's
+    preprocessing and class names.
 
     Args:
-        source: a V-MoE or Soft MoE checkpoint (the prefix of its .index and .data
-            files, also `gs://vmoe_checkpoints/...`); a ViT or MLP-Mixer `.npz` of
-            Google's releases (also `gs://vit_models/...`, `gs://mixer_models/...`); a
-            folder or `hf://` of a timm ViT or Mixer, of OpenCLIP, or of
-            transformers' CLIP, SigLIP or DINOv2, with `.safetensors` weights, or such a
-            file; a folder with one such checkpoint; or a KerasHub ViT, CLIP or SigLIP:
-            a model or a preset. Images and texts become a `CLIPBackbone`.
-        task: `"backbone"` or `"image_classifier"`; None decides as above.
-        load_weights: whether to load the weights; False makes only the architecture.
-        progress: function of (done, all, name), called before each weight.
-        tower: `"image"` or `"text"` for one tower of a model of pairs, which
-            `ViTBackbone.from_preset` and `TextBackbone.from_preset` take, too.
-        **overrides: any argument of the backbone or the task. `num_classes` makes a new
-            head for the image tower; without it the source's head is taken: its
-            classes, the embedding of an image tower, or none. With another
-            `image_shape` or `patch_size` positions and the patch kernel are resized,
-            and channels folded (a Mixer keeps its number of patches). The number of
-            heads, CLIP's `activation` and a V-MoE's `router`,
-            `num_selected_experts` and `capacity_factor` must be given where the source
-            does not have them.
+        source: one of: a V-MoE or Soft MoE checkpoint (the common prefix of its .index
+            and .data files, also `gs://vmoe_checkpoints/...`); a `.npz` of Google's ViT
+            or MLP-Mixer releases (also `gs://vit_models/...`, `gs://mixer_models/...`);
+            a `.safetensors` file, or a folder or `hf://` repository with one, of a timm
+            ViT or Mixer, OpenCLIP, or transformers' CLIP, SigLIP or DINOv2; or a
+            KerasHub ViT, CLIP or SigLIP model or preset. Image-text models become a
+            `CLIPBackbone`.
+        task: `"backbone"` or `"image_classifier"`; None decides as in `from_preset`.
+        load_weights: whether to load the weights; False creates only the architecture.
+        progress: function of (done, total, name), called before each weight.
+        tower: `"image"` or `"text"` to convert one tower of an image-text model. Also
+            an argument of `ViTBackbone.from_preset` and `TextBackbone.from_preset`.
+        **overrides: any argument of the backbone or the task. `num_classes` creates a
+            new head for the image tower; by default the source's head is kept.
+            Positions and the patch kernel are resized to another `image_shape` or
+            `patch_size`, and channels folded (a Mixer must keep its number of patches).
+            Give the number of heads, CLIP's `activation` and a V-MoE's `router`,
+            `num_selected_experts` and `capacity_factor` if the source lacks them.
 
     Returns:
         The model, a compiled task or a backbone, and a `ConversionReport`.
@@ -142,22 +137,22 @@ def describe(
     load_weights: bool = True,
     **overrides,
 ) -> Description:
-    """The costs of a model, from its configuration: no weight is allocated.
+    """Counts parameters and FLOPs of a model without allocating weights.
 
-    FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
-    no token dropped; normalisations, activations and softmaxes are left out.
+    FLOPs are 2 per multiply-add of every matmul in one image's forward pass with no
+    token dropped; norms, activations and softmaxes are not counted.
 
     Args:
-        preset: source as in `from_preset`, or a model of this library. Only the names
-            and shapes of published weights are read; the weights of a folder with
-            checksums are read once, about a second per GB, to compare them.
-        load_weights: whether the model is one that the preset's weights fit.
+        preset: as in `from_preset`, or a model of this library. For published weights
+            only names and shapes are read; for a folder with checksums the weights are
+            read once to compare them, about a second per GB.
+        load_weights: whether the preset's weights must fit the model.
         **overrides: any argument of the backbone or the task. Without `num_classes` a
-            saved or published head is counted as it is.
+            saved or published head is counted.
 
     Returns:
-        A `Description`: `parameters`, `active_parameters` (those that one token
-        uses), `gflops` per image, and the same for each of its `parts`.
+        A `Description` with `parameters`, `active_parameters` (used by one token) and
+        `gflops` per image, in total and for each of its `parts`.
 
     Example:
 

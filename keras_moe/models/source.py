@@ -1,8 +1,7 @@
-"""What a source offers, and the blueprint that it becomes with overrides.
+"""Model sources, and the `Blueprint` that a source and overrides give.
 
-A source is a registered preset, a folder or handle that `save_to_preset` has written,
-published weights, or a model. From the `Blueprint` on no code asks where a model comes
-from.
+A source is a registered preset, a folder or handle written by `save_to_preset`,
+published weights, or a model. Code that uses a `Blueprint` need not know which.
 """
 
 import contextlib
@@ -39,34 +38,34 @@ from keras_moe.ops.initializers import skip_init
 TASK = "task.json"
 ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 BACKBONE = "backbone"
-# The towers of models of pairs, by the kinds of their inputs.
+# Towers of image-text models, by the kinds of their inputs.
 TOWERS = ("image", "text")
 
 
 class Weights(Protocol):
-    """Where a model's weights come from."""
+    """Protocol for the weights of a source."""
 
     def fills_backbone(self) -> bool:
-        """Whether `load` replaces every initial value of the backbone."""
+        """Whether `load` sets every weight of the backbone."""
 
     def fills_head(self) -> bool:
-        """Whether `load` replaces every initial value of the task around it."""
+        """Whether `load` sets every weight of the task's head."""
 
     def load(self, model: keras.Model, progress: Any = None) -> Any:
-        """Fills a model's weights, and returns a report or None."""
+        """Loads weights into a model; returns a report or None."""
 
     def check(self) -> None:
-        """Raises ValueError if the weights are damaged, as far as that is known."""
+        """Raises ValueError if the weights are known to be damaged."""
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """A context whose errors name the source."""
+        """Returns a context that adds the source's name to errors."""
 
     def close(self) -> None:
         """Closes the source."""
 
 
 class ModelSource:
-    """The description of a model by its source, before overrides."""
+    """A model as described by its source, before overrides."""
 
     kind: str
     name: str
@@ -79,42 +78,42 @@ class ModelSource:
     class_names = None
 
     def _take_backbone(self, backbone, config):
-        """Takes a backbone, its arguments, and the default task for it."""
+        """Sets the backbone, its arguments and its default task."""
         self.backbone, self.config = backbone, config
         self.task = registry.task_class(backbone)
 
     def label_of(self, backbone: type) -> str:
-        """Words for a source of another backbone."""
+        """Describes a source that has another backbone."""
         return f"a preset of a {backbone.__name__}"
 
     def task_config(self) -> dict[str, Any]:
-        """Arguments of the task without its backbone.
+        """Returns the task's arguments without the backbone.
 
-        "preprocessor" is among them where the source has one, or says that it has none.
+        Includes "preprocessor" if the source has one or explicitly has none.
         """
         return {}
 
     def without_task(self) -> "ModelSource":
-        """The same source without its own task."""
+        """Returns the same source without its own task."""
         other = copy.copy(self)
         other.task, other.is_trained, other.class_names = None, False, None
         return other
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """A context whose errors name the source, where it is needed."""
+        """Returns a context that adds the source's name to errors."""
         return contextlib.nullcontext()
 
     def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
-        """The weights, or None."""
+        """Returns the weights, or None."""
         return None
 
 
 class TaskConfig(NamedTuple):
-    """Arguments of a task, and which of its weights the source does not fill.
+    """Task arguments, and which weights the source does not fill.
 
     Attributes:
         config: arguments of the task without its backbone.
-        new_weights: prefixes of the paths of weights that keep their initial values.
+        new_weights: path prefixes of weights that keep their initial values.
     """
 
     config: dict[str, Any]
@@ -167,7 +166,7 @@ class _Saved(ModelSource):
         return backbone, content["config"]
 
     def _read_task(self):
-        """The class of the saved task, or None, and its arguments."""
+        """Returns the class of the saved task, or None, and its arguments."""
         if not check_file_exists(self._path, TASK):
             return None, {}
         content = load_json(self._path, TASK)
@@ -177,7 +176,7 @@ class _Saved(ModelSource):
                 "Expected a task that is registered with Keras; received: "
                 f"{content.get('registered_name')!r} in {self._path}/{TASK}"
             )
-        # Tasks of other libraries know no blueprint.
+        # Other libraries' tasks have no blueprint.
         return (task if registry.is_task(task) else None), content["config"]
 
     def task_config(self):
@@ -204,7 +203,7 @@ class _Saved(ModelSource):
 
 
 def _registered_class(content):
-    """The class that a file of a preset names, or None."""
+    """Returns the class named in a preset's file, or None."""
     return keras.saving.get_registered_object(str(content.get("registered_name")))
 
 
@@ -257,10 +256,10 @@ def open_model_source(
 
 
 class UnbuiltTower(NamedTuple):
-    """One tower of a backbone before it is made."""
+    """One tower of an unbuilt backbone."""
 
-    # Its weights' paths begin with `prefix`, such as "text/"; "" for just one tower.
-    # Tokens attend to each other within their sequence; `sequences` has the lengths.
+    # `prefix` starts the paths of its weights, such as "text/"; "" for a single tower.
+    # Tokens attend within their sequence; `sequences` has the lengths.
     prefix: str
     blocks: list
     sequences: tuple[int, ...]
@@ -269,16 +268,16 @@ class UnbuiltTower(NamedTuple):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The parts of a model before it is made: no weight is allocated.
+    """Everything that determines a model, before any weight is allocated.
 
-    A `with` statement closes its source at once.
+    Use it in a `with` statement to close its source.
 
     Args:
         backbone: class of the backbone.
         config: arguments of the backbone.
-        task: class of the task around it, or None for just a backbone.
+        task: class of the task, or None for a backbone.
         task_config: arguments of the task without its backbone.
-        weights: source of the weights; None for initial ones.
+        weights: source of the weights; None for random initialisation.
         name: name of the source, for descriptions.
 
     Example:
@@ -302,10 +301,10 @@ class Blueprint:
 
     @classmethod
     def of_model(cls, model: keras.Model) -> "Blueprint":
-        """The blueprint of a model, without its weights.
+        """Creates the blueprint of a model, without its weights.
 
         Args:
-            model: backbone of a registered family, or task around one.
+            model: backbone of a registered family, or a task with one.
         """
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
@@ -321,7 +320,7 @@ class Blueprint:
         return cls(type(backbone), config, type(model), task_config, None, model.name)
 
     def describe(self) -> Description:
-        """The costs of the model, from its configuration."""
+        """Returns the costs of the model."""
         with self._explained():
             parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
             if self.task is not None:
@@ -333,12 +332,12 @@ class Blueprint:
         return Description(self.name, num_tokens, parts, dim, self.backbone.example)
 
     def unbuilt_blocks(self) -> list[keras.layers.Layer]:
-        """The blocks of the backbone as layers without weights."""
+        """Creates the blocks of the backbone, unbuilt."""
         with self._explained():
             return self.backbone.unbuilt_blocks(**self._sizes())
 
     def unbuilt_towers(self) -> list[UnbuiltTower]:
-        """The towers of the backbone, each with its blocks and its tokens."""
+        """Creates the towers of the backbone, unbuilt."""
         families = tower_families(self.backbone)
         with self._explained():
             config = self.backbone.make_config(self.config).to_dict()
@@ -356,17 +355,16 @@ class Blueprint:
             ]
 
     def build(self) -> keras.Model:
-        """The model, with the source's weights if they are wanted."""
+        """Creates the model and loads the source's weights, if requested."""
         return self.build_with_report()[0]
 
     def build_with_report(
         self, progress: Callable[[int, int, str], None] | None = None
     ) -> tuple[keras.Model, Any]:
-        """The model, and a report on published weights.
+        """Creates the model; also returns a report on converted weights.
 
         Args:
-            progress: called with (done, all, name) before each weight that is
-                converted.
+            progress: called with (done, total, name) before each converted weight.
 
         Returns:
             The model, and a `ConversionReport` or None.
@@ -379,7 +377,7 @@ class Blueprint:
 
     def _new(self):
         task_config = dict(self.task_config)
-        # A task may be given its backbone.
+        # A task can be given its backbone.
         backbone = task_config.pop("backbone", None)
         weights = self.weights
         if backbone is None:
@@ -391,7 +389,7 @@ class Blueprint:
             return self.task(backbone, **task_config)
 
     def _sizes(self):
-        """The arguments that costs follow from: they are the same under each dtype."""
+        """The arguments that determine costs, which are the same for every dtype."""
         not_sizes = ("name", "trainable", "dtype")
         return {k: v for k, v in self.config.items() if k not in not_sizes}
 
@@ -422,25 +420,24 @@ def resolve(
     counts_only: bool = False,
     tower: str | None = None,
 ) -> Blueprint:
-    """The blueprint of a model from any source, with overrides of any argument.
+    """Returns the blueprint of a model from any source, with overrides.
 
-    `from_preset`, `describe`, `convert`, `upcycle` and `keras_moe.distribution` all
-    start from it.
+    `from_preset`, `describe`, `convert`, `upcycle` and `keras_moe.distribution` are
+    built on it.
 
     Args:
-        source: name of a preset, folder, handle, published weights or a model; see
+        source: preset name, folder, handle, published weights or a model; see
             `keras_moe.models.from_preset` and `convert`.
-        overrides: arguments of the backbone or of the task, by name; `num_classes`
-            may be None for no new head.
-        task: name of a task, `"backbone"`, or None for the source's own: with
-            `num_classes` its image classifier, with a trained task that one, and
-            otherwise the backbone.
-        cls: class that the model must have, or None for any.
+        overrides: arguments of the backbone or the task, by name; `num_classes=None`
+            means no new head.
+        task: task name or `"backbone"`. None means an image classifier if `num_classes`
+            is given, else the source's trained task, else the backbone.
+        cls: required class of the model, or None for any.
         load_weights: whether the model gets the source's weights.
-        counts_only: whether the blueprint only serves descriptions: no weight is read,
-            and arguments of a task may be given without the task.
+        counts_only: whether the blueprint is only used for descriptions. No weights are
+            read, and task arguments are allowed without the task.
         tower: `"image"` or `"text"` for one tower of published image-text weights. None
-            means that of `cls` or `task`, or all of them.
+            means what `cls` or `task` implies, or all.
 
     Example:
 
@@ -479,7 +476,7 @@ def resolve(
 
 
 def _tower_of(task, cls, has_classes):
-    """The tower of a model of pairs that a class or a task implies, or None."""
+    """Returns the tower that a class or a task implies, or None."""
     backbone = cls
     if cls is not None and registry.is_task(cls):
         backbone, has_classes = cls.backbone_cls, has_classes or _takes_classes(cls)
@@ -512,7 +509,7 @@ def _resolved(source, overrides, task, cls, counts_only):
 
 
 def _config(source, backbone, overrides):
-    """The arguments of the backbone, such that the weights fit if they are wanted."""
+    """Returns the backbone's arguments, adjusted to the weights to be loaded."""
     config = apply_overrides(backbone, source.config, overrides)
     if source.must_fit:
         saved = nested_config(backbone, source.config)
@@ -521,7 +518,7 @@ def _config(source, backbone, overrides):
 
 
 def _config_of_own(source, backbone, of_backbone):
-    """The arguments of a backbone that the caller has made."""
+    """Returns the arguments of a backbone passed by the caller."""
     if source.kind != SAVED:
         raise ValueError(
             f"Expected no backbone=, since {source.name!r} makes one; received: "
@@ -538,7 +535,7 @@ def _config_of_own(source, backbone, of_backbone):
 
 
 def _backbone_class(source, cls):
-    """The class of the backbone, where the model's class is prescribed."""
+    """Returns the backbone class that a required model class implies."""
     wanted = cls.backbone_cls if registry.is_task(cls) else cls
     if wanted is None or issubclass(source.backbone, wanted):
         return source.backbone
@@ -551,7 +548,7 @@ def _backbone_class(source, cls):
 
 
 def _task_class(source, backbone, task, cls, has_classes):
-    """The class of the task, or None for just a backbone."""
+    """Returns the task class, or None for a backbone."""
     if cls is not None:
         return _closest_task(source, backbone, cls) if registry.is_task(cls) else None
     if task == BACKBONE:
@@ -564,7 +561,7 @@ def _task_class(source, backbone, task, cls, has_classes):
 
 
 def _closest_task(source, backbone, cls):
-    """The source's own task if it is one of the class, or else the class."""
+    """Returns the source's own task if it is a subclass of `cls`, else `cls`."""
     if source.task is not None and issubclass(source.task, cls):
         return source.task
     if cls.backbone_cls is not None:
@@ -589,7 +586,7 @@ def _takes_classes(cls):
 
 
 def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> Any:
-    """The model of a source that is no model of this library itself."""
+    """Builds a model from a source that is not itself a model of this library."""
     if isinstance(source, keras.Model) and not is_convertible(source):
         raise ValueError(
             f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"

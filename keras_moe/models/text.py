@@ -1,4 +1,4 @@
-"""A transformer of texts, whose blocks are dense or mixtures of experts.
+"""A text transformer, dense or with experts.
 
 Axes: B batch, N tokens, D hidden, H mlp, V vocabulary.
 """
@@ -32,22 +32,22 @@ TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(TransformerConfig, TokenIdsConfig):
-    """The arguments of `TextBackbone`.
+    """Arguments of `TextBackbone`.
 
     Args:
-        mask_padding: whether padding is masked: no token attends to it, and it is
-            neither routed nor pooled. False treats padding as any other token, as
-            SigLIP does: `"last"` is then the last of all.
-        causal: whether a token attends only to itself and the tokens before it.
-        pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"`,
-            `"average"` or `"max"`, see `keras_moe.layers.MaskedPooling`; or `"map"`, a
-            learned probe that attends to them, see `keras_moe.layers.AttentionPooling`.
-        end_of_text_id: id of the token that `"end_of_text"` takes; None takes the
-            largest id of each text, as published CLIP weights do.
+        mask_padding: whether to mask padding: it is not attended to, routed or pooled.
+            If False, padding is treated like any other token, as in SigLIP, and
+            `"last"` pools the last position.
+        causal: whether tokens attend only to themselves and earlier tokens.
+        pooling: `"first"`, `"last"`, `"end_of_text"`, `"average"` or `"max"` (see
+            `keras_moe.layers.MaskedPooling`), or `"map"`, attention from a learned
+            probe (see `keras_moe.layers.AttentionPooling`).
+        end_of_text_id: token id that `"end_of_text"` pools. Defaults to the largest id
+            of each text, as in published CLIP weights.
         projection_dim: size of the projection of the pooled vector; None for none.
         projection_bias: whether the projection has a bias, as in SigLIP.
-        final_norm: whether the last block's tokens are normalised.
-        activation: activation of the feed-forward layers; OpenAI's weights have
+        final_norm: whether to normalise the last block's tokens.
+        activation: activation of the feed-forward layers. OpenAI's weights use
             `"quick_gelu"`, most others `"gelu"`.
     """
 
@@ -57,7 +57,7 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
     projection_dim: int | None = None
     projection_bias: bool = False
     final_norm: bool = True
-    # Those of CLIP-B.
+    # CLIP-B.
     hidden_dim: int = 512
     num_heads: int = 8
     mlp_dim: int = 2048
@@ -97,31 +97,29 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class TextBackbone(MoEBackbone):
-    """A transformer of texts, such as CLIP's, dense or with mixtures of experts.
+    """A text transformer such as CLIP's, dense or with mixtures of experts.
 
     With `moe=None` all blocks are dense; `moe=MoEConfig(moe_layers="every_2")` puts
-    experts into every second block. The defaults are the text tower of OpenAI's
-    CLIP-B, whose embeddings also need `projection_dim=512`.
+    experts in every second block. The defaults are the text tower of OpenAI's CLIP-B,
+    apart from its `projection_dim=512`. `routing` and `features` work as in
+    `ViTBackbone`.
 
-    `backbone.routing` holds the symbolic routing record of each MoE block, and
-    `backbone.features` `"tokens"`, `"pooled"` and the tokens after each block.
-
-    At inference padding changes no result with token choice, the default: a text has
-    the same tokens whatever follows it in its row. Routers whose capacity follows from
-    the number of tokens, such as expert choice, count padding there.
+    With token choice (the default), padding does not change the tokens of a text at
+    inference. It does with routers such as expert choice, where capacity depends on the
+    number of tokens.
 
     Args:
-        dtype: dtype policy; routing is float32 under each.
+        dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
     Input shape:
-        A dict: `"token_ids"`, integers (B, N), N up to `max_length`;
-        `"padding_mask"`, boolean or integers (B, N), False for padding; and where
-        routers tell modalities apart `"modality_ids"`, integers (B, N).
+        A dict of `"token_ids"`, integers (B, N) with N up to `max_length`;
+        `"padding_mask"`, (B, N), False for padding; and, if routers use modalities,
+        `"modality_ids"`, integers (B, N).
 
     Output shape:
-        A dict: `"tokens"` (B, N, D), normalised, and `"pooled"` (B, D), or
-        (B, projection_dim).
+        A dict of `"tokens"` (B, N, D), normalised, and `"pooled"` (B, D) or (B,
+        projection_dim).
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
@@ -160,7 +158,7 @@ class TextBackbone(MoEBackbone):
         tower, pooler = cls.tower(config, dtype), TextPooler.of(config, dtype)
         for block in tower.blocks:
             if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
-                # Slots are weights: their number follows from the longest text.
+                # Slots are weights, so their number follows from the maximum length.
                 block.build((None, config.max_length, config.hidden_dim))
         inputs = text_inputs()
         if getattr(config.moe, "modality_count", None) is not None:
@@ -179,12 +177,12 @@ class TextBackbone(MoEBackbone):
 
     @property
     def max_length(self) -> int:
-        """N of the longest text."""
+        """Maximum text length N."""
         return self.config.max_length
 
     @property
     def token_embedding(self) -> keras.layers.Layer:
-        """The layer from token ids to tokens, as KerasHub's backbones of texts have."""
+        """The token embedding, under the name KerasHub's text backbones use."""
         return self.get_layer("token_embedding")
 
     def _check_inputs(self, inputs, labels=None):
@@ -199,7 +197,7 @@ class TextBackbone(MoEBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         tower = cls.tower(config, "float32")
         parts, num_tokens, dim = tower.parts((config.max_length,))
@@ -208,7 +206,7 @@ class TextBackbone(MoEBackbone):
 
 
 class TextPooler(NamedTuple):
-    """The layers from a text's tokens to one vector, not built.
+    """The unbuilt layers from a text's tokens to one vector.
 
     Attributes:
         pooling: `MaskedPooling` or `AttentionPooling`.
@@ -220,7 +218,7 @@ class TextPooler(NamedTuple):
 
     @classmethod
     def of(cls, config: TextConfig, dtype: Any) -> "TextPooler":
-        """The pooling and the projection of a backbone."""
+        """Creates the pooling and projection of a config."""
         if config.pooling == "map":
             pooling = AttentionPooling(
                 config.num_heads,
@@ -250,7 +248,7 @@ class TextPooler(NamedTuple):
         return pooled if self.projection is None else self.projection(pooled)
 
     def parts(self, shape: tuple[int, int]) -> list[Part]:
-        """The parts with their costs."""
+        """Returns the parts with their costs."""
         parts, cost = [], self.pooling.cost(shape)
         if cost.parameters:
             parts.append(Part("pooler", "MAP", *cost))

@@ -1,4 +1,4 @@
-"""A tower: embedding, blocks and last norm of one encoder.
+"""A tower: embedding, blocks and final norm of one encoder.
 
 Axes: B batch, N tokens, D hidden, E experts, P embedding, V vocabulary.
 """
@@ -28,14 +28,13 @@ from keras_moe.ops.initializers import FastInitializer
 
 
 class TowerOutputs(NamedTuple):
-    """The results of a tower.
+    """Outputs of a tower.
 
     Attributes:
-        tokens: (B, N, D), normalised if the tower has a last norm.
-        routing: `Routing` of each MoE block by the block's name; a token mixer with
-            experts has its own record, with channels (B, D, E), such as
-            "block_0/token_mixer".
-        block_tokens: (B, N, D) after each block, by its name.
+        tokens: (B, N, D), after the final norm if there is one.
+        routing: dict from block name to `Routing`. A token mixer with experts has its
+            own record over channels (B, D, E), such as "block_0/token_mixer".
+        block_tokens: dict from block name to the tokens after it, (B, N, D).
     """
 
     tokens: Any
@@ -44,15 +43,15 @@ class TowerOutputs(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """The layers of one encoder, not built.
+    """The unbuilt layers of one encoder.
 
-    It is a plain tuple and no layer, so that a model's weights keep their public paths,
-    such as `block_0/attention/query/kernel`.
+    A plain tuple instead of a layer, so that weights keep their public paths, such as
+    `block_0/attention/query/kernel`.
 
     Attributes:
         embedding: layers from the input to tokens, in order.
         blocks: `EncoderBlock` and `MoEEncoderBlock` layers, in order.
-        final_norm: layer on the last block's tokens, or None.
+        final_norm: norm after the last block, or None.
 
     Example:
 
@@ -86,14 +85,14 @@ class Tower(NamedTuple):
         modality_ids: Any = None,
         boundaries: tuple[int, ...] = (),
     ) -> TowerOutputs:
-        """Runs the blocks and the last norm on tokens that are embedded.
+        """Applies the blocks and the final norm to embedded tokens.
 
         Args:
             tokens: (B, N, D).
-            mask: boolean (B, N), False for padding, or None.
-            modality_ids: integers (B, N), or None.
-            boundaries: positions at which the tokens of an example are cut: they attend
-                within their own run only.
+            mask: optional booleans (B, N), False for padding.
+            modality_ids: optional integers (B, N).
+            boundaries: positions at which to split an example's tokens into runs that
+                attend only within themselves.
         """
         if modality_ids is None:
             self._check_one_modality()
@@ -136,11 +135,11 @@ class Tower(NamedTuple):
         return (*self.embedding, *self.blocks, *norms)
 
     def parts(self, input_shape: tuple) -> tuple[list[Part], int, int]:
-        """The parts with their costs, the number of tokens N, and D.
+        """Returns the parts with their costs, the number of tokens N, and D.
 
         Args:
-            input_shape: shape of one input without the batch's axis: (height, width,
-                channels) of images, (num_tokens,) of texts.
+            input_shape: shape of one input without the batch axis: (height, width,
+                channels) for images, (num_tokens,) for texts.
         """
         shape, embedding = tuple(input_shape), Cost()
         for layer in self.embedding:
@@ -165,14 +164,14 @@ def image_tower(
     final_norm: bool = True,
     **embedding: Any,
 ) -> Tower:
-    """The tower of a backbone of images, not built.
+    """Creates the tower of an image backbone, unbuilt.
 
     Args:
         config: arguments of the backbone.
         dtype: dtype policy.
-        token_mixer: function from an `EncoderSpec` and a block's index to the layer
-            through which its tokens see each other.
-        final_norm: whether the last block's tokens are normalised.
+        token_mixer: function of (`EncoderSpec`, block index) that returns the layer
+            that mixes tokens.
+        final_norm: whether to normalise the last block's tokens.
         **embedding: arguments of `image_embedding`, such as `class_token=True`.
 
     Example:
@@ -205,7 +204,7 @@ def image_embedding(
     position_interpolation: str = "bilinear",
     norm: bool = False,
 ) -> tuple[tuple, int]:
-    """The layers from images to tokens but dropout, not built, and N."""
+    """Returns the unbuilt layers from images to tokens (without dropout), and N."""
     patches = PatchEmbedding(
         config.hidden_dim,
         config.patch_size,
@@ -237,7 +236,7 @@ def image_embedding(
 
 
 def text_inputs() -> dict[str, keras.KerasTensor]:
-    """Symbolic inputs of texts by name."""
+    """Returns symbolic text inputs by name."""
     return {
         "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
         "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
@@ -245,7 +244,7 @@ def text_inputs() -> dict[str, keras.KerasTensor]:
 
 
 def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
-    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built."""
+    """Returns the unbuilt layers from ids (B, N) to tokens, without dropout."""
     return (
         TokenEmbedding(
             config.vocabulary_size,
@@ -258,7 +257,7 @@ def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
 
 
 def embedding_dropout(config: EncoderConfig, dtype: Any) -> keras.layers.Dropout:
-    """The dropout on an encoder's embedded tokens, not built."""
+    """Creates the dropout on embedded tokens, unbuilt."""
     return keras.layers.Dropout(
         config.dropout_rate,
         # The first of the encoder's sites.
@@ -269,7 +268,7 @@ def embedding_dropout(config: EncoderConfig, dtype: Any) -> keras.layers.Dropout
 
 
 def final_norm_layer(config: EncoderConfig, dtype: Any) -> LayerNorm:
-    """The normalisation of the last block's tokens, not built."""
+    """Creates the norm after the last block, unbuilt."""
     return LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="final_norm")
 
 
@@ -279,11 +278,11 @@ def embedding_projection(
     dtype: Any = None,
     name: str = "projection",
 ) -> keras.layers.Dense:
-    """A dense layer from (B, D) to (B, P), not built, drawn as in CLIP."""
+    """Creates a dense layer (B, D) -> (B, P), initialised as in CLIP."""
     return keras.layers.Dense(
         check_integer("projection_dim", projection_dim),
         use_bias=check_bool("projection_bias", use_bias),
-        # A standard deviation of 1 / sqrt(D).
+        # Standard deviation 1 / sqrt(D).
         kernel_initializer=FastInitializer(
             keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal")
         ),
@@ -293,7 +292,7 @@ def embedding_projection(
 
 
 def block_kind(block: keras.layers.Layer) -> str:
-    """Kind of a block for descriptions: "dense", or its experts and router."""
+    """Names a block for descriptions: "dense", or its experts and router."""
     if not isinstance(block, MoEEncoderBlock):
         return "dense"
     router = block.feed_forward.router
@@ -301,10 +300,10 @@ def block_kind(block: keras.layers.Layer) -> str:
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
-    """The cost of a layer that is not built.
+    """Returns the cost of an unbuilt layer.
 
-    A layer without a method `cost`, such as one of Keras, is built as a copy: its
-    parameters count, but no FLOPs.
+    Layers without a `cost` method, such as Keras's, are built as a copy: only their
+    parameters count, not FLOPs.
     """
     if hasattr(layer, "cost"):
         return layer.cost(shape)

@@ -1,4 +1,4 @@
-"""Vision transformers: dense (ViT) and with mixtures of experts (V-MoE, Soft MoE).
+"""Vision transformers, dense (ViT) or with experts (V-MoE, Soft MoE).
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
@@ -18,21 +18,19 @@ from keras_moe.models.tower import Tower, image_tower
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(TransformerConfig, ImageConfig):
-    """The arguments of `ViTBackbone`.
+    """Arguments of `ViTBackbone`.
 
     Args:
-        class_token: whether a learned token stands before the patches.
-        position_embedding: embedding of the patches' positions, added to the tokens:
-            `"learned"`, a weight for each token; `"sincos"`, fixed sines and cosines
-            for the patches (the class token has none); or None, so that the backbone
-            does not know where a patch lies.
-        position_interpolation: how learned embeddings are resized when weights of
-            another image size or patch size are loaded, and patch kernels for the
-            latter: `"bilinear"`, as in Google's releases, or `"bicubic"`, as in timm;
-            see `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
-        embedding_norm: whether embedded tokens are normalised, as in CLIP.
-        final_norm: whether the last block's tokens are normalised. Without it, a
-            classifier with `pooled_norm` normalises what it pools.
+        class_token: whether to prepend a learned class token.
+        position_embedding: `"learned"`, `"sincos"` (fixed sines and cosines; none for
+            the class token) or None.
+        position_interpolation: how to resize learned position embeddings, and patch
+            kernels, when loading weights of another image or patch size: `"bilinear"`,
+            as in Google's releases, or `"bicubic"`, as in timm. See
+            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+        embedding_norm: whether to normalise embedded tokens, as in CLIP.
+        final_norm: whether to normalise the last block's tokens. If False, use a
+            classifier with `pooled_norm`.
     """
 
     class_token: bool = True
@@ -50,28 +48,28 @@ class ViTConfig(TransformerConfig, ImageConfig):
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class ViTBackbone(ImageBackbone):
-    """A vision transformer whose feed-forward layers are dense or mixtures of experts.
+    """A vision transformer with dense or mixture-of-experts feed-forward layers.
 
-    With `moe=None` it is a ViT; with `moe=MoEConfig(moe_layers="every_2")` a V-MoE.
+    With `moe=None` it is a ViT, with `moe=MoEConfig(moe_layers="every_2")` a V-MoE.
     Images are in [-1, 1].
 
     `backbone.routing` holds the symbolic routing record of each MoE block, so
-    `keras.Model(backbone.input, backbone.routing).predict(images)` returns what the
-    routers did. `backbone.features` holds `"tokens"`, `"pooled"`, `"grid"` (B, rows,
-    columns, D) and the tokens after each block (`"block_0"`, ...) in the same way.
+    `keras.Model(backbone.input, backbone.routing).predict(images)` returns the routers'
+    decisions. `backbone.features` works the same way, with `"tokens"`, `"pooled"`,
+    `"grid"` (B, rows, columns, D) and the tokens after each block (`"block_0"`, ...).
 
-    On JAX a backbone that one model calls twice keeps the auxiliary losses of only one
-    call (Keras 3.15): concatenate the inputs, and call it once.
+    On JAX, call a backbone only once per model: a second call loses the auxiliary
+    losses of the first (Keras 3.15). Concatenate the inputs instead.
 
     Args:
-        dtype: dtype policy; routing is float32 under each.
+        dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
     Input shape:
         (B, height, width, channels).
 
     Output shape:
-        (B, N, D): the normalised tokens, the class token first if there is one.
+        (B, N, D): normalised tokens, starting with the class token if there is one.
 
     Reference:
         *An Image is Worth 16x16 Words*; *Scaling Vision with Sparse Mixture of
@@ -115,8 +113,7 @@ class ViTImageClassifier(ImageClassifier):
     Args:
         backbone: a `ViTBackbone`.
         num_classes: number of classes.
-        **kwargs: arguments of `ImageClassifier`, which also describes inputs and
-            outputs.
+        **kwargs: arguments of `ImageClassifier`.
 
     Reference:
         *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head).
