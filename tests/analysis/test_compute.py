@@ -11,7 +11,6 @@ from keras_moe.analysis import (
 )
 from keras_moe.ops import ExpertTypes, Routing
 
-pytestmark = pytest.mark.backend_free
 TYPES = ExpertTypes(ffn=2, zero=1, copy=1)
 # One image of a class token and 1 x 2 patches; FFN, FFN, zero, copy.
 FIRST = np.array([[[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]], "float32")

@@ -39,7 +39,6 @@ def routing(model, inputs):
     return record["block_0"], record["block_1"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("cls", [TokenChoiceRouter, PathwayAwareRouter])
 @pytest.mark.parametrize("training", [False, True])
 def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
@@ -65,7 +64,6 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
     assert cls.from_config(part.get_config()).excluded_experts == (1, 4)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -92,7 +90,6 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
     np.testing.assert_allclose(to_numpy(actual.combined), gates * served, rtol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
@@ -104,7 +101,6 @@ def test_excluded_experts_stay_excluded():
     assert len(excluded) > len(before)
 
 
-@pytest.mark.backend_free
 def test_types_are_excluded_from_a_model_that_is_saved(tmp_path):
     model = classifier()
     inputs = images(6, *SHAPE)
@@ -133,7 +129,6 @@ def shares(model, inputs):
     return np.bincount(LABELS, right, CLASSES) / np.bincount(LABELS)
 
 
-@pytest.mark.backend_free
 def test_every_type_is_ablated():
     model = classifier()
     inputs = images(24, *SHAPE)
@@ -173,7 +168,6 @@ def test_every_type_is_ablated():
     np.testing.assert_allclose(one.accuracy, shares(model, inputs))
 
 
-@pytest.mark.backend_free
 def test_what_cannot_be_removed_is_refused():
     model = classifier()
     inputs = images(24, *SHAPE)

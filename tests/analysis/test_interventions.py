@@ -67,7 +67,6 @@ def accuracies(logits, labels):
     return np.bincount(labels, right, logits.shape[1]) / np.maximum(counts, 1)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("position", HEADS)
 def test_ablation_of_a_head_is_the_naive_one(position):
     num_experts, options = HEADS[position]
@@ -99,7 +98,6 @@ def test_ablation_of_a_head_is_the_naive_one(position):
     np.testing.assert_array_equal(some.ablated, actual.ablated[[2, 0]])
 
 
-@pytest.mark.backend_free
 def test_nothing_is_right_without_the_only_expert():
     model = classifier(num_experts=1, options={"use_bias": False})
     actual = analysis.ablate_experts(model, images(24, *SHAPE), LABELS, verbose=0)
@@ -110,7 +108,6 @@ def test_nothing_is_right_without_the_only_expert():
     np.testing.assert_array_equal(actual.changes[0], known.astype(float))
 
 
-@pytest.mark.backend_free
 def test_several_labels_each_have_an_accuracy():
     model = classifier()
     model.multi_label = True
@@ -254,7 +251,6 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
     assert (actual.changes != 0).any()
 
 
-@pytest.mark.backend_free
 def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
     model = mumoe_mixer((2, 2), gate_activation="entmax", rank=5)
     gate = model.backbone.get_layer("block_1").feed_forward.gate
@@ -290,7 +286,6 @@ def test_an_edit_moves_one_logit_by_equation_5():
     np.testing.assert_allclose(change, [[0.0, 0.0, 2.5]] * 5, atol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_edits_add_up_are_saved_and_keep_the_training(tmp_path):
     model = classifier()
     model.compile(keras.optimizers.SGD(0.125), loss="auto")
@@ -348,7 +343,6 @@ def test_steering_adds_the_centre_before_the_experts(router):
     assert len(steered.weights) == len(model.weights)
 
 
-@pytest.mark.backend_free
 def test_an_interrupted_intervention_leaves_the_model_whole():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.compile()
@@ -370,7 +364,6 @@ def test_an_interrupted_intervention_leaves_the_model_whole():
         np.testing.assert_array_equal(to_numpy(weight), value)
 
 
-@pytest.mark.backend_free
 def test_experts_with_negative_coefficients_are_ablated():
     model = classifier(options={"activation": "tanh"})
     inputs = images(24, *SHAPE)
@@ -385,7 +378,6 @@ def test_experts_with_negative_coefficients_are_ablated():
         np.testing.assert_allclose(actual.ablated[expert], accuracies(y, LABELS))
 
 
-@pytest.mark.backend_free
 def test_copies_keep_what_is_frozen_and_need_no_loss():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.backbone.trainable = False
@@ -408,7 +400,6 @@ def test_copies_keep_what_is_frozen_and_need_no_loss():
             refused()
 
 
-@pytest.mark.backend_free
 def test_bad_arguments_are_refused():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     untrained = models.ViTBackbone.from_config(

@@ -20,8 +20,6 @@ from keras_moe.analysis import (
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.ops import Routing
 
-pytestmark = pytest.mark.backend_free
-
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.uniform(-1, 1, (12, 8, 8, 1))
 BLACK = np.zeros((2, 4, 4, 1))

@@ -52,7 +52,6 @@ def classifier(**changes):
     return with_weights(model)
 
 
-@pytest.mark.backend_free
 def test_scores_by_hand():
     def scores(*arguments):
         return expert_scores(HAND, *arguments)["block_1"].tolist()
@@ -66,7 +65,6 @@ def test_scores_by_hand():
     assert scores("reap", "text") == pytest.approx([0.0, 1.0, 1 / 9, 0.0])
 
 
-@pytest.mark.backend_free
 def test_coverage_by_hand():
     curve = coverage_curves(HAND, groups="image")["block_1"]
     np.testing.assert_array_equal(curve.experts, [1, 2, 3, 0])
@@ -81,7 +79,6 @@ def test_coverage_by_hand():
     print_coverage({"block_1": curve})
 
 
-@pytest.mark.backend_free
 def test_coverage_of_first_choices_by_hand():
     # Three tokens prefer expert 0, which has room for one; K = 2.
     gates = np.array([[[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
@@ -104,7 +101,6 @@ def test_coverage_of_first_choices_by_hand():
         coverage_curves(HAND, "first_choices")
 
 
-@pytest.mark.backend_free
 def test_the_smallest_set_covers():
     def kept(**arguments):
         return select_experts(HAND, **arguments)["block_1"]
@@ -121,7 +117,6 @@ def test_the_smallest_set_covers():
     assert kept(coverage=0.6, groups="image", criterion="reap") == [0, 1]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,7 +140,6 @@ def test_bad_selections_are_refused(arguments, message):
         select_experts(HAND, **arguments)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("block", "message"),
     [
@@ -162,7 +156,6 @@ def test_usages_that_rank_nothing_are_refused(block, message):
         select_experts(ExpertUsage(["all"], {"block_1": block}), count=1)
 
 
-@pytest.mark.backend_free
 def test_a_group_without_tokens_and_a_usage_without_norms_are_refused():
     block = BlockUsage(np.array([[1.0, 2.0], [0.0, 0.0]]), np.ones((2, 2)))
     usage = ExpertUsage(["image", "text"], {"block_1": block})
@@ -183,7 +176,6 @@ def outputs(model):
     return model.predict(images(*SHAPE), verbose=0)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("method", METHODS)
 def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
     masked = mask_experts(model, KEPT, method)
@@ -205,7 +197,6 @@ def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
     assert model.count_params() - loaded.count_params() == 5 * (expert + column)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("method", METHODS)
 def test_the_papers_capacity_is_that_of_the_masked_model(model, method):
     whole = classifier(evaluation="official", capacity_factor=1.0)
@@ -217,7 +208,6 @@ def test_the_papers_capacity_is_that_of_the_masked_model(model, method):
     assert np.abs(expected - dropless).max() > 1e-4
 
 
-@pytest.mark.backend_free
 def test_dropping_from_the_router_is_exclusion(model):
     excluded = exclude_experts(model, [1, 3])
     kept = {name: [0, 2, 4] for name in KEPT}
@@ -225,7 +215,6 @@ def test_dropping_from_the_router_is_exclusion(model):
     np.testing.assert_allclose(outputs(masked), outputs(excluded), atol=1e-6)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pruned_model_can_be_pruned_further(model, method):
     at_once = prune_experts(model, {**KEPT, "block_0": [1, 4]}, method)
@@ -239,7 +228,6 @@ def test_a_pruned_model_can_be_pruned_further(model, method):
         np.testing.assert_allclose(outputs(other), outputs(at_once), atol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_texts_with_a_kernel_for_each_modality_are_pruned():
     sizes = {
         "vocabulary_size": 20, "max_length": 5, "hidden_dim": 8, "num_layers": 2,
@@ -273,7 +261,6 @@ def test_a_pruned_model_trains_and_keeps_its_size(model):
     assert np.abs(to_numpy(kernel) - before).max() > 0
 
 
-@pytest.mark.backend_free
 def test_the_config_says_which_experts_are_left(model):
     config = json.loads(json.dumps(prune_experts(model, KEPT).get_config()))
     assert config["backbone"]["config"]["moe"]["pruning"] == {
@@ -287,7 +274,6 @@ def test_the_config_says_which_experts_are_left(model):
     assert "MoE 2, K=2" in str(parts)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
@@ -309,7 +295,6 @@ def test_bad_choices_are_refused(model, prune, kept, message):
         prune(model, kept)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -328,7 +313,6 @@ def test_other_mixtures_are_refused_by_name(changes, message):
         prune_experts(model, {"block_0": [0, 1]})
 
 
-@pytest.mark.backend_free
 def test_another_pruning_than_before_is_refused(model):
     pruned = prune_experts(model, KEPT, "router_pred_skip")
     with pytest.raises(ValueError, match="method='router_pred_skip', by which"):
@@ -362,7 +346,6 @@ def pairs():
     }
 
 
-@pytest.mark.backend_free
 def test_limoe_is_pruned_for_its_texts():
     moe = {"num_experts": 6, "router": ONE_EXPERT_PER_TOKEN}
     model = with_weights(
@@ -382,7 +365,6 @@ def test_limoe_is_pruned_for_its_texts():
         )
 
 
-@pytest.mark.backend_free
 def test_towers_are_pruned_by_modality():
     moe = {"moe_layers": [1], "num_experts": 4, "num_selected_experts": 1}
     model = with_weights(

@@ -15,8 +15,6 @@ from keras_moe.analysis import (
 from keras_moe.analysis.routing import served_at
 from keras_moe.ops import Routing, expert_choice, token_choice
 
-pytestmark = pytest.mark.backend_free
-
 # Four tokens, two experts: three prefer the first.
 AFFINITY = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.2, 0.8]]], "float32")
 

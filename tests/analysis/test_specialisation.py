@@ -12,8 +12,6 @@ from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.data import oversample
 from keras_moe.ops import Routing
 
-pytestmark = pytest.mark.backend_free
-
 
 def ablation():
     return ExpertAblation(

@@ -17,8 +17,6 @@ from keras_moe.analysis.tokens import main_experts
 from keras_moe.ops import Routing
 from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
 
-pytestmark = pytest.mark.backend_free
-
 TAGS = {"two": "NUM", "cats": "NOUN", "a": "DET", "T-shirt": "NOUN", ",": "PUNCT"}
 CAPTIONS = ["two cats", "a T-shirt, a T-shirt"]
 

@@ -63,7 +63,6 @@ def texts():
 # Functions of arrays
 
 
-@pytest.mark.backend_free
 def test_groups_and_masks_by_hand():
     served = np.zeros((2, 3, 2))
     served[0, :, 0], served[1, :2, 1] = 1.0, 1.0
@@ -81,7 +80,6 @@ def test_groups_and_masks_by_hand():
     np.testing.assert_array_equal(usage.contributions, [[2, 0], [1, 2]])
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,7 +97,6 @@ def test_records_that_do_not_fit_are_refused(arguments, message):
         routing_usage(record, num_groups=2, **arguments)
 
 
-@pytest.mark.backend_free
 def test_broken_records_are_refused():
     with pytest.raises(ValueError, match=r"received: shape=\(2, 3\)"):
         routing_usage(Routing(*[np.ones((2, 3))] * 6))
@@ -107,7 +104,6 @@ def test_broken_records_are_refused():
         routing_usage(Routing(*[np.ones((2, 3, 2))] * 5, np.full((2, 3, 2), np.nan)))
 
 
-@pytest.mark.backend_free
 def test_files_and_sums(tmp_path):
     HAND.save(tmp_path / "usage.json")
     loaded = ExpertUsage.load(tmp_path / "usage.json")
@@ -130,7 +126,6 @@ def test_files_and_sums(tmp_path):
 # Passes over data
 
 
-@pytest.mark.backend_free
 def test_classes_are_counted_batch_by_batch(model):
     inputs = images(*SHAPE)
     usage = expert_usage(model, inputs, groups=LABELS, batch_size=2, verbose=0)
@@ -153,7 +148,6 @@ def test_classes_are_counted_batch_by_batch(model):
     )
 
 
-@pytest.mark.backend_free
 def test_contributions_are_weights_times_norms(model):
     inputs = images(*SHAPE)
     block = model.backbone.get_layer("block_1")
@@ -173,7 +167,6 @@ def test_contributions_are_weights_times_norms(model):
     np.testing.assert_allclose(to_numpy(routing.affinity), to_numpy(routing.gates))
 
 
-@pytest.mark.backend_free
 def test_pruned_experts_are_not_used(model):
     kept = {"block_0": [1, 2], "block_1": [0, 1, 3]}
     inputs = images(*SHAPE)
@@ -191,7 +184,6 @@ def test_pruned_experts_are_not_used(model):
             assert figure.sum() == pytest.approx(figure[0, experts].sum())
 
 
-@pytest.mark.backend_free
 def test_modalities_come_with_the_inputs(text):
     inputs = texts()
     usage = expert_usage(
@@ -233,7 +225,6 @@ class TwoModalities(keras.Model):
         return self.tower.get_config()
 
 
-@pytest.mark.backend_free
 def test_records_of_a_shared_block_are_modalities(text):
     inputs = texts()
     both = TwoModalities(text)
@@ -254,7 +245,6 @@ def test_records_of_a_shared_block_are_modalities(text):
     np.testing.assert_array_equal(usage.blocks["block_1"].tokens, [totals[0], counted])
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,7 +265,6 @@ def test_bad_passes_are_refused(model, arguments, message):
         expert_usage(model, verbose=0, **arguments)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -290,7 +279,6 @@ def test_other_mixtures_have_no_usage(changes, message):
         UsageProbe(model)
 
 
-@pytest.mark.backend_free
 def test_a_model_with_nan_is_refused(model):
     broken = model.copy()
     broken.backbone.get_layer("block_0").feed_forward.router.kernel.assign(

@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.backend_free
-
 # Every layout with token choice, and every router with the layouts that differ for it.
 ALL_LAYOUTS = (
     "data",

@@ -29,7 +29,6 @@ def small(*arguments, **options):
     return costs("vit_s16", *arguments, **{**SMALL, **options})
 
 
-@pytest.mark.backend_free
 def test_counts_by_hand():
     chip = Chip("one", 1e9, 1e6, 1e9, 2, 1e6, 0, "made up")
     actual = small(4, 8, chip, model_parallel=1, utilization=0.5)
@@ -58,7 +57,6 @@ def test_counts_by_hand():
     assert not small(4, 8, chip._replace(memory=1e3)).fits
 
 
-@pytest.mark.backend_free
 def test_gated_experts_without_biases():
     swiglu = {
         "gated_experts": True,
@@ -74,7 +72,6 @@ def test_gated_experts_without_biases():
     assert actual.device_parameters == described.parameters - 3 * (3 * 8 * 21)
 
 
-@pytest.mark.backend_free
 def test_layouts_change_what_they_should():
     data, experts = small(4, 8, expert_parallel=1), small(4, 8, expert_parallel=2)
     assert data.traffic["all-to-all (tokens)"] == 0
@@ -99,7 +96,6 @@ def test_layouts_change_what_they_should():
     assert ratio == 1.5
 
 
-@pytest.mark.backend_free
 def test_optimizers_and_text():
     def state(optimizer):
         estimate = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
@@ -118,7 +114,6 @@ def test_optimizers_and_text():
     assert with_text.parameters == without.parameters
 
 
-@pytest.mark.backend_free
 def test_pairs():
     """One tower costs what a ViT with texts costs, and two what both do."""
     text = {"vocabulary_size": 20, "max_length": 5}
@@ -145,7 +140,6 @@ def test_pairs():
         costs("limoe_s32", 4, 8, **one, text_tokens=5)
 
 
-@pytest.mark.backend_free
 def test_a_torus_passes_data_on():
     assert torus_sides(24, 3) == (2, 3, 4)
     assert torus_sides(7, 2) == (1, 7)
@@ -160,7 +154,6 @@ def test_a_torus_passes_data_on():
     assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

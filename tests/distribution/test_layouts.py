@@ -33,7 +33,6 @@ SWIGLU = {
 }
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("cls", "preset", "config"),
     [
@@ -73,7 +72,6 @@ def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
             assert towers == {"image", "text"}, rule
 
 
-@pytest.mark.backend_free
 def test_meshes():
     def meshes(*arguments, **options):
         plan = distribution.layouts("vmoe_b16", *arguments, **options)
@@ -93,7 +91,6 @@ def test_meshes():
     assert distribution.layouts("vit_b16", 8).weights == {}
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preset", "arguments", "message"),
     [
@@ -139,7 +136,6 @@ def test_what_does_not_divide_is_refused(preset, arguments, message):
         distribution.layouts(preset, 8, **arguments)
 
 
-@pytest.mark.backend_free
 def test_rules_that_do_not_fit_are_refused():
     plan = distribution.layouts("vmoe_b16", 8)
     with pytest.raises(ValueError, match=r"paths=.*'head/kernel'"):

@@ -10,8 +10,6 @@ import pytest
 
 from tests.forks import run_script
 
-pytestmark = pytest.mark.backend_free
-
 
 def weights_of(path):
     weights = {}

@@ -12,8 +12,6 @@ from keras_moe.evaluation import (
     streamed_average_precision,
 )
 
-pytestmark = pytest.mark.backend_free
-
 N, C = 60, 7
 
 

@@ -20,8 +20,6 @@ from keras_moe.evaluation import (
 from keras_moe.evaluation.few_shot import count_correct
 from tests import golden
 
-backend_free = pytest.mark.backend_free
-
 
 def clusters(examples=60, num_classes=3, dim=4, spread=0.1, seed=0):
     """Features that gather around one centre per class, and their labels."""
@@ -32,7 +30,6 @@ def clusters(examples=60, num_classes=3, dim=4, spread=0.1, seed=0):
     return features, labels
 
 
-@backend_free
 @pytest.mark.parametrize("case", ["n_gt_d", "n_lt_d"])
 def test_ridge_matches_the_reference(case):
     arrays, config = golden.load(f"13_fewshot/{case}")
@@ -51,7 +48,6 @@ def test_ridge_matches_the_reference(case):
     np.testing.assert_array_equal(accuracies, arrays["outputs/accuracy_float64"])
 
 
-@backend_free
 @pytest.mark.parametrize("scale", [1e-42, 1e-3, 1.0, 1e30])
 def test_counts_in_float32_are_those_of_float64(scale):
     rng = np.random.default_rng(0)
@@ -66,7 +62,6 @@ def test_counts_in_float32_are_those_of_float64(scale):
         assert count_correct(left, right, labels) == expected
 
 
-@backend_free
 @pytest.mark.parametrize(("examples", "dim"), [(90, 12), (9, 12), (90, 1)])
 @pytest.mark.parametrize("spread", [1e-9, 1.0, 1e4])
 def test_many_penalties_are_those_of_each(examples, dim, spread):
@@ -82,7 +77,6 @@ def test_many_penalties_are_those_of_each(examples, dim, spread):
         assert few_shot_accuracies(*train, *test, 9, [l2]) == accuracy
 
 
-@backend_free
 def test_without_scipy(monkeypatch):
     train = clusters()
     expected = ridge_regression(*train, 3, [0.1, 1.0]).weights
@@ -91,14 +85,12 @@ def test_without_scipy(monkeypatch):
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-@backend_free
 def test_best_l2_matches_the_reference():
     arrays, config = golden.load("13_fewshot/best_l2_selection")
     chosen = best_l2(arrays["inputs/accuracy"], config["l2"])
     np.testing.assert_array_equal(chosen, arrays["outputs/best_l2"])
 
 
-@backend_free
 def test_best_l2_resolves_ties_as_described():
     # Equal accuracies: the earlier l2 ranks higher.
     np.testing.assert_array_equal(best_l2([[[0.1, 0.5, 0.5]]], [1, 2, 4]), [2])
@@ -107,7 +99,6 @@ def test_best_l2_resolves_ties_as_described():
     np.testing.assert_array_equal(best_l2(ranked, [1, 2, 4]), [1])
 
 
-@backend_free
 def test_ridge_by_hand():
     # Features -1 and 1 have mean 0 and std 1 (+ 1e-5), so X = [[-1, 100], [1, 100]]
     # and X^T X = diag(2, 20000). Class 1 has targets (-1, 1), so X^T y = (2, 0);
@@ -122,7 +113,6 @@ def test_ridge_by_hand():
     np.testing.assert_allclose(ridge.scores([[4.0]]), [[-2, 2]], rtol=4e-5)
 
 
-@backend_free
 def test_the_bias_is_penalised_too():
     # One class more than the examples show: its targets are all -1, and only the
     # constant feature explains them: w = -20000 / (20000 + l2).
@@ -130,7 +120,6 @@ def test_the_bias_is_penalised_too():
     np.testing.assert_allclose(100 * ridge.weights[-1, 2], -0.5)
 
 
-@backend_free
 @given(
     examples=st.integers(4, 12),
     dim=st.integers(1, 12),
@@ -151,7 +140,6 @@ def test_weights_solve_the_normal_equations(examples, dim, num_classes, l2, seed
     np.testing.assert_allclose(gradient, 0, atol=1e-6 * examples)
 
 
-@backend_free
 @given(seed=st.integers(0, 2**16), l2=st.sampled_from([2.0**-10, 1.0, 2.0**19]))
 @settings(max_examples=20, deadline=None)
 def test_accuracy_is_blind_to_scale_shift_and_order(seed, l2):
@@ -166,7 +154,6 @@ def test_accuracy_is_blind_to_scale_shift_and_order(seed, l2):
     np.testing.assert_array_equal(moved, expected)
 
 
-@backend_free
 @given(
     counts=st.lists(st.integers(3, 9), min_size=1, max_size=5),
     shots=st.integers(1, 3),
@@ -186,7 +173,6 @@ def test_draws_are_balanced_distinct_nested_and_repeatable(counts, shots, seed):
     assert set(sample_shots(halves, 5, 2, 0)) != set(sample_shots(halves, 5, 2, 1))
 
 
-@backend_free
 def test_few_shot_sweeps_shots_seeds_and_penalties():
     train, test = clusters(spread=0.6), clusters(seed=1, spread=0.6)
     result = few_shot(*train, *test, shots=(1, 10), l2s=(0.1, 10.0), seeds=(0, 1, 5))
@@ -205,7 +191,6 @@ def test_few_shot_sweeps_shots_seeds_and_penalties():
     assert result.mean[1] > result.mean[0]
 
 
-@backend_free
 def test_result_can_be_printed_and_stored():
     data = clusters()
     result = few_shot(*data, *data, shots=(1, 5), seeds=(7,))
@@ -221,7 +206,6 @@ def test_result_can_be_printed_and_stored():
     np.testing.assert_array_equal(stored["accuracies"], result.accuracies)
 
 
-@backend_free
 def test_accuracies_in_chunks(monkeypatch):
     # The package's attribute of this name is the function.
     module = sys.modules["keras_moe.evaluation.few_shot"]
@@ -277,7 +261,6 @@ def batches_of(data, kind):
     return Batches()
 
 
-@backend_free
 def test_endless_data_is_refused():
     endless = batches_of(images_of_clusters(), "tf.data").repeat()
     with pytest.raises(ValueError, match="train_data to end"):
@@ -308,7 +291,6 @@ def test_features_in_bfloat16():
     assert result.mean.tolist() == [1]
 
 
-@backend_free
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_bad_images_are_counted_and_named(value):
     train, test = images_of_clusters(), images_of_clusters()
@@ -322,7 +304,6 @@ def test_bad_images_are_counted_and_named(value):
         )
 
 
-@backend_free
 def test_bad_features_are_counted_and_named():
     data = images_of_clusters()
 
@@ -334,7 +315,6 @@ def test_bad_features_are_counted_and_named():
         few_shot_from_model(broken, data, data, batch_size=25, verbose=0, shots=(1,))
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("output", "received"),
     [
@@ -349,7 +329,6 @@ def test_features_of_another_rank_are_refused(output, received):
         few_shot_from_model(output, data, data, verbose=0, shots=(1,))
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -372,7 +351,6 @@ def test_bad_data_for_the_driver(change, message):
         few_shot_from_model(**{**arguments, "shots": (1,), "verbose": 0, **change})
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -411,7 +389,6 @@ def test_bad_input(change, message):
         few_shot(**{**arguments, **change})
 
 
-@backend_free
 def test_bad_shapes_for_best_l2():
     with pytest.raises(ValueError, match=r"accuracies.shape=\(2, 3\)"):
         best_l2(np.ones((2, 3)), [1, 2, 3])

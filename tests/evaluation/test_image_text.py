@@ -19,7 +19,6 @@ from keras_moe.evaluation import (
 )
 from tests.small_models import images, with_weights
 
-backend_free = pytest.mark.backend_free
 DRAW = np.random.default_rng(0)
 TABLE = DRAW.normal(size=(40, 4))
 
@@ -66,7 +65,6 @@ def as_batches(size, tokens):
         yield {"images": numbered(owner), **texts}, ids
 
 
-@backend_free
 @pytest.mark.parametrize("tokens", [True, False])
 def test_pairs_are_embedded_in_full_batches(tokens):
     model = Towers()
@@ -93,7 +91,6 @@ def test_pairs_are_embedded_in_full_batches(tokens):
     assert encode_pairs(model, (arrays[0], None)).image_of_text.tolist() == [*range(11)]
 
 
-@backend_free
 def test_classes_and_images_of_arrays_and_batches():
     model, labels = Towers(), np.array([0, 1, 2, 2, 1, 0])
     numbers = np.array([0, 1, 2, 12, 22, 9])
@@ -120,7 +117,6 @@ def test_classes_and_images_of_arrays_and_batches():
     }  # fmt: skip
 
 
-@backend_free
 def test_mistakes():
     def refused(pairs, message):
         with pytest.raises(ValueError, match=message):
@@ -203,7 +199,6 @@ def pixels(*values):
     return np.array(values, "float32").reshape(-1, 1, 1, 1)
 
 
-@backend_free
 def test_words_of_the_nearest_image():
     image_vectors, text_vectors = nearest_caption_embeddings(
         pixels(0, 10, 20),
@@ -218,7 +213,6 @@ def test_words_of_the_nearest_image():
     np.testing.assert_allclose(np.linalg.norm(text_vectors, axis=1), 1, rtol=1e-6)
 
 
-@backend_free
 def test_it_is_the_baseline_that_retrieval_reads():
     generator = np.random.default_rng(0)
     train = generator.uniform(size=(40, 2, 2, 3))
@@ -230,7 +224,6 @@ def test_it_is_the_baseline_that_retrieval_reads():
     assert result.image_to_text.tolist() == result.text_to_image.tolist() == [1.0]
 
 
-@backend_free
 def test_a_regression_on_two_images_by_hand():
     # Each caption is the one run "xy", with spaces, of its two letters: vectors that
     # have no run in common. The median of the distances 0, 0, 4, 4 is 2.
@@ -244,7 +237,6 @@ def test_a_regression_on_two_images_by_hand():
     )
 
 
-@backend_free
 def test_a_caption_of_unknown_letters_is_a_vector():
     embeddings = kernel_ridge_embeddings(
         pixels(0, 4), ["ab", "cd"], pixels(1, 3), ["ab", "wxyz"]
@@ -252,7 +244,6 @@ def test_a_caption_of_unknown_letters_is_a_vector():
     assert retrieval(*embeddings, ks=(1,)).image_to_text.tolist() == [0.5]
 
 
-@backend_free
 @pytest.mark.parametrize("options", [{"width": 0}, {"penalty": -1.0}])
 def test_wrong_settings_of_the_regression(options):
     (name,) = options
@@ -260,7 +251,6 @@ def test_wrong_settings_of_the_regression(options):
         kernel_ridge_embeddings(pixels(0), ["a"], pixels(0), ["a"], **options)
 
 
-@backend_free
 @pytest.mark.parametrize(
     "baseline", [nearest_caption_embeddings, kernel_ridge_embeddings]
 )

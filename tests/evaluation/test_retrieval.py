@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from keras_moe.evaluation import contrastive_accuracy, retrieval
 
-pytestmark = pytest.mark.backend_free
-
 
 def pairs(images, texts, dim, seed, distinct=5):
     """Embeddings with many ties, of lengths that do not matter, and owners."""

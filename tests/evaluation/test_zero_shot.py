@@ -18,8 +18,6 @@ from keras_moe.evaluation import (
 )
 from tests.published import import_open_clip
 
-pytestmark = pytest.mark.backend_free
-
 
 def test_class_embeddings_are_those_of_open_clip():
     open_clip = import_open_clip()

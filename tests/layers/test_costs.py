@@ -39,8 +39,6 @@ from keras_moe.routers import (
     TokenChoiceRouter,
 )
 
-pytestmark = pytest.mark.backend_free
-
 N, D, E = 6, 8, 4
 ATTENTION = {"num_heads": 2, "key_dim": 4}
 

@@ -32,7 +32,7 @@ from keras_moe.routers import (
 from keras_moe.training.optimizers import OPTIMIZERS
 from tests.small_models import SMALL
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 def vit(**arguments):

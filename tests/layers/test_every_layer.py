@@ -321,7 +321,6 @@ def test_every_public_layer_is_checked():
     assert public == {name for name in MAKERS if " " not in name}
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [

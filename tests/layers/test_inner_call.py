@@ -19,7 +19,6 @@ from keras_moe.layers.inner_call import inner_call
 from tests.small_models import with_weights
 
 pytestmark = [
-    pytest.mark.backend_free,
     pytest.mark.skipif(
         keras.backend.backend() != "torch", reason="other backends call the layer"
     ),

@@ -42,7 +42,6 @@ def test_the_gradient_of_zeros_is_finite():
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.backend_free
 def test_the_bound_and_the_config():
     layer = LogitScale(4.0, 5.0, 0.5, name="scale", trainable=False)
     layer.build((None, 2))
@@ -58,7 +57,6 @@ def test_the_bound_and_the_config():
     assert list(plain.parameters()) == ["logit_scale"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

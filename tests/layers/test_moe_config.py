@@ -27,8 +27,6 @@ from keras_moe.routers import (
     register_router,
 )
 
-pytestmark = pytest.mark.backend_free
-
 NOT_DEFAULT = {
     "moe_layers": [0, 2],
     "num_experts": 6,

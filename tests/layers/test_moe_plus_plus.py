@@ -127,7 +127,6 @@ def ours_value(variable):
     return to_numpy(variable)
 
 
-@pytest.mark.backend_free
 def test_by_name():
     router = routers.get("softmax_token_choice", expert_types(8, 1, 1, "auto"))
     moe = MoE(router, Experts(8, 16), 8)
@@ -274,7 +273,6 @@ def test_zero_computation_experts_by_themselves(dtype):
     assert layer.num_experts == 6
 
 
-@pytest.mark.backend_free
 def test_costs():
     moe = make(selected=2, tau=0.75)
     cost, routing = moe.cost((100, D)), moe.router.cost((100, D))

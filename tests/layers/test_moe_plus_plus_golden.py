@@ -270,7 +270,6 @@ def test_heterogeneous_balance_loss():
         np.testing.assert_allclose(ops.convert_to_numpy(actual), [expected], rtol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_heterogeneous_capacity():
     arrays, config = golden.load("11_moepp/paper_balance_and_capacity")
     kinds = ExpertTypes(4, 1, 1, 2)

@@ -222,7 +222,6 @@ TABLE_10 = {
 }
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("counts", TABLE_10)
 def test_parameters_of_table_10(counts):
     cp = MuMoE(1000, counts, "cp", 512)
@@ -259,7 +258,6 @@ def test_initialisation(kind):
     assert np.isfinite(to_numpy(outputs)).all()
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["cp", "tr", "tucker"])
 @pytest.mark.parametrize("counts", [2, 16, (64, 2), 512])
 def test_matching_a_dense_layer(kind, counts):
@@ -279,7 +277,6 @@ def test_matching_a_dense_layer(kind, counts):
     )
 
 
-@pytest.mark.backend_free
 def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
     head = MuMoE(100, 8, "tucker")
     head.build((None, 64))
@@ -294,7 +291,6 @@ def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
     assert again.get_config()["rank"] == "match_dense"
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "rank", "naive", "fast"),
     [("cp", 512, "155.1", "1.44"), ("tr", (4, 4, 512), "622.8", "3.56")],
@@ -310,7 +306,6 @@ def test_multiply_adds_of_table_8(kind, rank, naive, fast):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("kind", "levels"), RANKS)
 def test_naive_multiply_adds_are_those_of_each_contraction(kind, levels):
     counts, inputs, units = (3, 2, 4, 2)[:levels], 6, 5
@@ -465,7 +460,6 @@ def test_learns_with_batch_statistics():
     assert losses[-1] < 0.5 * np.mean((x @ best - y) ** 2)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -508,7 +502,6 @@ def built():
     return experts
 
 
-@pytest.mark.backend_free
 def test_a_share_is_of_the_inputs_of_the_block():
     block = MuMoEBlock(12, num_experts=3, rank=0.75)
     block.build((None, 5, 9))

@@ -18,8 +18,6 @@ TIMM = {
     ("bicubic", 4): [3.8647, 13.7482, 43.3989, 53.2825],
 }
 
-pytestmark = pytest.mark.backend_free
-
 
 def resized(images, size, interpolation):
     """(B, height, width, channels) of one patch each, resized."""

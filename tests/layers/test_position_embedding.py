@@ -5,7 +5,6 @@ from keras_moe.layers import resize_positions, sincos_table
 from tests import golden
 
 
-@pytest.mark.backend_free
 def test_resizing_is_that_of_the_releases():
     arrays, config = golden.load("07_checkpoints/posemb_interpolation")
     assert len(config["cases"]) == 4
@@ -19,7 +18,6 @@ def test_resizing_is_that_of_the_releases():
         )
 
 
-@pytest.mark.backend_free
 def test_resizing_to_the_same_grid_and_to_one_patch():
     table = np.arange(7, dtype="float32").reshape(1, 7, 1)
     np.testing.assert_array_equal(resize_positions(table, (2, 3), (2, 3)), table)
@@ -29,7 +27,6 @@ def test_resizing_to_the_same_grid_and_to_one_patch():
     np.testing.assert_array_equal(wide, np.full((1, 4, 2), 3.0))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("old", "new"), [((4, 5), (7, 9)), ((7, 6), (3, 2))])
 def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
     import jax
@@ -44,19 +41,16 @@ def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
     )
 
 
-@pytest.mark.backend_free
 def test_an_unknown_interpolation_is_refused():
     with pytest.raises(ValueError, match="interpolation='nearest'"):
         resize_positions(np.zeros((1, 4, 2)), (2, 2), (4, 4), "nearest")
 
 
-@pytest.mark.backend_free
 def test_a_table_smaller_than_its_grid_is_refused():
     with pytest.raises(ValueError, match=r"table\.shape=\(1, 3, 2\)"):
         resize_positions(np.zeros((1, 3, 2)), (2, 2), (4, 4))
 
 
-@pytest.mark.backend_free
 def test_sincos_by_hand():
     table = sincos_table((2, 3), 8)
     # Row 1, column 2: x = 2, y = 1, frequencies 1 and 1 / 10000.

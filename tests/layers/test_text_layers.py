@@ -108,7 +108,6 @@ def test_ids_choose_rows():
     assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
 
 
-@pytest.mark.backend_free
 def test_weights_of_longer_texts_load(tmp_path):
     layers = [TextPositions(length) for length in (6, 4)]
     for layer in layers:
@@ -120,7 +119,6 @@ def test_weights_of_longer_texts_load(tmp_path):
         layers[0].load_own_variables({"0": to_numpy(layers[1].embedding)})
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -20,8 +20,6 @@ from keras_moe.report.sections.mumoe import MuMoEExperts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture(scope="module")
 def model():

@@ -29,7 +29,6 @@ from keras_moe.routers.pruned import PrunedTokenChoiceRouter
 from tests.report_records import batch as batch_of
 from tests.report_records import block, record, reported
 
-pytestmark = pytest.mark.backend_free
 HOSTILE = "</svg><script>alert(1)</script>$x^2$"
 SECTIONS = (Priorities, DroppedPatches, ExpertTransitions, TopTokens)
 # A class token, then two patches.

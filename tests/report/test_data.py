@@ -14,7 +14,6 @@ from keras_moe.report._data import RoutedData, labels_of
 from keras_moe.report.model import reported_model
 from tests.small_models import images, small_classifier, small_pairs_model
 
-pytestmark = pytest.mark.backend_free
 SURROGATE = "a\ud800b"
 
 

@@ -16,8 +16,6 @@ from keras_moe.report.writing import _parts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights
 
-pytestmark = pytest.mark.backend_free
-
 TYPES = ("ffn", "ffn", "zero", "copy")
 # A class token and 1 x 2 patches, K = 2.
 SERVED = np.array([[[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]], "float32")

@@ -22,7 +22,6 @@ from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer, image_uri
 from keras_moe.report.writing import checked_numbers
 from tests.report_records import batch, block, record, reported
 
-pytestmark = pytest.mark.backend_free
 HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
 
 

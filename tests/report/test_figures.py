@@ -9,8 +9,6 @@ from keras_moe.analysis.plots.figure import figure_svg
 from keras_moe.report import _figures as figures
 from keras_moe.report.sections.transitions import draw_flows, main_flows
 
-pytestmark = pytest.mark.backend_free
-
 
 def test_pictures_of_queues_are_bounded():
     names = [f"block_{number}_$x^2$" for number in range(24)]

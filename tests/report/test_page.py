@@ -12,8 +12,6 @@ from tests.browser import OVERFLOWS, opened_browser
 from tests.report_records import batch, block, reported
 from tests.small_models import images, with_weights
 
-pytestmark = pytest.mark.backend_free
-
 HOSTILE = '<script>alert(1)</script></svg><img src="http://example.com/x.png"> $a_{'
 WORDS = ["</script>", "<img src=x onerror=document.title=1>", "$x$"]
 KEYS = [f"{modality}/block_{i}" for i in (1, 3) for modality in ("image", "text")]

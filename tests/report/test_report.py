@@ -66,7 +66,6 @@ def test_routing_is_the_models_own(model):
     np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("head", [None, "mumoe"])
 def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
     if head is not None:
@@ -107,7 +106,6 @@ class Pixels(keras.utils.PyDataset):
         return padded, np.array([0, 1, 2]), np.array([1.0, 1.0, 0.0])
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["arrays", "batches", "one_hot", "dataset"])
 def test_data_of_any_kind_is_the_same(model, kind):
     pixels, labels = images(5, 16, 8, 3), np.array([0, 1, 2, 0, 1])
@@ -123,14 +121,12 @@ def test_data_of_any_kind_is_the_same(model, kind):
     np.testing.assert_array_equal(np.concatenate([x.images for x in batches]), pixels)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (3, [2, 1]), (9, [2, 2, 1])])
 def test_a_report_ends_after_a_number_of_examples(model, largest, sizes):
     batches = batches_of(model, images(5, 16, 8, 3), batch_size=2, max_examples=largest)
     assert [batch.size for batch in batches] == sizes
 
 
-@pytest.mark.backend_free
 def test_no_more_batches_are_read_than_are_needed(model):
     def endless():
         while True:
@@ -139,7 +135,6 @@ def test_no_more_batches_are_read_than_are_needed(model):
     assert len(batches_of(model, endless(), batch_size=4, max_examples=4)) == 1
 
 
-@pytest.mark.backend_free
 def test_captions_become_words(pairs_model):
     captions = ["a cat", b"two cats"]
     data = {"images": images(2, 8, 8, 3), "captions": captions}
@@ -158,7 +153,6 @@ def test_captions_become_words(pairs_model):
     assert by_place[0].captions == batch.captions
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -174,7 +168,6 @@ def test_data_that_does_not_fit(model, data, message):
         batches_of(model, data)
 
 
-@pytest.mark.backend_free
 def test_captions_need_a_tokenizer_and_experts_are_needed(pairs_model):
     without = models.ContrastiveModel(pairs_model.backbone)
     with pytest.raises(ValueError, match="preprocessor=None"):
@@ -194,7 +187,6 @@ def one_batch(dispatched, affinity=None, mask=None):
     return batch({"b": records}, masks={"image": mask})
 
 
-@pytest.mark.backend_free
 def test_counts_by_hand():
     counts = LayerCounts(block("b"))
     affinity = [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]
@@ -212,7 +204,6 @@ def test_counts_by_hand():
     assert (both.tokens, both.block.key) == (6, "layer")
 
 
-@pytest.mark.backend_free
 def test_confidence_by_hand():
     section = Confidence(reported(block("b", 2)), Options())
     gates = [[0.9, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]
@@ -224,7 +215,6 @@ def test_confidence_by_hand():
     assert quartiles == pytest.approx(expected, abs=0.006)
 
 
-@pytest.mark.backend_free
 def test_entropies_by_hand():
     sums = EntropySums(2)
     gates = np.array([[0.5, 0.5], [1.0, 0.0]])
@@ -238,7 +228,6 @@ def test_entropies_by_hand():
     assert (entropies.local_after, entropies.global_after) == (0.0, 0.0)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "served", "demand", "unserved", "expected"),
     [
@@ -280,7 +269,6 @@ def test_findings_by_hand(kind, served, demand, unserved, expected):
         assert text in finding.text
 
 
-@pytest.mark.backend_free
 def test_records_of_a_shared_layer_are_judged_together(pairs_model):
     about = reported_model(pairs_model)
     assert list(about.by_layer()) == ["block_1"]
@@ -289,7 +277,6 @@ def test_records_of_a_shared_layer_are_judged_together(pairs_model):
     assert about.grid == (2, 2)
 
 
-@pytest.mark.backend_free
 def test_the_files_of_a_report(model, tmp_path):
     folder = tmp_path / "report"
     data = images(5, 16, 8, 3), np.arange(5) % 3
@@ -317,7 +304,6 @@ def test_the_files_of_a_report(model, tmp_path):
     assert [x["text"] for x in values["findings"]] == [x.text for x in written.findings]
 
 
-@pytest.mark.backend_free
 def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
     folder = tmp_path / "report"
     pixels = images(1, 16, 8, 3)
@@ -338,7 +324,6 @@ def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.backend_free
 def test_examples_that_do_not_occur_are_refused(model, tmp_path):
     pixels = images(3, 16, 8, 3)
 
@@ -360,7 +345,6 @@ def test_examples_that_do_not_occur_are_refused(model, tmp_path):
     refused(iter([pixels]), 3)
 
 
-@pytest.mark.backend_free
 def test_a_folder_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(ValueError, match="an empty one or an older report"):
@@ -398,7 +382,6 @@ class Judged(Section):
         return SectionContent([], {}, findings)
 
 
-@pytest.mark.backend_free
 def test_a_section_of_ones_own(model, tmp_path):
     data = images(3, 16, 8, 3), np.array([0, 2, 2])
     written = write_report(
@@ -425,7 +408,6 @@ def pruned(model, method, removed):
     return change(model, {"block_1": [1, 3]}, method)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("removed", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
@@ -453,7 +435,6 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     assert ("4 (2 pruned)" in page) == (not is_new)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("method", METHODS)
 def test_choices_of_pruned_experts(method):
     layer = block("b", ("ffn", "pruned", "ffn"), pruning=method)

@@ -18,7 +18,6 @@ from tests import golden
 from tests.gradients import one_program
 from tests.small_models import flat_config
 
-backend_free = pytest.mark.backend_free
 EVALUATIONS = ("batch_invariant", "official")
 to_numpy = ops.convert_to_numpy
 SMALL = {
@@ -80,7 +79,6 @@ def test_a_number_at_inference_is_the_reference_s_capacity(case):
     )
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("arguments", "limits"),
     [
@@ -100,7 +98,6 @@ def test_the_official_evaluation_has_the_capacity_of_training(arguments, limits)
     assert not router.groups_per_example(training=False)
 
 
-@backend_free
 @pytest.mark.parametrize("name", ["softmax_token_choice", "softmax_expert_choice"])
 def test_dependence_on_the_batch_is_never_silent(name):
     with pytest.warns(
@@ -147,7 +144,6 @@ def test_capacity_within_each_image(name):
     assert per_group.max() == 2
 
 
-@backend_free
 def test_descriptions_count_an_image_s_share_of_its_group():
     experts = ViTBackbone.unbuilt_blocks(
         **SMALL,
@@ -163,7 +159,6 @@ def test_descriptions_count_an_image_s_share_of_its_group():
     assert active == round(1.6 * of_slots.active_parameters)
 
 
-@backend_free
 def test_k_is_a_factor_of_every_capacity():
     # 48 x 2 x 1.5 / 4.
     assert (
@@ -179,7 +174,6 @@ def test_k_is_a_factor_of_every_capacity():
     assert described.parts[2].kind == "MoE 32, c=2.1"
 
 
-@backend_free
 @pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
 def test_the_evaluation_round_trips(cls):
     config = {k: v for k, v in SMALL.items() if k != "num_heads"}

@@ -183,7 +183,6 @@ def named(**arguments):
     return {"name": "softmax_token_choice", **arguments}
 
 
-@pytest.mark.backend_free
 def test_a_config_takes_them_to_each_block():
     for priority, expected in (
         (TEXT_FIRST, [1, 0]),
@@ -208,7 +207,6 @@ def test_a_config_takes_them_to_each_block():
     assert MoEConfig().modality_count is None
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "received"),
     [

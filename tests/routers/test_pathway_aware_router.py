@@ -117,7 +117,6 @@ def test_without_zero_computation_experts_it_is_token_choice():
                 np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
 
 
-@pytest.mark.backend_free
 def test_costs():
     # Table B of the paper, in multiply-adds: its 50,331,648, and 272 more for each of
     # 2,048 tokens, of which 16 are the additions of the residual.
@@ -152,7 +151,6 @@ def test_routing_is_float32(dtype):
     np.testing.assert_allclose(to_numpy(routing.logits), expected, rtol=1e-6, atol=3e-7)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -201,7 +199,6 @@ def test_bad_arguments_are_refused(make, message):
         make()
 
 
-@pytest.mark.backend_free
 def test_by_name_every_token_choice_router_takes_kinds():
     for name in ("softmax", "sinkhorn", "sparsity_constrained"):
         router = get(f"{name}_token_choice", ExpertTypes(4, 1, 1, 2), tau=0.5)

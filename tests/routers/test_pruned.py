@@ -175,7 +175,6 @@ def test_the_config_makes_an_equal_router():
         ),
     ],
 )
-@pytest.mark.backend_free
 def test_errors_name_what_cannot_be_pruned(router, kept, message):
     with pytest.raises(ValueError, match=message):
         pruned_router(router, kept, "router_drop", removed=True)

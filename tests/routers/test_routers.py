@@ -188,7 +188,6 @@ def test_only_softmax_routers_have_noise_by_default(name):
         assert (again.noise_std, again.noisy_combine) == (noise_std, noisy_combine)
 
 
-@pytest.mark.backend_free
 def test_the_plan_as_combine_weights_is_the_one_that_routes():
     options = {"affinity": "sinkhorn", "combine": "affinity"}
     assert TokenChoiceRouter(4, noise_std=1.0, **options).noisy_combine

@@ -81,7 +81,6 @@ def test_dinov2(tmp_path, head):
     assert model.get_config()["layer_scale_initial_value"] == 1.0
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "word"),
     [
@@ -156,7 +155,6 @@ def test_pairs_of_open_clip(tmp_path, text, image, model):
     np.testing.assert_allclose(texts_of(text, ids)["pooled"], texts, **TOLERANCE)
 
 
-@pytest.mark.backend_free
 def test_overrides_and_another_image_size(tmp_path):
     folder = saved(transformers_clip(), tmp_path)
     backbone, report = models.convert(folder, image_shape=(16, 16, 3), seed=3)
@@ -200,7 +198,6 @@ def test_image_towers_of_clip(tmp_path, kind):
     assert "normalisation" in report.notes[0]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preprocessor", "seen"),
     [
@@ -264,7 +261,6 @@ def test_texts_of_transformers_siglip(tmp_path):
     assert not report.ignored
 
 
-@pytest.mark.backend_free
 def test_texts_of_open_clip_without_projection(tmp_path):
     text = {"pool_type": "first", "proj_type": "none"}
     config = open_clip_config(text, custom_text=True)
@@ -276,7 +272,6 @@ def test_texts_of_open_clip_without_projection(tmp_path):
     np.testing.assert_allclose(texts_of(backbone)["pooled"], expected, **TOLERANCE)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_classes_take_their_towers(tmp_path, kind):
     reference = getattr(published, f"transformers_{kind}")()
@@ -294,7 +289,6 @@ def test_classes_take_their_towers(tmp_path, kind):
     assert isinstance(models.from_preset(folder, num_classes=3), models.ImageClassifier)
 
 
-@pytest.mark.backend_free
 def test_a_missing_tower_is_reported(tmp_path):
     reference = transformers_clip()
     state, config = state_of(reference), reference.config.to_dict()
@@ -308,7 +302,6 @@ def test_a_missing_tower_is_reported(tmp_path):
         models.ViTBackbone.from_preset(folder)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("case", ["vit_token", "vit_qk_norm_map"])
 def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
     arrays, info = golden.load(f"12_timm/{case}")
@@ -350,7 +343,6 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
 # The preparation of images
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("content", "interpolation", "center_crop"),
     [
@@ -378,7 +370,6 @@ def test_preprocessors_of_transformers(tmp_path, content, interpolation, center_
     assert (actual.mean, actual.std) == ((0.5,), (0.5,))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("mode", "center_crop"), [(None, 1.0), ("squash", None)])
 def test_preprocessors_of_open_clip(tmp_path, mode, center_crop):
     folder = open_clip_folder(tmp_path)
@@ -399,7 +390,6 @@ def transformers_folder(folder, **vision):
     return write_folder(folder, state_of(transformers_clip()), config)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("text", ['{"architecture": "vit_ba', "[1]", "null", "\xff"])
 @pytest.mark.parametrize(
     "make", [transformers_folder, lambda f: published.timm_folder(f, "vit_token")]
@@ -411,14 +401,12 @@ def test_a_damaged_config(tmp_path, make, text):
     refused(f"{folder}/model.safetensors", "config.json", num_heads=2)
 
 
-@pytest.mark.backend_free
 def test_a_damaged_config_of_open_clip(tmp_path):
     folder = open_clip_folder(tmp_path)
     (tmp_path / "open_clip_config.json").write_text("{")
     refused(folder, "open_clip_config.json", "truncated")
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("vision", "word"),
     [
@@ -433,7 +421,6 @@ def test_configs_of_transformers(tmp_path, vision, word):
     refused(transformers_folder(tmp_path, **vision), word)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("entry", "word"),
     [
@@ -450,7 +437,6 @@ def test_preprocessors_that_make_no_sense(tmp_path, entry, word):
     refused(folder, word)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -473,7 +459,6 @@ def test_other_image_towers_of_open_clip(tmp_path, name, value):
     refused(folder, f"vision_cfg.{name}={value!r}")
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -492,7 +477,6 @@ def test_other_text_towers_of_open_clip(tmp_path, name, value):
     refused(folder, f"text_cfg.{name}={value!r}")
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("text", "image", "words"),
     [
@@ -512,7 +496,6 @@ def test_sizes_of_open_clip(tmp_path, text, image, words):
     refused(open_clip_folder(tmp_path, text, image), *words)
 
 
-@pytest.mark.backend_free
 def test_defaults_of_open_clip_are_accepted(tmp_path):
     defaults = {
         "mlp_ratio": 2.0,
@@ -529,7 +512,6 @@ def test_defaults_of_open_clip_are_accepted(tmp_path):
     assert np.isfinite(predict(model, np.zeros((1, 8, 8, 3)))).all()
 
 
-@pytest.mark.backend_free
 def test_what_a_file_does_not_tell(tmp_path):
     source = open_clip_folder(tmp_path) + "/open_clip_model.safetensors"
     (tmp_path / "open_clip_config.json").unlink()
@@ -537,7 +519,6 @@ def test_what_a_file_does_not_tell(tmp_path):
     refused(source, "num_heads=", activation="gelu")
 
 
-@pytest.mark.backend_free
 def test_an_end_of_text_out_of_the_vocabulary(tmp_path):
     folder = saved(transformers_clip("CLIPTextModel", 49407), tmp_path)
     refused(folder, "eos_token_id=49407")
@@ -545,7 +526,6 @@ def test_an_end_of_text_out_of_the_vocabulary(tmp_path):
     assert backbone.get_config()["end_of_text_id"] is None
 
 
-@pytest.mark.backend_free
 def test_a_trunk_of_another_library(tmp_path):
     tower = write_folder(tmp_path, {"visual.trunk.pos_embed": np.zeros(3)})
     refused(tower, "visual.trunk")

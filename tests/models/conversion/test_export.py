@@ -35,7 +35,6 @@ def check_equal(source, target):
         np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_pairs_of_transformers(tmp_path, kind):
     reference = getattr(published, f"transformers_{kind}")()
@@ -69,7 +68,6 @@ def test_pairs_of_transformers(tmp_path, kind):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "cls"),
     [
@@ -107,7 +105,6 @@ def test_towers_of_transformers(tmp_path, name, cls):
     assert content["architectures"] == [cls]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("text", "model"),
     [
@@ -163,7 +160,6 @@ IMAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -182,7 +178,6 @@ def test_texts_that_transformers_has_not(tmp_path, arguments, word):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("image", "arguments", "word"),
     [
@@ -201,7 +196,6 @@ def test_pairs_that_open_clip_has_not(tmp_path, image, arguments, word):
         models.export_weights(backbone, "open_clip", tmp_path)
 
 
-@pytest.mark.backend_free
 def test_other_models_and_folders_are_refused(tmp_path):
     text = models.TextBackbone(**TEXT)
     with pytest.raises(ValueError, match="library='keras'"):
@@ -224,7 +218,6 @@ def test_other_models_and_folders_are_refused(tmp_path):
         models.export_weights(text, "transformers", tmp_path / "preset")
 
 
-@pytest.mark.backend_free
 def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
     text = models.TextBackbone(**TEXT)
     folder = tmp_path / "x"
@@ -253,7 +246,6 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.backend_free
 def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
     backbone = models.CLIPBackbone(image=IMAGE, text=TEXT, projection_dim=4)
     generator = np.random.default_rng(0)
@@ -276,7 +268,6 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 def test_a_contrastive_model_keeps_the_preparation_of_its_images(tmp_path):
     preprocessor = {"resample": 2, "size": {"shortest_edge": 10}, "crop_size": 8}
     preprocessor.update(image_mean=MEAN.tolist(), image_std=STD.tolist())

@@ -57,7 +57,6 @@ def test_logits_of_the_releases(case, source, scheme):
     )
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [
@@ -84,7 +83,6 @@ def test_logits_of_vmoes_models(tmp_path, case, overrides):
         assert report.arguments["num_slots"] == 3
 
 
-@pytest.mark.backend_free
 def test_a_head_that_normalises_where_the_blocks_do_not(tmp_path):
     arrays, _ = golden.load("16_query_key_norm/map")
     parameters = part(arrays, "params/")
@@ -109,7 +107,6 @@ def test_a_head_that_normalises_where_the_blocks_do_not(tmp_path):
     assert again.count_params() == model.count_params() - 3 * (16 + 1)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("prefix", ["params", "target"])
 def test_a_training_state_gives_its_parameters(tmp_path, prefix):
     arrays, config = golden.load("16_query_key_norm/map")
@@ -128,7 +125,6 @@ def test_a_training_state_gives_its_parameters(tmp_path, prefix):
     assert description.parameters == config["param_count"]
 
 
-@pytest.mark.backend_free
 def test_released_names_tell_what_weights_do_not(tmp_path):
     for file in (CHECKPOINTS / "vmoe_tiny").iterdir():
         name = file.name.replace("vmoe_tiny", "vmoe_b16_imagenet21k_randaug_strong")
@@ -142,7 +138,6 @@ def test_released_names_tell_what_weights_do_not(tmp_path):
     assert not report.weights
 
 
-@pytest.mark.backend_free
 def test_the_names_of_big_vision_and_linen(tmp_path):
     renamed = {}
     for name, array in np.load(CHECKPOINTS / "vit_classic.npz").items():
@@ -163,7 +158,6 @@ def test_the_names_of_big_vision_and_linen(tmp_path):
     )
 
 
-@pytest.mark.backend_free
 def test_an_ensemble_of_experts_is_another_model(tmp_path):
     for path in (CHECKPOINTS / "vmoe_tiny").iterdir():
         shutil.copy(path, tmp_path / path.name.replace("vmoe_tiny", "eee_s32"))
@@ -173,7 +167,6 @@ def test_an_ensemble_of_experts_is_another_model(tmp_path):
 # vmoe's two towers
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("case", ["map_pooling_no_bias", "moe_both_towers"])
 def test_vmoes_two_towers(tmp_path, case):
     arrays, config = golden.load(f"08_two_tower/{case}")
@@ -207,7 +200,6 @@ def test_vmoes_two_towers(tmp_path, case):
     assert "of the image tower" in report.ignored.values()
 
 
-@pytest.mark.backend_free
 def test_the_maximum_of_vmoes_texts(tmp_path):
     arrays, _ = golden.load("08_two_tower/moe_both_towers")
     weights = {

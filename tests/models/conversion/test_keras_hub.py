@@ -17,7 +17,7 @@ from tests.published import (
     random_images,
 )
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 WIDE, SQUARE = random_images((8, 12, 3)), random_images((8, 8, 3), 3)
 TOKENS = IDS[:, :5] % 10

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.mark.backend_free
 def test_another_head_and_image_size():
     source = str(CHECKPOINTS / "vit_classic_prelogits.npz")
     old = models.from_preset(source, task="backbone")
@@ -60,7 +59,6 @@ def test_another_head_and_image_size():
     assert predict(model, np.zeros((2, 48, 32, 1))).shape == (2, 3)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("case", "patch_size", "scale"),
     [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
@@ -86,7 +84,6 @@ def test_another_patch_size(case, patch_size, scale):
     assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
 
 
-@pytest.mark.backend_free
 def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
@@ -110,7 +107,6 @@ def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     assert positions == "resized from (4, 4) to (8, 8), bicubic"
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("case", range(4))
 def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     arrays, config = golden.load("07_checkpoints/posemb_interpolation")
@@ -139,7 +135,6 @@ def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     np.testing.assert_allclose(actual, new, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.backend_free
 def test_a_new_pooling_comes_with_a_new_head():
     source = str(CHECKPOINTS / "vit_classic.npz")
     model, report = models.convert(source, num_classes=3, pooling="map")
@@ -193,7 +188,6 @@ def test_weights_that_are_not_loaded_are_drawn():
     assert np.any(values(model, "patch_embedding/kernel"))
 
 
-@pytest.mark.backend_free
 def test_upcycled_arguments_are_refused_rather_than_left_empty():
     with pytest.raises(ValueError, match=r"none for 'block_1/moe"):
         models.convert(str(CHECKPOINTS / "vit_classic.npz"), moe_layers=[1])
@@ -218,7 +212,6 @@ def sizes_of_many(folder):
     return tensors
 
 
-@pytest.mark.backend_free
 def test_one_tensor_at_a_time(tmp_path):
     tensors = sizes_of_many(tmp_path)
     total = sum(array.nbytes for array in tensors.values())
@@ -244,7 +237,6 @@ def test_one_tensor_at_a_time(tmp_path):
         assert used < bare + total + 3 * largest + 0.1 * total, source
 
 
-@pytest.mark.backend_free
 def test_no_tensor_stays_when_the_next_is_read(tmp_path, monkeypatch):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     # Half precision, so that no backend takes their memory over.
@@ -277,7 +269,6 @@ def peak(function):
 # Arguments
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
@@ -298,7 +289,6 @@ def test_arguments_that_do_not_fit(overrides, word):
     refused(str(CHECKPOINTS / "vit_classic.npz"), word, **overrides)
 
 
-@pytest.mark.backend_free
 def test_a_mixer_serves_one_image_size():
     source = str(CHECKPOINTS / "mixer.npz")
     refused(source, "image_shape", image_shape=(64, 64, 3))
@@ -306,7 +296,6 @@ def test_a_mixer_serves_one_image_size():
     assert models.from_preset(source, image_shape=(32, 32, 1)).input_shape[-1] == 1
 
 
-@pytest.mark.backend_free
 def test_without_a_head_num_classes_is_needed(tmp_path):
     arrays = classic(head__kernel=None, head__bias=None)
     np.savez(tmp_path / "vit.npz", **arrays)

@@ -29,7 +29,6 @@ from tests.published import (
     write_vmoe,
 )
 
-pytestmark = pytest.mark.backend_free
 MEMBER = "embedding/kernel.npy"
 
 

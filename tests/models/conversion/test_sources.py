@@ -26,8 +26,6 @@ from tests import golden
 from tests.published import CHECKPOINTS, hub_vit, predict, timm_folder
 from tools import guides
 
-pytestmark = pytest.mark.backend_free
-
 
 @keras.saving.register_keras_serializable("tests")
 class MyBackbone(ViTBackbone):

@@ -11,7 +11,7 @@ from keras_moe.models import ImagePreprocessor
 from tests import golden
 from tests.published import predict, refused, timm_folder, values, write_folder
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 NAMES = [f"class {i}" for i in range(7)]
 
