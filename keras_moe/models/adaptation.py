@@ -1,4 +1,4 @@
-"""LoRA adapters of backbones, and dtype policies of quantised layers."""
+"""LoRA adapters, and dtype policies of quantised layers."""
 
 import os
 from typing import Any
@@ -14,10 +14,9 @@ from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_value
 
 
 def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) -> None:
-    """Freezes a backbone, and adds trainable low-rank pairs to some layers.
+    """Freezes a backbone and adds trainable low-rank adapters.
 
-    KerasHub's own method leaves the biases of the layers trainable, which a file of the
-    adapters would lose: here they are frozen.
+    Unlike KerasHub's method this freezes biases too, which an adapter file would lose.
     """
     layers = flatten_layers(backbone, include_self=False)
     able = {
@@ -43,7 +42,7 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
 def save_pairs(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Saves only the low-rank pairs."""
+    """Saves only the low-rank adapters."""
     pairs = low_rank_pairs(backbone)
     if not pairs:
         raise ValueError(
@@ -61,12 +60,7 @@ def save_pairs(
 def load_pairs(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Loads low-rank pairs, after adding them where that was not done.
-
-    Args:
-        backbone: backbone with or without pairs.
-        filepath: path of a file that `save_pairs` has written.
-    """
+    """Loads low-rank adapters from a file of `save_pairs`, adding them if missing."""
     _check_name(filepath)
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
         names, rank = _attributes(file, filepath)
@@ -88,7 +82,7 @@ def load_pairs(
 
 
 def low_rank_pairs(backbone: keras.Model) -> dict[str, keras.Variable]:
-    """The pairs' weights by their paths, without the backbone's own name."""
+    """Returns adapter weights by path, without the backbone's name."""
     return {
         weight.path.removeprefix(f"{backbone.name}/"): weight
         for weight in backbone.weights
@@ -97,7 +91,7 @@ def low_rank_pairs(backbone: keras.Model) -> dict[str, keras.Variable]:
 
 
 def _attributes(file, filepath):
-    """The names of the layers and the rank, with which the pairs were saved."""
+    """Returns the layer names and rank stored in an adapter file."""
     try:
         names = [str(name) for name in file.attrs["target_layer_names"]]
         return names, check_integer("rank", file.attrs["rank"])
@@ -117,7 +111,7 @@ def _check_name(filepath):
 
 
 def quantized_policies(layers: list, policy: Any) -> Any:
-    """The policy of some layers, with a map of those that are quantised."""
+    """Returns a policy for layers, with a map of the quantised ones."""
     policy = keras.dtype_policies.get(policy)
     if isinstance(policy, DTypePolicyMap):
         return policy
@@ -131,27 +125,27 @@ def quantized_policies(layers: list, policy: Any) -> Any:
 
 
 def saved_policy(model: keras.Model) -> dict[str, Any]:
-    """The config of a model's policy, with the layers that are quantised."""
+    """Returns the config of a model's policy, including quantised layers."""
     layers = flatten_layers(model, include_self=False)
     policy = quantized_policies(layers, model.dtype_policy)
     return keras.dtype_policies.serialize(policy)
 
 
 def settle_policies(model: Any) -> None:
-    """Gives each layer its own policy instead of one map for all.
+    """Gives each layer its own policy instead of a shared map.
 
-    Keras's quantised layers could not be saved again with a map (3.15): they ask it for
-    its default, which is not quantised.
+    Keras 3.15 cannot save quantised layers with a map: it reads the map's default
+    policy, which is not quantised.
     """
     for layer in flatten_layers(model):
         policy = layer.dtype_policy
         if isinstance(policy, DTypePolicyMap):
-            # A model's own path may be none, or none of the map's.
+            # The model's path may be missing from the map.
             set_dtype_policy(layer, policy[layer.path or ""])
 
 
 def new_head_dtype(saved: Any) -> Any:
-    """A saved `head_dtype` for a new head, which is not quantised."""
+    """Returns a saved `head_dtype` for a new, unquantised head."""
     if saved is None:
         return None
     policy = keras.dtype_policies.get(saved)
@@ -159,7 +153,7 @@ def new_head_dtype(saved: Any) -> Any:
 
 
 def quantized_head(task: Any, head_dtype: Any) -> Any:
-    """The config of a task's `head_dtype`, with the layers that are quantised."""
+    """Returns the config of `head_dtype`, including quantised layers."""
     of_backbone = {id(layer) for layer in flatten_layers(task.backbone)}
     layers = [
         layer

@@ -1,4 +1,4 @@
-"""The pooling, the head, the loss and the metrics of a classifier.
+"""Pooling, head, loss and metrics of a classifier.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -25,7 +25,7 @@ from keras_moe.ops.initializers import FastInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
 OUTPUT_ACTIVATIONS = (None, "softmax", "sigmoid")
-# Losses that take probabilities by default, by function.
+# Loss classes by function, for losses that read probabilities by default.
 _CROSSENTROPIES = {
     keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
     keras.losses.binary_focal_crossentropy: keras.losses.BinaryFocalCrossentropy,
@@ -41,7 +41,7 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:
-    """Raises ValueError if the task is not one for this backbone."""
+    """Raises ValueError if the task does not support this backbone."""
     backbone_cls = backbone_cls or keras_hub.models.Backbone
     if not isinstance(backbone, backbone_cls):
         raise ValueError(
@@ -51,14 +51,14 @@ def check_backbone(backbone: Any, backbone_cls: type) -> None:
 
 
 def backbone_arguments(backbone: Any) -> dict[str, Any]:
-    """The arguments of a backbone that the layers on top of it follow."""
+    """Returns the backbone arguments that the head depends on."""
     if isinstance(backbone, MoEBackbone):
         return backbone.arguments
     return backbone.get_config()
 
 
 def check_output_activation(output_activation: str | None, multi_label: bool) -> None:
-    """Raises ValueError for an activation that does not fit the kind of labels."""
+    """Raises ValueError for an activation that does not fit the labels."""
     check_one_of("output_activation", output_activation, OUTPUT_ACTIVATIONS)
     if output_activation == ("softmax" if multi_label else "sigmoid"):
         raise ValueError(
@@ -71,7 +71,7 @@ def check_output_activation(output_activation: str | None, multi_label: bool) ->
 def check_head(
     head: Any, head_position: str, num_classes: int, head_bias: Any
 ) -> MuMoE | None:
-    """The muMoE head, from itself or its config, if it fits the other arguments."""
+    """Returns the muMoE head, from a layer or its config, after checking it."""
     check_one_of("head_position", head_position, HEAD_POSITIONS)
     if head is None:
         if head_position != "final":
@@ -109,7 +109,7 @@ def check_head(
 
 
 def check_pooling(pooling: str | None, class_token: bool) -> str:
-    """The pooling, or its default, if it fits the backbone."""
+    """Returns the pooling or its default, if the backbone supports it."""
     if pooling is None:
         return "class_token" if class_token else "average"
     if pooling not in POOLINGS:
@@ -133,7 +133,7 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
 def pooling_layer(
     backbone_config: dict, pooling: str, query_key_norm: bool | None, dtype: Any
 ) -> Any:
-    """The pooling layer for a backbone's tokens, not built."""
+    """Creates the pooling layer, unbuilt."""
     if query_key_norm is None:
         query_key_norm = backbone_config.get("query_key_norm", False)
     elif pooling != "map":
@@ -165,7 +165,7 @@ def pooling_layer(
 def pooled_norm_layer(
     backbone_config: dict, pooled_norm: bool, dtype: Any
 ) -> LayerNorm | None:
-    """The normalisation of the pooled vector, not built; None for none."""
+    """Creates the norm of the pooled vector, unbuilt; None for none."""
     if not check_bool("pooled_norm", pooled_norm):
         return None
     epsilon = backbone_config["layer_norm_epsilon"]
@@ -175,7 +175,7 @@ def pooled_norm_layer(
 def dropout_layer(
     backbone_config: dict, rate: float, dtype: Any
 ) -> keras.layers.Dropout:
-    """The dropout before the head, with a seed that follows from the backbone's."""
+    """Creates the dropout before the head, seeded from the backbone."""
     seed = backbone_config["seed"]
     return keras.layers.Dropout(
         rate,
@@ -186,7 +186,7 @@ def dropout_layer(
 
 
 def head_layer(head: MuMoE | None, dtype: Any) -> MuMoE | None:
-    """A muMoE head with the arguments of `head`, not built."""
+    """Creates an unbuilt muMoE head with the arguments of `head`."""
     if head is None:
         return None
     config = {**head.get_config(), "name": "head", "dtype": dtype}
@@ -200,7 +200,7 @@ def predictions_layer(
     is_dense: bool,
     dtype: Any,
 ) -> keras.layers.Layer:
-    """The last layer: dense, or after a final muMoE head just the activation."""
+    """Creates the last layer: dense, or just an activation after a muMoE head."""
     if not is_dense:
         return keras.layers.Activation(activation, dtype=dtype, name="predictions")
     bias = keras.initializers.Constant(bias_value(head_bias, num_classes))
@@ -215,7 +215,7 @@ def predictions_layer(
 
 
 def bias_value(head_bias: Any, num_classes: int) -> float:
-    """The number for `head_bias`, which may be `"prior"`."""
+    """Returns the number for `head_bias`, which may be `"prior"`."""
     if head_bias == "prior":
         return -math.log(num_classes)
     if isinstance(head_bias, str) or not math.isfinite(head_bias):
@@ -227,15 +227,15 @@ def bias_value(head_bias: Any, num_classes: int) -> float:
 
 
 def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
-    """The loss of `compile(loss="auto")`."""
+    """Returns the loss for `compile(loss="auto")`."""
     return (SigmoidCrossentropy if multi_label else _SPARSE)(from_logits=from_logits)
 
 
 def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
-    """A loss that takes logits or probabilities, as the outputs are.
+    """Returns a loss that reads logits or probabilities, whichever the outputs are.
 
-    Keras's crossentropies by name, and as functions, would take logits for
-    probabilities. Loss objects stay as they are; those that would do the same warn.
+    Keras's crossentropies given by name or as functions would treat logits as
+    probabilities. Loss objects are kept, with a warning if they would do the same.
     """
     if isinstance(loss, (list, tuple, dict)):
         return keras.tree.map_structure(
@@ -257,12 +257,12 @@ def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
 
 
 def _crossentropy(loss):
-    """The class of a crossentropy that is given by name or as a function, or None."""
+    """Returns the class of a crossentropy given by name or function, or None."""
     if isinstance(loss, str):
         try:
             loss = keras.losses.get(loss)
         except ValueError:
-            return None  # Keras knows further names, and refuses the others.
+            return None  # Other names are left to Keras.
         if type(loss) in _CROSSENTROPIES.values():
             return type(loss)
     return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
@@ -271,15 +271,15 @@ def _crossentropy(loss):
 def default_metrics(
     loss: Any, multi_label: bool, num_classes: int, from_logits: bool
 ) -> list:
-    """The metrics of `compile(metrics="auto")`."""
+    """Returns the metrics for `compile(metrics="auto")`."""
     is_sparse = any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss))
     if multi_label and not is_sparse:
         return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
     if is_sparse:
         return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
     if num_classes == 1:
-        # Keras's own choice would take a logit for a probability.
+        # Keras's own choice would treat logits as probabilities.
         threshold = 0.0 if from_logits else 0.5
         return [keras.metrics.BinaryAccuracy("accuracy", threshold=threshold)]
-    # Keras chooses by the shape of the labels, with any loss.
+    # Keras chooses by label shape, whatever the loss.
     return ["accuracy"]

@@ -1,7 +1,7 @@
-"""Announces that a model's first step is being compiled.
+"""Announces compilation of a model's first step.
 
-On JAX and TensorFlow the first step of `fit`, `evaluate` or `predict` waits for a
-compiler for seconds to minutes, in which Keras shows nothing.
+On JAX and TensorFlow the first step of `fit`, `evaluate` or `predict` compiles for
+seconds to minutes, during which Keras shows nothing.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ import keras
 
 from keras_moe.processes import process_index
 
-# A shorter compilation is not worth a line.
+# Shorter compilations are not announced.
 LEAST_SECONDS = 1.0
 
-# Keras's functions of a step, and what the line calls them.
+# Keras's step functions and their names in the message.
 _STEPS = {
     "train_function": "training step",
     "test_function": "evaluation step",
     "predict_function": "prediction step",
 }
-# The index of `verbose` among the positional arguments after the inputs.
+# Index of `verbose` among the positional arguments after the inputs.
 _PLACES = {"fit": 3, "evaluate": 2, "predict": 1}
 
 # Whether compilations are announced; None outside `fit`, `evaluate` and `predict`.
@@ -34,9 +34,9 @@ _is_announced = contextvars.ContextVar("is_announced", default=None)
 
 @contextlib.contextmanager
 def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
-    """Announces the compilations within the block, unless `verbose` is 0.
+    """Announces compilations within the block, unless `verbose` is 0.
 
-    A nested block, such as the validation in a `fit`, follows the outer one.
+    Nested blocks, such as the validation in a `fit`, inherit the setting.
     """
     if _is_announced.get() is not None:
         yield
@@ -53,9 +53,9 @@ def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
 def make_step(
     model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
 ) -> Any:
-    """Makes a function of a model's steps, whose first call is announced.
+    """Creates a step function whose first call is announced.
 
-    The first call puts the plain function back: later steps cost nothing.
+    The first call restores the plain function, so later steps cost nothing.
     """
     before = getattr(model, name)
     made = make(force)
@@ -79,7 +79,7 @@ def _compiles(model):
 
 @contextlib.contextmanager
 def _line(text):
-    """Shows a line on stderr, which ends with the seconds that the block took."""
+    """Shows a line on stderr that ends with the elapsed seconds."""
     lock, start = threading.Lock(), time.monotonic()
     is_over, is_shown = False, False
 

@@ -1,4 +1,4 @@
-"""The task of pairs: images and their texts embed alike, all others apart.
+"""Contrastive image-text training, encoding and similarity.
 
 Axes: B images, C texts, N tokens, P embedding.
 """
@@ -46,28 +46,28 @@ from keras_moe.processes import predict_batch
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
 class ContrastiveModel(MoETask, keras_hub.models.Task):
-    """A backbone of pairs with what training, encoding and comparing them needs.
+    """A contrastive image-text model on any image-text backbone.
 
-    `fit` takes pairs without labels: a dict of `"images"`, `"token_ids"` and
-    `"padding_mask"`. Pairs that share an image or a caption are negatives of each
-    other, unless `y` is a dict of their `"image_ids"` or `"text_ids"` and the loss is
-    compiled with `multi_positive=True`. Padded pairs of a last batch have a
-    `sample_weight` of 0. The constructor compiles the model with defaults.
+    `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
+    `"padding_mask"`. Pairs that share an image or caption count as negatives unless `y`
+    is a dict of `"image_ids"` or `"text_ids"` and the loss has `multi_positive=True`.
+    Give padding pairs of a last batch a `sample_weight` of 0. The model is compiled
+    with defaults.
 
     Args:
         backbone: `CLIPBackbone` or `LIMoEBackbone`.
-        preprocessor: `TextTokenizer`, by which `encode_text` takes captions, and which
-            is saved with the model; or None.
-        image_preprocessor: `ImagePreprocessor`, by which `encode_images` takes images
-            of any size; None takes images that are prepared already.
+        preprocessor: optional `TextTokenizer` for captions in `encode_text`; saved with
+            the model.
+        image_preprocessor: optional `ImagePreprocessor` for images of any size in
+            `encode_images`.
         **kwargs: arguments of `keras_hub.models.Task`.
 
     Input shape:
-        That of the backbone.
+        As the backbone.
 
     Output shape:
-        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
-        (B, P).
+        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
+        P).
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*, figure
@@ -148,12 +148,12 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     ) -> TaskConfig:
         config = dict(source.task_config())
         if isinstance(config.get("preprocessor"), ImagePreprocessor):
-            # Published weights come with the preparation of their images.
+            # Published weights come with their image preprocessing.
             config["image_preprocessor"] = config.pop("preprocessor")
         return TaskConfig({**config, **overrides})
 
     def default_loss(self) -> ContrastiveLoss:
-        """The sigmoid loss for a model whose similarities have a bias, else softmax."""
+        """Returns the sigmoid loss if similarities have a bias, else softmax."""
         if "logit_bias" in self.backbone.logit_scale.parameters():
             return SigmoidContrastiveLoss()
         return SoftmaxContrastiveLoss()
@@ -171,10 +171,10 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         Args:
             optimizer: as in `MoETask.compile`.
             loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
-            metrics: metrics that read the dict of outputs, such as
-                `ContrastiveAccuracy`; `"auto"` for none.
-            **kwargs: arguments of `keras.Model.compile`. `weighted_metrics` are further
-                metrics of this kind.
+            metrics: metrics of the output dict, such as `ContrastiveAccuracy`; `"auto"`
+                for none.
+            **kwargs: arguments of `keras.Model.compile`. `weighted_metrics` are treated
+                like `metrics`.
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
@@ -192,7 +192,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             )
         if isinstance(metrics, str) and metrics == "auto":
             metrics = self.default_metrics(loss)
-        # No metric leaves the weights of pairs out: both arguments are alike.
+        # Contrastive metrics all use sample weights, so both arguments mean the same.
         weighted = kwargs.pop("weighted_metrics", None)
         metrics = ContrastiveMetrics(metrics, weighted)
         if kwargs.get("loss_weights"):
@@ -245,13 +245,13 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return super().test_on_batch(x, y, sample_weight, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        # Batches of datasets are seen here first.
+        # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
         return super().call(inputs, training=training, mask=mask)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """A layer by name or index; `"text/block_1"` is one of a modality."""
+        """Returns a layer by name, such as `"text/block_1"`, or index."""
         if "/" in str(name):
             return self.backbone.get_layer(name)
         return super().get_layer(name, index)
@@ -264,7 +264,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """The contrastive loss of a batch plus the auxiliary losses.
+        """Returns the contrastive loss of a batch plus auxiliary losses.
 
         `y` is None or a dict of ids, see `ContrastiveLoss`.
         """
@@ -273,35 +273,35 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
-        """The loss, and the metrics of pairs."""
+        """The loss and contrastive metrics."""
         return [*super().metrics, *self._metrics_of_pairs.metrics]
 
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
-        """Adds a batch to the metrics, and returns their values by name."""
+        """Updates the metrics with a batch and returns their values by name."""
         self._loss_of_pairs.weigh(one_weight(sample_weight))
         self._metrics_of_pairs.update(y, y_pred, sample_weight)
         return self.get_metrics_result()
 
     def get_compile_config(self) -> dict[str, Any]:
-        """The arguments of `compile`, serialised."""
+        """Returns the serialised arguments of `compile`."""
         config = super().get_compile_config()
-        # All of them read weights.
+        # All of them use sample weights.
         metrics = {"metrics": None, "weighted_metrics": self._metrics_of_pairs.config()}
         return {**config, **metrics} if config else {}
 
     def encode_images(
         self, images: Any, batch_size: int = 32, verbose: Any = 0
     ) -> np.ndarray:
-        """Embeds images as unit vectors, float32 (B, P).
+        """Embeds images as float32 unit vectors (B, P).
 
         Args:
-            images: images (B, height, width, channels) as the model takes them; or with
-                an `image_preprocessor`, images of any size as that takes them. Floats
-                of the model's size count as prepared.
+            images: images (B, height, width, channels) in the model's format; or, with
+                an `image_preprocessor`, images of any size (floats of the model's size
+                count as preprocessed).
             batch_size: images per batch.
-            verbose: argument of `keras.Model.predict`: 1 shows the progress.
+            verbose: 1 shows progress, as in `keras.Model.predict`.
         """
         if self.image_preprocessor is not None and not self._is_prepared(images):
             images = self.image_preprocessor(images)
@@ -317,13 +317,13 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def encode_text(
         self, texts: Any, batch_size: int = 32, verbose: Any = 0
     ) -> np.ndarray:
-        """Embeds texts as unit vectors, float32 (B, P).
+        """Embeds texts as float32 unit vectors (B, P).
 
         Args:
-            texts: captions, one string or several, for a model with a tokenizer; or a
-                dict of `"token_ids"` and `"padding_mask"`, integers (B, N).
+            texts: a caption or list of captions, if the model has a tokenizer; or a
+                dict of `"token_ids"` and `"padding_mask"`, (B, N).
             batch_size: texts per batch.
-            verbose: argument of `keras.Model.predict`: 1 shows the progress.
+            verbose: 1 shows progress, as in `keras.Model.predict`.
         """
         if not isinstance(texts, dict):
             if not isinstance(self.preprocessor, TextTokenizer):
@@ -333,15 +333,15 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                     f"texts={texts!r}, preprocessor={self.preprocessor!r}"
                 )
             texts = self.preprocessor(texts)
-        # The dict of a pair has images, too.
+        # The dict of a pair also has images.
         texts = {k: x for k, x in texts.items() if k != "images"}
         self.backbone.check_modality("text", texts)
         return self._encode("text", texts, batch_size, verbose)
 
     def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
-        """The scaled similarities (B, C) of B images and C texts: the loss's logits.
+        """Returns scaled similarities (B, C) of images and texts: the loss's logits.
 
-        Both may be given as embeddings (B, P) and (C, P).
+        Both can also be given as embeddings (B, P) and (C, P).
         """
         if not _are_embeddings(images):
             images = self.encode_images(images, batch_size)
@@ -351,9 +351,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return keras.ops.convert_to_numpy(logits)
 
     def _is_prepared(self, images):
-        """Whether images are of the model's size, and no bytes."""
+        """Whether images are floats of the model's size."""
         shape = tuple(getattr(images, "shape", ()))
-        # Pixels of any integer dtype are raw.
+        # Integer pixels are raw.
         is_raw = "int" in str(getattr(images, "dtype", ""))
         return shape[1:] == tuple(self.backbone.image_shape) and not is_raw
 
@@ -366,8 +366,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if number > batch_size and keras.distribution.distribution() is None:
             with state_kept(encoder):
                 return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
-        # Keras's `predict` costs more than a small batch, and cannot read outputs of
-        # which other processes have a part.
+        # `keras.Model.predict` is slow for small batches and cannot read outputs that
+        # are sharded over processes.
         size, outputs = min(number, batch_size), []
         with state_kept(encoder):
             for start in range(0, number, size):
@@ -377,12 +377,12 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return np.concatenate(outputs)
 
     def save_assets(self, dir_path: str) -> None:
-        """Saves the tokenizer's vocabulary to the folder of a `.keras` file."""
+        """Saves the tokenizer's vocabulary into a `.keras` file."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.save_assets(dir_path)
 
     def load_assets(self, dir_path: str) -> None:
-        """Reads what `save_assets` has written."""
+        """Loads the tokenizer's vocabulary from a `.keras` file."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.load_assets(dir_path)
 

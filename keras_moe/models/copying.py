@@ -1,4 +1,4 @@
-"""Deep copies of models, also with other routers or fewer experts."""
+"""Deep copies of models, optionally with other routers or fewer experts."""
 
 import warnings
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def copied(
     without: str | None = None,
     value: Callable[[Any], Any] = keras.ops.convert_to_numpy,
 ) -> Any:
-    """A model of a changed config, with the weights that both have."""
+    """Creates a model from a changed config and copies the shared weights."""
     new = type(model).from_config(config)
     both = [[w for w in each.weights if w.name != without] for each in (model, new)]
     names = [[w.name for w in weights] for weights in both]
     fits = names[0] == names[1]
     for old_weight, new_weight in zip(*both) if fits else ():
-        # Through an array: on JAX both variables would share one buffer.
+        # Copy through an array: on JAX both variables would share one buffer.
         array = value(old_weight)
         fits = fits and tuple(array.shape) == tuple(new_weight.shape)
         if not fits:
@@ -39,7 +39,7 @@ def copied(
         )
     preprocessor = getattr(model, "preprocessor", None)
     if hasattr(preprocessor, "load_preset_assets"):
-        # Its config is without its assets, such as a vocabulary.
+        # The config does not include assets such as a vocabulary.
         new.preprocessor = preprocessor
     if getattr(model, "compiled", False):
         try:
@@ -54,7 +54,7 @@ def copied(
 
 
 def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
-    """A model's config, whose routers have other arguments."""
+    """Returns a model's config with other router arguments."""
     config = model.get_config()
     towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
     towers = [tower for tower in towers.values() if tower["moe"] is not None]
@@ -74,7 +74,7 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
-    """A copy of a model whose MoE blocks keep some of their experts."""
+    """Returns a copy with some experts pruned."""
     check_one_of("method", method, METHODS)
     check_bool("removed", removed)
     if not isinstance(kept_experts, dict) or not kept_experts:
@@ -121,21 +121,21 @@ def with_kept_experts(
 
 
 def _towers(config):
-    """The configs with a `moe` by what their blocks' names begin with."""
+    """Returns the configs that have a `moe`, by block name prefix."""
     if "moe" in config:
         return {"": config}
-    # Two towers, each with its own blocks.
+    # Two towers with separate blocks.
     nested = {name: each for name, each in config.items() if isinstance(each, dict)}
     return {f"{name}/": each for name, each in nested.items() if "moe" in each}
 
 
 def _moe_layers(backbone, towers):
-    """The MoE layers whose experts can be pruned by their blocks' names."""
+    """Returns the MoE layers with prunable experts, by block name."""
     layers = {}
     for key in backbone.routing:
         if key.endswith("/token_mixer"):
             continue
-        # Modalities that share a block have a record each.
+        # Modalities that share a block have separate records.
         name = key.rpartition("/")[2] if "" in towers else key
         layers[name] = backbone.get_layer(name).feed_forward
         if not isinstance(layers[name].router, TokenChoiceRouter):
@@ -147,7 +147,7 @@ def _moe_layers(backbone, towers):
 
 
 def _selections(blocks, kept_experts, before, method, removed):
-    """The kept experts of blocks, and what is left of their weights."""
+    """Returns the kept experts of each block, and how to select their weights."""
     kept, selections = {}, {}
     for name, layer in blocks.items():
         kept[name], columns, places = _selection(
@@ -179,9 +179,9 @@ def _check_like(before, method, removed):
 
 
 def _selection(num_columns, experts, kept_before, removed_before, method):
-    """The kept experts, their columns in the router, and their indices in the weights.
+    """Returns kept experts, their router columns and their weight indices.
 
-    The first are numbers among the experts before any pruning.
+    Kept experts are numbered as before any pruning.
     """
     columns_are_gone = removed_before and method == "router_drop"
     if experts is None:

@@ -1,4 +1,4 @@
-"""The costs of a model: parameters, active parameters and FLOPs, part by part."""
+"""Costs of a model: parameters, active parameters and FLOPs, part by part."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,11 @@ class Part(NamedTuple):
     """One part of a model.
 
     Attributes:
-        name: the part's name.
+        name: name of the part.
         kind: kind of the part, such as "dense".
-        parameters: number of its parameters.
-        active_parameters: those that one token uses.
-        flops: forward floating-point operations per image, 2 per multiply-add,
-            of matmuls only.
+        parameters: number of parameters.
+        active_parameters: number of parameters used by one token.
+        flops: forward FLOPs of matmuls per image, 2 per multiply-add.
     """
 
     name: str
@@ -29,11 +28,11 @@ class Description(NamedTuple):
     """The costs of a model.
 
     Attributes:
-        name: the preset.
-        num_tokens: tokens per image, the class token included.
-        parts: its parts in order.
+        name: name of the preset.
+        num_tokens: tokens per image, including the class token.
+        parts: parts in order.
         hidden_dim: D, the size of a token.
-        example: kind of the model's inputs, for tables.
+        example: kind of input, for tables.
     """
 
     name: str
@@ -44,21 +43,21 @@ class Description(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return sum(part.parameters for part in self.parts)
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token uses."""
+        """Number of parameters used by one token."""
         return sum(part.active_parameters for part in self.parts)
 
     @property
     def gflops(self) -> float:
-        """Forward 1e9 floating-point operations per image, 2 per multiply-add."""
+        """Forward GFLOPs per image, 2 FLOPs per multiply-add."""
         return sum(part.flops for part in self.parts) / 1e9
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         return {
             "name": self.name,
             "num_tokens": self.num_tokens,
@@ -70,7 +69,7 @@ class Description(NamedTuple):
         }
 
     def print(self, console: Console | None = None) -> None:
-        """Prints the parts and their sums as a table."""
+        """Prints the parts and totals as a table."""
         table = Table(title=f"{self.name}: {self.num_tokens} tokens per {self.example}")
         table.add_column("part")
         table.add_column("kind")

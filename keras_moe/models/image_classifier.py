@@ -1,4 +1,4 @@
-"""Image classification on any backbone of images.
+"""Image classification with any image backbone.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -53,11 +53,11 @@ from keras_moe.ops.initializers import FastInitializer
 
 
 class ClassProbability(NamedTuple):
-    """A class of an image and its probability.
+    """A class with its probability.
 
     Attributes:
-        name: name of the class, or its index as text if the model has no names.
-        probability: softmax or, for a multi-label model, sigmoid.
+        name: name of the class, or its index as text without class names.
+        probability: softmax, or sigmoid for multi-label models.
         index: index of the class.
     """
 
@@ -69,41 +69,39 @@ class ClassProbability(NamedTuple):
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """A backbone with pooling and a classification head.
 
-    The base of `ViTImageClassifier` and `MixerImageClassifier`.
-
-    It is compiled with defaults for integer classes, or with `multi_label=True` for a
-    0-1 vector per image and a sigmoid loss summed over classes. `classifier.features`
-    is the symbolic pooled feature (B, D) that the head reads:
-    `keras.Model(classifier.input, classifier.features)` extracts features.
+    Base class of `ViTImageClassifier` and `MixerImageClassifier`. It is compiled for
+    integer classes or, with `multi_label=True`, for 0-1 vectors and a sigmoid loss
+    summed over classes. `keras.Model(classifier.input, classifier.features)` extracts
+    the pooled features (B, D) that the head reads.
 
     Args:
         backbone: `ViTBackbone` or `MixerBackbone`, depending on the subclass.
         num_classes: number of classes.
-        preprocessor: an `ImagePreprocessor`, which `classify` applies; a
-            `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and `predict`
-            apply; any other layer or callable, which you apply yourself; or None.
-        pooling: `"class_token"`, `"first"` (the first patch, without a class token),
-            `"average"`, `"patch_average"` (without the class token) or `"map"`
-            (attention pooling). None means the class token if there is one, else the
-            average.
-        multi_label: whether an image may have several labels: a sigmoid instead of a
-            softmax cross-entropy.
-        representation_dim: size of a tanh layer between pooling and head, or None.
-        head_bias: initial bias of the head: a number (V-MoE uses -10 on
-            ImageNet-21k), or `"prior"` for -log(num_classes).
+        preprocessor: an `ImagePreprocessor`, applied by `classify`; a
+            `keras_hub.models.Preprocessor`, applied by `fit`, `evaluate` and `predict`;
+            or another callable that you apply yourself.
+        pooling: `"class_token"`, `"first"` (the first patch, if there is no class
+            token), `"average"`, `"patch_average"` (without the class token) or `"map"`
+            (attention pooling). Defaults to the class token, or the average without
+            one.
+        multi_label: whether an image can have several labels (sigmoid instead of
+            softmax cross-entropy).
+        representation_dim: size of a tanh layer between pooling and head, if any.
+        head_bias: initial bias of the head: a number (V-MoE uses -10 on ImageNet-21k),
+            or `"prior"` for -log(num_classes).
         output_activation: None for logits, `"softmax"` or `"sigmoid"`.
         dropout: dropout rate before the head.
-        head_dtype: dtype policy of the head; None takes the backbone's.
-        pooled_norm: whether to normalise the pooled vector, for a backbone without
+        head_dtype: dtype policy of the head; defaults to the backbone's.
+        pooled_norm: whether to normalise the pooled vector, for backbones without
             `final_norm`.
-        head: a `MuMoE` layer, or a dict of its arguments (`units` defaults to the
-            number of classes), instead of the dense head or before it. The classifier
-            makes a layer with the same arguments, called "head". None for the dense
-            head alone.
-        head_position: `"final"`, where the units of `head` are the classes, or
-            `"penultimate"`, where ReLU and the dense head follow.
+        head: `MuMoE` layer, or dict of its arguments (`units` defaults to
+            `num_classes`), from which the layer "head" is created. None for a dense
+            head only.
+        head_position: `"final"` if `head` outputs the classes, `"penultimate"` if ReLU
+            and the dense head follow it.
         pooling_query_key_norm: whether attention pooling normalises queries and keys.
-            None follows the backbone, as V-MoE and Soft MoE do; timm uses False.
+            Defaults to the backbone's setting, as in V-MoE and Soft MoE; timm uses
+            False.
         **kwargs: `name`, `trainable` and `compile`.
 
     Input shape:
@@ -136,7 +134,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        # With `num_classes` the head is new, and arguments of the source's head go.
+        # `num_classes` means a new head: drop the arguments of the source's head.
         is_new = "num_classes" in overrides
         if not is_new and not source.is_trained:
             raise ValueError(
@@ -232,7 +230,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             )
             features = self.representation(features)
         outputs, routing = self._classified(features, head_position)
-        # The constructor compiles, and reads both: Keras lets a model have plain
+        # The base constructor compiles and reads both, but Keras allows plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)
         object.__setattr__(self, "output_activation", output_activation)
@@ -250,11 +248,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         self.head_position = head_position
 
     def _classified(self, features, head_position):
-        """The outputs for pooled features, and the model's records of routing."""
+        """Returns outputs and routing records for pooled features."""
         outputs, routing = self.output_dropout(features), dict(self.backbone.routing)
         if self.head is not None:
             outputs, record = self.head(outputs)
-            # The pooled feature is an image's only token.
+            # The only token is the pooled feature of the image.
             routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
             if head_position == "penultimate":
                 outputs = keras.ops.relu(outputs)
@@ -262,14 +260,15 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     @property
     def features(self) -> Any:
-        """The symbolic feature (B, D) that the head reads."""
+        """The symbolic features (B, D) that the head reads."""
         return super().features
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by the block's name.
+        """The symbolic `Routing` of each MoE block, by block name.
 
-        A muMoE head's is "head": (B, 1, E), with the image's feature as its token.
+        A muMoE head's record is "head", (B, 1, E): its only token is the pooled
+        feature.
         """
         return super().routing
 
@@ -286,7 +285,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
                 f"received: preprocessor={value!r}"
             )
-        # The constructor checks its own before there is a model.
+        # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)
         keras_hub.models.Task.preprocessor.fset(self, value)
@@ -301,14 +300,14 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         """Returns the most probable classes of images of any size.
 
         Args:
-            images: one image or several, as `ImagePreprocessor` takes them.
+            images: one or several images, as in `ImagePreprocessor`.
             top: number of classes per image.
             batch_size: images per batch.
-            max_value: the value of white, see `ImagePreprocessor`.
+            max_value: pixel value of white, see `ImagePreprocessor`.
 
         Returns:
-            For each image a list of `ClassProbability`, the most probable first; for
-            one image (H, W, C) or (H, W) just its list.
+            A list of `ClassProbability`, most probable first, for one image (H, W, C)
+            or (H, W); a list of such lists for several.
         """
         top = check_integer("top", top)
         batch_size = check_integer("batch_size", batch_size)
@@ -331,7 +330,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         names = self.preprocessor.class_names
         results = []
         for row in self._probabilities(outputs.astype("float64")):
-            # Stable: among equals the lower index comes first.
+            # Stable sort: on ties the lower index comes first.
             order = np.argsort(-row, kind="stable")[:top].tolist()
             results.append(
                 [
@@ -345,23 +344,24 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         if self.output_activation is not None:
             return outputs
         if self.multi_label:
-            # A sigmoid without the exponential of a large number.
+            # Sigmoid that does not overflow.
             return 0.5 * (1.0 + np.tanh(0.5 * outputs))
         outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
         return outputs / outputs.sum(axis=-1, keepdims=True)
 
     def outputs_from_head(self, head_outputs: Any) -> Any:
-        """Maps the muMoE head's outputs (B, units) to the model's, at inference."""
+        """Maps a muMoE head's outputs (B, units) to the model's, at inference."""
         if self.head_position == "penultimate":
             head_outputs = keras.ops.relu(head_outputs)
         return self.output_dense(head_outputs)
 
     def with_logit_offsets(self, output: int, offsets: Any) -> "ImageClassifier":
-        """Returns a copy whose final muMoE head adds to one output's logits.
+        """Returns a copy whose final muMoE head offsets one logit per expert.
 
-        `logit[output] + sum over n of a_n offsets[n]`, with a_n the coefficient of
-        expert n (*Multilinear Mixture of Experts*, equation 5). Offsets of earlier
-        edits of the same output add up. The optimizer of the copy starts afresh.
+            logit[output] + sum over n of a_n offsets[n]
+
+        where a_n is the coefficient of expert n (*Multilinear Mixture of Experts*,
+        equation 5). Repeated edits of an output add up. The copy's optimizer is fresh.
 
         Args:
             output: index of the class.
@@ -405,23 +405,23 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     ) -> None:
         """Configures training; see `MoETask.compile` for `"auto"`.
 
-        Keras's crossentropies by name, such as `"categorical_crossentropy"` on one-hot
-        labels, take the outputs as logits, unless the model has an output activation.
+        Keras's crossentropies given by name, such as `"categorical_crossentropy"` for
+        one-hot labels, read logits unless the model has an output activation.
         """
         loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
     def default_loss(self) -> keras.losses.Loss:
-        """Softmax cross-entropy, or `SigmoidCrossentropy` with `multi_label`."""
+        """Returns softmax cross-entropy, or `SigmoidCrossentropy` if `multi_label`."""
         return default_loss(self.multi_label, self.output_activation is None)
 
     def default_metrics(self, loss: Any) -> list:
-        """The accuracy, or with `multi_label` the area under precision and recall."""
+        """Returns accuracy, or area under precision-recall if `multi_label`."""
         classes, from_logits = self.output_shape[-1], self.output_activation is None
         return default_metrics(loss, self.multi_label, classes, from_logits)
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError for labels out of range, if the loss implies a kind."""
+        """Raises ValueError for labels out of range for the loss."""
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
@@ -456,7 +456,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         pooling_query_key_norm: bool | None = None,
         **_,
     ) -> list[Part]:
-        """The parts that the task adds to its backbone, with their costs."""
+        """Returns the parts that the task adds, with their costs."""
         check_integer("num_classes", num_classes)
         pooling = check_pooling(pooling, backbone_config.get("class_token", True))
         pooler = pooling_layer(
@@ -483,7 +483,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
 
 def _preprocessor(source, config, backbone_config):
-    """The source's preprocessor for images of the model's size, or the default one."""
+    """Returns the source's preprocessor at the model's size, or the default."""
     shape = backbone_config["image_shape"]
     if "preprocessor" not in config:
         return ImagePreprocessor(shape, class_names=source.class_names)
@@ -494,40 +494,40 @@ def _preprocessor(source, config, backbone_config):
 
 
 def _renamed(config, source, overrides):
-    """The preprocessor without the names of other classes than the new head's."""
+    """Drops class names that do not belong to the new head."""
     preprocessor = config["preprocessor"]
     if "preprocessor" in overrides:
         return preprocessor
     if source.kind == SAVED:
-        # The classes are others, even where there are as many.
+        # Other classes, even if there are as many.
         return dataclasses.replace(preprocessor, class_names=None)
     return preprocessor.adapted(num_classes=config["num_classes"])
 
 
 def _fitted(config, source, overrides, backbone_config):
-    """A preset's arguments of the head that fit what is overridden.
+    """Adapts a preset's head arguments to overrides.
 
-    A representation layer as wide as the backbone follows its width. It and the bias of
-    V-MoE's dense head are left out where a final muMoE replaces it.
+    A representation layer as wide as the backbone follows its width; it and V-MoE's
+    head bias are dropped if a final muMoE replaces the dense head.
     """
     config = dict(config)
     hidden_dim = source.config.get("hidden_dim")
     if config.get("representation_dim") == hidden_dim:
         config["representation_dim"] = backbone_config.get("hidden_dim")
     if overrides.get("head") and overrides.get("head_position", "final") == "final":
-        # Its experts have their own biases.
+        # Its experts have biases.
         config.pop("head_bias", None)
         config.pop("representation_dim", None)
     return config
 
 
 def _new_head(config, overrides):
-    """A saved task's arguments for a head of other classes."""
+    """Adapts a saved task's arguments to a head with other classes."""
     config = dict(config)
-    # A quantised head's layers are not those of a new one.
+    # A quantised head's policies do not apply to a new head.
     config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
     if config.get("head") and config.get("head_position") == "final":
-        # The head has as many units as there are classes now; edits concerned others.
+        # The number of units follows the classes, and old edits do not apply.
         head = config["head"]
         units = {"units": overrides["num_classes"], "edited_outputs": ()}
         config["head"] = {**head, "config": {**head["config"], **units}}
@@ -535,7 +535,7 @@ def _new_head(config, overrides):
 
 
 def _without_head(config, overrides):
-    """Published arguments for a new head on the source's pooling, if that stays."""
+    """Returns published arguments for a new head, keeping the pooling if possible."""
     config, new_weights = dict(config), HEAD
     config.pop("representation_dim", None)
     theirs = config.get("pooling")

@@ -1,4 +1,4 @@
-"""From images of any size to what a model takes."""
+"""Preprocessing of images of any size."""
 
 import math
 from collections.abc import Sequence
@@ -16,37 +16,36 @@ from keras_moe.layers.interpolation import (
     widened_linear_weights,
 )
 
-# Pillow's modes, and those to which their images are converted; the values of other
-# modes are no pixels.
+# Pillow modes and the modes to convert their images to; other modes do not hold pixel
+# values.
 _MODES = {"1": "L", "L": "L", "LA": "L"}
 _MODES.update(dict.fromkeys(("P", "RGB", "RGBA", "CMYK", "YCbCr"), "RGB"))
-# The luminance of TensorFlow's and Pillow's conversion to grey.
+# Luminance weights of TensorFlow's and Pillow's conversion to grey.
 _LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """The step from images of any size to those that a model was trained on.
+    """Resizes, crops and normalises images for a model.
 
-    A classifier carries one as `model.preprocessor`, and `model.classify` applies it.
-    `fit`, `evaluate` and `predict` do not: they take images that are prepared already,
-    such as those of `keras_moe.data.load`, from any source that Keras knows. Apply it
-    there yourself: `model.predict(model.preprocessor(photos))`.
+    A classifier has one as `model.preprocessor`, which `model.classify` applies. `fit`,
+    `evaluate` and `predict` do not: they expect preprocessed images, such as those of
+    `keras_moe.data.load` or `model.preprocessor(photos)`.
 
-    It runs in NumPy, so that images of many sizes compile nothing, and gives the same
-    numbers on every backend. Inside `tf.data` it goes through `tf.numpy_function`.
+    It runs in NumPy, so that varying image sizes do not recompile anything, and gives
+    the same numbers on every backend. In `tf.data` it runs through `tf.numpy_function`.
 
     Args:
         image_shape: (height, width, channels) of the model's images.
-        mean: mean of the pixels in [0, 1], one number or one per channel.
-        std: standard deviation likewise; 0.5 and 0.5 give the range [-1, 1].
+        mean: mean of pixels in [0, 1], a number or one per channel.
+        std: standard deviation, likewise. Mean and std of 0.5 give the range [-1, 1].
         interpolation: `"bilinear"` or `"bicubic"`.
-        antialias: whether pixels are averaged where the image shrinks, as Pillow does
-            it; `"bicubic"` always does.
-        center_crop: None squashes the whole image to the model's size. A number in
-            (0, 1] keeps the aspect: the middle of the image is taken, and of its
-            shorter side this share (timm's `crop_pct`).
+        antialias: whether to average pixels when shrinking, as Pillow does. Always on
+            for `"bicubic"`.
+        center_crop: None resizes without keeping the aspect ratio. A number in (0, 1]
+            keeps it and crops the centre to this share of the shorter side (timm's
+            `crop_pct`).
         class_names: names of the classes in order, or None.
 
     Example:
@@ -91,14 +90,14 @@ class ImagePreprocessor:
 
     @property
     def name(self) -> str:
-        """The name under which a model's summary shows it."""
+        """Name in model summaries."""
         return "image_preprocessor"
 
     def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
-        """Prepares images.
+        """Preprocesses images.
 
-        Grey images are repeated over three channels, and RGB becomes luminance for a
-        model of one channel, as in `keras_moe.data.load`.
+        Grey images are repeated over three channels; RGB is converted to luminance for
+        one-channel models, as in `keras_moe.data.load`.
         """
         if max_value is not None and not (_is_number(max_value) and max_value > 0):
             raise ValueError(
@@ -142,22 +141,22 @@ class ImagePreprocessor:
             self._weights(old, now, start, new).astype("float32")
             for old, now, start, new in zip(image.shape, sizes, starts, size)
         )
-        # Only the pixels that are read: without antialiasing few of a photo's are.
+        # Only the rows that are read: without antialiasing, few of a large photo.
         down, across = (np.flatnonzero(x.any(axis=0)) for x in (rows, columns))
         image = image[np.ix_(down, across)].astype("float32") / np.float32(white)
-        # Cubic weights overshoot; Pillow, too, cuts that off after each direction.
+        # Cubic weights overshoot; like Pillow, clip after each direction.
         image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
         image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
         return image
 
     def _size_before_crop(self, shape):
-        """The size to which the whole image is resized, with its aspect kept."""
+        """Returns the size to resize to, keeping the aspect ratio, before cropping."""
         wanted = [math.floor(size / self.center_crop) for size in self.image_shape[:2]]
         scale = max(new / old for new, old in zip(wanted, shape))
         return [max(new, int(old * scale)) for new, old in zip(wanted, shape)]
 
     def _weights(self, old, new, start, count):
-        """The rows from `start` on; with a long image's others memory would end."""
+        """Returns resize weights for `count` rows; all rows could exhaust memory."""
         weights = widened_linear_weights if self.antialias else linear_weights
         if self.interpolation == "bicubic":
             weights = cubic_weights
@@ -166,13 +165,13 @@ class ImagePreprocessor:
     def adapted(
         self, image_shape: tuple | None = None, num_classes: int | None = None
     ) -> "ImagePreprocessor":
-        """The same for another image size or another head.
+        """Returns a copy for another image size or head.
 
         Args:
-            image_shape: the model's now; None keeps it. Mean and standard deviation
-                per channel are averaged where the number of channels changes.
-            num_classes: the classes of the model now. Names of another number of
-                classes are dropped. None keeps them.
+            image_shape: new image shape; None keeps it. Mean and std are averaged if
+                the number of channels changes.
+            num_classes: new number of classes; None keeps it. If it changes, class
+                names are dropped.
         """
         changes = {}
         if image_shape is not None:
@@ -201,17 +200,17 @@ class ImagePreprocessor:
             )
 
     def get_config(self) -> dict:
-        """The arguments, as JSON has them."""
+        """Returns the arguments, JSON-serialisable."""
         config = asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
 
     @classmethod
     def from_config(cls, config: dict) -> "ImagePreprocessor":
-        """A preprocessor of `get_config`'s arguments."""
+        """Creates a preprocessor from the result of `get_config`."""
         return cls(**config)
 
     def save_to_preset(self, preset_dir: str) -> None:
-        """Writes nothing: the preset's `task.json` holds the preprocessor."""
+        """Does nothing: the preprocessor is stored in the preset's `task.json`."""
 
 
 def _is_number(value):
@@ -242,10 +241,10 @@ def _names(class_names):
 
 
 def _array(image):
-    """An image or a batch as an array of numbers."""
+    """Returns an image or a batch as a numeric array."""
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and hasattr(image, "convert"):
-        # Pillow's: a palette's numbers are no pixels.
+        # Pillow images: a palette's indices are not pixels.
         if mode not in _MODES:
             raise ValueError(
                 f"Expected a Pillow image of a mode of {sorted(_MODES)}; received: "
@@ -260,7 +259,7 @@ def _array(image):
     if keras.ops.is_tensor(image):
         image = keras.ops.convert_to_numpy(image)
     array = np.asarray(image)
-    # NumPy has no kind for bfloat16, and "V" is that of structured arrays, too.
+    # NumPy's kind for bfloat16 is "V", as for structured arrays.
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise ValueError(
             f"Expected images as numbers; received: {type(image).__name__} of "
@@ -270,12 +269,12 @@ def _array(image):
 
 
 def _white(image, max_value):
-    """The value of white, if all pixels are between black and white."""
+    """Returns the pixel value of white, if all pixels are in range."""
     white = float(max_value or (255 if image.dtype.kind in "iu" else 1))
     if image.dtype == np.uint8 and white >= 255:
         return white
     low, high = (float(x) for x in (image.min(), image.max()))
-    # A NaN is in no range.
+    # NaN is not in any range.
     if not (low >= -1e-6 * white and high <= (1 + 1e-6) * white):
         raise ValueError(
             f"Expected pixels in [0, {white:g}], or max_value=...; received: "
@@ -285,7 +284,7 @@ def _white(image, max_value):
 
 
 def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
-    """The preprocessor of a model's images, if it fits its backbone."""
+    """Returns a model's preprocessor, if it fits the backbone."""
     if isinstance(preprocessor, dict):
         preprocessor = keras.saving.deserialize_keras_object(preprocessor)
     if preprocessor is None:

@@ -19,25 +19,25 @@ from keras_moe.models.preset_folder import check_folder, compare_preset
 from keras_moe.models.source import Blueprint
 
 CARD = "README.md"
-# A page without this line is its author's, and stays.
+# A card without this line was written by the user and is kept.
 MARK = (
     "<!-- Written by keras_moe. Without this line the page stays as it is when the "
     "preset is saved again. -->"
 )
-# Kinds of pictures that browsers show in a page.
+# Picture formats that browsers display inline.
 _PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
-# Arguments that say nothing about the architecture.
+# Arguments that do not describe the architecture.
 _NO_ARCHITECTURE = ("name", "trainable", "dtype", "seed")
 
 
 class CardResult(NamedTuple):
-    """A measured figure of a model.
+    """A measured result of a model.
 
     Attributes:
         metric: name of the metric, such as `"accuracy"`.
-        value: the figure.
-        data: name of the data, such as `"digits"`.
-        split: split of the data.
+        value: the result.
+        data: name of the dataset, such as `"digits"`.
+        split: split of the dataset.
     """
 
     metric: str
@@ -48,20 +48,20 @@ class CardResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a model's page says in addition to its architecture and costs.
+    """Contents of a model card, in addition to architecture and costs.
 
     Args:
-        name: title of the page; None takes the folder's name.
-        description: a few sentences about the model, as Markdown.
-        license: licence of the weights as Hugging Face names it, such as
+        name: title; defaults to the folder's name.
+        description: a few sentences in Markdown.
+        license: licence of the weights as an identifier of Hugging Face, such as
             `"apache-2.0"`.
-        recipe: settings of the training by name, such as `Recipe.settings()`.
+        recipe: training settings by name, such as `Recipe.settings()`.
         data: name of the training data.
-        attribution: sentences on the training data's authors and licence, as Markdown.
-        results: measured figures, as `CardResult`.
-        picture: path of a picture, which is copied into the folder.
-        picture_text: text for those who cannot see the picture.
-        base_model: handle of the model that this one was made from, such as
+        attribution: authors and licence of the training data, in Markdown.
+        results: list of `CardResult`.
+        picture: path of a picture to copy into the folder.
+        picture_text: alt text of the picture.
+        base_model: handle of the model this one derives from, such as
             `"openai/clip-vit-base-patch32"`.
         tags: tags in addition to `"keras"` and, with experts, `"mixture-of-experts"`.
 
@@ -120,7 +120,7 @@ class ModelCard:
                 )
 
     def write(self, model: keras.Model, folder: Path, name: str) -> None:
-        """Writes the page and its picture into a preset's folder."""
+        """Writes the card and its picture into a preset folder."""
         picture = None
         if self.picture is not None:
             picture = f"card{Path(self.picture).suffix.lower()}"
@@ -128,7 +128,7 @@ class ModelCard:
         write_text(folder / CARD, self.text(model, self.name or name, picture))
 
     def text(self, model: keras.Model, name: str, picture: str | None = None) -> str:
-        """The page as Markdown, with the metadata that Hugging Face reads."""
+        """Returns the card as Markdown with Hugging Face metadata."""
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
             f"# {_line(name)}",
@@ -196,7 +196,7 @@ class ModelCard:
 def write_card(
     model: keras.Model, folder: Path, target: Path, card: ModelCard | None
 ) -> None:
-    """Writes a preset's page, unless its author wrote one."""
+    """Writes a preset's card, unless the user wrote one."""
     page = target / CARD
     if (
         card is None
@@ -236,7 +236,7 @@ def _architecture(model):
 
 
 def _arguments(config, prefix=""):
-    """The arguments that say something, nested ones by dotted names."""
+    """Returns arguments that describe the architecture, nested ones dotted."""
     for name, value in config.items():
         if value is None or (name in _NO_ARCHITECTURE and prefix != "moe.router."):
             continue
@@ -264,13 +264,13 @@ def _table(header, rows):
 
 
 def _cell(value):
-    """A value on one line, without tags: a bar or a line break would end the cell."""
+    """Formats a value for a table cell: one line, no tags or bars."""
     text = " ".join(str(value).split())
     return text.replace("<", "&lt;").replace("|", "\\|")
 
 
 def _line(text):
-    """A text on one line, with links and tags escaped."""
+    """Formats a text as one line, with links and tags escaped."""
     text = " ".join(text.split()).replace("<", "&lt;")
     return text.replace("[", "\\[").replace("]", "\\]")
 
@@ -287,12 +287,12 @@ _HUGGING_FACE, _KAGGLE = "hf://", "kaggle://"
 def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     """Uploads a preset folder with its card to Hugging Face or Kaggle.
 
-    The folder is checked first: its files are whole and its weights are those that
-    were saved. KerasHub then uploads it; `from_preset` takes the same `uri`.
+    Checks that the files are complete and the weights intact first. Load the result
+    with `from_preset(uri)`.
 
     Args:
         uri: `"hf://USER/MODEL"` or `"kaggle://USER/MODEL/FRAMEWORK/VARIATION"`.
-        preset_dir: folder that `save_to_preset` has written.
+        preset_dir: folder written by `save_to_preset`.
 
     Example:
 
@@ -325,7 +325,7 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
 
 
 def _upload_card(repository, page):
-    """Uploads the page first: KerasHub writes, and removes, one where there is none."""
+    """Uploads the card first: KerasHub creates, and deletes, a missing one."""
     import huggingface_hub
 
     created = huggingface_hub.create_repo(repo_id=repository, exist_ok=True)

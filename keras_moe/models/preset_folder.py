@@ -1,8 +1,7 @@
-"""Preset folders on disk: written whole or not at all, and checked when read.
+"""Preset folders on disk: written atomically and verified when read.
 
-A preset's `metadata.json` has the SHA-256 of each file of its weights and of its
-tokenizer, and the index of shards, a `.weights.json`, that of each shard, in
-`"metadata"`. Other libraries ignore them and read the files all the same.
+`metadata.json` has the SHA-256 of each weights and tokenizer file, and a shard index
+(`.weights.json`) that of each shard, both in `"metadata"`. Other libraries ignore them.
 """
 
 import contextlib
@@ -29,20 +28,20 @@ HUB_MODELS = (
 METADATA = "metadata.json"
 CHECKSUMS = "sha256"
 INDEX = "model.weights.json"
-# KerasHub's names: whole, one of several shards, and the head's.
+# KerasHub's names of single files, shards and head weights.
 WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
 TOKENIZER = "text_tokenizer.json"
-# KerasHub's config and the files of the vocabulary lie next to ours.
+# KerasHub's config and vocabulary files, next to ours.
 _TOKENIZER_FILE = re.compile(r"(text_)?tokenizer\.json|assets/tokenizer/\w[\w.-]*")
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a name is that of a file of a preset's weights."""
+    """Whether a file name is one of a preset's weights."""
     return any(path.match(pattern) for pattern in WEIGHTS_FILES)
 
 
 def add_checksums(folder: str | os.PathLike) -> None:
-    """Adds the checksums of weights and of a tokenizer to a preset's metadata."""
+    """Adds checksums of weights and tokenizer files to a preset's metadata."""
     folder = Path(folder)
     path = folder / METADATA
     if path.is_file():
@@ -52,10 +51,10 @@ def add_checksums(folder: str | os.PathLike) -> None:
 
 
 def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
-    """Adds the checksums of a tokenizer to the metadata, which may be new.
+    """Adds a tokenizer's checksums to the metadata, creating it if needed.
 
-    Without any checksum in it, the metadata of a preset stays as it is: with some,
-    those of the weights would be missed.
+    Metadata of a preset without any checksums is left as it is, since checksums for
+    some files only would make the weights' appear missing.
     """
     folder = Path(folder)
     path = folder / METADATA
@@ -78,7 +77,7 @@ def _tokenizer_checksums(folder):
 
 
 def shard_names(path: Path, content: Any) -> list[str]:
-    """The names of the shards of an index."""
+    """Returns the shard names of an index."""
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict):
         raise ValueError(
@@ -106,7 +105,7 @@ def _is_shard(name):
 
 
 def compare_checksums(path: Path) -> list[Path]:
-    """Compares weights with the checksums of their preset, and of their index."""
+    """Verifies weights against the checksums of preset and index."""
     files, expected = [path], {}
     if path.suffix == ".json" and path.is_file():
         content = _read_json(path)
@@ -124,7 +123,7 @@ def compare_checksums(path: Path) -> list[Path]:
             for source, sums in expected.items()
             if file.name in sums
         }
-        # Keras says which file is missing.
+        # Keras reports missing files.
         received = sha256_of(file) if listed and file.is_file() else None
         for source, sha256 in listed.items():
             _compare(file, received, sha256, source)
@@ -141,7 +140,7 @@ def _compare(file, received, expected, source):
 
 
 def compare_tokenizer(preset: str) -> None:
-    """Compares the files of a preset's tokenizer with the checksums that are there."""
+    """Verifies a tokenizer's files against the recorded checksums."""
     if not check_file_exists(preset, METADATA):
         return
     source = Path(get_file(preset, METADATA))
@@ -150,19 +149,17 @@ def compare_tokenizer(preset: str) -> None:
         raise ValueError(f"Expected whole JSON in {source}; received another file")
     sums = metadata.get(CHECKSUMS)
     for name, expected in sums.items() if isinstance(sums, dict) else ():
-        # KerasHub says which file is missing.
+        # KerasHub reports missing files.
         if _TOKENIZER_FILE.fullmatch(name) and check_file_exists(preset, name):
             file = get_file(preset, name)
             _compare(file, sha256_of(file), expected, source)
 
 
 def compare_preset(folder: str | os.PathLike) -> None:
-    """Compares the weights and the tokenizer of a preset's folder with their
-    checksums.
-    """
+    """Verifies the weights and tokenizer files of a preset folder."""
     for name in ("model.weights.h5", INDEX, "task.weights.h5"):
         path = Path(folder) / name
-        # A backbone's preset has no head's file.
+        # A backbone's preset has no file for the head.
         if path.is_file():
             compare_checksums(path)
     compare_tokenizer(os.fspath(folder))
@@ -179,9 +176,9 @@ def _read_json(path):
 
 
 def _listed(source, metadata, files):
-    """The checksums of files, {} if there are none at all."""
+    """Returns the checksums of files; {} if the preset has none."""
     if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
-        # A single file, or one of Keras's or KerasHub's.
+        # A single file, or one written by plain Keras or KerasHub.
         return {}
     sums = metadata[CHECKSUMS]
     for file in files:
@@ -195,7 +192,7 @@ def _listed(source, metadata, files):
     return sums
 
 
-# The files of a preset folder; other files in it are the user's.
+# The files of a preset; all others belong to the user.
 PRESET_FILES = (
     "config.json",
     "metadata.json",
@@ -211,7 +208,7 @@ _writing = contextvars.ContextVar("writing", default=False)
 
 
 def is_preset(folder: str | os.PathLike) -> bool:
-    """Whether a folder is a Keras preset, and not another library's weights."""
+    """Whether a folder is a Keras preset rather than other libraries' weights."""
     try:
         content = json.loads((Path(folder) / "config.json").read_text("utf-8"))
     except (OSError, RecursionError, ValueError):
@@ -221,7 +218,7 @@ def is_preset(folder: str | os.PathLike) -> bool:
 
 @contextlib.contextmanager
 def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
-    """A folder to write a preset to, which replaces the old one when all is written."""
+    """Yields a folder to write to, which then atomically replaces the preset."""
     if _writing.get():
         yield str(preset_dir)
         return
@@ -234,7 +231,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
 
 
 def readable(preset_dir: str | os.PathLike) -> Path:
-    """The folder to read a preset from: the old one of a preset that is being replaced.
+    """Returns the folder to read: the old one while a preset is being replaced.
 
     Reading changes nothing on disk.
     """
@@ -250,7 +247,7 @@ def _is_own(path):
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Checks that a local preset folder has its files, and that they are whole."""
+    """Checks that a local preset folder is complete and intact."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -307,13 +304,13 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 
 def _has_head(path):
-    """Whether the task of a file has weights in addition to its backbone's."""
+    """Whether a task file has weights in addition to its backbone's."""
     name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
     return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
 
 
 def check_preset(preset: str | os.PathLike) -> str:
-    """The handle, or the folder to read from."""
+    """Returns the handle, or the folder to read from."""
     if not isinstance(preset, (str, os.PathLike)):
         raise ValueError(
             f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
@@ -332,7 +329,7 @@ def check_preset(preset: str | os.PathLike) -> str:
             f"({nearest(str(preset), list(registry.presets()))})"
         )
     for path in folder.iterdir():
-        # Opening a pipe waits for a writer, which may never come.
+        # Opening a pipe would block until someone writes.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"Expected files in a preset's folder; received: {path}")
     check_folder(folder)
@@ -341,7 +338,7 @@ def check_preset(preset: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def explained(preset: str, name: str | None = None, advice: str = "") -> Iterator[None]:
-    """Says which preset an error comes from: Keras's own do not."""
+    """Context that adds the preset's name to errors."""
     received = f"preset={str(name or preset)!r}"
     try:
         yield

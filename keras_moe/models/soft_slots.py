@@ -1,4 +1,4 @@
-"""The slots of soft routers, which are weights, and keep their number.
+"""Keeps the number of slots of soft routers, whose slots are weights.
 
 Axes: N tokens, E experts, C capacity.
 """
@@ -14,7 +14,7 @@ _SIZES = ("image_shape", "patch_size", "max_length")
 
 
 def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
-    """A backbone's config whose routers have the weights of another's."""
+    """Returns a config whose soft routers fit the weights of another config."""
     before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
     for name in _ZERO_COMPUTATION:
         expected = getattr(before, name, 0)
@@ -67,7 +67,7 @@ def _is_soft(moe: Any) -> bool | None:
 
 
 def _num_slots(cls, config):
-    """The slots of each expert of a soft router, or None without MoE blocks."""
+    """Returns the slots per expert of a soft router, or None without MoE blocks."""
     blocks = cls.unbuilt_blocks(**config)
     soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
     if soft is None:

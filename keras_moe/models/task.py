@@ -1,4 +1,4 @@
-"""The base of all tasks: a backbone, the layers on top of it, and their training.
+"""Base class of tasks: a backbone, layers on top of it, and their training.
 
 Axes: B batch.
 """
@@ -21,32 +21,28 @@ from keras_moe.models.weights_file import checked_weights, save_weights
 
 
 class MoETask(MoEModel):
-    """A backbone with what a task adds to it, ready for `fit`.
+    """Base class of tasks, such as `ImageClassifier` and custom ones.
 
-    This is the base of `ImageClassifier` and of custom tasks. The second base of a
-    task is `keras_hub.models.Task` or one of KerasHub's tasks, whose `from_preset` then
-    loads it, too. (This class is no Keras model itself: Keras cannot build a functional
-    model whose class inherits from `keras.Model` along two paths.)
+    A task's second base class is `keras_hub.models.Task` or one of KerasHub's tasks, so
+    that KerasHub's `from_preset` can load it too. (`MoETask` is not a Keras model
+    itself, because a functional model cannot inherit from `keras.Model` twice.)
 
-    A subclass has `task_name`, by which `from_preset` takes it, and `backbone_cls`; a
-    constructor, which sets `self.backbone` and `self.preprocessor`, connects the
-    layers, and hands the symbolic results to this one; and `get_config`. It overrides
-    `default_loss`, `default_metrics`, `check_labels`, `config_from` and
-    `describe_parts` where the ones here do not fit.
+    A subclass defines `task_name` (for `from_preset`), `backbone_cls`, `get_config` and
+    a constructor that sets `self.backbone` and `self.preprocessor`, connects its layers
+    and passes the symbolic tensors on. Override `default_loss`, `default_metrics`,
+    `check_labels`, `config_from` and `describe_parts` as needed.
 
     Args:
-        inputs: symbolic inputs: one, or a dict by name.
+        inputs: symbolic input, or dict of inputs by name.
         outputs: symbolic outputs.
-        features: symbolic features that the outputs follow from: one, or a dict.
-        routing: symbolic `Routing` of each MoE block, by the block's name.
+        features: symbolic features that the outputs are computed from, or a dict.
+        routing: dict from block name to symbolic `Routing`.
         **kwargs: arguments of `keras_hub.models.Task`.
 
     Example:
 
     >>> import keras_hub
     >>> from keras_moe.models import ImageClassifier, MoETask
-    >>> issubclass(ImageClassifier, MoETask)
-    True
     >>> class Retrieval(keras_hub.models.Task, MoETask):
     ...     pass
     Traceback (most recent call last):
@@ -55,7 +51,7 @@ class MoETask(MoEModel):
     """
 
     task_name: str
-    # Whether the task has weights besides its backbone's, saved in a separate file.
+    # Whether the head has weights, which are saved in a separate file.
     has_head = True
     # Whether metrics compare outputs with labels.
     has_metrics = True
@@ -73,11 +69,11 @@ class MoETask(MoEModel):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        """The task's arguments, from its source and overrides.
+        """Returns the task's arguments from a source and overrides.
 
         Args:
             source: preset or published weights.
-            overrides: arguments of the task that replace the source's.
+            overrides: task arguments that replace the source's.
             backbone_config: arguments of the backbone, overrides included.
         """
         return TaskConfig({**source.task_config(), **overrides})
@@ -86,7 +82,7 @@ class MoETask(MoEModel):
     def describe_parts(
         backbone_config: dict, num_tokens: int, dim: int, **config: Any
     ) -> list[Part]:
-        """The parts that the task adds to its backbone, with their costs.
+        """Returns the parts that the task adds to its backbone, with costs.
 
         Args:
             backbone_config: arguments of the backbone.
@@ -99,24 +95,24 @@ class MoETask(MoEModel):
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
-        # One of KerasHub's own tasks would build its own head.
+        # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
         settle_policies(self)
-        # Plain attributes: Keras would wrap the dicts of symbolic records.
+        # Bypass attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_features", features)
         object.__setattr__(self, "_routing", routing)
 
     @property
     def features(self) -> Any:
-        """The symbolic features that the outputs follow from."""
+        """The symbolic features that the outputs are computed from."""
         return self._features
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by the block's name."""
+        """The symbolic `Routing` of each MoE block, by block name."""
         return self._routing
 
     def get_config(self):
@@ -124,10 +120,10 @@ class MoETask(MoEModel):
 
     @classmethod
     def from_config(cls, config: dict) -> Any:
-        """A task of `get_config`'s arguments."""
+        """Creates a task from the result of `get_config`."""
         config = dict(config)
         if isinstance(config.get("preprocessor"), dict):
-            # KerasHub only takes layers.
+            # KerasHub accepts only layers.
             config["preprocessor"] = keras.saving.deserialize_keras_object(
                 config["preprocessor"]
             )
@@ -144,8 +140,8 @@ class MoETask(MoEModel):
         """Configures training, with defaults for this task.
 
         Args:
-            optimizer: `"auto"` is AdamW at 3e-4 with weight decay 1e-4 and gradients
-                clipped to global norm 1 (not with half-precision weights).
+            optimizer: `"auto"` is AdamW with learning rate 3e-4, weight decay 1e-4 and
+                gradients clipped to global norm 1 (except for half-precision weights).
             loss: `"auto"` is `default_loss()`.
             metrics: `"auto"` is `default_metrics(loss)`.
             **kwargs: arguments of `keras.Model.compile`.
@@ -157,7 +153,7 @@ class MoETask(MoEModel):
         if isinstance(metrics, str) and metrics == "auto":
             metrics = self.default_metrics(loss)
         if metrics is None and self.has_metrics:
-            # With None Keras would keep the metrics of the compilation before.
+            # With None Keras would keep the previous metrics.
             metrics = []
         keras_hub.models.Task.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
@@ -166,38 +162,38 @@ class MoETask(MoEModel):
     def compile_from_config(self, config: dict) -> None:
         """Compiles a loaded model as it was saved.
 
-        Keras does not compile a loaded model whose class overrides `compile`.
+        Keras skips this for classes that override `compile`.
         """
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
-            # So that the optimizer's saved state finds its place.
+            # So that the optimizer's saved state can be loaded.
             self.optimizer.build(self.trainable_variables)
 
     def default_loss(self) -> Any:
-        """The loss of `compile(loss="auto")`: none besides the model's own."""
+        """Returns the loss for `compile(loss="auto")`; None by default."""
         return None
 
     def default_metrics(self, loss: Any) -> list:
-        """The metrics of `compile(metrics="auto")` with this loss."""
+        """Returns the metrics for `compile(metrics="auto")`."""
         return []
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError if labels do not fit the task; here all pass.
+        """Raises ValueError if labels do not fit the task; accepts all by default.
 
-        They may be anything that `fit` takes, not just arrays.
+        Labels can be anything that `fit` accepts, not only arrays.
         """
 
     def _check_inputs(self, inputs, labels=None):
-        # A preprocessor of KerasHub takes other inputs, and makes the model's of them.
+        # A KerasHub preprocessor takes other inputs and creates the model's.
         if not self._has_keras_hub_preprocessor():
             check_inputs(self, inputs)
         if labels is not None:
             self.check_labels(labels)
 
     def _training_method(self, name: str) -> Callable:
-        # KerasHub's `fit` turns all data into one kind of dataset, to map a
-        # preprocessor over it: it knows no `PyDataset`, `DataLoader` or generator, and
-        # does not shuffle arrays. Only its own preprocessors need it.
+        # KerasHub's `fit` converts all data to one kind of dataset so that it can map a
+        # preprocessor: it does not accept `PyDataset`, `DataLoader` or generators and
+        # does not shuffle arrays. Use it only for KerasHub's preprocessors.
         owner = keras.Model
         if self._has_keras_hub_preprocessor():
             owner = keras_hub.models.Task
@@ -206,20 +202,20 @@ class MoETask(MoEModel):
     def preprocess_samples(
         self, x: Any, y: Any = None, sample_weight: Any = None
     ) -> Any:
-        """Applies a preprocessor of KerasHub; without one the batch stays as it is."""
+        """Applies a KerasHub preprocessor, if there is one."""
         if self._has_keras_hub_preprocessor():
             return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def save_task_weights(self, filepath: str | os.PathLike) -> None:
-        """Saves the weights of the head, without the optimizer's state.
+        """Saves the head's weights without optimizer state.
 
-        KerasHub would store that, too: three times the size, and a warning on loading.
+        KerasHub would include it: three times the size, and a warning on loading.
         """
         save_weights(self, filepath, objects_to_skip=_not_the_head(self))
 
     def load_task_weights(self, filepath: str | os.PathLike) -> None:
-        """Loads the weights of the head."""
+        """Loads the head's weights."""
         skipped = _not_the_head(self)
         with checked_weights(filepath):
             keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
@@ -227,27 +223,26 @@ class MoETask(MoEModel):
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
-        """Freezes the backbone except for low-rank pairs; the head stays trainable.
+        """Freezes the backbone and adds LoRA adapters; the head stays trainable.
 
-        Call it before the first `fit`, or compile again. See the backbone's method.
+        Call it before the first `fit`, or compile again. See `MoEBackbone.enable_lora`.
         """
         self.backbone.enable_lora(rank, target_layer_names)
 
     def _has_keras_hub_preprocessor(self):
-        """Whether KerasHub prepares the inputs, which are not yet the model's."""
+        """Whether a KerasHub preprocessor creates the model's inputs."""
         return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
 
 
 def _not_the_head(task):
     skipped = flatten_layers(task.backbone)
-    # There is none with compile=False.
+    # None with compile=False.
     optimizer = getattr(task, "optimizer", None)
     return skipped if optimizer is None else [*skipped, optimizer]
 
 
 def _default_optimizer(policy):
-    # With bfloat16 weights beside float32 routers, TensorFlow cannot take the norm of
-    # all gradients together.
+    # TensorFlow cannot compute a joint norm of bfloat16 and float32 gradients.
     global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
     return keras.optimizers.AdamW(
         3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm

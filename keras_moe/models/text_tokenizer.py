@@ -1,4 +1,4 @@
-"""From captions to token ids and padding masks.
+"""Tokenizes captions into token ids and padding masks.
 
 Axes: B batch, N tokens.
 """
@@ -27,37 +27,32 @@ from keras_moe.models.preset_folder import (
 )
 from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
-# Half of a pair in UTF-16, which no encoding to bytes takes.
+# A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TextTokenizer:
-    """The step from captions to what a `TextBackbone` takes.
+    """Turns captions into the inputs of a `TextBackbone`.
 
-    It runs on KerasHub's tokenizers in NumPy, without TensorFlow, and gives the same
-    ids on every backend. A caption becomes the start token (where there is one), its
-    tokens and the end token, and is padded to `max_length`. A longer one loses tokens
-    before its end token: `num_truncated` counts these captions, and the first of them
-    warns.
+    It uses KerasHub's tokenizers in NumPy, without TensorFlow, and gives the same ids
+    on every backend. Each caption gets its start token (if any) and end token and is
+    padded to `max_length`. Longer captions lose tokens before the end token: the first
+    one warns, and `num_truncated` counts them.
 
-    `dataset.map(tokenizer)` gives the same ids in a `tf.data.Dataset`, on batches of
-    captions or on single ones: TensorFlow calls the Python process for it, and needs
-    no TensorFlow Text.
-
-    `save_to_preset` writes it to a preset's folder, next to the weights, and
-    `TextTokenizer.from_preset` reads it. A task that has it for its `preprocessor`
-    does both by itself.
+    `dataset.map(tokenizer)` works on a `tf.data.Dataset` of captions or batches; it
+    calls back into Python and does not need TensorFlow Text. A task with this
+    preprocessor saves and loads it with its preset; otherwise use `save_to_preset` and
+    `TextTokenizer.from_preset`.
 
     Args:
         tokenizer: `keras_hub.tokenizers.Tokenizer` with a vocabulary, such as
             `CLIPTokenizer` or `SentencePieceTokenizer`.
-        max_length: N, the tokens of each row.
-        start_id: id before each caption; None for none.
-        end_id: id after each caption; None for none.
+        max_length: N, the number of tokens per row.
+        start_id: id before each caption, if any.
+        end_id: id after each caption, if any.
         padding_id: id of padding.
-        lower_case: whether captions are lower-cased before; CLIP's tokenizer does so in
-            any case.
+        lower_case: whether to lower-case captions first. CLIP's tokenizer always does.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
@@ -107,9 +102,9 @@ class TextTokenizer:
         self.num_captions = self.num_truncated = 0
 
     def _check_special_ids(self):
-        """Raises ValueError for a special token that the vocabulary has no id for."""
+        """Raises ValueError for special ids outside the vocabulary."""
         ids = getattr(self.tokenizer, "vocabulary", None)
-        # The ids of a published file may have gaps.
+        # Published files may have gaps in their ids.
         is_dict = isinstance(ids, dict)
         size = max(ids.values()) + 1 if is_dict else self.vocabulary_size
         for name in ("start_id", "end_id", "padding_id"):
@@ -123,11 +118,11 @@ class TextTokenizer:
     def clip(
         cls, vocabulary: str | os.PathLike | None = None, max_length: int = 77
     ) -> "TextTokenizer":
-        """CLIP's tokenizer, with 49,408 byte pairs.
+        """Creates CLIP's tokenizer with 49,408 byte pairs.
 
         Args:
-            vocabulary: file of merges, or folder with `vocab.json` and `merges.txt`.
-                None takes what the package open_clip_torch ships.
+            vocabulary: merges file, or folder with `vocab.json` and `merges.txt`.
+                Defaults to the file in the package open_clip_torch.
             max_length: N.
         """
         pairs = clip_byte_pairs(check_path("vocabulary", vocabulary))
@@ -137,12 +132,12 @@ class TextTokenizer:
     def trained(
         cls, captions: Iterable[str], vocabulary_size: int, max_length: int = 77
     ) -> "TextTokenizer":
-        """A tokenizer like CLIP's, of the most frequent byte pairs of captions.
+        """Trains a byte-pair tokenizer like CLIP's on captions.
 
         Args:
             captions: texts to train on.
-            vocabulary_size: largest number of tokens, at least 515: the bytes, the same
-                at the end of a word, two special tokens, and pairs.
+            vocabulary_size: maximum number of tokens, at least 515: 256 bytes, the same
+                at the end of a word, two special tokens and one pair.
             max_length: N.
         """
         pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
@@ -163,15 +158,14 @@ class TextTokenizer:
         max_length: int = 64,
         lower_case: bool = True,
     ) -> "TextTokenizer":
-        """A SentencePiece tokenizer, such as T5's or that of C4 in English.
+        """Creates a SentencePiece tokenizer, such as T5's.
 
-        Captions end with the vocabulary's `</s>`, and padding is its `<pad>`, or 0
-        where it has none.
+        Captions end with the vocabulary's `</s>`; padding is its `<pad>`, or 0.
 
         Args:
-            vocabulary: file of a model that SentencePiece has written, or its bytes.
+            vocabulary: SentencePiece model file, or its bytes.
             max_length: N.
-            lower_case: whether captions are lower-cased, as for LIMoE and SigLIP.
+            lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
         """
         if isinstance(vocabulary, bytes):
             proto, source = vocabulary, f"{len(vocabulary)} bytes"
@@ -201,12 +195,12 @@ class TextTokenizer:
 
     @property
     def name(self) -> str:
-        """The name under which a model's summary shows it."""
+        """Name in model summaries."""
         return "text_tokenizer"
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the vocabulary is read, which is not part of the config."""
+        """Whether the vocabulary, which is not part of the config, is loaded."""
         try:
             return self.vocabulary_size > 0
         except ValueError:
@@ -214,7 +208,7 @@ class TextTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of token ids."""
+        """Number of token ids."""
         return self.tokenizer.vocabulary_size()
 
     def __call__(self, captions: Any) -> dict[str, Any]:
@@ -249,14 +243,13 @@ class TextTokenizer:
         return {"token_ids": token_ids, "padding_mask": mask}
 
     def tokens(self, token_ids: Any) -> list[list[str]]:
-        """The strings of token ids, as people read them.
+        """Returns the readable string of each token id.
 
         Args:
             token_ids: integers (B, N).
 
         Returns:
-            B lists of N strings, in the order of the ids. A part of a character, which
-            is no text by itself, has its string of the vocabulary.
+            B lists of N strings. Incomplete characters are shown as in the vocabulary.
 
         Example:
 
@@ -290,14 +283,14 @@ class TextTokenizer:
         return self.tokenizer.tokenize(captions)
 
     def _framed(self, ids):
-        """A caption's ids with start and end, and whether it was truncated."""
+        """Returns ids with start and end tokens, and whether they were truncated."""
         start = [] if self.start_id is None else [self.start_id]
         end = [] if self.end_id is None else [self.end_id]
         left = self.max_length - len(start) - len(end)
         return [*start, *ids[:left], *end], len(ids) > left
 
     def check_fits(self, backbone: Any) -> None:
-        """Raises ValueError if ids or rows are larger than a backbone takes."""
+        """Raises ValueError if ids or rows are too large for a backbone."""
         for name in ("vocabulary_size", "max_length"):
             mine, largest = getattr(self, name), getattr(backbone, name)
             if mine > largest:
@@ -307,9 +300,9 @@ class TextTokenizer:
                 )
 
     def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
-        """Saves the tokenizer and its vocabulary to a folder, with or without a model.
+        """Saves the tokenizer and its vocabulary to a preset folder.
 
-        The SHA-256 of their files is in `metadata.json`, and loading compares it.
+        `metadata.json` records the files' SHA-256, which loading verifies.
         """
         folder = Path(preset_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
@@ -319,7 +312,7 @@ class TextTokenizer:
 
     @classmethod
     def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
-        """Reads the tokenizer from a folder or handle of `save_to_preset`."""
+        """Loads the tokenizer from a preset folder or handle."""
         preset = os.fspath(preset)
         try:
             config = load_json(preset, TOKENIZER)
@@ -340,17 +333,17 @@ class TextTokenizer:
         return tokenizer
 
     def load_preset_assets(self, preset: str) -> None:
-        """Reads the vocabulary of a preset, a folder or handle."""
+        """Loads the vocabulary from a preset folder or handle."""
         assets = self.tokenizer.file_assets or ()
         compare_tokenizer(preset)
         with _explained(f"a vocabulary in {' and '.join(assets)} of {preset}"):
             self.tokenizer.load_preset_assets(preset)
             self._check_special_ids()
-            # Some values are looked at only when they are used.
+            # Some values are only checked when used.
             self.tokenizer.tokenize(["a"])
 
     def get_config(self) -> dict:
-        """The arguments; the vocabulary is an asset of the preset."""
+        """Returns the arguments; the vocabulary is a preset asset."""
         return {
             "tokenizer": keras.saving.serialize_keras_object(self.tokenizer),
             "max_length": self.max_length,
@@ -362,18 +355,18 @@ class TextTokenizer:
 
     @classmethod
     def from_config(cls, config: dict) -> "TextTokenizer":
-        """A tokenizer of `get_config`'s arguments, without its vocabulary."""
+        """Creates a tokenizer without its vocabulary."""
         tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
         return cls(**{**config, "tokenizer": tokenizer})
 
 
 @contextlib.contextmanager
 def _explained(expected):
-    """Errors within are ValueErrors that name what was expected."""
+    """Context that turns any error into a ValueError with what was expected."""
     try:
         yield
     except Exception as error:
-        # Each library of tokenizers has its own errors; one raises `Exception`.
+        # Tokenizer libraries raise different errors, one of them plain `Exception`.
         raise ValueError(
             f"Expected {expected}; received files that fail with "
             f"{type(error).__name__}: {error}"
@@ -381,7 +374,7 @@ def _explained(expected):
 
 
 def _strings(captions):
-    """The captions as a list, if all are strings."""
+    """Returns the captions as a list, if all are strings."""
     if isinstance(captions, np.ndarray):
         captions = captions.tolist()
     if isinstance(captions, (str, bytes, dict)) or not isinstance(captions, Iterable):
