@@ -1,4 +1,4 @@
-"""Activations by name, with those that Keras has no name for."""
+"""Activations by name, including some that Keras lacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,12 @@ from keras_moe.ops.entmax import entmax
 
 @keras.saving.register_keras_serializable("keras_moe")
 def gelu_tanh(x: Any) -> Any:
-    """GELU in its tanh form, which the JAX models use; `"gelu"` is the erf form.
+    """GELU in its tanh approximation, as in the JAX models.
+
+    `"gelu"` is the exact (erf) form.
 
     Args:
-        x: a float tensor of any shape.
+        x: float tensor of any shape.
 
     Returns:
         A tensor of the same shape and dtype.
@@ -31,10 +33,10 @@ def gelu_tanh(x: Any) -> Any:
 
 @keras.saving.register_keras_serializable("keras_moe")
 def quick_gelu(x: Any) -> Any:
-    """GELU as `x * sigmoid(1.702 x)`, which OpenAI's CLIP has.
+    """OpenAI CLIP's approximation of GELU, `x * sigmoid(1.702 x)`.
 
     Args:
-        x: a float tensor of any shape.
+        x: float tensor of any shape.
 
     Returns:
         A tensor of the same shape and dtype.
@@ -52,7 +54,7 @@ def quick_gelu(x: Any) -> Any:
 
 @keras.saving.register_keras_serializable("keras_moe")
 def entmax15(x: Any) -> Any:
-    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation."""
+    """Entmax with alpha = 1.5, the activation of muMoE's gate."""
     return entmax(x, 1.5)
 
 
@@ -64,7 +66,7 @@ _NAMED = {
 
 
 def get(identifier: Any) -> Callable:
-    """The activation of this name: one of this file, or any that Keras knows."""
+    """Looks up an activation by name, here first and then in Keras."""
     if isinstance(identifier, str) and identifier in _NAMED:
         return _NAMED[identifier]
     try:
@@ -84,7 +86,7 @@ def get(identifier: Any) -> Callable:
 
 
 def serialize(activation: Callable) -> Any:
-    """The name or config from which `get` makes the activation again."""
+    """Returns the name or config from which `get` restores the activation."""
     for name, function in _NAMED.items():
         if activation is function:
             return name
@@ -92,5 +94,5 @@ def serialize(activation: Callable) -> Any:
 
 
 def plain(activation: Any) -> Any:
-    """An activation as a config keeps it: its name or config, or None."""
+    """Converts an activation to its name or config; None stays None."""
     return None if activation is None else serialize(get(activation))

@@ -1,4 +1,4 @@
-"""Encoder blocks of transformers and mixers, dense or with a mixture of experts.
+"""Encoder blocks of transformers and mixers, dense or MoE.
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
@@ -30,8 +30,8 @@ from keras_moe.layers.rematerialization import rematerialized
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
 
-# Added to a block's seed for stochastic depth: one seed would give dropout and
-# depth the same draws, and a backbone's other sites have those just above.
+# Added to a block's seed for stochastic depth, so that dropout and depth draw
+# different values. Large enough not to collide with the seeds of other sites.
 _DEPTH_SEED = 1_000_003
 
 
@@ -40,15 +40,11 @@ class LayerScale(keras.layers.Layer):
     """Multiplies each channel by a learned factor.
 
     Args:
-        initial_value: initial value of all factors; timm's default is 1e-5, DINOv2's
-            1.0.
+        initial_value: initial value of all factors: 1e-5 in timm, 1.0 in DINOv2.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (..., D).
-
     Output shape:
-        (..., D).
+        (..., D), like the input.
 
     Reference:
         *Going deeper with Image Transformers*, equation 4.
@@ -89,31 +85,31 @@ class LayerScale(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class EncoderBlock(keras.layers.Layer):
-    """A pre-norm block: tokens mix, then a feed-forward layer, each with a residual.
+    """Pre-norm block: token mixer and feed-forward layer, each with a residual.
 
     Args:
-        token_mixer: layer that mixes the tokens (B, N, D), `SelfAttention` or
-            `TokenMLP`; this block does not return the record of a `TokenMuMoE`.
-        feed_forward: layer on each token, such as `MLP`.
+        token_mixer: layer that mixes tokens (B, N, D): `SelfAttention` or `TokenMLP`.
+            (The routing record of a `TokenMuMoE` needs `MoEEncoderBlock`.)
+        feed_forward: layer applied to each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
-        seed: seed of the dropout; stochastic depth's follows from it.
-        rematerialize: whether training keeps only the block's input and recomputes the
-            rest for the gradient: less memory for about a third more time. Unlike
+        seed: seed of dropout and stochastic depth.
+        rematerialize: if True, training keeps only the block's input and recomputes the
+            rest in the backward pass: less memory for about a third more time. Unlike
             `keras.RematScope`, it works with auxiliary losses.
-        stochastic_depth: rate at which training drops a residual branch for an
-            example; the kept branches are scaled by 1 / (1 - rate).
-        layer_scale_initial_value: initial value of a learned factor for each channel of
-            both residual branches, as in CaiT and DINOv2; None for no factors.
+        stochastic_depth: probability of dropping a residual branch for an example
+            during training; kept branches are scaled by 1 / (1 - rate).
+        layer_scale_initial_value: initial value of a `LayerScale` on both residual
+            branches, as in CaiT and DINOv2; None for none.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: boolean (B, N), False for padding, to which no token attends. Only
-            attention takes one.
+        mask: boolean (B, N), False for padding, which is not attended to. Only
+            supported with attention.
         modality_ids: integers (B, N); ignored by a dense block.
-        boundaries: ints, the positions at which the tokens of an example are cut into
-            runs: tokens attend only within their run, such as one modality's.
+        boundaries: positions at which each example is cut into runs, such as one per
+            modality; tokens attend only within their run.
         training: whether dropout and stochastic depth apply.
 
     Output shape:
@@ -144,7 +140,7 @@ class EncoderBlock(keras.layers.Layer):
         layer_scale_initial_value: float | None = None,
         **kwargs,
     ):
-        # Tokens are cast in `call`; logits that an MoE block may get stay float32.
+        # Tokens are cast in `call`; an MoE block's `previous_logits` stay float32.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.token_mixer = layer_argument(token_mixer, "token_mixer")
@@ -165,7 +161,7 @@ class EncoderBlock(keras.layers.Layer):
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
-        # One layer for both branches, since each of its calls draws anew.
+        # One layer serves both branches: every call draws new values.
         self.depth_layer = keras.layers.Dropout(
             stochastic_depth,
             noise_shape=(None, 1, 1),
@@ -188,7 +184,7 @@ class EncoderBlock(keras.layers.Layer):
             build_once(part, input_shape)
 
     def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
-        """The tokens, and a list with the record of a token mixer that has experts."""
+        """Mixes the tokens; returns them and the mixer's routing records (0 or 1)."""
         x, records = inner_call(self.mixer_norm, tokens), ()
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
@@ -204,13 +200,11 @@ class EncoderBlock(keras.layers.Layer):
         return tokens, tuple(records)
 
     def _residual(self, tokens, branch, scale, training):
-        """Adds a residual branch to the tokens."""
         if scale is not None:
             branch = inner_call(scale, branch)
         return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
-        """Mixes each run of tokens separately."""
         if not getattr(self.token_mixer, "takes_mask", False):
             raise ValueError(
                 "Expected boundaries=() for a token mixer with weights for a "
@@ -218,7 +212,7 @@ class EncoderBlock(keras.layers.Layer):
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
         places = _checked_places(boundaries, tokens.shape[1])
-        # Slices: TensorFlow splits no axis of unknown size, as exported texts have it.
+        # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
         runs, masks = (
             x
             if x is None
@@ -236,7 +230,7 @@ class EncoderBlock(keras.layers.Layer):
 
     @property
     def mixes_by_experts(self) -> bool:
-        """Whether the token mixer has experts, and so a record."""
+        """Whether the token mixer has experts and returns a routing record."""
         return hasattr(self.token_mixer, "router")
 
     def call(
@@ -289,7 +283,6 @@ class EncoderBlock(keras.layers.Layer):
 
     @property
     def _parts(self):
-        """The layers with weights."""
         parts = (
             self.mixer_norm,
             self.token_mixer,
@@ -317,27 +310,27 @@ class EncoderBlock(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MoEEncoderBlock(EncoderBlock):
-    """An `EncoderBlock` whose feed-forward layer is a mixture of experts.
+    """`EncoderBlock` with a mixture of experts as its feed-forward layer.
 
     Args:
         token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
-        feed_forward: an `MoE` layer or a `MuMoEBlock`.
+        feed_forward: `MoE` or `MuMoEBlock`.
         **kwargs: arguments of `EncoderBlock`.
 
     Call arguments:
         tokens: (B, N, D).
-        previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE block
-            before, for routers with `gating_residual`.
-        mask: boolean (B, N), False for padding: no token attends to it, and it is not
+        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE block,
+            for routers with `gating_residual`.
+        mask: boolean (B, N), False for padding, which is neither attended to nor
             routed.
-        modality_ids: integers (B, N), for routers and losses that tell modalities
-            apart.
-        boundaries: as for `EncoderBlock`; all tokens are routed together.
+        modality_ids: integers (B, N), for routers and losses that distinguish
+            modalities.
+        boundaries: as in `EncoderBlock`; all tokens are still routed together.
         training: whether dropout and stochastic depth apply.
 
     Output shape:
-        `(tokens, Routing)`: tokens (B, N, D), and the MoE layer's routing record. With
-        `TokenMuMoE` a third: its record, of channels.
+        `(tokens, Routing)`, tokens (B, N, D). With `TokenMuMoE` there is a third
+        output, the mixer's record over channels.
 
     Example:
 
@@ -361,7 +354,7 @@ class MoEEncoderBlock(EncoderBlock):
         training: bool | None = None,
     ) -> tuple:
         if mask is None:
-            # Keras hands it on to calls of one tensor only.
+            # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(tokens)
         mask = self._checked_mask(tokens, mask, modality_ids)
         tokens = ops.cast(tokens, self.compute_dtype)
@@ -391,18 +384,9 @@ class MoEEncoderBlock(EncoderBlock):
         return tokens, routing, *mixer_records
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
-        """The tokens after the block as if one muMoE expert's weights were zero.
+        """The block's output with each example's muMoE expert (B, L) zeroed.
 
-        Args:
-            tokens: (B, N, D), before the block.
-            experts: integers (B, L), each example's expert by its place at each level.
-            mixer: whether the expert is one of the token mixer's.
-
-        Returns:
-            (B, N, D).
-
-        Reference:
-            *Multilinear Mixture of Experts*, section 4.1.2.
+        `mixer` selects an expert of the token mixer. See *muMoE*, section 4.1.2.
         """
         tokens = ops.cast(tokens, self.compute_dtype)
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
@@ -435,7 +419,7 @@ class MoEEncoderBlock(EncoderBlock):
 
 
 def _checked_places(boundaries, num_tokens):
-    """The places as a list, if they cut the tokens into runs of at least one."""
+    """Returns boundaries as a list, after checking that no run is empty."""
     places = positive_integers(boundaries)
     ends = None if places is None else [0, *places, num_tokens or float("inf")]
     if ends is None or any(a >= b for a, b in itertools.pairwise(ends)):
@@ -447,5 +431,5 @@ def _checked_places(boundaries, num_tokens):
 
 
 def _present(**arguments):
-    """The arguments that are not None, for layers that may not take the others."""
+    """Drops arguments that are None: not every layer accepts all of them."""
     return {name: value for name, value in arguments.items() if value is not None}

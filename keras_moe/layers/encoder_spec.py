@@ -1,4 +1,4 @@
-"""What the blocks of one encoder share, and the blocks.
+"""The arguments that the blocks of an encoder share, and their construction.
 
 Axes: N tokens, D hidden, H mlp.
 """
@@ -23,17 +23,15 @@ from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe_config import check_num_layers
 from keras_moe.layers.mumoe_config import moe_config
 
-# Each block draws at this many sites: the block's dropout, the token mixer, the
-# feed-forward layer and the router.
+# Random sites per block: dropout, token mixer, feed-forward layer, router.
 _SITES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The arguments of an encoder, which all backbones share.
+    """Encoder arguments shared by all backbones.
 
-    A backbone extends it by its own arguments; see
-    `keras_moe.models.MoEBackbone.config_class`.
+    Backbones extend it with their own; see `keras_moe.models.MoEBackbone.config_class`.
 
     Args:
         hidden_dim: D.
@@ -42,18 +40,17 @@ class EncoderConfig:
         activation: activation of the feed-forward layers.
         dropout_rate: dropout rate on embeddings, token mixers' outputs and dense
             feed-forward layers.
-        stochastic_depth: drop rate of the last block; the rate grows linearly from 0 at
-            the first block. Training drops residual branches for whole examples; see
-            `keras_moe.layers.EncoderBlock`.
+        stochastic_depth: drop rate of the last block; rates grow linearly from 0 at the
+            first block. See `keras_moe.layers.EncoderBlock`.
         layer_norm_epsilon: epsilon of all normalisations.
-        layer_scale_initial_value: initial value of a learned factor for each channel of
-            both residual branches of a block, as in DINOv2; None for no factors.
-        moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
-            mixtures of experts, and of what; None for a dense model.
-        rematerialize: whether training keeps only the blocks' inputs for the gradient:
-            less memory, more time; see `keras_moe.layers.EncoderBlock`.
-        seed: seed of noise, dropout and stochastic depth; each site gets its own seed
-            from it. Weights are drawn from Keras's global seed.
+        layer_scale_initial_value: initial value of a learned factor per channel on both
+            residual branches, as in DINOv2; None for none.
+        moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields; None for a dense
+            model.
+        rematerialize: if True, training recomputes the blocks in the backward pass:
+            less memory, more time.
+        seed: seed of noise, dropout and stochastic depth, from which every site derives
+            its own. Weights use Keras's global seed.
 
     Example:
 
@@ -93,12 +90,12 @@ class EncoderConfig:
         check_seed("seed", self.seed)
 
     def _set(self, **values):
-        """Sets fields to their checked values, which `__post_init__` alone may do."""
+        """Sets fields of the frozen dataclass; for `__post_init__` only."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict:
-        """The arguments as plain values, which make an equal config."""
+        """Returns the arguments as plain values that construct an equal config."""
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: copy.deepcopy(getattr(self, name)) for name in names}
         return {**values, "moe": self.moe and self.moe.to_dict()}
@@ -106,10 +103,10 @@ class EncoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderSpec(EncoderConfig):
-    """An `EncoderConfig` for a number of tokens, which makes the blocks.
+    """`EncoderConfig` for a given number of tokens; builds the blocks.
 
     Args:
-        num_tokens: N, the tokens of an example.
+        num_tokens: N, tokens per example.
         dtype: dtype policy.
         **kwargs: arguments of `EncoderConfig`.
 
@@ -127,20 +124,20 @@ class EncoderSpec(EncoderConfig):
 
     @classmethod
     def of(cls, config: EncoderConfig, num_tokens: int, dtype: Any) -> "EncoderSpec":
-        """The spec of a backbone's config."""
+        """Makes the spec from a backbone's config."""
         shared = [field.name for field in dataclasses.fields(EncoderConfig)]
         values = {name: getattr(config, name) for name in shared}
         return cls(num_tokens=num_tokens, dtype=dtype, **values)
 
     def seed_of(self, index: int, site: int) -> int | None:
-        """The seed of a site: 0 the block, 1 its mixer, 2 its experts, 3 its router.
+        """The seed of a site: 0 block, 1 token mixer, 2 experts, 3 router.
 
-        The index -1 is the embedding, whose only site is 0.
+        Index -1 is the embedding, which has only site 0.
         """
         return None if self.seed is None else self.seed + _SITES * (index + 1) + site
 
     def mlp(self, index: int) -> MLP:
-        """The dense feed-forward layer of a block, not built."""
+        """An unbuilt dense feed-forward layer for a block."""
         return MLP(
             self.mlp_dim,
             self.activation,
@@ -153,11 +150,9 @@ class EncoderSpec(EncoderConfig):
     def blocks(
         self, token_mixer: Callable[[int], keras.layers.Layer]
     ) -> tuple[EncoderBlock, ...]:
-        """The blocks, not built, called `block_0`, `block_1` and so on.
+        """The unbuilt blocks `block_0`, `block_1`, ...
 
-        Args:
-            token_mixer: function from a block's index to the layer through which its
-                tokens see each other.
+        `token_mixer(index)` makes the token mixer of a block.
         """
         if self.moe is None:
             feed_forwards = [self.mlp(index) for index in range(self.num_layers)]

@@ -1,4 +1,4 @@
-"""Kernels stacked by expert: how they are drawn, adapted, quantised and stored.
+"""Per-expert kernels: initialisation, LoRA, int8 quantisation and saving.
 
 Axes: E experts, D hidden, H mlp, X inputs and Y outputs of a kernel, R rank.
 """
@@ -19,15 +19,14 @@ from keras_moe.ops.primitives import on_several_devices
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PerExpert(keras.initializers.Initializer):
-    """Initialises each expert's slice with the fans of one expert.
+    """Initialises each expert's slice as a separate matrix.
 
-    An initializer that sees (E, D, H) takes E for a kernel's spatial size and makes
-    the weights too small.
+    Given the whole shape (E, D, H), an initializer would count E as a receptive field
+    and draw weights that are too small.
 
     Args:
         initializer: initializer of one expert's slice.
-        shared: whether all experts get the same values, as in V-MoE: they then differ
-            by their tokens alone.
+        shared: whether all experts start from the same values, as in V-MoE.
 
     Example:
 
@@ -47,7 +46,7 @@ class PerExpert(keras.initializers.Initializer):
         num_experts, *shape = shape
         first = host_values(self._initializer(0), shape, dtype)
         if first is not None:
-            # Each expert's values go to their place: all of them are there once.
+            # Written in place, so that only one copy of all experts is in memory.
             values = host_memory.zeros((num_experts, *shape), first.dtype)
             # Shared values are drawn once.
             values[:] = first
@@ -62,7 +61,7 @@ class PerExpert(keras.initializers.Initializer):
         ]
         if not on_several_devices():
             return ops.stack(slices)
-        # XLA would make the whole stack on every device along which its axis is split.
+        # `ops.stack` would make XLA build the whole stack on every device.
         place = ops.arange(num_experts, dtype="int32")
         place = ops.reshape(place, (-1, *(1 for _ in shape)))
         value = 0.0
@@ -73,9 +72,9 @@ class PerExpert(keras.initializers.Initializer):
     def _initializer(self, index):
         seed = getattr(self.initializer, "seed", None)
         if self.shared or not isinstance(seed, int):
-            # Constants have no seed, and a SeedGenerator advances at each draw.
+            # Constants have no seed, and a SeedGenerator advances with each draw.
             return self.initializer
-        # An initializer repeats its values: each expert gets its own seed.
+        # Initializers are deterministic, so each expert needs a different seed.
         config = {**self.initializer.get_config(), "seed": seed + index}
         return type(self.initializer).from_config(config)
 
@@ -87,10 +86,10 @@ class PerExpert(keras.initializers.Initializer):
 
 
 def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) -> None:
-    """Assigns a stored array to a weight, and makes no other copy of it.
+    """Assigns a stored array to a weight with as few copies as possible.
 
-    A store gives arrays that are two copies at once while they are read, and the weight
-    becomes another. The kernels of all experts are the largest weights of a model.
+    Expert kernels are a model's largest weights; reading them the usual way needs three
+    times their memory.
     """
     dataset = stored_dataset(store, key)
     if not _is_like(dataset, variable):
@@ -106,7 +105,7 @@ def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) 
 
 
 def _is_like(dataset, variable):
-    """Whether the bytes of an array are those of the weight."""
+    """Whether the stored bytes can be read straight into the weight."""
     return (
         dataset is not None
         and dataset.size > 0
@@ -118,14 +117,13 @@ def _is_like(dataset, variable):
 
 
 class ExpertKernels(keras.layers.Layer):
-    """Base class of layers with separate linear maps for each expert.
+    """Base class of layers with a separate linear map per expert.
 
-    Both act on this layer and not on layers inside it, since `Model.quantize` skips
-    layers that have layers.
+    Subclasses define `linear_names`, `use_bias`, `lora_rank` and `weight_shapes`. The
+    map "hidden" has the weights `hidden_kernel` (E, X, Y) and `hidden_bias` (E, Y).
 
-    Subclasses name their linear maps (`linear_names`), set `use_bias` and `lora_rank`,
-    and give the shapes of all weights (`weight_shapes`), in which the map "hidden" has
-    the weights `hidden_kernel` (E, X, Y) and `hidden_bias` (E, Y).
+    LoRA and quantisation live here and not in sublayers, because `Model.quantize` skips
+    layers that contain layers.
     """
 
     def __init__(self, **kwargs):
@@ -134,14 +132,14 @@ class ExpertKernels(keras.layers.Layer):
 
     @property
     def linear_names(self) -> tuple[str, ...]:
-        """The names of the linear maps in the order in which they are saved."""
+        """Names of the linear maps, in the order in which they are saved."""
         raise NotImplementedError
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         raise NotImplementedError
 
     def add_kernels(self, dim: int, kernel_initializer: Any, bias_initializer: Any):
-        """Adds kernels and biases, and the low-rank pairs if there is a rank."""
+        """Adds kernels and biases, and LoRA weights if `lora_rank` is set."""
         self._dim = dim
         if self.quantization_mode is not None:
             _check_mode(self.quantization_mode)
@@ -158,18 +156,18 @@ class ExpertKernels(keras.layers.Layer):
                     name=name, shape=shape, initializer=bias_initializer
                 )
                 setattr(self, name, bias)
-        # `enable_lora` is for built layers.
+        # `enable_lora` requires a built layer.
         self.built = True
         if self.lora_rank is not None:
             self.enable_lora(self.lora_rank, self.lora_alpha)
 
     def linear(self, name: str, x: Any, matmul: Callable, by_row: Callable) -> Any:
-        """One linear map of every expert."""
+        """Applies one linear map of every expert."""
         kernel = getattr(self, f"{name}_kernel")
         if self.quantization_mode is None:
             outputs = matmul(x, kernel)
         else:
-            # Whole numbers up to 127 are exact in every float type.
+            # int8 values are exact in every float type.
             outputs = matmul(x, ops.cast(kernel, x.dtype))
             scale = by_row(getattr(self, f"{name}_scale"))
             outputs = ops.cast(ops.divide(outputs, scale), x.dtype)
@@ -197,7 +195,7 @@ class ExpertKernels(keras.layers.Layer):
         a_initializer: Any = "he_uniform",
         b_initializer: Any = "zeros",
     ) -> None:
-        """Freezes all weights, and adds a low-rank pair to each expert's kernels."""
+        """Freezes all weights and adds a low-rank update to each kernel."""
         rank = check_integer("rank", rank)
         if not self.built or self.lora_enabled:
             raise ValueError(
@@ -216,7 +214,7 @@ class ExpertKernels(keras.layers.Layer):
                         name=f"{name}_lora_{part}",
                         shape=shapes[part],
                         initializer=PerExpert(initializer),
-                        # Float32 as in Keras: half precision would lose small changes.
+                        # float32, as in Keras: half precision would lose small updates.
                         dtype="float32",
                     )
                     setattr(self, f"{name}_lora_{part}", pair_weight)
@@ -282,7 +280,7 @@ class ExpertKernels(keras.layers.Layer):
 
     @property
     def _weight_names(self):
-        """The weights in the order in which they are saved."""
+        """Names of the weights, in the order in which they are saved."""
         parts = ("kernel", "bias") if self.use_bias else ("kernel",)
         return [f"{name}_{part}" for name in self.linear_names for part in parts]
 
@@ -310,13 +308,13 @@ class ExpertKernels(keras.layers.Layer):
         for index, name in enumerate(names):
             assign_stored(getattr(self, name), store, str(index))
         if self.lora_enabled:
-            # The stored kernels have the pairs in them.
+            # The low-rank updates are already merged into the stored kernels.
             for name in self.linear_names:
                 _, b = self._lora_pair(name)
                 b.assign(ops.zeros(b.shape))
 
     def _merged(self, name):
-        """The kernel with its low-rank pairs in it, as it is stored."""
+        """The kernel with its low-rank update merged, as it is saved."""
         kernel = getattr(self, f"{name}_kernel")
         value = ops.convert_to_numpy(ops.cast(kernel, "float32"))
         if self.quantization_mode is not None:
@@ -331,14 +329,14 @@ class ExpertKernels(keras.layers.Layer):
 
 def _check_mode(mode):
     if mode != "int8":
-        # `Model.quantize` warns of it and goes on.
+        # With this exception `Model.quantize` only warns and skips the layer.
         raise NotImplementedError(
             f"Expected mode='int8' for Experts; received: mode={mode!r}"
         )
 
 
 def _int8(name, kernel, quantizer):
-    """A float32 kernel (E, X, Y) as int8, and its scales (E, Y)."""
+    """Quantises a float32 kernel (E, X, Y) to int8 and scales (E, Y)."""
     values, scales = [], []
     for matrix in kernel:
         value, scale = quantizer(matrix, to_numpy=True)

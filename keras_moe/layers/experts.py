@@ -1,4 +1,4 @@
-"""The experts: E MLPs, whose layers are one batched matmul each.
+"""E expert MLPs, each of whose layers is one batched matmul.
 
 Axes: G groups, E experts, C capacity, R rows, D hidden, H mlp.
 """
@@ -16,10 +16,10 @@ from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
 
 
 def with_layout(x: Any, path: str) -> Any:
-    """`x` in the layout that the current distribution has for `path`, if any.
+    """Applies the current distribution's layout for `path` to `x`, if any.
 
-    Keras asks the layout map for the outputs of layers alone. A layout that does not
-    divide the shape is not applied: one group cannot lie on eight devices.
+    Keras does this only for the outputs of layers. Layouts that do not divide the shape
+    evenly are ignored.
     """
     distribution = keras.distribution.distribution()
     layout = None if distribution is None else distribution.get_tensor_layout(path)
@@ -34,42 +34,39 @@ def with_layout(x: Any, path: str) -> Any:
 
 @keras.saving.register_keras_serializable("keras_moe")
 class Experts(ExpertKernels):
-    """E MLPs side by side, each with its own slots or rows.
+    """E expert MLPs with separate weights.
 
-    With slots, every expert has as many, and each of the two layers is one batched
-    matmul. With rows, sorted by expert, each expert has as many as `group_sizes` says,
-    and its whole MLP is one pass over them.
+    Inputs are either slots, equally many per expert, or rows sorted by expert, with
+    `group_sizes[e]` rows for expert e (dropless routing).
 
-    `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
-    stores the kernels as int8 with a scale per expert and output channel, and leaves
-    the tokens as they are: with few tokens per expert, the weights' memory traffic is
-    the cost.
+    `enable_lora` adds a low-rank update to each expert's kernels. `quantize("int8")`
+    stores kernels as int8 with a scale per expert and output channel; activations stay
+    in floating point.
 
     Args:
-        num_experts: E, number of experts.
-        mlp_dim: H, the hidden size of each expert.
-        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
-            or any that Keras knows.
-        dropout: dropout rate after each of the two layers (V-MoE's expert dropout).
+        num_experts: E.
+        mlp_dim: H, hidden size of each expert.
+        activation: activation between the layers: `"gelu_tanh"` as in the JAX models,
+            or any Keras activation.
+        dropout: dropout rate after each layer (V-MoE's expert dropout).
         shared_initialization: whether all experts start from the same values, as in
             V-MoE.
-        gated: whether the activation of a second hidden layer is multiplied into the
-            first, as in SwiGLU with `activation="silu"`: `output(activation(gate(x)) *
-            hidden(x))`.
-        use_bias: whether the layers have biases; SwiGLU experts mostly have none.
+        gated: whether to use gated experts, `output(activation(gate(x)) * hidden(x))`;
+            SwiGLU with `activation="silu"`.
+        use_bias: whether the layers have biases.
         seed: seed of the dropout.
         lora_rank: rank for `enable_lora` at build time, or None.
-        lora_alpha: scale of the low-rank pairs, see `enable_lora`.
+        lora_alpha: low-rank updates are scaled by `lora_alpha / lora_rank`; None for 1.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
-        group_sizes: int32 (E,), the number of rows of each expert, with rows; None with
-            slots. Rows beyond their sum belong to no expert.
+        group_sizes: int32 (E,), the number of rows per expert; None for slots. Rows
+            beyond their sum are padding.
         training: whether dropout applies.
 
     Output shape:
-        That of the inputs.
+        Same as `inputs`.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
@@ -113,7 +110,7 @@ class Experts(ExpertKernels):
             lora_rank = check_integer("lora_rank", lora_rank)
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha
-        # A generator, no layer: `Model.quantize` skips layers that have layers.
+        # Not a Dropout layer: `Model.quantize` skips layers that contain layers.
         self.seed_generator = None
         if dropout > 0:
             self.seed_generator = keras.random.SeedGenerator(seed)
@@ -135,7 +132,7 @@ class Experts(ExpertKernels):
 
     @property
     def linear_names(self) -> tuple[str, ...]:
-        """The layers of each expert."""
+        """Names of each expert's linear maps."""
         return ("hidden", "output", "gate") if self.gated else ("hidden", "output")
 
     def call(
@@ -144,11 +141,11 @@ class Experts(ExpertKernels):
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
-        # Tokens move from their devices to those of the experts. Both layouts are
-        # fixed, here and below: otherwise one of the passes would gather all of them.
+        # All-to-all from the tokens' devices to the experts'. Both layouts are fixed,
+        # here and below, or the forward or backward pass would gather all tokens.
         x = with_layout(inputs, f"{self.path}/slots/dispatched")
         x = with_layout(x, f"{self.path}/slots/input")
-        # One matmul per layer and expert over the slots of all groups.
+        # One batched matmul per linear map, over the slots of all groups.
         x = ops.transpose(x, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
         x = self._mlp(
@@ -161,7 +158,7 @@ class Experts(ExpertKernels):
 
     def _call_rows(self, rows, group_sizes, training):
         drops = training and self.seed_generator is not None
-        # A layer's weights would get no gradient.
+        # An activation layer's weights would get no gradient from `grouped_mlp`.
         has_weights = isinstance(self.activation, keras.layers.Layer)
         is_int8 = self.quantization_mode is not None
         if not (drops or has_weights or is_int8 or self.lora_enabled):
@@ -184,7 +181,6 @@ class Experts(ExpertKernels):
         )
 
     def _mlp(self, x, matmul, by_row, training):
-        """The layers of every expert."""
         hidden = self.linear("hidden", x, matmul, by_row)
         if self.gated:
             gate = self.linear("gate", x, matmul, by_row)
@@ -201,7 +197,7 @@ class Experts(ExpertKernels):
         return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Parts of variables; an expert's outputs are zero if these are."""
+        """`(variable, index)` pairs; zeroing them zeroes the expert's output."""
         names = ["output_kernel"]
         names += ["output_bias"] * self.use_bias + ["output_lora_b"] * self.lora_enabled
         return [(getattr(self, name), (expert,)) for name in names]

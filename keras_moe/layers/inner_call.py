@@ -1,8 +1,7 @@
-"""Layers inside layers: how an owner takes, builds and calls them.
+"""Cheap calls of layers inside layers.
 
-PyTorch runs op by op, where `keras.layers.Layer.__call__` costs some 60 us on top of
-the operation: about a tenth of a small model's forward pass. `inner_call` and
-`fused_bias` go when Keras's own call is cheap there.
+`keras.layers.Layer.__call__` costs about 60 us, which on PyTorch is a tenth of a small
+model's forward pass. `inner_call` and `fused_bias` can go once Keras's call is cheap.
 """
 
 import types
@@ -21,7 +20,7 @@ from keras_moe.ops.nn import linear
 
 
 def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`layer(x, ...)`, without the bookkeeping that the owner's call has done."""
+    """`layer(x, ...)` without the bookkeeping already done by the outer call."""
     if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
         return layer(x, *args, **kwargs)
     if layer.autocast:
@@ -35,7 +34,7 @@ def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _is_all(layer, x, kwargs):
-    """Whether a call of the layer is its method `call` in its dtype, and no more."""
+    """Whether calling the layer amounts to calling `layer.call`."""
     from keras_moe.ops.kernels import hooks_torch
 
     return (
@@ -54,8 +53,8 @@ def _is_all(layer, x, kwargs):
 
 
 def _takes(spec, x):
-    """Whether an input has the sizes that a dense layer asks for."""
-    # Keras has a sentence for what it refuses.
+    """Whether the input satisfies a dense layer's `InputSpec`."""
+    # If it does not, Keras's own call raises the error.
     return spec is None or (
         isinstance(spec, keras.InputSpec)
         and (spec.shape, spec.max_ndim, spec.dtype) == (None, None, None)
@@ -72,24 +71,20 @@ def _cast(layer, value):
 
 
 def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) -> Any:
-    """`dropout(x)`, without a call if the rate is 0.
-
-    A call of a layer takes some 60 us in Python, where a backend runs op by op.
-    """
+    """`dropout(x)`, skipping the call if the rate is 0."""
     if not dropout.rate:
         return x
-    # The context of the call decides, which an inner call does not ask.
+    # `None` is resolved from the call context, which inner calls do not read.
     if training is None:
         return dropout(x)
     return inner_call(dropout, x, training=training)
 
 
 def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
-    """Makes a dense layer compute `keras_moe.ops.linear`, and returns it.
+    """Makes a dense layer compute `keras_moe.ops.linear` on PyTorch.
 
-    The layer keeps its class, since Keras quantises no subclass of its dense layers:
-    weights, paths, LoRA and quantised forms stay Keras's. XLA and TensorFlow's
-    compiler fuse the two steps by themselves; there nothing changes.
+    Replaces the method, not the class, so that weight paths, LoRA and quantisation keep
+    working. The other backends fuse matmul and bias themselves.
     """
     if keras.backend.backend() == "torch":
         layer.call = types.MethodType(_call, layer)
@@ -105,7 +100,7 @@ def _call(layer, inputs, training=None):
 
 
 def layer_argument(value: Any, name: str) -> keras.layers.Layer:
-    """`value` as a layer."""
+    """Deserialises `value` if needed, and checks that it is a layer."""
     if isinstance(value, dict):
         value = keras.saving.deserialize_keras_object(value)
     if not isinstance(value, keras.layers.Layer):
@@ -114,6 +109,6 @@ def layer_argument(value: Any, name: str) -> keras.layers.Layer:
 
 
 def build_once(layer: keras.layers.Layer, input_shape: tuple) -> None:
-    """Builds a layer, unless its own saved config has built it already."""
+    """Builds a layer, unless loading its saved config already has."""
     if not layer.built:
         layer.build(input_shape)

@@ -16,27 +16,26 @@ from keras_moe.ops.cost import Cost
 
 @keras.saving.register_keras_serializable("keras_moe")
 class LogitScale(keras.layers.Layer):
-    """Scales embeddings to unit length, and owns the scale and bias of their logits.
+    """Normalises embeddings and owns the learned scale and bias of their logits.
 
-    The logits of pairs are `scale * images @ texts.T + bias`, see `logits`. The scale
-    is learned as its logarithm. Both weights are float32 under every dtype policy, and
-    so are the unit vectors.
+    Logits are `scale * images @ texts.T + bias` (see `logits`). The scale is learned as
+    its logarithm; everything is float32 under every dtype policy.
 
     Args:
-        scale: scale at the start, the inverse temperature.
-        largest_scale: bound of the scale, None for none.
-        bias: bias at the start, None for no bias.
+        scale: initial scale, the inverse temperature.
+        largest_scale: upper bound of the scale; None for none.
+        bias: initial bias; None for no bias.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
-        embeddings: float (B, D), or a list or dict of such.
+        embeddings: float (B, D), or a list or dict of such tensors.
 
     Output shape:
-        That of the input, float32.
+        Same as the input, float32.
 
     Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
+        *Learning Transferable Visual Models From Natural Language Supervision*, section
+        2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
 
     Example:
 
@@ -91,7 +90,7 @@ class LogitScale(keras.layers.Layer):
         return keras.tree.map_structure(unit_vectors, embeddings)
 
     def parameters(self) -> dict[str, Any]:
-        """The scalars of a contrastive loss, by name."""
+        """Scalars of a contrastive loss: `logit_scale` and maybe `logit_bias`."""
         if not self.built:
             self.build()
             self.built = True
@@ -101,7 +100,7 @@ class LogitScale(keras.layers.Layer):
         return scalars
 
     def logits(self, image_embeddings: Any, text_embeddings: Any) -> Any:
-        """The scaled similarities of images and texts."""
+        """Scaled similarities of images and texts."""
         images, texts = (
             ops.cast(ops.convert_to_tensor(x), "float32")
             for x in (image_embeddings, text_embeddings)

@@ -1,4 +1,4 @@
-"""Dense MLPs: on each token, and across tokens as in MLP-Mixer.
+"""MLPs on each token, and across tokens as in MLP-Mixer.
 
 Axes: B batch, N tokens, D hidden, H mlp.
 """
@@ -17,21 +17,17 @@ from keras_moe.ops.initializers import FastInitializer
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MLP(keras.layers.Layer):
-    """Two dense layers: D to H, activation, H to D.
+    """Two dense layers, D to H to D, with an activation between them.
 
     Args:
-        mlp_dim: H, the hidden size.
-        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
-            or any that Keras knows.
-        dropout: dropout rate after each of the two layers.
+        mlp_dim: H, hidden size.
+        activation: `"gelu_tanh"` as in the JAX models, or any Keras activation.
+        dropout: dropout rate after each layer.
         seed: seed of the dropout.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (..., D).
-
     Output shape:
-        (..., D).
+        (..., D), like the input.
 
     Example:
 
@@ -112,22 +108,19 @@ class MLP(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenMLP(MLP):
-    """An MLP across the tokens, the same for each of the D channels.
+    """MLP across tokens, shared by all D channels.
 
-    The number of tokens is an axis of its weights, which serve images of one size.
+    Its weights fix the number of tokens, and so the image size.
 
     Args:
-        mlp_dim: H, the hidden size.
+        mlp_dim: H, hidden size.
         **kwargs: arguments of `MLP`.
 
-    Input shape:
-        (B, N, D).
-
     Output shape:
-        (B, N, D).
+        (B, N, D), like the input.
 
     Reference:
-        *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1 (the first line).
+        *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1.
 
     Example:
 
@@ -156,7 +149,7 @@ class TokenMLP(MLP):
 
 
 def known_num_tokens(input_shape: tuple) -> int:
-    """N, if it is known: a layer across tokens has weights of this size."""
+    """Returns N, which layers with weights across tokens must know."""
     if len(input_shape) != 3 or input_shape[1] is None:
         raise ValueError(
             "Expected tokens of shape (batch, tokens, dim) with a known number "
@@ -166,7 +159,7 @@ def known_num_tokens(input_shape: tuple) -> int:
 
 
 def check_num_tokens(tokens: Any, num_tokens: int) -> None:
-    """Refuses another number of tokens."""
+    """Checks that the layer was built for this number of tokens."""
     if tokens.shape[1] != num_tokens:
         raise ValueError(
             f"Expected {num_tokens} tokens, for which the layer was built; "

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine.
 
-Axes: B batch, N tokens of an image, G groups, S group_size, E experts, C capacity,
-D hidden.
+Axes: B batch, N tokens per example, G groups, S group_size, E experts, C capacity, D
+hidden.
 """
 
 import contextlib
@@ -32,34 +32,29 @@ DISPATCHERS = ("index", "einsum")
 class MoE(keras.layers.Layer):
     """Routes each token to its experts and combines their outputs.
 
-    While training, the tokens of the batch are cut into groups of `group_size`,
-    within which they compete for the experts' capacity. The last group is filled
-    with padding that is not routed, so any batch size works. At inference each image
-    is a group by default, so that its result does not depend on the batch; with a
-    `SoftRouter` it always is. A token that no expert serves gets zeros: the
-    residual connection carries it on.
+    During training the batch is cut into groups of `group_size` tokens, which compete
+    for the experts' capacity; the last group is padded. At inference each example is a
+    group by default, so that its result does not depend on the batch (always so with
+    `SoftRouter`). Dropped tokens get zeros and rely on the residual connection.
 
-    A `PathwayAwareRouter` may have MoE++'s zero-computation experts, too, which act on
-    their tokens in place: zero experts give 0, copy experts the token, constant experts
-    a mixture of it and a trained vector.
+    With a `PathwayAwareRouter` there can also be MoE++'s zero-computation experts,
+    which act on tokens in place.
 
     Args:
-        router: name of a router, such as `"softmax_token_choice"` or `"soft"`, or a
-            dict of the name and arguments (see `keras_moe.routers.get`), or a router
-            layer such as `TokenChoiceRouter`.
+        router: router name such as `"softmax_token_choice"` or `"soft"`, a dict of name
+            and arguments (see `keras_moe.routers.get`), or a `Router` layer.
         experts: `Experts` layer with the router's number of feed-forward experts.
-        group_size: S, tokens per group; None makes one group of the whole batch.
-            Some routers make each example a group instead.
-        auxiliary_losses: dict from name to weight such as
-            `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`; see
-            `keras_moe.losses.get`.
-            They are added, averaged over groups, in training only, so that
-            `evaluate` reports the task's loss, and not if the layer is frozen.
-        dispatcher: form in which experts with a capacity get their tokens: `"index"`
-            (gathers; memory linear in tokens) or `"einsum"` (the dense tensors of
-            `plan.dense()`; for small groups on TPUs).
-        input_scale: factor on the tokens before the experts, but not before the router;
-            the released code of MoE++ takes K.
+        group_size: S, tokens per group; None for one group of the whole batch. Ignored
+            by routers that make each example a group.
+        auxiliary_losses: dict from name to weight, such as `{"importance": 0.005,
+            "load": 0.005}`, or a list of `AuxiliaryLoss`; see `keras_moe.losses.get`.
+            Added only in training, averaged over groups, and not if the layer is
+            frozen.
+        dispatcher: how tokens reach experts with a capacity: `"index"` (gathers, memory
+            linear in tokens) or `"einsum"` (dense one-hot tensors, for small groups on
+            TPUs).
+        input_scale: factor on the experts' input, not the router's; K in the released
+            MoE++ code.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -67,13 +62,13 @@ class MoE(keras.layers.Layer):
         mask: boolean (B, N), False for tokens that are not routed; they get zeros.
         modality_ids: integers (B, N), for routers and losses that distinguish
             modalities.
-        previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE layer
-            before, for routers with `gating_residual`.
+        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE layer,
+            for routers with `gating_residual`.
         training: whether capacity, noise and auxiliary losses apply.
 
     Output shape:
-        `(tokens, Routing)`: tokens (B, N, D), and the routing record with
-        float32 arrays (B, N, E); a `SoftRouter`'s logits have a slot axis at the end.
+        `(tokens, Routing)`: tokens (B, N, D) and a record of float32 arrays (B, N, E).
+        A `SoftRouter`'s logits have a trailing slot axis.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6.
@@ -102,7 +97,7 @@ class MoE(keras.layers.Layer):
         input_scale: float = 1.0,
         **kwargs,
     ):
-        # The tokens are cast in `call`; the logits of the layer before stay float32.
+        # Tokens are cast in `call`; `previous_logits` stay float32.
         super().__init__(autocast=False, **kwargs)
         if group_size is not None:
             group_size = check_integer("group_size", group_size)
@@ -140,7 +135,7 @@ class MoE(keras.layers.Layer):
                 f"received: shape={tuple(input_shape)}"
             )
         dim = input_shape[-1]
-        # A soft router's slots may depend on the tokens of an image.
+        # A soft router's number of slots may depend on the tokens per example.
         length = input_shape[1] if self.router.groups_per_example(True) else None
         build_once(self.router, (None, length, dim))
         build_once(self.experts, (None, self.experts.num_experts, None, dim))
@@ -156,7 +151,7 @@ class MoE(keras.layers.Layer):
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
         if mask is None:
-            # Keras hands it on to calls of one tensor only.
+            # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(tokens)
         shape = tuple(tokens.shape)[:2]
         mask = check_mask("mask", mask, shape)
@@ -183,10 +178,10 @@ class MoE(keras.layers.Layer):
             self._add_losses(routing, group_mask, group_ids)
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
-        # Equation 2: dispatch, experts, combine.
+        # Equation 2: MoE(X)[t] = sum over r, c of C[t,r,c] * Expert_r(X^T D[:,r,c]).
         slots = plan
         if self.dispatcher == "einsum" and plan.group_sizes is None:
-            # Not for rows: without a capacity the dense tensors have no bound.
+            # Only with a capacity: without one, the dense tensors have no bound.
             slots = plan.dense()
         outputs = inner_call(
             self.experts, slots.dispatch(grouped), plan.group_sizes, training=training
@@ -205,7 +200,7 @@ class MoE(keras.layers.Layer):
         )
 
     def _residual(self, tokens, previous_logits, mask):
-        """`previous_logits` as arguments of a router that takes them."""
+        """Checks `previous_logits` and returns them as arguments of the router."""
         if previous_logits is not None:
             previous_logits = ops.convert_to_tensor(previous_logits)
         self.router.check_previous_logits(previous_logits, tokens)
@@ -218,10 +213,10 @@ class MoE(keras.layers.Layer):
 
     @contextlib.contextmanager
     def measuring_contributions(self) -> Iterator[None]:
-        """A context in which the record's `affinity` is what experts add to tokens."""
-        # The weight of an expert in a token's output times the norm of the expert's
-        # own output, as *REAP the Experts* (arXiv 2510.13999) prunes by. Functions
-        # compiled before the context keep the affinity.
+        """Context in which `Routing.affinity` holds the experts' contributions."""
+        # An expert's combine weight times the norm of its output, the pruning criterion
+        # of *REAP the Experts* (arXiv 2510.13999). Has no effect on functions that were
+        # compiled before.
         self._measures_contributions = True
         try:
             yield
@@ -229,9 +224,9 @@ class MoE(keras.layers.Layer):
             self._measures_contributions = False
 
     def _contributions(self, outputs, plan):
-        """Weights times norms of the experts' outputs, float32 (G, S, E)."""
+        """Combine weights times norms of the experts' outputs, (G, S, E)."""
         norms = ops.norm(ops.cast(outputs, "float32"), axis=-1, keepdims=True)
-        # One column per expert, so that combining keeps their norms apart.
+        # One column per expert, so that combining does not mix their norms.
         columns = ops.one_hot(self.router.expert_columns, self.router.num_experts)
         if plan.group_sizes is None:
             return plan.combine(norms * ops.expand_dims(columns, 1))
@@ -259,13 +254,13 @@ class MoE(keras.layers.Layer):
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
     def _group(self, tokens, mask, modality_ids, residual):
-        """Cuts (B, N, D) into (G, S, D), padded, with a mask of the real tokens."""
+        """Cuts (B, N, D) into padded (G, S, D), with a mask of the real tokens."""
         batch, length, dim = ops.shape(tokens)
         num_tokens = batch * length
-        # A batch without images is a group of padding alone, large enough for a slot.
+        # An empty batch becomes one group of padding, large enough for a slot.
         size_if_empty = self.group_size or length * self.router.num_experts
         if ops.is_tensor(num_tokens):
-            # The batch size is unknown while TensorFlow traces: pad as needed then.
+            # The batch size is symbolic while TensorFlow traces.
             size = ops.minimum(self.group_size or num_tokens, num_tokens)
             size = ops.where(num_tokens == 0, size_if_empty, size)
             padding = ops.where(num_tokens == 0, size, -num_tokens % size)
@@ -293,7 +288,7 @@ class MoE(keras.layers.Layer):
         return group(tokens, dim), group(mask), group(modality_ids), residual
 
     def _ungroup(self, x, tokens):
-        """Takes the padding off (G, S, X) and returns (B, N, X)."""
+        """Removes the padding from (G, S, X) and restores (B, N, X)."""
         batch, length, _ = ops.shape(tokens)
         x = ops.reshape(x, (-1, x.shape[-1]))
         return ops.reshape(x[: batch * length], (batch, length, x.shape[-1]))
@@ -317,7 +312,7 @@ class MoE(keras.layers.Layer):
         num_tokens, dim = shape
         router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)
-        # An image's share of its group's slots.
+        # The example's share of its group's slots.
         num_slots = router.total_slots(competing) * num_tokens // competing
         per_token = router.experts_per_token(competing)
         experts = self.experts.cost((num_slots, dim))
@@ -325,19 +320,19 @@ class MoE(keras.layers.Layer):
         if in_place is not None:
             selected = router.num_selected_experts
             others = in_place.cost((num_tokens * selected - num_slots, dim))
-            # Unrounded: each of them has few parameters.
+            # Not rounded, since these experts have few parameters.
             active += (selected - per_token) * others.parameters / in_place.num_experts
             experts += others
         return router.cost(shape) + experts._replace(active_parameters=round(active))
 
     def _competing(self, num_tokens):
-        """The tokens of a group at inference, with images of `num_tokens`."""
+        """Tokens per group at inference, for examples of `num_tokens` tokens."""
         if self.group_size is None or self.router.groups_per_example(False):
             return num_tokens
         return self.group_size
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Parts of variables; see `Experts.expert_slices`."""
+        """Slices of variables of an expert; see `Experts.expert_slices`."""
         if expert >= self.router.expert_types.ffn:
             raise ValueError(
                 f"Expected one of {self.router.expert_types.ffn} FFN experts, which "
@@ -359,6 +354,6 @@ class MoE(keras.layers.Layer):
 
 
 def _without_padding(x, mask):
-    """Zeroes padding, which may hold anything: 0 times NaN is NaN."""
+    """Zeroes padding with `where`, since 0 * NaN would be NaN."""
     real = ops.expand_dims(ops.cast(mask, "bool"), -1)
     return ops.where(real, x, ops.zeros_like(x))

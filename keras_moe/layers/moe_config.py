@@ -1,4 +1,4 @@
-"""Which blocks of an encoder are mixtures of experts, and of what: one description.
+"""Which blocks of an encoder are mixtures of experts, and how they are built.
 
 Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 """
@@ -25,12 +25,12 @@ from keras_moe.routers.names import class_for_types, router_name, split_router
 from keras_moe.routers.pruned import METHODS, pruned_router
 from keras_moe.routers.router import Router, router_arguments
 
-# Stands for a default that depends on the router or the blocks.
+# A default that depends on the router or the blocks.
 AUTO = "auto"
-# The largest published models have a tenth of these; a description of ten times as
-# many, or a mistyped number, would take minutes.
+# Ten times the largest published models. Catches mistyped numbers, which would take
+# minutes to build.
 MAX_LAYERS = 1000
-# Arguments of routers that follow from an encoder and from a config's own fields.
+# Router arguments that come from the encoder or from other fields of the config.
 _NOT_OF_ROUTER = (
     "num_experts",
     "zero_experts",
@@ -42,36 +42,34 @@ _NOT_OF_ROUTER = (
 
 
 class BlockConfig:
-    """The base of `MoEConfig` and `MuMoEConfig`: frozen dataclasses with
-    `moe_layers`.
-    """
+    """Base class of `MoEConfig` and `MuMoEConfig`."""
 
     moe_layers: Any
-    # The number of modalities that routers tell apart, by `modality_ids`.
+    # Number of modalities that the routers distinguish by `modality_ids`.
     modality_count = None
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """The names of the config's fields."""
+        """Names of the config's fields."""
         return [field.name for field in dataclasses.fields(cls)]
 
     def replace(self, **changes: Any) -> Self:
-        """A config with other values for some fields."""
+        """Returns a copy with some fields changed."""
         check_argument_names(changes, self.field_names(), type(self).__name__)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
-        """The fields as plain values, from which `from_dict` makes an equal config."""
+        """Returns the fields as plain values; `from_dict` restores the config."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, config: dict) -> Self:
-        """A config of `to_dict`'s result; missing fields have their defaults."""
+        """Makes a config from `to_dict`'s result; missing fields get defaults."""
         check_argument_names(config, cls.field_names(), cls.__name__)
         return cls(**config)
 
     def for_layers(self, num_layers: int) -> Self:
-        """The config with the indices of an encoder's blocks, if it has indices."""
+        """Resolves indices of MoE blocks for an encoder with `num_layers` blocks."""
         if self.moe_layers is None or isinstance(self.moe_layers, str):
             return self
         indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
@@ -84,59 +82,51 @@ class BlockConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig(BlockConfig):
-    """The mixtures of experts of an encoder: which blocks, what experts, which router.
+    """Mixtures of experts of an encoder: which blocks, which experts, which router.
 
-    Every backbone takes one as `moe`, or its fields as a dict. Presets, `from_preset`
-    and the programs take the fields and the router's arguments as flat names:
+    Every backbone accepts it as `moe`, or its fields as a dict. Presets and
+    `from_preset` accept fields and router arguments as flat names:
     `from_preset("vmoe_b32", num_experts=8, num_selected_experts=1)`.
 
     Args:
-        moe_layers: blocks that are MoE: indices from 0, `"every_2"`, `"last_2"`, or
-            None for a dense encoder that keeps the other fields; see
-            `keras_moe.layers.resolve_moe_layers`.
-        num_experts: E.
-        router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
-            `keras_moe.routers.get`), or a dict of the `"name"` and the router's
-            arguments, `{"name": "softmax_token_choice", "num_selected_experts": 1}`.
-            These are arguments of the class (`keras_moe.routers.TokenChoiceRouter`
-            and so on) but for its numbers of experts, `gating_residual` and `seed`. A
-            subclass of `Router`, or a router, of which each block gets a copy with
-            its own seed, is kept in this form, too.
-        expert_mlp_dim: H of each expert; None takes the encoder's `mlp_dim`.
-        examples_per_group: number of examples that compete for an expert's capacity;
-            None takes the whole batch. With soft routing each example is a group.
-        auxiliary_losses: dict from name to weight or to options, such as
-            `{"load_balance": {"weight": 0.01, "choices": "all"}}` or
+        moe_layers: MoE blocks: indices from 0, `"every_2"`, `"last_2"`, or None for a
+            dense encoder; see `keras_moe.layers.resolve_moe_layers`.
+        num_experts: E, feed-forward experts per block.
+        router: name of a router, such as `"softmax_token_choice"` or `"soft"`, or a
+            dict of the `"name"` and arguments of the router's class, `{"name": "soft",
+            "num_slots": 2}`; see `keras_moe.routers.get`. Also accepts a subclass of
+            `Router`, or a router, which is copied for each block with a different seed.
+        expert_mlp_dim: H of each expert; None for the encoder's `mlp_dim`.
+        examples_per_group: number of examples that compete for an expert's capacity in
+            training; None for the whole batch. Soft routers always use one.
+        auxiliary_losses: dict from name to weight or options, such as `{"load_balance":
+            {"weight": 0.01, "choices": "all"}}` or
             `keras_moe.losses.LIMOE_LOSSES["limoe_b16"]`; see `keras_moe.losses.get`.
-            `"auto"` takes V-MoE's importance and load losses (load only with noise)
-            for softmax token choice, and MoE++'s for its router; the other routers
-            need none.
+            `"auto"` uses V-MoE's importance and load losses (load only with noise) for
+            softmax token choice, MoE++'s for its router, and none otherwise.
         expert_dropout: dropout rate inside the experts.
-        shared_expert_initialization: whether all experts of a layer start from one
-            draw; `"auto"` is True, as in V-MoE, except with MoE++'s router.
-        dispatcher: `"index"` or `"einsum"`.
-        zero_experts: number of MoE++'s experts that give 0, in addition to the
-            `num_experts`; see `keras_moe.layers.MoE`. With experts of these three types
-            a token choice router is a `PathwayAwareRouter`, and the defaults
-            are those of *MoE++*: capacity factor 1.1, no noise, gating residuals, the
-            balance loss of weight 0.01, separate draws for each expert.
-        copy_experts: number of experts that give the token.
+        shared_expert_initialization: whether the experts of a layer start from the same
+            values; `"auto"` is True, as in V-MoE, except with MoE++'s router.
+        dispatcher: `"index"` or `"einsum"`; see `keras_moe.layers.MoE`.
+        zero_experts: number of MoE++ experts that output 0, in addition to
+            `num_experts`. With zero, copy or constant experts, token choice becomes a
+            `PathwayAwareRouter` with *MoE++*'s defaults: capacity factor 1.1, no noise,
+            gating residuals, balance loss of weight 0.01, independently initialised
+            experts.
+        copy_experts: number of experts that output their input.
         constant_experts: number of experts that mix the token with a trained vector, or
             `"auto"`.
-        gating_residual: whether a map of each MoE block's logits is added to those of
-            the next, by MoE++'s router; `"auto"` is True with zero-computation
-            experts in several blocks.
-        gated_experts: whether experts are gated, such as SwiGLU; see
-            `keras_moe.layers.Experts`. MoE++'s are `gated_experts=True,
-            expert_use_bias=False, expert_activation="silu"` with `expert_mlp_dim`
-            8 D / 3.
+        gating_residual: whether MoE++'s router adds a linear map of the previous MoE
+            block's logits; `"auto"` is True with zero-computation experts in several
+            blocks.
+        gated_experts: whether experts are gated, such as SwiGLU. MoE++ uses
+            `gated_experts=True, expert_use_bias=False, expert_activation="silu"` and
+            `expert_mlp_dim` 8 D / 3.
         expert_use_bias: whether the experts' layers have biases.
-        expert_activation: activation of the experts; None takes the encoder's.
-        pruning: dict with `"kept_experts"`, the numbers of the experts that are left of
-            the `num_experts`, by the block's name; `"method"`, see
-            `keras_moe.routers.pruned.PrunedTokenChoiceRouter`; and `"removed"`, whether
-            the layers have these experts alone. `keras_moe.analysis.prune_experts`
-            writes it; None has all experts.
+        expert_activation: activation of the experts; None for the encoder's.
+        pruning: None, or a dict written by `keras_moe.analysis.prune_experts`:
+            `"kept_experts"` by block name, `"method"`, and `"removed"`, whether the
+            weights of pruned experts are gone.
 
     Reference:
         *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in Vision
@@ -185,7 +175,7 @@ class MoEConfig(BlockConfig):
         if isinstance(router, Router):
             self._take_counts(router)
             router = _router_as_dict(router)
-        # Plain copies: the caller's values may change, or not be JSON.
+        # Plain copies, because the caller's values may be mutable or not JSON.
         self._set(
             moe_layers=plain_moe_layers(self.moe_layers),
             num_experts=self.expert_types.ffn,
@@ -196,7 +186,7 @@ class MoEConfig(BlockConfig):
         )
 
     def _take_counts(self, router):
-        """Takes the counts of experts from a router that is a layer."""
+        """Copies the expert counts of a router that was passed as a layer."""
         types = router.expert_types
         if self.num_experts not in (type(self).num_experts, types.ffn):
             raise ValueError(
@@ -213,7 +203,7 @@ class MoEConfig(BlockConfig):
         )
 
     def _plain_router(self, router):
-        """The name of a router, or a dict of it and the given arguments."""
+        """The router's name, or a dict of name and non-default arguments."""
         name, arguments = split_router(router)
         cls, defaults = self._router_defaults(name)
         check_argument_names(arguments, list(defaults), f"{cls.__name__} in an encoder")
@@ -226,7 +216,7 @@ class MoEConfig(BlockConfig):
         return {"name": name, **arguments} if arguments else name
 
     def _router_defaults(self, name):
-        """The class of this config's routers, and the arguments it leaves open."""
+        """The router's class and the defaults of arguments that can be set."""
         cls, named = class_for_types(
             name, self.expert_types, self.gating_residual is True
         )
@@ -235,18 +225,18 @@ class MoEConfig(BlockConfig):
 
     @property
     def router_class(self) -> type[Router]:
-        """The class of the blocks' routers."""
+        """Class of the blocks' routers."""
         return self._router_defaults(split_router(self.router)[0])[0]
 
     @property
     def router_arguments(self) -> dict[str, Any]:
-        """The router's arguments, defaults included."""
+        """The router's arguments, including defaults."""
         name, arguments = split_router(self.router)
         return {**self._router_defaults(name)[1], **arguments}
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """How many experts a block has of each type."""
+        """Number of experts of each type in a block."""
         return expert_types(
             self.num_experts,
             self.zero_experts,
@@ -256,8 +246,9 @@ class MoEConfig(BlockConfig):
 
     @property
     def modality_count(self) -> int | None:
-        """M if the routers tell modalities apart, which then need `modality_ids`."""
-        # Not from a router: a new one draws seeds from Python's random state.
+        """M if the routers distinguish modalities and need `modality_ids`."""
+        # Read from the arguments: constructing a router would advance Python's random
+        # state.
         arguments = self.router_arguments
         if arguments.get("num_modalities") is not None:
             return arguments["num_modalities"]
@@ -267,20 +258,13 @@ class MoEConfig(BlockConfig):
         return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
-        """The feed-forward layers of an encoder's blocks, not built.
-
-        Args:
-            encoder: `keras_moe.layers.EncoderSpec`.
-
-        Returns:
-            An `MLP` or an `MoE` for each block.
-        """
+        """One unbuilt `MLP` or `MoE` per block of the `EncoderSpec`."""
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         residual = self._has_residual(len(indices))
         _check_pruned_blocks(self.pruning, indices)
         first = min(indices, default=0)
         if not indices:
-            # A dense encoder refuses the same.
+            # Validates the fields although no block is MoE.
             self._moe(encoder, 0, residual, is_first=True)
         return [
             self._moe(encoder, index, residual, is_first=index == first)
@@ -345,13 +329,13 @@ class MoEConfig(BlockConfig):
 
 
 def plain_value(value: Any) -> Any:
-    """A copy of plain data, or the config of a Keras object, at any depth."""
+    """Copies nested plain data, serialising Keras objects."""
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(each) for each in value]
     if isinstance(value, (np.ndarray, np.generic)):
-        # NumPy's numbers are not JSON.
+        # NumPy numbers are not JSON.
         return value.tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -359,7 +343,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _router_as_dict(router):
-    """A router's class and arguments."""
+    """Converts a router layer to a dict of class and arguments."""
     names = {*router_arguments(type(router))} - {*_NOT_OF_ROUTER}
     config = router.get_config()
     return {"name": type(router), **{k: v for k, v in config.items() if k in names}}
@@ -374,7 +358,7 @@ def _plain_losses(auxiliary_losses):
 
 
 def _plain_pruning(pruning):
-    """The field `pruning` with its defaults, as plain data."""
+    """Validates the field `pruning` and fills in defaults."""
     if pruning is None:
         return None
     if not isinstance(pruning, dict) or not isinstance(
@@ -397,7 +381,7 @@ def _plain_pruning(pruning):
 
 
 def _check_pruned_blocks(pruning, indices):
-    """Checks that all pruned blocks are mixtures of experts."""
+    """Checks that pruned blocks are MoE blocks."""
     names = [f"block_{index}" for index in indices]
     for name in (pruning or {"kept_experts": ()})["kept_experts"]:
         if name not in names:
@@ -408,25 +392,25 @@ def _check_pruned_blocks(pruning, indices):
 
 
 def check_num_layers(num_layers: Any) -> int:
-    """`num_layers`, if it is an integer of at least 1 and at most `MAX_LAYERS`."""
+    """Checks that `num_layers` is an integer from 1 to `MAX_LAYERS`."""
     return check_integer("num_layers", num_layers, maximum=MAX_LAYERS)
 
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
-    """The indices of the blocks whose feed-forward layer is a mixture of experts.
+    """Indices of the blocks whose feed-forward layer is a mixture of experts.
 
     Args:
-        moe_layers: None for a dense network; indices from 0;
-            `"every_n"` for blocks n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5, ...);
-            or `"last_n"` for the last n of `"every_2"`.
-        num_layers: the number of blocks.
+        moe_layers: None for a dense network; indices, negative ones counting from the
+            end; `"every_n"` for blocks n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5,
+            ...); or `"last_n"` for the last n of `"every_2"`.
+        num_layers: number of blocks.
 
     Returns:
-        Sorted indices.
+        Sorted tuple of indices.
 
     Reference:
-        *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2",
-        "Last 2").
+        *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2", "Last
+        2").
 
     Example:
 
@@ -478,7 +462,7 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def plain_moe_layers(moe_layers: Any) -> Any:
-    """`moe_layers` as a config keeps them: indices as a list."""
+    """Converts indices in `moe_layers` to a list of plain integers."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers
     try:
@@ -488,5 +472,5 @@ def plain_moe_layers(moe_layers: Any) -> Any:
             "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
             f"received: moe_layers={moe_layers!r}"
         ) from None
-    # NumPy's integers are not JSON.
+    # NumPy integers are not JSON.
     return [int(i) if isinstance(i, np.integer) else i for i in indices]

@@ -1,7 +1,7 @@
-"""muMoE's gate and its experts, slices of one factorised weight tensor.
+"""muMoE's gate, and its experts as slices of one factorised weight tensor.
 
-Axes: L levels of hierarchy, N_l experts of a level, E all experts, I inputs, O units,
-R ranks.
+Axes: L levels of hierarchy, N_l experts of level l, E experts in all, I inputs, O
+units, R ranks.
 """
 
 import itertools
@@ -34,36 +34,37 @@ from keras_moe.ops.plans import Routing
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
-# Coefficients above this share of the inputs' size are recomputed for the gradient.
+# Above this ratio to the input size, coefficients are recomputed for the gradient.
 _LARGE = 1 / 3
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertCoefficients(keras.layers.Layer):
-    """Coefficients of experts at each level: `activation(norm(x G_l))`.
+    """muMoE's gate: expert coefficients `activation(norm(x G_l))` at each level l.
 
-    The gating weights begin at zero, so that all coefficients begin equal. The
-    arithmetic is float32 under every dtype policy.
+    Gating weights start at zero, so that all coefficients start equal. Computed in
+    float32 under every dtype policy.
 
     Args:
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        activation: activation over the last axis, `"entmax"` (alpha = 1.5),
+        activation: activation over the last axis: `"entmax"` (alpha = 1.5),
             `"softmax"`, or a registered callable.
-        normalization: normalisation of the logits, `"batch"` over batch and tokens,
-            `"layer"` over experts, both without scale and offset, or None.
+        normalization: normalisation of the logits, without scale and offset: `"batch"`
+            over batch and tokens, `"layer"` over experts, or None.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         inputs: (..., I).
-        training: whether statistics are those of the batch, and update the moving ones.
-        logits: products of the inputs and each kernel, if the caller has them.
-        mask: boolean (...), False for padding, which has no part in batch statistics.
-        with_sources: whether to return, too, what `MultilinearExperts` recomputes
-            entmax's coefficients from: a tuple for each level, which may be empty.
+        training: whether to use, and update the moving averages with, the statistics of
+            the batch.
+        logits: products of the inputs with each kernel, if already computed.
+        mask: boolean (...), False for padding, which batch statistics ignore.
+        with_sources: whether to also return the tensors from which `MultilinearExperts`
+            recomputes coefficients in the backward pass.
 
     Output shape:
-        `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
-        expert axis has all N_1 x ... x N_L experts.
+        `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record over all
+        N_1 x ... x N_L experts.
 
     Reference:
         *Multilinear Mixture of Experts*, section 3.1 and appendix H.3.
@@ -78,7 +79,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
     """
 
-    # Attributes that other layers' routers have.
+    # Attributes shared with routers.
     gating_residual = False
     summary = "muMoE"
 
@@ -172,7 +173,7 @@ class ExpertCoefficients(keras.layers.Layer):
         return normalised
 
     def _keep(self, level, mean, variance, count):
-        """Updates the moving statistics, with the unbiased variance as in PyTorch."""
+        """Updates the moving averages, with the unbiased variance as in PyTorch."""
         count = ops.cast(count, "float32")
         variance = variance * count / ops.maximum(count - 1.0, 1.0)
         for kept, new in (
@@ -180,7 +181,7 @@ class ExpertCoefficients(keras.layers.Layer):
             (self.variances[level], variance),
         ):
             old = ops.convert_to_tensor(kept)
-            # A batch without tokens has no statistics.
+            # A batch of padding only has no statistics.
             new = ops.where(count > 0, ops.stop_gradient(new), old)
             kept.assign(_MOMENTUM * old + (1.0 - _MOMENTUM) * new)
 
@@ -197,7 +198,7 @@ class ExpertCoefficients(keras.layers.Layer):
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """The experts of all levels."""
+        """Number of experts over all levels."""
         return ExpertTypes(total_experts(self.num_experts))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
@@ -222,14 +223,14 @@ class ExpertCoefficients(keras.layers.Layer):
 
 
 def _row_count(x, mask):
-    """The number of rows of (..., N) that are no padding."""
+    """Number of rows of (..., N) that are not padding."""
     if mask is None:
         return ops.size(x) // x.shape[-1]
     return ops.sum(ops.cast(mask, x.dtype))
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:
-    """The number of experts of each level."""
+    """Returns the number of experts of each level as a tuple."""
     if isinstance(num_experts, (list, tuple)):
         if not num_experts:
             raise ValueError(
@@ -246,7 +247,7 @@ def total_experts(num_experts: tuple[int, ...]) -> int:
 
 
 def outer(values: Any, combine: Any) -> Any:
-    """One value for each expert of all levels."""
+    """Combines the levels' values into one value per expert."""
     total = values[0]
     for value in values[1:]:
         total = combine(total[..., :, None], value[..., None, :])
@@ -258,31 +259,31 @@ def outer(values: Any, combine: Any) -> Any:
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MultilinearExperts(keras.layers.Layer):
-    """Experts as one factorised weight tensor, mixed by given coefficients.
+    """Linear experts stored as one factorised weight tensor, mixed by coefficients.
 
-    `y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L]
-    x[i]`. Only the factors are stored and computed with. The bias is a constant
-    input of 1, the last of the input mode, so that each expert has one.
+    Computes `y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ...
+    a^L[n_L] x[i]` from the factors of W, without building W. Biases are the weights of
+    a constant input 1, appended to the inputs.
 
     Args:
         units: O.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        factorization: `"cp"`, `"tr"` (tensor ring), `"tucker"`, or None for the whole
-            tensor, which is also the dense mixture of linear experts.
-        rank: R of CP; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
-            for as many parameters as a dense layer of I to O has; TR then has ranks
-            4, ..., 4, R, and Tucker 4 for each level of at least 4 experts and R for
-            inputs and units. A fraction up to 1, such as 0.75, is relative to I,
-            rounded down.
-        use_bias: whether a bias is folded into the input mode.
-        expert_noise: sigma of the first expert mode's factors, N(1, sigma).
+        factorization: `"cp"`, `"tr"` (tensor ring), `"tucker"`, or None for the full
+            tensor, a dense mixture of linear experts.
+        rank: R for CP; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or
+            `"match_dense"` for as many parameters as a dense layer: TR then has ranks
+            4, ..., 4, R, and Tucker up to 4 per level and R for inputs and units. A
+            fraction up to 1 is relative to I, rounded down.
+        use_bias: whether each expert has a bias.
+        expert_noise: sigma of N(1, sigma), which initialises the factor of the first
+            expert level.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
-        coefficients: sequence with (..., N_l) for each level.
-        projected: product of the inputs and `input_factor()`, if the caller has it.
-        sources: tensors of each level, which the gradient keeps instead of its
+        coefficients: sequence of (..., N_l), one per level.
+        projected: product of the inputs with `input_factor()`, if already computed.
+        sources: per level, tensors from which the backward pass recomputes the
             coefficients, or an empty tuple; see `ExpertCoefficients`.
 
     Output shape:
@@ -333,13 +334,13 @@ class MultilinearExperts(keras.layers.Layer):
         ]
 
     def _initializer(self, index, name, shape):
-        """Appendix F.2: experts differ by noise alone, the rest is PyTorch's linear."""
+        """Appendix F.2: noise around equal experts; PyTorch's linear init elsewhere."""
         if name == "tensor":
             limit = 1 / math.sqrt(shape[-2])
             return keras.initializers.RandomUniform(-limit, limit)
         if name.startswith("expert_factor"):
             return ExpertMode(self.expert_noise if index == 0 else 0.0)
-        # The modes that a factor contracts; all ranks for the output and the core.
+        # Fan-in: the modes that the factor contracts; all ranks for output and core.
         if name == "core":
             fan_in = math.prod(shape[:-1])
         elif self.factorization == "tr":
@@ -363,7 +364,7 @@ class MultilinearExperts(keras.layers.Layer):
             )
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
         if self.compute_dtype != "float32":
-            # Keras has cast them with the other arguments.
+            # Keras has cast the sources, so they no longer match the coefficients.
             sources = None
         return tensors.multilinear(
             inputs,
@@ -375,21 +376,16 @@ class MultilinearExperts(keras.layers.Layer):
         )
 
     def input_factor(self) -> Any:
-        """The factor that multiplies the inputs first; None without factors."""
+        """The factor that multiplies the inputs first; None for the full tensor."""
         return tensors.input_factor(self._tensors(), self.factorization)
 
     def _tensors(self):
         return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
 
     def expert_weights(self, indices: Any) -> Any:
-        """The matrices of chosen experts, for inspection.
+        """Matrices (len(indices), I, O) of some experts; biases are the last row.
 
-        Args:
-            indices: list of experts: integers, or tuples of them with more than one
-                level.
-
-        Returns:
-            (len(indices), I, O); with a bias I + 1 rows, the last of which is the bias.
+        Each index is an integer, or a tuple with one integer per level.
         """
         matrices = []
         for index in indices:
@@ -407,28 +403,17 @@ class MultilinearExperts(keras.layers.Layer):
         return ops.stack(matrices)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs as if one expert's matrix were zero, one for each row.
+        """The outputs with one expert (..., L) per row zeroed.
 
-        The other coefficients stay as they are.
-
-        Args:
-            inputs: (..., I).
-            coefficients: tensor (..., N_l) for each level.
-            experts: integers (..., L), the place of each row's expert at each level;
-                axes of size 1 before the last are for all rows.
-
-        Returns:
-            (..., O).
-
-        Reference:
-            *Multilinear Mixture of Experts*, section 4.1.2.
+        The other coefficients do not change. See *muMoE*, section 4.1.2.
         """
         chosen = [
             a * ops.one_hot(experts[..., level], count, dtype=a.dtype)
             for level, (a, count) in enumerate(zip(coefficients, self.num_experts))
         ]
-        # All experts but one, as a sum over the first level at which they part from
-        # it: exactly zero if no other expert takes part.
+        # All experts but one, summed by the first level at which they differ from it.
+        # Unlike a difference of outputs, this is exactly zero if no other expert takes
+        # part.
         outputs = 0.0
         for level, (a, own) in enumerate(zip(coefficients, chosen)):
             others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
@@ -437,12 +422,12 @@ class MultilinearExperts(keras.layers.Layer):
 
     @property
     def expert_rank_bound(self) -> int:
-        """The largest rank that an expert's matrix can have (appendix D)."""
+        """Upper bound of the rank of an expert's matrix (appendix D)."""
         return tensors.rank_bound(*self._tensor_spec(self._inputs))
 
     @property
     def holds_any_matrix(self) -> bool:
-        """Whether an expert can be any matrix (I, O), its bias included."""
+        """Whether an expert can represent any matrix (I, O) and bias."""
         inputs = self._inputs + self.use_bias
         return self.expert_rank_bound == min(inputs, self.units)
 
@@ -457,7 +442,7 @@ class MultilinearExperts(keras.layers.Layer):
         )
 
     def _tensor_spec(self, inputs):
-        """The arguments of `factor_shapes`."""
+        """Arguments of `factor_shapes`."""
         return (
             self.factorization,
             self.num_experts,
@@ -477,7 +462,7 @@ class MultilinearExperts(keras.layers.Layer):
             levels = range(len(self.num_experts))
             names = [f"expert_factor_{level}" for level in levels]
             names += ["input_factor", "output_factor", "core"]
-        # A CP or ring tensor has no core.
+        # Only Tucker has a core.
         return dict(zip(names, tensors.factor_shapes(*self._tensor_spec(shape[-1]))))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
@@ -486,11 +471,11 @@ class MultilinearExperts(keras.layers.Layer):
         return Cost.all_active(self.weight_shapes(shape), flops)
 
     def multiply_adds(self, dim: int) -> int:
-        """Multiply-adds of one token's matmuls (Table 5 of the paper)."""
+        """Multiply-adds per token (Table 5 of the paper)."""
         return factorized_multiply_adds(*self._tensor_spec(dim))
 
     def naive_multiply_adds(self, dim: int) -> int:
-        """Multiply-adds of one token if the whole tensor is built first (Table 8)."""
+        """Multiply-adds per token if the full tensor were built (Table 8)."""
         return naive_multiply_adds(*self._tensor_spec(dim))
 
     def get_config(self):
@@ -508,10 +493,10 @@ class MultilinearExperts(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertMode(keras.initializers.Initializer):
-    """Expert factors that replicate one matrix, with noise: N(1, sigma).
+    """Initialises expert factors as copies of one matrix with noise N(1, sigma).
 
-    Every entry of a matrix (N, R) is drawn, and the diagonal of each slice of a tensor
-    (R, N, S).
+    For CP (N, R) every entry is drawn; for tensor rings (R, N, S) only the diagonal of
+    each slice.
     """
 
     def __init__(self, sigma: float = 1.0):
@@ -529,7 +514,7 @@ class ExpertMode(keras.initializers.Initializer):
 
 
 def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
-    """The rank, if it fits the factorisation; sequences as tuples."""
+    """Checks that the rank fits the factorisation; returns sequences as tuples."""
     if factorization is None:
         if rank not in (None, "match_dense"):
             raise ValueError(
@@ -561,14 +546,14 @@ def _check_size(rank):
 
 
 def resolved_rank(rank: Any, inputs: int) -> Any:
-    """The rank with shares of the inputs' size as integers, of at least 1."""
+    """Replaces fractions of the input size by integers of at least 1."""
     if isinstance(rank, tuple):
         return tuple(resolved_rank(size, inputs) for size in rank)
     return max(int(rank * inputs), 1) if isinstance(rank, float) else rank
 
 
 def dense_parameters(shape: tuple[int, int]) -> int:
-    """The parameters of a dense layer (inputs, units), which has a bias."""
+    """Number of parameters of a dense layer (inputs, units) with bias."""
     return (shape[0] + 1) * shape[1]
 
 
@@ -578,10 +563,7 @@ def matching_rank(
     shapes: list[tuple[int, int]],
     budget: int,
 ) -> Any:
-    """The smallest rank whose factors have at least `budget` parameters.
-
-    The rank is at least 1, whatever the budget.
-    """
+    """The smallest rank, at least 1, that gives `budget` or more parameters."""
     if factorization is None:
         return None
     modes = sum(inputs + units for inputs, units in shapes)
@@ -592,7 +574,7 @@ def matching_rank(
         experts = [min(count, narrow) for count in num_experts]
         factors = sum(count * rank for count, rank in zip(num_experts, experts))
         core, rest = math.prod(experts), budget - len(shapes) * factors
-        # The root of len(shapes) core R^2 + modes R = rest, rounded up.
+        # Solves len(shapes) core R^2 + modes R = rest for R, rounded up.
         root = math.isqrt(max(modes**2 + 4 * len(shapes) * core * rest, 0))
         last = max((root - modes) // (2 * len(shapes) * core), 1)
         while last * (modes + len(shapes) * core * last) < rest:

@@ -1,7 +1,7 @@
-"""muMoE: many experts in one factorised weight tensor, none of which is dropped.
+"""muMoE layers: many experts in one factorised weight tensor, all taking part.
 
-Axes: B batch, N tokens, D hidden, I inputs, H mlp, O units, E experts of all levels,
-L levels, R rank.
+Axes: B batch, N tokens, D hidden, I inputs, H mlp, O units, E experts of all levels, L
+levels, R rank.
 """
 
 from typing import Any
@@ -27,10 +27,7 @@ from keras_moe.ops.multilinear import projections
 
 
 class MuMoEBase(keras.layers.Layer):
-    """Base class of `MuMoE` and `MuMoEBlock`.
-
-    Subclasses implement `unbuilt_experts`.
-    """
+    """Base class of `MuMoE` and `MuMoEBlock`; subclasses define `unbuilt_experts`."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class MuMoEBase(keras.layers.Layer):
             self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """Each layer of experts, not built, with the shape of its inputs."""
+        """Dict from unbuilt layers of experts to the shapes of their inputs."""
         raise NotImplementedError
 
     def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
@@ -82,30 +79,30 @@ class MuMoEBase(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MuMoE(MuMoEBase):
-    """A muMoE layer: coefficients from the input, and factorised experts mixed by them.
+    """A linear muMoE layer: factorised experts mixed by coefficients of the input.
 
-    Every expert takes part with its coefficient; entmax makes most of these zero.
-    There is no capacity, no dropping and no auxiliary loss.
+    Every expert takes part with its coefficient; entmax makes most of them zero. There
+    is no capacity, no dropping and no auxiliary loss.
 
     Args:
         units: O.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        factorization: factorization of `MultilinearExperts`.
-        rank: rank of `MultilinearExperts`; `"match_dense"` counts the gate, too.
-        activation: activation of `ExpertCoefficients`.
-        normalization: normalization of `ExpertCoefficients`.
-        use_bias: whether the experts have biases, see `MultilinearExperts`.
-        expert_noise: noise between the experts, see `MultilinearExperts`.
-        input_norm: whether the experts' input is normalised, but not the gate's, as in
+        factorization: see `MultilinearExperts`.
+        rank: see `MultilinearExperts`; `"match_dense"` also counts the gate.
+        activation: see `ExpertCoefficients`.
+        normalization: see `ExpertCoefficients`.
+        use_bias: whether the experts have biases.
+        expert_noise: see `MultilinearExperts`.
+        input_norm: whether the experts' input is normalised (but not the gate's), as in
             the released code.
-        edited_outputs: units to which is added the offset `sum over n of a_n
-            logit_offsets[n]` (equation 5): a number for each expert, zero at first and
-            not trained, see `keras_moe.analysis.edit_expert_logits`.
+        edited_outputs: units that get an offset `sum over n of a_n logit_offsets[n]`
+            (equation 5), zero at first and not trained; see
+            `keras_moe.analysis.edit_expert_logits`.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
-        training: whether batch statistics are those of the batch.
+        training: whether to normalise by the statistics of the batch.
 
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
@@ -146,8 +143,8 @@ class MuMoE(MuMoEBase):
             "use_bias": use_bias,
             "expert_noise": expert_noise,
         }
-        # `MultilinearExperts` checks and standardises them; the rank may depend on the
-        # input.
+        # `MultilinearExperts` validates and standardises them. It is created again in
+        # `build`, since the rank may depend on the inputs.
         checked = MultilinearExperts(**arguments).get_config()
         self._arguments = {name: checked[name] for name in arguments}
         self.edited_outputs = _check_outputs(edited_outputs, self.units)
@@ -174,7 +171,6 @@ class MuMoE(MuMoEBase):
             )
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """The layer of experts, not built, with the shape of its inputs."""
         dim, arguments = shape[-1], dict(self._arguments)
         factorization, units = arguments["factorization"], arguments["units"]
         if arguments["rank"] == "match_dense" and factorization is not None:
@@ -198,7 +194,7 @@ class MuMoE(MuMoEBase):
         return self._edited(outputs, routing.gates), routing
 
     def _edited(self, outputs, gates):
-        """The outputs with the offsets of those that are edited."""
+        """Adds the offsets of edited outputs."""
         if not self.edited_outputs:
             return outputs
         places = ops.one_hot(self.edited_outputs, self.units, dtype="float32")
@@ -206,21 +202,9 @@ class MuMoE(MuMoEBase):
         return outputs + ops.cast(offsets, outputs.dtype)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs as if one expert's weights were zero, one for each row.
+        """The outputs (B, O) with each example's expert (B, L) zeroed.
 
-        Nothing else changes: the other coefficients and the offsets of edited outputs
-        stay as they are.
-
-        Args:
-            inputs: (B, I).
-            coefficients: tensor (B, N_l) for each level, the gate's for `inputs`.
-            experts: integers (B, L), the place of each row's expert at each level.
-
-        Returns:
-            (B, O).
-
-        Reference:
-            *Multilinear Mixture of Experts*, section 4.1.2.
+        `coefficients` are the gate's for `inputs`. See *muMoE*, section 4.1.2.
         """
         x = inputs if self.norm is None else self.norm(inputs)
         outputs = self.experts.ablated(x, coefficients, experts)
@@ -260,30 +244,30 @@ def _check_outputs(edited_outputs, units):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MuMoEBlock(MuMoEBase):
-    """Two muMoE layers with shared coefficients and GELU between them.
+    """Two muMoE layers with shared coefficients and an activation between them.
 
     Args:
-        mlp_dim: H, the units of the first layer.
-        units: O; None takes the inputs' size.
+        mlp_dim: H, units of the first layer.
+        units: O; None for the input size.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        factorization: factorization of both layers, see `MuMoE`.
-        rank: rank of both layers, see `MuMoE`; a share is one of the block's I, and
-            `"match_dense"` matches the dense MLP, the gate counted.
+        factorization: factorization of both layers, see `MultilinearExperts`.
+        rank: rank of both layers. A fraction is relative to the block's I, and
+            `"match_dense"` matches the parameters of the dense MLP, gate included.
         hidden_activation: activation between the layers; `"gelu"` is the exact form.
         input_norm: whether the input of the first layer is normalised, but not the
             gate's.
-        activation: activation of the gate, see `MuMoE`.
-        normalization: normalization of the gate, see `MuMoE`.
+        activation: activation of the gate, see `ExpertCoefficients`.
+        normalization: normalization of the gate, see `ExpertCoefficients`.
         use_bias: whether the experts have biases.
-        expert_noise: noise between the experts, see `MuMoE`.
+        expert_noise: see `MultilinearExperts`.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
-        mask: boolean (...), False for padding, which gets zeros and has no part in the
+        mask: boolean (...), False for padding, which gets zeros and is ignored by the
             batch statistics.
-        modality_ids: integers (...), which change nothing: every expert takes part.
-        training: whether batch statistics are those of the batch.
+        modality_ids: integers (...); ignored.
+        training: whether to normalise by the statistics of the batch.
 
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
@@ -327,7 +311,7 @@ class MuMoEBlock(MuMoEBase):
             "use_bias": check_bool("use_bias", use_bias),
             "expert_noise": expert_noise,
         }
-        # `MultilinearExperts` checks the arguments.
+        # `MultilinearExperts` validates the arguments.
         self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
 
     def _layer(self, units, name, rank):
@@ -336,7 +320,6 @@ class MuMoEBlock(MuMoEBase):
         )
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """Both layers of experts, not built, with the shapes of their inputs."""
         num_rows, dim = shape
         rank, hidden, units = self._options["rank"], self.mlp_dim, self.units or dim
         if rank == "match_dense":
@@ -348,7 +331,7 @@ class MuMoEBlock(MuMoEBase):
                 [(dim + bias, hidden), (hidden + bias, units)],
                 budget - self.gate.cost((1, dim)).parameters,
             )
-        # Shares are those of the block's inputs in both layers.
+        # In both layers fractions are relative to the block's inputs.
         rank = resolved_rank(rank, dim)
         return {
             self._layer(hidden, "hidden", rank): shape,
@@ -387,20 +370,9 @@ class MuMoEBlock(MuMoEBase):
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def ablated(self, inputs: Any, experts: Any) -> Any:
-        """The outputs as if one expert's weights were zero, one for each example.
+        """The outputs with each example's expert (B, L) zeroed in both layers.
 
-        The expert is left out of both layers. Nothing else changes: the other
-        coefficients stay as they are.
-
-        Args:
-            inputs: (B, ..., I).
-            experts: integers (B, L), the place of each example's expert at each level.
-
-        Returns:
-            (B, ..., O).
-
-        Reference:
-            *Multilinear Mixture of Experts*, section 4.1.2.
+        The coefficients do not change. See *muMoE*, section 4.1.2.
         """
         coefficients, _ = self.gate(inputs)
         between = (1,) * (len(inputs.shape) - 2)
@@ -412,7 +384,7 @@ class MuMoEBlock(MuMoEBase):
 
     @property
     def router(self) -> ExpertCoefficients:
-        """The layer that gives each token its experts, like an MoE layer's `router`."""
+        """The gate, under the name that MoE layers use."""
         return self.gate
 
     def get_config(self):
@@ -431,13 +403,13 @@ class MuMoEBlock(MuMoEBase):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenMuMoE(keras.layers.Layer):
-    """A `MuMoEBlock` across the tokens, whose inputs are the D channels.
+    """`MuMoEBlock` across tokens, applied to each of the D channels.
 
-    Like `TokenMLP` it serves images of one size. Each channel has coefficients of its
-    own, so that the record's axis of tokens has channels.
+    Like `TokenMLP` it fixes the number of tokens. Each channel has its own
+    coefficients, so the record has an axis of channels instead of tokens.
 
     Args:
-        block: `MuMoEBlock` across the tokens.
+        block: `MuMoEBlock` across tokens.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
@@ -476,21 +448,13 @@ class TokenMuMoE(keras.layers.Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     def ablated(self, tokens: Any, experts: Any) -> Any:
-        """The outputs as if one expert's weights were zero; see `MuMoEBlock.ablated`.
-
-        Args:
-            tokens: (B, N, D).
-            experts: integers (B, L), the place of each example's expert at each level.
-
-        Returns:
-            (B, N, D).
-        """
+        """The outputs with each example's expert zeroed; see `MuMoEBlock.ablated`."""
         channels = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
 
     @property
     def router(self) -> Any:
-        """The layer that gives each channel its experts."""
+        """The block's gate."""
         return self.block.router
 
     def compute_output_spec(self, tokens, training=None):

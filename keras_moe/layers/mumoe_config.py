@@ -18,7 +18,7 @@ from keras_moe.layers.moe_config import (
 )
 from keras_moe.layers.mumoe import MuMoEBlock
 
-# Selects this config instead of a router's name.
+# Selects this config where other models name a router.
 MUMOE = "mumoe"
 # Field -> argument of `MuMoEBlock`.
 _BLOCK_ARGUMENTS = {
@@ -34,22 +34,21 @@ _BLOCK_ARGUMENTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuMoEConfig(BlockConfig):
-    """The muMoE blocks of an encoder: which, how many experts, how factorised.
+    """The muMoE blocks of an encoder: which ones, how many experts, how factorised.
 
     Args:
-        moe_layers: blocks that are muMoE: indices from 0, `"every_1"`, `"last_2"`, or
-            None; see `keras_moe.layers.resolve_moe_layers`.
+        moe_layers: muMoE blocks: indices from 0, `"every_1"`, `"last_2"`, or None; see
+            `keras_moe.layers.resolve_moe_layers`.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        expert_mlp_dim: H of each expert; None takes the encoder's `mlp_dim`.
-        expert_activation: activation between the two layers; None takes the encoder's.
-        factorization: factorization of `keras_moe.layers.MultilinearExperts`.
-        rank: rank of `keras_moe.layers.MuMoEBlock`.
+        expert_mlp_dim: H of each expert; None for the encoder's `mlp_dim`.
+        expert_activation: activation between the two layers; None for the encoder's.
+        factorization: see `keras_moe.layers.MultilinearExperts`.
+        rank: see `keras_moe.layers.MuMoEBlock`.
         input_norm: whether the input of a block's first layer is normalised.
-        gate_activation: activation of `keras_moe.layers.ExpertCoefficients`.
-        gate_normalization: normalization of `keras_moe.layers.ExpertCoefficients`.
+        gate_activation: `activation` of `keras_moe.layers.ExpertCoefficients`.
+        gate_normalization: `normalization` of `keras_moe.layers.ExpertCoefficients`.
         expert_use_bias: whether the experts have biases.
-        expert_noise: noise between the experts, see
-            `keras_moe.layers.MultilinearExperts`.
+        expert_noise: see `keras_moe.layers.MultilinearExperts`.
 
     Reference:
         *Multilinear Mixture of Experts*, section 4.3.
@@ -77,7 +76,7 @@ class MuMoEConfig(BlockConfig):
     def __post_init__(self):
         if self.expert_mlp_dim is not None:
             check_integer("expert_mlp_dim", self.expert_mlp_dim)
-        # The layer checks its arguments and makes them plain.
+        # The layer validates and standardises the arguments.
         checked = self._block(1, "gelu", None).get_config()
         values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}
         levels = checked["num_experts"]
@@ -90,27 +89,20 @@ class MuMoEConfig(BlockConfig):
 
     @property
     def router(self) -> str:
-        """`"mumoe"`, by which overrides select this kind of config."""
+        """`"mumoe"`, which selects this kind of config in overrides."""
         return MUMOE
 
     def to_dict(self) -> dict:
-        """The fields as plain values, and `"router": "mumoe"`."""
+        """Returns the fields as plain values, plus `"router": "mumoe"`."""
         return {"router": MUMOE, **super().to_dict()}
 
     @classmethod
     def from_dict(cls, config: dict) -> "MuMoEConfig":
-        """A config of `to_dict`'s result; missing fields have their defaults."""
+        """Makes a config from `to_dict`'s result; missing fields get defaults."""
         return super().from_dict({k: v for k, v in config.items() if k != "router"})
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
-        """The feed-forward layers of an encoder's blocks, not built.
-
-        Args:
-            encoder: `keras_moe.layers.EncoderSpec`.
-
-        Returns:
-            An `MLP` or a `MuMoEBlock` for each block.
-        """
+        """One unbuilt `MLP` or `MuMoEBlock` per block of the `EncoderSpec`."""
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         return [
             self.block(encoder, self.expert_mlp_dim or encoder.mlp_dim)
@@ -120,7 +112,7 @@ class MuMoEConfig(BlockConfig):
         ]
 
     def block(self, encoder: Any, mlp_dim: int) -> MuMoEBlock:
-        """A block for an encoder's feed-forward layer or token mixer, not built."""
+        """An unbuilt block, for a feed-forward layer or a token mixer."""
         return self._block(
             mlp_dim, self.expert_activation or encoder.activation, encoder.dtype
         )
@@ -137,11 +129,11 @@ class MuMoEConfig(BlockConfig):
 
 
 def moe_config(moe: Any) -> MoEConfig | MuMoEConfig | None:
-    """The config of an encoder's `moe` argument.
+    """Makes the config for an encoder's `moe` argument.
 
     Args:
-        moe: `MoEConfig`, `MuMoEConfig`, None, or a dict of either's fields, of which
-            `"router": "mumoe"` makes the latter.
+        moe: None, `MoEConfig`, `MuMoEConfig`, or a dict of fields; with `"router":
+            "mumoe"` these are `MuMoEConfig`'s.
 
     Example:
 

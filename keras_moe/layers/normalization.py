@@ -1,4 +1,4 @@
-"""Layer normalisation whose cost does not grow with the depth of the network."""
+"""Layer normalisation with a closed-form gradient."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from keras_moe.ops.initializers import FastInitializer
 
 
 def _normalize(x, gamma, beta, epsilon):
-    """Layer normalisation of float32 (..., D) with its gradient in closed form."""
+    """Layer normalisation of float32 (..., D) with a custom gradient."""
 
     @ops.custom_gradient
     def normalize(x, gamma, beta):
         mean = ops.mean(x, axis=-1, keepdims=True)
-        # With one more axis, since XLA would write one difference of (..., D) to memory
-        # for its two readers; it computes either of two shapes in passing.
+        # The extra axis keeps XLA from writing x - mean to memory for its two readers:
+        # it recomputes differences of different shapes.
         rows = ops.expand_dims(x, -2) - ops.expand_dims(mean, -2)
         variance = ops.mean(ops.square(rows), axis=-1)
         scale = ops.rsqrt(variance + epsilon)
@@ -40,24 +40,20 @@ def _normalize(x, gamma, beta, epsilon):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class LayerNorm(keras.layers.Layer):
-    """Layer normalisation over the last axis, in float32 under every policy.
+    """Layer normalisation over the last axis, in float32 under every dtype policy.
 
-    XLA on CPU recomputes the chain of all later blocks' norm gradients inside every
-    reduction that differentiation of `keras.layers.LayerNormalization` leaves, so
-    the cost of a training step grows faster than the depth. Here the gradient is
-    written out in closed form: a norm costs next to nothing at any depth. PyTorch
-    has a fused kernel, which is used there.
+    XLA on CPU recomputes the gradients of all later norms inside each reduction of
+    `keras.layers.LayerNormalization`'s gradient, so that a training step grows faster
+    than the depth. The closed-form gradient here avoids this; PyTorch uses its fused
+    kernel.
 
     Args:
-        epsilon: number added to the variance; ViTs use 1e-6.
+        epsilon: added to the variance; 1e-6 in ViTs.
         center: whether there is a learned offset, `beta`.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (..., D).
-
     Output shape:
-        (..., D), in the layer's compute dtype.
+        (..., D), like the input, in the compute dtype.
 
     Example:
 
@@ -74,7 +70,7 @@ class LayerNorm(keras.layers.Layer):
         super().__init__(**kwargs)
         self.epsilon = epsilon
         self.center = center
-        # Half-precision inputs are cast here, not at the door of the layer.
+        # Half-precision inputs are cast in `call`.
         self.autocast = False
         self.supports_masking = True
 

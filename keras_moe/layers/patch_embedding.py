@@ -1,4 +1,4 @@
-"""Pixels become patches.
+"""Patch embeddings of images.
 
 Axes: B batch, N patches, D hidden.
 """
@@ -21,23 +21,22 @@ from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.nn import linear
 
 PADDINGS = ("valid", "same")
-# Longest side of the patches of stored weights.
+# Largest patch side accepted in stored weights.
 _LONGEST_SIDE = 1024
 
 
 def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
-    """A patch kernel for images of another number of channels.
+    """Converts a patch kernel to another number of channels, as timm does.
 
-    One channel gets the sum of all, so that a grey image gives what the same image
-    in three equal channels gave. More channels get the old ones in turn, scaled by the
-    ratio of the numbers, as timm does.
+    A single channel gets the sum of all, so that a grey image gives the same tokens as
+    its three-channel copy. More channels repeat the old ones, rescaled.
 
     Args:
         kernel: array (height, width, old channels, D).
-        channels: number of channels of the new kernel.
+        channels: new number of channels.
 
     Returns:
-        An array (height, width, channels, D).
+        Array (height, width, channels, D).
 
     Example:
 
@@ -60,21 +59,20 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
 def resize_patch_kernel(
     kernel: np.ndarray, patch_size: Any, interpolation: str = "bilinear"
 ) -> np.ndarray:
-    """A patch kernel for patches of another size, as FlexiViT has it.
+    """Resizes a patch kernel to another patch size, as FlexiViT does.
 
-    With `B` the matrix that resizes a patch, the new kernel is `pinv(B^T) w`: it gives
-    a patch resized to a larger size the token that the patch itself had. For a smaller
-    size it is the least-squares solution over all patches.
+    The new kernel is `pinv(B^T) w`, with `B` the matrix that resizes a patch. Upsampled
+    patches then give the same tokens as before; for smaller patches it is the
+    least-squares solution.
 
     Args:
         kernel: array (height, width, channels, D).
-        patch_size: size of the new patches, an int or (height, width).
-        interpolation: interpolation that resizes patches: `"bilinear"` without
-            antialiasing, as FlexiViT's release and `keras_moe.data` resize images; or
-            `"bicubic"` with antialiasing, as timm does it.
+        patch_size: new patch size, an int or (height, width).
+        interpolation: `"bilinear"` without antialiasing, as in FlexiViT and
+            `keras_moe.data`; or `"bicubic"` with antialiasing, as in timm.
 
     Returns:
-        An array (new height, new width, channels, D) of the dtype of `kernel`.
+        Array (new height, new width, channels, D) of the dtype of `kernel`.
 
     Reference:
         *FlexiViT: One Model for All Patch Sizes*, equation 4.
@@ -85,13 +83,13 @@ def resize_patch_kernel(
     >>> from keras_moe.layers import resize_patch_kernel
     >>> kernel = np.array([1.0, 3.0]).reshape(1, 2, 1, 1)
     >>> resized = resize_patch_kernel(kernel, (1, 4))
-    >>> # Of [5, 7], which is resized to [5, 5.5, 6.5, 7], the token was 26.
+    >>> # [5, 7] had the token 26; it is resized to [5, 5.5, 6.5, 7].
     >>> round(float(resized.ravel() @ [5.0, 5.5, 6.5, 7.0]), 6)
     26.0
     """
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
     weights = linear_weights if interpolation == "bilinear" else cubic_weights
-    # B is the Kronecker product of those of the rows and of the columns.
+    # B is separable: the Kronecker product of a matrix for rows and one for columns.
     rows, columns = (
         np.linalg.pinv(weights(old, new).T)
         for old, new in zip(kernel.shape[:2], check_pair("patch_size", patch_size))
@@ -106,28 +104,25 @@ def resize_patch_kernel(
 class PatchEmbedding(keras.layers.Layer):
     """Cuts images into patches and projects each to a token.
 
-    The convolution of ViT's stem, computed as a reshape and one matmul (2.6 times
-    faster on CPU); the kernel keeps the convolution's layout, so that converted
-    weights fit as they are. Weights of another patch size are resized on loading
-    (`resize_patch_kernel`), and of another number of channels folded (`fold_channels`).
+    ViT's stem convolution as a reshape and one matmul, with the convolution's kernel
+    layout. Loaded weights of another patch size are resized (`resize_patch_kernel`),
+    and those of another number of channels folded (`fold_channels`).
 
     Args:
-        hidden_dim: D, the size of a token.
-        patch_size: size of a patch, an int or (height, width).
+        hidden_dim: D.
+        patch_size: an int or (height, width).
         kernel_initializer: initializer of the kernel (patch height, patch width,
             channels, D).
-        interpolation: interpolation of loaded weights of another patch size; see
-            `resize_patch_kernel`.
-        padding: `"valid"` for images that the patch size divides, or `"same"`, which
-            adds zeros around an image up to whole patches, one more after than
-            before if their number is odd, as convolutions do.
+        interpolation: interpolation of loaded weights, see `resize_patch_kernel`.
+        padding: `"valid"` if the patch size divides the image, or `"same"` to pad it
+            with zeros to whole patches, as convolutions do.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, height, width, channels).
 
     Output shape:
-        (B, N, D), with N the number of patches, row by row.
+        (B, N, D), patches row by row.
 
     Reference:
         *An Image is Worth 16x16 Words*, equation 1.
@@ -172,7 +167,7 @@ class PatchEmbedding(keras.layers.Layer):
         )
 
     def grid(self, image_shape: tuple) -> tuple[int, int]:
-        """The number of patches down and across, for (..., height, width, channels)."""
+        """Patches down and across, for images (..., height, width, channels)."""
         if len(image_shape) < 3 or None in image_shape[-3:]:
             raise ValueError(
                 "Expected images of shape (batch, height, width, channels) with "
@@ -200,7 +195,7 @@ class PatchEmbedding(keras.layers.Layer):
             )
             around = [(n // 2, n - n // 2) for n in missing]
             images = ops.pad(images, ((0, 0), *around, (0, 0)))
-        # A patch's row of pixels stays in one piece: the copy is then a fast one.
+        # Moving whole pixel rows of a patch keeps the copy fast.
         x = ops.reshape(images, (-1, rows, height, columns, width * channels))
         x = ops.transpose(x, (0, 1, 3, 2, 4))
         x = ops.reshape(x, (-1, rows * columns, height * width * channels))
@@ -209,7 +204,7 @@ class PatchEmbedding(keras.layers.Layer):
     def load_own_variables(self, store):
         kernel = store["0"]
         shape = tuple(kernel.shape)
-        # Before anything is read: a file may declare a kernel of any size.
+        # Checked before reading: a file may declare a kernel of any size.
         longest = max(_LONGEST_SIDE, *self.patch_size)
         if (
             len(shape) != 4
@@ -259,7 +254,7 @@ class PatchEmbedding(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ClassToken(keras.layers.Layer):
-    """Puts one learned token before the others.
+    """Prepends a learned class token.
 
     Args:
         **kwargs: arguments of `keras.layers.Layer`.

@@ -1,4 +1,4 @@
-"""Pooling of tokens to one vector: of images, and of texts with padding.
+"""Pooling of tokens to one vector, for images and padded texts.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -28,12 +28,12 @@ POOLINGS = (*TOKEN_POOLINGS, "map")
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenPooling(keras.layers.Layer):
-    """Takes one token, or an average of tokens.
+    """Selects one token or averages tokens.
 
     Args:
-        pooling: `"class_token"` (the first token, before the patches), `"first"` (the
-            first patch's token, where there is no class token), `"average"` or
-            `"patch_average"` (all tokens but the first).
+        pooling: `"class_token"` (the first token, if there is a class token), `"first"`
+            (the first patch, if there is none), `"average"`, or `"patch_average"` (all
+            tokens but the first).
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
@@ -82,23 +82,22 @@ class TokenPooling(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class AttentionPooling(keras.layers.Layer):
-    """Multihead attention pooling ("MAP"): a learned probe reads the tokens.
+    """Multihead attention pooling ("MAP"): a learned probe attends to the tokens.
 
-    The probe attends to the tokens, and an MLP with a residual follows.
+    An MLP with a residual follows the attention.
 
     Args:
         num_heads: number of attention heads, a divisor of D.
         mlp_dim: hidden size of the MLP.
         activation: activation of the MLP.
         layer_norm_epsilon: epsilon of all normalisations.
-        query_key_norm: whether attention normalises queries and keys in each head, as
-            V-MoE's head does where its blocks do.
+        query_key_norm: whether queries and keys are normalised per head, as in V-MoE.
         query_key_norm_bias: whether that normalisation has an offset.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: boolean (B, N), False for padding, which the probe does not read.
+        mask: boolean (B, N), False for padding.
 
     Output shape:
         (B, D).
@@ -165,7 +164,7 @@ class AttentionPooling(keras.layers.Layer):
         return x[:, 0]
 
     def compute_mask(self, tokens, previous_mask=None):
-        # Nothing is left to mask.
+        # The output has no token axis.
         return None
 
     def compute_output_shape(self, input_shape):
@@ -180,7 +179,7 @@ class AttentionPooling(keras.layers.Layer):
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
-        # Queries and outputs of the probe, keys and values of all tokens.
+        # Query and output projections of the probe, key and value of all tokens.
         flops = 4 * (num_tokens + 1) * dim * dim + 4 * num_tokens * dim
         flops += self.mlp.cost((1, dim)).flops
         return Cost.all_active(self.weight_shapes(shape), flops)
@@ -204,31 +203,27 @@ MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MaskedPooling(keras.layers.Layer):
-    """Takes one token, the average or the maximum of those that are no padding.
-
-    An example without any such token gets zeros.
+    """Pools the tokens that are not padding; examples without any get zeros.
 
     Args:
-        pooling: `"first"`, `"last"`, `"average"` or `"max"`, the largest value of each
-            dimension, of the tokens that the mask keeps; or `"end_of_text"`, the
-            first token of the id below.
-        end_of_text_id: id for `"end_of_text"`; None takes the largest id of each text,
-            as published CLIP weights do, whose vocabulary ends with it. A text
-            without the id gets its last token.
+        pooling: `"first"`, `"last"`, `"average"` or `"max"` (per channel) of the
+            unmasked tokens; or `"end_of_text"`, the first token with the id below.
+        end_of_text_id: id for `"end_of_text"`; None for the largest id of each text, as
+            in published CLIP weights. Texts without the id use their last token.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: boolean (B, N), False for tokens that do not count; None counts all.
+        mask: boolean (B, N), False for padding; None for no padding.
         token_ids: integers (B, N), for `"end_of_text"`.
 
     Output shape:
         (B, D).
 
     Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.4; *Multimodal Contrastive Learning with LIMoE*, section 2 (average
-        of a modality's tokens).
+        *Learning Transferable Visual Models From Natural Language Supervision*, section
+        2.4; *Multimodal Contrastive Learning with LIMoE*, section 2 (average of a
+        modality's tokens).
 
     Example:
 
@@ -238,8 +233,6 @@ class MaskedPooling(keras.layers.Layer):
     >>> mask = np.array([[True, True, False]])
     >>> float(MaskedPooling("average")(tokens, mask=mask)[0, 0])
     2.0
-    >>> float(MaskedPooling("last")(tokens, mask=mask)[0, 0])
-    3.0
     """
 
     def __init__(self, pooling: str, end_of_text_id: int | None = None, **kwargs):
@@ -251,7 +244,7 @@ class MaskedPooling(keras.layers.Layer):
                     f"Expected end_of_text_id=None for pooling={pooling!r}; received: "
                     f"end_of_text_id={end_of_text_id}"
                 )
-        # Tokens are cast in `call`; ids are integers.
+        # Tokens are cast in `call`; ids stay integers.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.pooling = pooling
@@ -273,7 +266,7 @@ class MaskedPooling(keras.layers.Layer):
             return ops.cast(total / ops.maximum(count, 1.0), self.compute_dtype)
         if self.pooling == "max":
             kept = ops.where(ops.expand_dims(mask, -1), tokens, -np.inf)
-            # PyTorch takes the maximum of an empty batch only with an initial value.
+            # PyTorch needs an initial value for empty batches.
             largest = ops.max(kept, axis=1, initial=-np.inf)
             largest = ops.where(ops.any(mask, axis=1, keepdims=True), largest, 0.0)
             return ops.cast(largest, self.compute_dtype)
@@ -287,12 +280,12 @@ class MaskedPooling(keras.layers.Layer):
             check_ids("token_ids", token_ids, shape)
             taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
         taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)
-        # Not a product: padding may hold infinities.
+        # Not a product, since padding may hold infinities.
         pooled = ops.sum(ops.where(taken, tokens, 0.0), axis=1)
         return ops.cast(pooled, self.compute_dtype)
 
     def _ends_of_text(self, token_ids, mask):
-        """Which tokens end their texts; the first of them counts."""
+        """Flags tokens that end their texts; the first one counts."""
         if self.end_of_text_id is None:
             token_ids = ops.where(mask, token_ids, -1)
             largest = ops.max(token_ids, axis=1, keepdims=True)
@@ -302,7 +295,7 @@ class MaskedPooling(keras.layers.Layer):
         return ops.where(has_end, ends, _only(mask, last=True))
 
     def compute_mask(self, tokens, previous_mask=None, token_ids=None):
-        # Nothing is left to mask.
+        # The output has no token axis.
         return None
 
     def compute_output_shape(self, input_shape):
@@ -323,7 +316,7 @@ class MaskedPooling(keras.layers.Layer):
 
 
 def _only(flags, last):
-    """The first or the last True of each row alone."""
+    """Keeps only the first or last True of each row."""
     flags = ops.cast(flags, "int32")
     if last:
         flags = ops.flip(flags, axis=1)

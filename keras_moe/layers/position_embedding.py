@@ -1,4 +1,4 @@
-"""The place of a token in its image.
+"""Position embeddings of image patches.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -21,15 +21,15 @@ KINDS = ("learned", "sincos")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
-    """Fixed sine and cosine features of the column and the row.
+    """Fixed sine-cosine embeddings of a grid of patches.
 
     Args:
         grid: number of patches down and across.
         dim: D, a multiple of 4.
 
     Returns:
-        float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the column
-        and frequencies `10000^(-i / (D/4 - 1))`.
+        float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the column, y
+        the row, and frequencies `10000^(-i / (D/4 - 1))`.
 
     Example:
 
@@ -58,17 +58,17 @@ def resize_positions(
 ) -> np.ndarray:
     """Resizes learned position embeddings to another grid of patches.
 
-    Rows before the grid's (the class token's) are copied.
+    Rows before the patches, such as the class token's, are copied.
 
     Args:
-        table: array (1, N, D), N at least rows x columns of `old_grid`.
-        old_grid: number of patches of `table` down and across.
-        new_grid: number of patches of the result down and across.
-        interpolation: `"bilinear"` with aligned corners, as the ViT and V-MoE releases
-            do it; or `"bicubic"` with antialiasing, as timm does it.
+        table: array (1, N, D), with N at least rows x columns of `old_grid`.
+        old_grid: patches down and across in `table`.
+        new_grid: patches down and across in the result.
+        interpolation: `"bilinear"` with aligned corners, as in the ViT and V-MoE
+            releases; or `"bicubic"` with antialiasing, as in timm.
 
     Returns:
-        An array (1, N', D) of the dtype of `table`.
+        Array (1, N', D) of the dtype of `table`.
 
     Example:
 
@@ -100,24 +100,19 @@ def resize_positions(
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PositionEmbedding(keras.layers.Layer):
-    """Adds a learned or a sine-cosine embedding to each token.
+    """Adds a learned or sine-cosine position embedding to each token.
 
-    Learned embeddings loaded from weights of another resolution are resized to this
-    layer's grid.
+    Learned embeddings of another resolution are resized on loading.
 
     Args:
         grid: number of patches down and across.
-        kind: kind, `"learned"` or `"sincos"`.
-        interpolation: interpolation of learned embeddings of another resolution; see
-            `resize_positions`.
+        kind: `"learned"` or `"sincos"`.
+        interpolation: interpolation of loaded embeddings, see `resize_positions`.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D), N the number of patches, or one more with a class token before
-        them (to which the sine-cosine form adds nothing).
-
     Output shape:
-        (B, N, D).
+        (B, N, D), like the input. N is the number of patches, or one more with a class
+        token in front, which sine-cosine embeddings leave unchanged.
 
     Reference:
         *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
@@ -174,7 +169,7 @@ class PositionEmbedding(keras.layers.Layer):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         if self.kind == "learned":
-            # The number of tokens does not determine a grid that is not square.
+            # The number of tokens alone does not determine the grid.
             store["grid"] = np.array(self.grid)
 
     def load_own_variables(self, store):
@@ -183,7 +178,7 @@ class PositionEmbedding(keras.layers.Layer):
         old_grid = tuple(int(size) for size in np.array(store["grid"]))
         extra = self.embedding.shape[1] - self.grid[0] * self.grid[1]
         expected = (1, old_grid[0] * old_grid[1] + extra, self.embedding.shape[2])
-        # Before anything is read: a file may declare a table of any size.
+        # Checked before reading: a file may declare a table of any size.
         if tuple(store["0"].shape) != expected:
             raise ValueError(
                 f"Expected position embeddings of shape {expected} for '{self.path}' "

@@ -1,9 +1,8 @@
-"""Recomputing a layer's intermediate values in the backward pass, losses and all.
+"""Rematerialisation that supports losses, seeds and batch statistics.
 
-`keras.RematScope` recomputes a layer's call as it is: a loss added inside, or a seed
-that moves on, would leak out of the recomputed region (JAX), or be refused
-(TensorFlow). Here the region is a pure function: weights and seeds come in as
-arguments, and losses and the next seeds go out as results.
+`keras.RematScope` recomputes a call as it is, so that losses and seeds leak out of the
+region (JAX) or are refused (TensorFlow). Here the region is a pure function: weights
+and seeds are arguments; losses and new seeds are results.
 """
 
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from keras_moe.compat import (
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, keeping no inner values for the gradient."""
+    """`function(*inputs)`, recomputing intermediate values for the gradient."""
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
     state = _state(layer)
-    # Uncast weights: each sublayer casts them by its own policy.
+    # Uncast weights, since each sublayer casts them by its own policy.
     with AutocastScope(None):
-        # Copies of seeds and statistics, which PyTorch changes in place.
+        # Seeds and statistics are copied, because PyTorch changes them in place.
         values = [v.value * 1 if id(v) in state else v.value for v in weights]
         values += [v.value * 1 for v in seeds]
     structure, num_inputs = {}, len(inputs)
@@ -39,7 +38,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
         ) as scope:
             outputs = function(*inputs)
             losses = list(scope.losses)
-            # The sublayers would claim them by ids, which other tensors may get later.
+            # Sublayers remember losses by id, which later tensors may reuse.
             clear_losses(layer)
         # State that changes without gradients, such as batch statistics.
         structure["changed"] = [
@@ -51,8 +50,8 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
             "outputs": outputs,
             "state": [scope.get_current_value(v) for v in structure["changed"]],
             "losses": losses,
-            # Floats, since not every backend lets integers out. Seeds are below 2^32,
-            # and only their second half, which counts the draws, changes.
+            # As floats, because not every backend can return integers. Only the second
+            # half of a seed changes, which counts the draws.
             "draws": [
                 keras.ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")
                 for v, v0 in zip(seeds, values[len(weights) :])
@@ -74,10 +73,9 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
 
 
 def _state(layer):
-    """The ids of variables that training changes without gradients.
+    """Ids of float variables that change without gradients: batch statistics.
 
-    Batch statistics are such variables. Frozen weights are not: they do not change, and
-    may be large.
+    Frozen weights are not among them; copying them could be expensive.
     """
     return {
         id(v)

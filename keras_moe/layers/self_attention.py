@@ -25,34 +25,33 @@ from keras_moe.ops.initializers import FastInitializer
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SelfAttention(keras.layers.MultiHeadAttention):
-    """Multi-head attention of tokens to each other, initialised as in ViT.
+    """Multi-head self-attention, initialised as in ViT.
 
     Args:
         num_heads: number of attention heads.
         key_dim: size of a head; D / num_heads in ViT.
-        query_key_norm: whether queries and keys are normalised in each head, as in Soft
-            MoE's and ViT-22B's blocks: attention cannot then grow without bound.
-        query_key_norm_bias: whether that normalisation has an offset in addition to its
-            scale, as timm's `qk_norm` has.
+        query_key_norm: whether queries and keys are normalised per head, as in Soft MoE
+            and ViT-22B, which keeps attention logits bounded.
+        query_key_norm_bias: whether that normalisation has an offset, as timm's
+            `qk_norm` does.
         layer_norm_epsilon: epsilon of that normalisation.
         dropout: dropout rate on the attention weights.
         seed: seed of the dropout.
-        causal: whether a token attends to itself and the tokens before it alone.
+        causal: whether tokens attend only to themselves and earlier tokens.
         **kwargs: arguments of `keras.layers.MultiHeadAttention`.
 
     Call arguments:
         tokens: (B, N, D).
-        context: (B, M, D) that the tokens attend to; None takes the tokens.
-        mask: boolean (B, M), False for padding, to which no token attends; or
-            (B, N, M), which token attends to which.
+        context: (B, M, D) to attend to; None for the tokens themselves.
+        mask: boolean (B, M), False for padding, or (B, N, M) for pairs of tokens.
         training: whether dropout applies.
 
     Output shape:
         (B, N, D).
 
     Reference:
-        *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers to
-        22 Billion Parameters* (query-key normalisation).
+        *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers to 22
+        Billion Parameters* (query-key normalisation).
 
     Example:
 
@@ -63,7 +62,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     (1, 3, 8)
     """
 
-    # Whether calls take a `mask` of tokens that are padding.
+    # Whether `call` supports a padding `mask`.
     takes_mask = True
 
     def __init__(
@@ -82,8 +81,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         key_dim = check_integer("key_dim", key_dim)
         check_query_key_norm(query_key_norm, query_key_norm_bias)
         if "kernel_initializer" not in kwargs:
-            # Glorot over the matrix D x D: Keras would take the heads for a spatial
-            # axis.
+            # Glorot uniform for the D x D matrix; Keras would count heads as a
+            # receptive field.
             limit = math.sqrt(3.0 / (num_heads * key_dim))
             uniform = keras.initializers.RandomUniform(-limit, limit)
             kwargs["kernel_initializer"] = uniform
@@ -99,7 +98,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         self.query_key_norm_bias = query_key_norm_bias
         self.layer_norm_epsilon = layer_norm_epsilon
         if query_key_norm:
-            # V-MoE's release has a scale alone.
+            # V-MoE's release has only a scale.
             self.query_norm, self.key_norm = (
                 LayerNorm(
                     layer_norm_epsilon,
@@ -138,7 +137,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
         masks = [get_keras_mask(x) for x in (tokens, context)]
         if self._is_plain and masks == [None, None]:
-            # Keras's method, whose projections are inner calls.
+            # Keras's `call`, with cheap calls of the projections.
             query = inner_call(self.query_dense, tokens)
             key, value = (
                 inner_call(dense, context)
@@ -218,14 +217,14 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 
 
 def _multiplies_float16(dtype: str) -> bool:
-    """Whether attention can be computed in a dtype: JAX needs a GPU for float16."""
+    """Whether attention works in a dtype: float16 on JAX needs a GPU."""
     if dtype != "float16" or keras.backend.backend() != "jax":
         return True
     return any(name.startswith("gpu") for name in keras.distribution.list_devices())
 
 
 def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> None:
-    """Refuses an offset of a normalisation that is not there."""
+    """Checks that there is a normalisation if it has an offset."""
     check_bool("query_key_norm", query_key_norm)
     if check_bool("query_key_norm_bias", query_key_norm_bias) and not query_key_norm:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Embeddings of a text's tokens and of their positions.
+"""Token and position embeddings of texts.
 
 Axes: B batch, N tokens, D hidden, V vocabulary.
 """
@@ -16,16 +16,16 @@ from keras_moe.ops.initializers import FastInitializer
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenEmbedding(keras.layers.Embedding):
-    """A learned vector for each token of a vocabulary.
+    """Token embeddings with CLIP's initialisation.
 
-    An id that is out of the vocabulary is an error or has some other vector, as the
-    backend likes it: `keras_moe.models.TextBackbone` checks ids before.
+    Ids outside the vocabulary are not checked here; `keras_moe.models.TextBackbone`
+    checks them.
 
     Args:
         vocabulary_size: V.
         hidden_dim: D.
-        embeddings_initializer: initializer of the vectors; None is normal with a
-            standard deviation of 0.02, as in CLIP.
+        embeddings_initializer: initializer of the vectors; None for a normal
+            distribution with a standard deviation of 0.02, as in CLIP.
         **kwargs: arguments of `keras.layers.Embedding`.
 
     Input shape:
@@ -35,8 +35,8 @@ class TokenEmbedding(keras.layers.Embedding):
         (B, N, D).
 
     Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.4.
+        *Learning Transferable Visual Models From Natural Language Supervision*, section
+        2.4.
 
     Example:
 
@@ -80,7 +80,7 @@ class TokenEmbedding(keras.layers.Embedding):
         return Cost.all_active(self.weight_shapes(shape))
 
     def quantize(self, mode=None, type_check=True, config=None):
-        # Keras refuses subclasses, which may override the lookup.
+        # Keras refuses subclasses, because they may override the lookup.
         super().quantize(mode, type_check=False, config=config)
 
     def get_config(self):
@@ -95,24 +95,21 @@ class TokenEmbedding(keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TextPositions(keras.layers.Layer):
-    """Adds a learned embedding of its place to each token of a text.
+    """Adds a learned position embedding to each token of a text.
 
-    A text may be shorter than the longest. Weights of longer texts can be loaded: the
-    first places are taken, so that a short text has the same tokens.
+    Texts may be shorter than `max_length`. Weights for longer texts can be loaded; only
+    the first positions are used.
 
     Args:
-        max_length: tokens of the longest text.
+        max_length: largest number of tokens.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D), N up to `max_length`.
-
     Output shape:
-        (B, N, D).
+        (B, N, D), like the input; N is at most `max_length`.
 
     Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.4.
+        *Learning Transferable Visual Models From Natural Language Supervision*, section
+        2.4.
 
     Example:
 
@@ -132,7 +129,7 @@ class TextPositions(keras.layers.Layer):
         self.embedding = self.add_weight(
             name="embedding",
             shape=(1, self.max_length, input_shape[-1]),
-            # CLIP's.
+            # As in CLIP.
             initializer=FastInitializer(keras.initializers.RandomNormal(stddev=0.01)),
         )
 

@@ -1,4 +1,4 @@
-"""The experts of MoE++ that cost next to nothing: zero, copy and constant.
+"""MoE++'s zero-computation experts: zero, copy and constant.
 
 Axes: B batch, N tokens, D hidden, J constant experts, Z zero-computation experts.
 """
@@ -17,16 +17,15 @@ from keras_moe.ops.initializers import FastInitializer
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ZeroComputationExperts(keras.layers.Layer):
-    """Zero, copy and constant experts, summed by their weights, without slots.
+    """Weighted sum of zero, copy and constant experts, computed in place.
 
-    A zero expert gives 0, a copy expert the token x, and a constant expert
-    `a_1 x + a_2 v` with a trained vector v and `[a_1, a_2] = softmax(W_c x)`. The sum
-    over all of them is one factor of x and J factors of the v: two passes over the
-    tokens, without a buffer.
+    A zero expert returns 0, a copy expert the token x, and a constant expert `a_1 x +
+    a_2 v` with a trained vector v and `[a_1, a_2] = softmax(W_c x)`. Their sum is one
+    factor of x and one of each v, so no slots or buffers are needed.
 
     Args:
-        zero_experts: number of experts that give 0.
-        copy_experts: number of experts that give the token back.
+        zero_experts: number of zero experts.
+        copy_experts: number of copy experts.
         constant_experts: J, number of constant experts.
         kernel_initializer: initializer of one constant expert's W_c (D, 2).
         vector_initializer: initializer of one constant expert's v (D,).
@@ -61,7 +60,7 @@ class ZeroComputationExperts(keras.layers.Layer):
         vector_initializer: Any = "random_normal",
         **kwargs,
     ):
-        # The weights are routing: they stay float32.
+        # The weights stay float32, like all routing.
         super().__init__(autocast=False, **kwargs)
         kinds = expert_types(1, zero_experts, copy_experts, constant_experts)
         if not kinds.zero_computation:
@@ -111,8 +110,8 @@ class ZeroComputationExperts(keras.layers.Layer):
         if not self.constant_experts:
             return ops.cast(token_weight, self.compute_dtype) * tokens
         weights = weights[..., first + self.copy_experts :]
-        # softmax([p, q]) is sigmoid(p - q) and 1 minus that: one column instead of two.
-        # The difference is in full precision, since their common part cancels.
+        # softmax([p, q]) = [sigmoid(p - q), 1 - sigmoid(p - q)]: one column, not two.
+        # The difference is taken in full precision, since the common part cancels.
         kernel = ops.transpose(self.kernel[..., 0] - self.kernel[..., 1])
         kernel = ops.cast(kernel, self.compute_dtype)
         kept = ops.sigmoid(ops.cast(ops.matmul(tokens, kernel), "float32"))

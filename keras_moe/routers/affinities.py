@@ -1,4 +1,4 @@
-"""Affinities: the matrices by which tokens and experts are allocated.
+"""Affinities: the matrices by which tokens are allocated to experts.
 
 Axes: G groups, S group_size, E experts.
 """
@@ -16,20 +16,20 @@ from keras_moe.checks import (
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
 from keras_moe.ops.transport import sinkhorn
 
-# More are a mistake: a model would compile for hours, and train for years.
+# More must be a mistake: training would take years.
 MAX_ITERATIONS = 100_000
 
 
 def check_iterations(iterations: Any) -> int:
-    """`iterations` of a solver as an int, if they are from 1 to 100,000."""
+    """Checks that `iterations` of a solver is an integer from 1 to 100,000."""
     return check_integer("iterations", iterations, maximum=MAX_ITERATIONS)
 
 
 class Affinity:
-    """A function from a router's logits to the matrix that allocates slots.
+    """Base class of affinities, which map router logits to the allocated matrix.
 
-    Subclasses implement `__call__`, and `get_config` if they have arguments. They may
-    also set the default noise of their routers, and whether it reaches the combine
+    Subclasses implement `__call__`, and `get_config` if they have arguments. They can
+    also change the default noise of their routers and whether it reaches the combine
     weights.
 
     Example:
@@ -42,21 +42,21 @@ class Affinity:
     0.0
     """
 
-    # Standard deviation of the training noise, times E, by default: equations 7 to 9 of
-    # *Routers in Vision Mixture of Experts* have no noise.
+    # Default std of the training noise, times E. Equations 7 to 9 of *Routers in Vision
+    # Mixture of Experts* have no noise.
     default_noise_std = 0.0
 
     def __call__(
         self, logits: Any, gates: Any, side: str, max_nonzeros: Any, mask: Any = None
     ) -> Any:
-        """The affinity, float32 (G, S, E)."""
+        """Returns the affinity, float32 (G, S, E)."""
         raise NotImplementedError
 
     def check_differentiable(self) -> None:
-        """Raises ValueError if no gradient flows through the affinity."""
+        """Raises ValueError if the affinity has no gradient."""
 
     def noisy_combine(self, side: str) -> bool:
-        """Whether the softmax that combines has the noise that routes."""
+        """Whether combine weights are the softmax of the noisy logits."""
         return side == "expert"
 
     def get_config(self) -> dict:
@@ -77,7 +77,7 @@ class SoftmaxAffinity(Affinity):
     >>> router = TokenChoiceRouter(num_experts=4, affinity=SoftmaxAffinity())
     """
 
-    # V-MoE's: noise of 1 / E.
+    # As in V-MoE: noise of 1 / E.
     default_noise_std = 1.0
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
@@ -92,9 +92,9 @@ class SinkhornAffinity(Affinity):
     """The entropy-regularised transport plan: equation 8 of the same paper.
 
     Args:
-        iterations: number of iterations, the largest one with a `tolerance`.
-        tolerance: error of the experts' masses as a share of S / E, at which iterations
-            stop; see `keras_moe.ops.sinkhorn`.
+        iterations: number of iterations; the maximum if there is a `tolerance`.
+        tolerance: relative error of the experts' masses at which to stop, or None; see
+            `keras_moe.ops.sinkhorn`.
 
     Example:
 
@@ -129,11 +129,10 @@ class SparsityConstrainedAffinity(Affinity):
     """The sparsity-constrained transport plan: equation 9 of the same paper.
 
     Args:
-        sparse: whether the capacity (or K) bounds the pairs of each expert (or token);
-            False is the plain sparse projection. The capacity is that of the whole
-            group, padding included.
-        solver: argument of `keras_moe.ops.sparse_transport`.
-        iterations: steps of the solver; None takes its default.
+        sparse: whether the capacity (expert choice) or K (token choice) limits the
+            nonzeros of an expert or token; False is the plain sparse projection.
+        solver: see `keras_moe.ops.sparse_transport`.
+        iterations: steps of the solver; None for its default.
         learning_rate: learning rate of `solver="adam"`.
 
     Example:
@@ -185,7 +184,7 @@ BY_NAME = {
 
 
 def get(identifier: Any) -> Affinity:
-    """The affinity of a name, a serialised config or an `Affinity`."""
+    """Makes an `Affinity` from a name, a serialised config or an `Affinity`."""
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     if isinstance(identifier, dict):
@@ -199,5 +198,5 @@ def get(identifier: Any) -> Affinity:
 
 
 def serialize(affinity: Affinity) -> dict:
-    """The config from which `get` makes an equal affinity."""
+    """Returns the config from which `get` makes an equal affinity."""
     return keras.saving.serialize_keras_object(affinity)

@@ -1,4 +1,4 @@
-"""Expert choice routing: each expert takes its C tokens.
+"""Expert choice routing: each expert selects C tokens.
 
 Axes: G groups, S group_size, E experts, C capacity, K experts per token, D hidden.
 """
@@ -16,32 +16,29 @@ from keras_moe.routers.sparse_router import SparseRouter
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertChoiceRouter(SparseRouter):
-    """Every expert takes its C tokens of largest affinity.
+    """Each expert selects the C tokens with the largest affinity.
 
-    All experts have equal loads, and no auxiliary loss is needed; a token may go to
-    several experts or to none. Which tokens an expert takes depends on the other tokens
-    of the group. While training a group is `MoE.group_size` tokens of the batch; at
-    inference each example is one, so that its result does not depend on its neighbours
-    in the batch.
+    Loads are balanced by construction, so no auxiliary loss is needed; a token may be
+    selected by several experts or by none. Selection depends on the other tokens of the
+    group, which is `MoE.group_size` tokens in training and a single example at
+    inference.
 
     Args:
         num_experts: E.
-        num_selected_experts: K of the capacity C = S K c / E. Experts choose, so no
-            token selects K of them: the papers' formula has 1, the default.
+        num_selected_experts: K in the capacity C = S K c / E; 1 in the papers, since
+            tokens do not choose.
         **kwargs: arguments of `SparseRouter`: `affinity`, `combine`, `capacity_factor`
-            (1.0 by default; C is never more than S, and masked tokens do not count),
-            `evaluation`, `noise_std`, `seed` and so on. A `capacity` in tokens needs a
-            capacity at inference, too, if each example is a group there, since an
-            example is smaller than a group. `normalize_gates="after"` divides the
-            combine weights by their sum over the experts that took the token
-            (*CLIP-UP*, appendix B.3); None, the papers' default, leaves them as they
-            are.
+            (default 1.0; C is at most S, and masked tokens do not count), `evaluation`,
+            `noise_std`, `seed` and so on. With a fixed `capacity`, set one for
+            inference too, because an example is smaller than a group.
+            `normalize_gates="after"` divides the combine weights by their sum over the
+            experts that selected the token (*CLIP-UP*, appendix B.3); None keeps them,
+            as in the papers.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens of ids that are not in [0, M) are not
-            routed.
+        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
         training: whether noise is added.
 
     Output shape:
@@ -78,9 +75,9 @@ class ExpertChoiceRouter(SparseRouter):
         return super().limits(True) if limits == (None, None) else limits
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
-        """The capacity C for groups of `num_tokens` tokens."""
+        """The capacity C for groups of `num_tokens` tokens, at most `num_tokens`."""
         capacity = super().group_capacity(num_tokens, training)
-        # An expert cannot take a token twice.
+        # An expert cannot select a token twice.
         if isinstance(capacity, int) and isinstance(num_tokens, int):
             return min(capacity, num_tokens)
         return ops.minimum(capacity, num_tokens)
@@ -92,7 +89,7 @@ class ExpertChoiceRouter(SparseRouter):
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         filled_slots = None
         if mask is not None:
-            # The capacity of a group of its real tokens alone.
+            # Padding does not count towards a group's capacity.
             real = ops.sum(ops.cast(mask, "int32"), axis=1)
             filled_slots = self.group_capacity(real, training)
 
@@ -111,7 +108,7 @@ class ExpertChoiceRouter(SparseRouter):
 
     @property
     def summary(self) -> str:
-        """The sparsity of the router in a few characters."""
+        """A short label such as "c=1"."""
         if self.capacity is not None:
             return f"C={self.capacity}"
         return f"c={self._selected * self.capacity_factor:g}"

@@ -1,4 +1,4 @@
-"""Routers by name: one argument switches between them."""
+"""Routers by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from keras_moe.routers.soft import SoftRouter
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 # Name -> (class, arguments): the routers of *Routers in Vision Mixture of Experts*,
-# sections 2.1 to 2.6, one that only its released code has, and registered ones.
+# sections 2.1 to 2.6, one more from its released code, and registered ones.
 ROUTERS: dict[str, tuple[type, dict]] = {
     "softmax_token_choice": (TokenChoiceRouter, {"affinity": "softmax"}),
     "sinkhorn_token_choice": (TokenChoiceRouter, {"affinity": "sinkhorn"}),
@@ -33,20 +33,20 @@ ROUTERS: dict[str, tuple[type, dict]] = {
 
 
 def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
-    """Registers a class of routers under a name, as a decorator.
+    """Registers a router class under a name; a decorator.
 
-    The name then works in `keras_moe.routers.get`, in `MoEConfig(router=...)` and as
-    an override of any preset.
+    The name then works in `keras_moe.routers.get`, in `MoEConfig(router=...)` and as an
+    override of any preset.
 
     Args:
         name: name of the router; a class may have several.
-        **arguments: arguments of the class that the name stands for.
+        **arguments: constructor arguments that the name stands for.
 
     Returns:
         A decorator that returns the class unchanged.
 
     Raises:
-        ValueError: if another class has the name, or the class is no `Router`.
+        ValueError: if another class already has the name.
 
     Example:
 
@@ -75,24 +75,20 @@ def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
 
 
 def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
-    """Makes a router from its name.
+    """Makes a router by name.
 
     Args:
-        router: registered name: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
+        router: one of `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
             `"sparsity_constrained_token_choice"`, `"softmax_expert_choice"`,
             `"sinkhorn_expert_choice"`, `"sparsity_constrained_expert_choice"`,
-            `"soft"`, or one of `register_router`; or a dict of `"name"` and arguments
-            of the router's class; or the class.
+            `"soft"`, or a name registered with `register_router`; or a dict of `"name"`
+            and arguments of the router's class; or the class.
         num_experts: E, or `keras_moe.ops.ExpertTypes` for experts of several types.
         **arguments: further arguments of the router's class.
 
     Returns:
-        A router. For zero-computation experts, or if `gating_residual` is given, it is
-        a `PathwayAwareRouter`.
-
-    Raises:
-        ValueError: if the name or an argument is unknown, or an argument is out of
-            range.
+        A `Router`; a `PathwayAwareRouter` if there are zero-computation experts or
+        `gating_residual` is given.
 
     Reference:
         *Routers in Vision Mixture of Experts*, sections 2.1 to 2.6.
@@ -124,7 +120,7 @@ def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
 
 
 def split_router(router: Any) -> tuple[Any, dict]:
-    """The name or class of a router, and its arguments."""
+    """Splits a router description into name (or class) and arguments."""
     if not isinstance(router, dict):
         return router, {}
     if "name" not in router:
@@ -136,7 +132,7 @@ def split_router(router: Any) -> tuple[Any, dict]:
 
 
 def router_class(router: Any) -> tuple[type, dict]:
-    """The class of a router and the arguments that its name stands for."""
+    """Looks up a router's class and the arguments that its name stands for."""
     if isinstance(router, str) and router in ROUTERS:
         return ROUTERS[router]
     cls = router
@@ -153,7 +149,7 @@ def router_class(router: Any) -> tuple[type, dict]:
 
 
 def router_name(cls: type) -> str:
-    """The name from which `router_class` finds a class."""
+    """Returns a name from which `router_class` finds the class."""
     for name, (registered, arguments) in ROUTERS.items():
         if registered is cls and not arguments:
             return name
@@ -169,7 +165,7 @@ def router_name(cls: type) -> str:
 def class_for_types(
     router: Any, types: ExpertTypes, has_residual: bool
 ) -> tuple[type, dict]:
-    """The class and arguments of a router for experts of several types."""
+    """Like `router_class`, but MoE++'s router where expert types require it."""
     cls, arguments = router_class(router)
     if not types.zero_computation and not has_residual:
         return cls, arguments

@@ -26,57 +26,52 @@ ZERO_GATES = ("keep", "remove")
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PathwayAwareRouter(TokenChoiceRouter):
-    """Token choice among feed-forward and zero-computation experts, as in MoE++.
+    """MoE++'s token choice among feed-forward and zero-computation experts.
 
-    The order of experts is FFN, zero, copy, constant. Only FFN experts have slots or
-    rows; a `HeterogeneousPlan` has the gates by which the others act in place.
+    Experts are ordered FFN, zero, copy, constant. Only FFN experts have slots; a
+    `HeterogeneousPlan` holds the gates by which the others act in place. In training,
+    each type has the capacity of equation 8; at inference no token is dropped by
+    default.
 
-    In training, equation 8 gives each type of experts a capacity; choices above it are
-    dropped. At inference no token is dropped by default.
-
-    The released code is another model than the paper's equations, which are the
-    default here. It takes `gate_hidden_dim=8 * num_experts`,
-    `normalize_gates="before"`, `zero_gates="remove"`, and an `MoE` layer with
-    `input_scale=num_selected_experts`; its "mixtral" gating takes
-    `zero_gates="keep"` and no scaling instead. It has no capacity and no balance loss
-    (it is inference code), which is what inference does here.
+    The defaults follow the paper's equations, which the released code does not. To
+    match that code, use `gate_hidden_dim=8 * num_experts`, `normalize_gates="before"`,
+    `zero_gates="remove"`, and `MoE(input_scale=num_selected_experts)`; for its
+    "mixtral" gating `zero_gates="keep"` and no scaling.
 
     Args:
         num_experts: E, of all types together.
         num_selected_experts: K, experts per token.
-        zero_experts: number of the experts that give 0.
-        copy_experts: number of the experts that give the token back.
-        constant_experts: number of the experts that give a mixture of the token and a
-            trained vector.
-        tau: tokens for an FFN expert over those for a zero-computation expert.
-        gating_residual: whether a trained E x E map of the logits of the MoE layer
-            before is added, so that calls take `previous_logits`.
-        gate_hidden_dim: hidden size of a gate of two matrices with a tanh between them;
-            None has one matrix, as in the paper.
+        zero_experts: number of experts that output 0.
+        copy_experts: number of experts that output their input.
+        constant_experts: number of experts that mix the token with a trained vector.
+        tau: ratio of the tokens of an FFN expert to those of a zero-computation expert.
+        gating_residual: whether to add a trained linear map (E, E) of the previous MoE
+            layer's logits; calls then require `previous_logits`.
+        gate_hidden_dim: hidden size of a gate of two matrices with a tanh in between;
+            None for a single matrix, as in the paper.
         logits_norm_std: standard deviation over experts to which each token's logits
-            are scaled before they route, or None; the next layer gets them unscaled.
-        zero_gates: gates of zero experts, `"keep"`, or `"remove"` to count them as 0
-            before gates are normalised.
-        residual_initializer: initializer of the map of previous logits. With zeros the
-            router begins like one without it.
+            are scaled before routing, or None. The next layer gets unscaled logits.
+        zero_gates: `"keep"` the gates of zero experts, or `"remove"` them (set to 0
+            before gates are normalised).
+        residual_initializer: initializer of the map of previous logits; with zeros,
+            training starts as without it.
         noise_std: standard deviation of the training noise, times `num_experts`; None
-            is MoE++'s, 0.0.
-        **kwargs: arguments of `TokenChoiceRouter` but for `capacity`, `eval_capacity`,
-            `num_modalities` and `expert_pools`: there is one kernel, and each type of
-            experts has its own capacity. `capacity_factor` is the paper's gamma, 1.1 by
-            default. Excluded experts' logits still reach the next layer's residual.
+            for 0.0, as in MoE++.
+        **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
+            `num_modalities` and `expert_pools`. `capacity_factor` is the paper's gamma,
+            1.1 by default.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S), where `priority` is by modality.
-        previous_logits: float32 (G, S, E), `Routing.logits` of the MoE layer before;
-            with `gating_residual` only.
-        training: whether noise is added and the capacity limits.
+        modality_ids: integers (G, S), for a `priority` of modalities.
+        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
+            only with `gating_residual`.
+        training: whether noise and capacity limits apply.
 
     Output shape:
-        `(plan, Routing)`: a `HeterogeneousPlan`; without zero-computation experts the
-        plans of `TokenChoiceRouter`.
+        `(HeterogeneousPlan, Routing)`; without zero-computation experts the plans of
+        `TokenChoiceRouter`.
 
     Reference:
         *MoE++*, equations 1, 6 and 8.
@@ -92,7 +87,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     """
 
     default_capacity_factor = 1.1
-    # MoE++ draws each expert separately.
+    # MoE++ initialises experts independently.
     shares_expert_initialization = False
     refused_arguments = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
@@ -126,7 +121,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             noise_std=0.0 if noise_std is None else noise_std,
             **kwargs,
         )
-        # "auto" needs the number of FFN experts.
+        # "auto" would need the number of FFN experts.
         check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
         in_place = expert_types(1, *counts).zero_computation
@@ -183,6 +178,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         self.check_previous_logits(previous_logits, tokens)
+        # Equation 6: G(x_j) = W_j x_j + W^g_j G(x_{j-1}).
         hidden = tokens
         if self.gate_hidden_dim is not None:
             hidden = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
@@ -198,7 +194,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return _with_deviation(logits, self.logits_norm_std)
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
-        """Raises ValueError if they are missing, not wanted, or do not fit."""
+        """Raises ValueError if they are missing, unexpected, or of a wrong shape."""
         if not self.gating_residual:
             return super().check_previous_logits(previous_logits, tokens)
         if previous_logits is None:
@@ -209,7 +205,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             )
         shape = tuple(previous_logits.shape)
         expected = (*tokens.shape[:2], self.num_experts)
-        # Sizes that are not known yet fit any other.
+        # Unknown sizes match any other.
         fits = len(shape) == 3 and all(
             a == b or None in (a, b) for a, b in zip(shape, expected)
         )
@@ -234,7 +230,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return self.choose(affinity, gates, mask, capacity, priority, **arguments)
 
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
-        """The capacities of an FFN and of a zero-computation expert (equation 8)."""
+        """Capacities of an FFN and a zero-computation expert (equation 8)."""
         if self.serves_every_token(training):
             return None, None
         return heterogeneous_capacity(
@@ -252,7 +248,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     @property
     def ffn_share(self) -> float:
-        """The FFN experts' share of assignments under a balanced load (Table 1)."""
+        """FFN experts' share of assignments under a balanced load (Table 1)."""
         weight = self.tau * self.expert_types.ffn
         return weight / (weight + self.expert_types.zero_computation)
 
@@ -260,7 +256,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return round(num_tokens * self.experts_per_token(num_tokens))
 
     def experts_per_token(self, num_tokens: int) -> float:
-        # A token takes an expert once, whatever tau would have.
+        # A token uses an expert at most once, whatever tau is.
         balanced = self.num_selected_experts * self.ffn_share
         return min(balanced, self.expert_types.ffn)
 
@@ -286,7 +282,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         in_place = self.expert_types.zero_computation
         if not in_place:
             return plan, routing
-        # Two tensors: a functional model tells its outputs apart by their identity.
+        # Two tensors, since a functional model identifies outputs by identity.
         shape = (*tokens.shape[:2], in_place)
         by_expert = [keras.KerasTensor(shape, "float32") for _ in range(2)]
         return HeterogeneousPlan(plan, *by_expert), routing
@@ -312,9 +308,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
 
 def _with_deviation(logits, std):
-    """Logits with this standard deviation over experts for each token."""
+    """Scales each token's logits to a standard deviation over experts."""
     count = logits.shape[-1]
     centred = logits - ops.mean(logits, axis=-1, keepdims=True)
     variance = ops.sum(ops.square(centred), axis=-1, keepdims=True) / (count - 1)
-    # Equal logits have a deviation of 0: they stay equal, and the gradient is finite.
+    # The epsilon keeps the gradient finite where all logits are equal.
     return logits * std * ops.rsqrt(variance + 1e-12)

@@ -22,13 +22,9 @@ METHODS = ("router_drop", "router_pred", "router_pred_skip")
 class PrunedTokenChoiceRouter(TokenChoiceRouter):
     """Token choice among the experts that pruning has kept.
 
-    `"router_drop"` and `"router_pred"` are *LIMoE*'s: "router-pred" masks pruned
-    experts after the softmax, and its top-K operation ignores them. With
-    `"router_pred_skip"`, which is ours, top-K still chooses them, in vain.
-
-    The routing record has all E experts, in which no pruned one serves a token. The
-    capacity is C = S K c / E of E kept experts where these take all tokens, and with
-    `"router_pred_skip"`, which routes as before, of all experts.
+    The methods are explained in `keras_moe.analysis.prune_experts`. Routing records
+    keep all E experts. The capacity C = S K c / E counts only kept experts, except with
+    `"router_pred_skip"`, which routes as before pruning.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
 
 
 def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
-    """Numbers of kept experts in their order, if they are different and in range."""
+    """Sorts expert indices after checking that they are distinct and in range."""
     if not isinstance(kept_experts, (list, tuple)) or not kept_experts:
         raise ValueError(
             "Expected kept_experts to be a sequence of at least one expert; "
@@ -118,10 +114,10 @@ def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
 
 
 def _check_choices(router, kept, method):
-    """Checks that each token can choose K of the kept experts."""
+    """Checks that every token can choose K of the kept experts."""
     pools = [range(router.num_experts)]
     if method != "router_pred_skip":
-        # There a token of a pool may lose all its choices.
+        # With "router_pred_skip", the tokens of a pool may lose all choices.
         pools += router.expert_pools or []
     for pool in pools:
         left = sorted({*pool} & {*kept})
@@ -134,14 +130,13 @@ def _check_choices(router, kept, method):
 
 
 def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool) -> Any:
-    """A router like another one, which chooses among some of its experts.
+    """Returns a copy of a router that chooses only among the kept experts.
 
-    With `removed` and `"router_drop"` the result is a router of the same class with
-    fewer experts: its kernel has the kept columns, and its noise keeps its standard
-    deviation. Its `num_experts` defines the capacity.
+    With `removed` and `"router_drop"` this is a smaller router of the same class, whose
+    `num_experts` defines the capacity. Its noise keeps the same standard deviation.
     """
     check_one_of("method", method, METHODS)
-    # A subclass may do something else with the experts' columns.
+    # A subclass may use the experts' columns differently.
     if type(router) is not TokenChoiceRouter:
         raise ValueError(
             "Expected a TokenChoiceRouter to prune experts; "
@@ -154,7 +149,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
         )
     is_transport = isinstance(router.affinity, SparsityConstrainedAffinity)
     if method == "router_drop" and is_transport:
-        # Its plan gives each expert S / E of the tokens, the excluded ones, too.
+        # Its plan assigns S / E of the tokens to each expert, excluded ones included.
         raise ValueError(
             "Expected method='router_pred' or 'router_pred_skip' for sparsity-"
             f"constrained routers; received: method={method!r}"

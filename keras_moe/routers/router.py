@@ -1,4 +1,4 @@
-"""The base class of routers: tokens in, a plan and a record out, all in float32.
+"""The base class of routers: tokens in, plan and record out, all in float32.
 
 Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
@@ -18,14 +18,14 @@ from keras_moe.ops.plans import Routing
 class Router(keras.layers.Layer):
     """Base class of routers: tokens in, `(plan, Routing)` out.
 
-    The arithmetic is float32 under every dtype policy: the layer's own policy is
-    float32, and half-precision tokens are cast on entry.
+    Routers compute in float32 under every dtype policy; half-precision tokens are cast
+    on entry.
 
-    Subclasses define how they group tokens (`groups_per_example`), how many slots they
-    fill (`total_slots`), the shapes of their weights (`weight_shapes`), and whether
-    they have one logit per expert (`has_expert_logits`), which auxiliary losses need.
-    The arguments of a subclass's constructor are those that `MoEConfig(router=...)`,
-    `keras_moe.routers.get` and overrides of presets take.
+    Subclasses implement `call`, `groups_per_example`, `total_slots`,
+    `experts_per_token` and `weight_shapes`, and set `has_expert_logits` to whether
+    there is one logit per expert, which auxiliary losses need. Their constructor
+    arguments are also accepted by `MoEConfig(router=...)`, `keras_moe.routers.get` and
+    overrides of presets.
 
     Args:
         num_experts: E.
@@ -49,17 +49,17 @@ class Router(keras.layers.Layer):
     """
 
     has_expert_logits = True
-    # c if `capacity_factor` is None.
+    # The capacity factor c if none is given.
     default_capacity_factor = 1.0
-    # Whether an MoE layer's experts start from one draw unless told otherwise.
+    # Whether experts start from the same values by default.
     shares_expert_initialization = True
-    # Whether calls take `previous_logits`.
+    # Whether calls require `previous_logits`.
     gating_residual = False
-    # The weight of zero-computation experts in balance and capacity.
+    # Weight of zero-computation experts in balance and capacity.
     tau = 1.0
-    # The number of modalities that a router tells apart by `modality_ids`.
+    # Number of modalities that the router distinguishes by `modality_ids`.
     modality_count = None
-    # Arguments of base classes that a class does not take.
+    # Arguments of base classes that a subclass refuses.
     refused_arguments = ()
 
     def __init__(
@@ -80,7 +80,7 @@ class Router(keras.layers.Layer):
         self.supports_masking = True
 
     def default_auxiliary_losses(self) -> dict | None:
-        """Names and weights of the auxiliary losses of the router's paper."""
+        """Names and weights of the auxiliary losses used in the router's paper."""
         return None
 
     def build(self, input_shape):
@@ -91,7 +91,7 @@ class Router(keras.layers.Layer):
             )
 
     def add_noise(self, logits: Any, stddev: float, training: bool | None) -> Any:
-        """Adds normal noise to float32 logits, in training only."""
+        """Adds normal noise to the logits, in training only."""
         if not training or stddev == 0:
             return logits
         return logits + keras.random.normal(
@@ -99,21 +99,21 @@ class Router(keras.layers.Layer):
         )
 
     def compute_mask(self, inputs, previous_mask=None):
-        # Plans and records have no tokens to mask.
+        # Plans and records have no token axis to mask.
         return None
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """The number of experts of each type."""
+        """Number of experts of each type."""
         return ExpertTypes(self.num_experts)
 
     @property
     def expert_columns(self) -> tuple[int, ...]:
-        """The columns of the layer's FFN experts in the routing record."""
+        """Columns of the layer's FFN experts in the routing record."""
         return tuple(range(self.expert_types.ffn))
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
-        """Checks the logits (G, S, E) of the MoE layer before, which may be None."""
+        """Checks the previous MoE layer's logits (G, S, E), or None."""
         if previous_logits is not None:
             raise ValueError(
                 "Expected no previous_logits for a router without gating_residual, "
@@ -122,15 +122,15 @@ class Router(keras.layers.Layer):
             )
 
     def groups_per_example(self, training: bool | None) -> bool:
-        """Whether each example is a group; else `MoE.group_size` cuts the batch."""
+        """Whether each example is a group (else `MoE.group_size` applies)."""
         raise NotImplementedError
 
     def total_slots(self, num_tokens: int) -> int:
-        """The slots that all experts fill for a group, if no token is dropped."""
+        """Slots that all experts fill for a group if no token is dropped."""
         raise NotImplementedError
 
     def experts_per_token(self, num_tokens: int) -> float:
-        """The average number of experts per token, in groups of `num_tokens`."""
+        """Average number of experts per token, in groups of `num_tokens`."""
         raise NotImplementedError
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
@@ -142,7 +142,7 @@ class Router(keras.layers.Layer):
         return weights._replace(flops=2 * shape[0] * weights.parameters)
 
     def routing_spec(self, num_groups, num_tokens, logits=None) -> Routing:
-        """The symbolic `Routing`; `logits` if they are more than one per expert."""
+        """The symbolic `Routing`; `logits` is their shape if not (G, S, E)."""
         by_expert = (num_groups, num_tokens, self.num_experts)
         logits = logits or by_expert
         shapes = Routing(logits, logits, *[by_expert] * (len(Routing._fields) - 2))
@@ -157,9 +157,9 @@ class Router(keras.layers.Layer):
 
 
 def router_arguments(cls: type[Router]) -> dict[str, Any]:
-    """The arguments of a router's class with their defaults, None for required ones.
+    """Constructor arguments of a router class with defaults; None if required.
 
-    A constructor that passes `**kwargs` on has those of its base class, too.
+    Follows `**kwargs` to base classes.
     """
     arguments = {}
     for base in cls.__mro__:

@@ -1,4 +1,4 @@
-"""Soft routing: every slot gets a mixture of all tokens of its image.
+"""Soft routing: every slot is a mixture of all tokens of an image.
 
 Axes: G groups (images), S tokens of an image, E experts, C slots per expert, D hidden.
 """
@@ -21,31 +21,28 @@ from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing, SoftPlan
 from keras_moe.routers.router import Router
 
-# The epsilon of the released code.
+# As in the released code.
 EPSILON = 1e-6
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SoftRouter(Router):
-    """Soft MoE: slots are convex combinations of tokens, outputs of slots.
+    """Soft MoE: slots are convex combinations of tokens, and outputs of slots.
 
-    Nothing is dropped, nothing is discrete, and images do not interact: each image is a
-    group. Each slot has a learned vector; its logits with the
-    tokens, in softmax over tokens, fill the slot, and in softmax over all slots bring
-    the experts' outputs back.
+    Nothing is dropped and nothing is discrete. Each image is a group, so images do not
+    interact. Every slot has a learned vector, whose product with the tokens gives its
+    logits: a softmax over tokens fills the slots, a softmax over all slots combines
+    their outputs.
 
     Args:
         num_experts: E.
         num_slots: C, slots per expert.
-        capacity_factor: C = S K c / E, instead of `num_slots`; 1.0 without either. C
-            then follows from the tokens with which the router is built.
-        num_selected_experts: K of the capacity. No token selects K experts: the papers'
-            formula has 1, the default.
-        capacity_rounding: rounding of the capacity, `"ceil"`, or `"round"` as in the
-            released code (its sparse routers have `"ceil"`).
-        normalize: whether tokens and slot vectors are divided by their norms, and
-            multiplied by a learned scale. This keeps the softmaxes from collapsing in
-            wide models.
+        capacity_factor: c, instead of `num_slots`: C = S K c / E, with the number of
+            tokens S for which the router is built. 1.0 if neither is given.
+        num_selected_experts: K in the capacity; 1 in the papers.
+        capacity_rounding: `"ceil"`, or `"round"` as in the released code.
+        normalize: whether to normalise tokens and slot vectors and multiply by a
+            learned scale, which keeps the softmaxes from collapsing in wide models.
         noise_std: standard deviation of the training noise on the logits.
         slot_initializer: initializer of the slot vectors (D, E, C).
         scale_initializer: initializer of the scale.
@@ -54,7 +51,8 @@ class SoftRouter(Router):
 
     Call arguments:
         tokens: (G, S, D).
-        mask: boolean (G, S), False for tokens that no slot takes from; they get zeros.
+        mask: boolean (G, S), False for padding, which no slot uses and which gets
+            zeros.
         training: whether noise is added.
 
     Output shape:
@@ -104,7 +102,7 @@ class SoftRouter(Router):
             check_positive("capacity_factor", capacity_factor)
         self.slots_per_expert = num_slots
         self.capacity_factor = capacity_factor
-        # Private: a public `num_selected_experts` marks token choice.
+        # Private, because a public `num_selected_experts` marks token choice.
         self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
@@ -116,7 +114,7 @@ class SoftRouter(Router):
         )
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
-        """The slots per expert C for images of `num_tokens` tokens."""
+        """Slots per expert C for images of `num_tokens` tokens."""
         if self.slots_per_expert is not None:
             return self.slots_per_expert
         if self.built:
@@ -173,13 +171,14 @@ class SoftRouter(Router):
             tokens = _unit(tokens, axis=-1)
             slots = self.scale * _unit(slots, axis=0)
         slots = ops.reshape(slots, (dim, num_experts * capacity))
-        # All slots side by side: softmaxes over two axes, no transpose between.
+        # (G, S, E x C), so that both softmaxes run without a transpose.
         logits = ops.matmul(tokens, slots)
         noisy_logits = self.add_noise(logits, self.noise_std, training)
         routed = noisy_logits
         if mask is not None:
             mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
             routed = ops.where(mask, noisy_logits, -1e30)
+        # Equations 10 and 11: D is a softmax over tokens, C a softmax over all slots.
         dispatch = ops.softmax(routed, axis=1)
         combine = ops.softmax(noisy_logits, axis=2)
         if mask is not None:
@@ -211,7 +210,7 @@ class SoftRouter(Router):
 
     @property
     def summary(self) -> str:
-        """The slots of the router in a few characters."""
+        """A short label such as "soft, C=2"."""
         if self.slots_per_expert is None:
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"

@@ -1,7 +1,7 @@
 """The base class of token and expert choice: logits, affinity and combine weights.
 
-Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden,
-M modalities.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden, M
+modalities.
 """
 
 import warnings
@@ -31,52 +31,49 @@ EVALUATIONS = ("batch_invariant", "official")
 class SparseRouter(Router):
     """Base class of routers that send whole tokens to experts.
 
-    A kernel turns tokens into logits. While training, noise of standard deviation
-    `noise_std / num_experts` is added to them. The affinity, a function of the noisy
-    logits, fills the dispatch; the softmax of the logits fills the combine, so that no
-    gradient passes through a transport solver.
+    Tokens are projected to logits; in training, noise with standard deviation
+    `noise_std / num_experts` is added. The affinity, a function of the noisy logits,
+    fills the dispatch. The softmax of the logits fills the combine, so that no gradient
+    flows through a transport solver.
 
-    The paper has noise in equation 1, softmax token choice, and none in equations 7 to
-    9, transport plans. Its released code has an option of noise for Sinkhorn: experts
-    then combine with the softmax of the noisy logits and tokens with that of the clean
-    ones. It has no noise for the sparsity-constrained plan, which follows Sinkhorn
-    here.
+    The paper has noise in equation 1 (softmax token choice) but not in equations 7 to 9
+    (transport plans). Its released code has optional noise for Sinkhorn, where expert
+    choice combines with noisy gates and token choice with clean ones; the
+    sparsity-constrained plan does the same here.
 
-    Subclasses implement `allocate`.
+    Subclasses implement `allocate` and `max_nonzeros`.
 
     Args:
         num_experts: E.
-        num_selected_experts: K of the capacity.
-        affinity: name of the affinity, `"softmax"`, `"sinkhorn"` or
-            `"sparsity_constrained"`, or an affinity with arguments such as
-            `SinkhornAffinity(iterations=50)`.
-        combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
-            itself, through which gradients then flow (the ablation of section 3.4).
-        normalize_gates: normalisation of the combine weights, see the subclass.
-        capacity_factor: c, with C = S K c / E; None is the class's default.
-        capacity: C itself, a number of tokens, instead of `capacity_factor`.
-        evaluation: groups and capacity at inference. `"batch_invariant"`: each example
-            is a group, so that its result does not depend on the batch. `"official"`:
-            the groups and, unless another one is given, the capacity of training, as
-            the papers and their released code evaluate. None is `"batch_invariant"`,
-            or `"official"` with a warning if a capacity at inference is given.
+        num_selected_experts: K in the capacity.
+        affinity: `"softmax"`, `"sinkhorn"` or `"sparsity_constrained"`, or an
+            `Affinity` such as `SinkhornAffinity(iterations=50)`.
+        combine: combine weights: `"softmax"`, or `"affinity"` for the transport plan
+            itself, through which gradients then flow (ablation of section 3.4).
+        normalize_gates: normalisation of the combine weights; see the subclass.
+        capacity_factor: c in C = S K c / E; None for the class's default.
+        capacity: C itself in tokens, instead of `capacity_factor`.
+        evaluation: groups and capacity at inference. `"batch_invariant"` makes each
+            example a group, so that results do not depend on the batch. `"official"`
+            uses training's groups and, unless set below, its capacity, as the papers
+            do. None is `"batch_invariant"`, or `"official"` with a warning if a
+            capacity at inference is given.
         eval_capacity_factor: c at inference; None leaves it to `evaluation`.
-        eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
-        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
-        capacity_multiple_of: number to a multiple of which the capacity is rounded up,
-            unless each example is a group, or None. The released V-MoEs have 4.
-        noise_std: standard deviation of the training noise, times `num_experts`; 1.0 in
-            V-MoE, which is noise of 1 / E. None is the affinity's default: 1.0
-            for softmax, 0.0 for transport plans.
-        noisy_combine: whether the combine weights are the softmax of the noisy logits
-            (True) or of the clean ones (False). None is as in the released code:
-            clean where tokens choose by a transport plan, else noisy. The plan itself
-            as combine weights (`combine="affinity"`) is the noisy one.
+        eval_capacity: C at inference, instead of `eval_capacity_factor`.
+        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_multiple_of: round the capacity up to a multiple of this, unless each
+            example is a group; 4 in the released V-MoEs. None for no rounding.
+        noise_std: standard deviation of the training noise, times `num_experts`. None
+            for the affinity's default: 1.0 for softmax, as in V-MoE, and 0.0 for
+            transport plans.
+        noisy_combine: whether combine weights are the softmax of noisy logits. None
+            follows the released code: clean for token choice by a transport plan, noisy
+            otherwise.
         kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
-        num_modalities: M; each modality then has its own kernel over the shared
-            experts, and calls take `modality_ids`. None has one kernel for all.
-        expert_pools: experts of each modality, which serve its tokens alone; no
-            expert is in two pools. None lets all tokens go to all experts.
+        num_modalities: M; each modality then has a separate kernel over the shared
+            experts, and calls require `modality_ids`. None for a single kernel.
+        expert_pools: sequence with the experts of each modality, which serve only its
+            tokens; pools are disjoint. None lets all tokens use all experts.
         seed: seed of the noise.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
@@ -137,7 +134,7 @@ class SparseRouter(Router):
         self.normalize_gates = check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
         )
-        # Private: a public `num_selected_experts` marks token choice.
+        # Private, because a public `num_selected_experts` marks token choice.
         self._selected = check_integer("num_selected_experts", num_selected_experts)
         _check_capacity("", capacity_factor, capacity)
         if capacity is None and capacity_factor is None:
@@ -183,7 +180,7 @@ class SparseRouter(Router):
         super().build(input_shape)
         initializer = self.kernel_initializer
         if self.num_modalities:
-            # One draw per kernel: the fan-in is D, not M x D.
+            # One draw per kernel, with a fan-in of D rather than M x D.
             initializer = _each(initializer)
         shape = self.weight_shapes(input_shape[-2:])["kernel"]
         self.kernel = self.add_kernel("kernel", shape, initializer)
@@ -215,17 +212,17 @@ class SparseRouter(Router):
 
     @property
     def modality_count(self) -> int | None:
-        """M if the router tells modalities apart; calls then take `modality_ids`."""
+        """M if the router distinguishes modalities and needs `modality_ids`."""
         if self.num_modalities is None and self.expert_pools is not None:
             return len(self.expert_pools)
         return self.num_modalities
 
     def by_modality(self) -> str:
-        """The arguments that tell modalities apart, for messages."""
+        """The arguments that distinguish modalities, for error messages."""
         return f"num_modalities={self.num_modalities}, expert_pools={self.expert_pools}"
 
     def known_tokens(self, modality_ids: Any) -> Any:
-        """The tokens (G, S) of known modalities, or None if there are no others."""
+        """Mask (G, S) of tokens with known modalities; None if all count."""
         if self.modality_count is None:
             return None
         if modality_ids is None:
@@ -247,7 +244,7 @@ class SparseRouter(Router):
         return logits
 
     def _allowed_experts(self, modality_ids, known):
-        """The experts that each token may go to, boolean (G, S, E)."""
+        """Mask (G, S, E) of the experts that each token may use."""
         allowed = ops.expand_dims(ops.logical_not(known), -1)
         for modality, pool in enumerate(self.expert_pools):
             in_pool = [expert in pool for expert in range(self.num_experts)]
@@ -264,14 +261,10 @@ class SparseRouter(Router):
         training: bool | None,
         modality_ids: Any = None,
     ) -> tuple[Any, Routing]:
-        """The plan and the record of logits.
+        """The plan and the record for logits (G, S, E).
 
-        Args:
-            logits: float32 (G, S, E).
-            allowed: boolean (G, S, E), the experts that a token may go to, or None.
-            mask: boolean (G, S), False for tokens that are not routed, or None.
-            training: whether there is noise, and a limited capacity.
-            modality_ids: integers (G, S), for routers that tell modalities apart.
+        `allowed` (G, S, E) restricts the experts of a token, `mask` (G, S) the routed
+        tokens.
         """
         clean_logits = self.scale_logits(logits)
         noisy_logits = self.add_noise(
@@ -279,7 +272,7 @@ class SparseRouter(Router):
         )
         has_noise = noisy_logits is not clean_logits
         if allowed is not None:
-            # `logits` stay whole for the gating residual of the next layer.
+            # `logits` stay whole for the next layer's gating residual.
             clean_logits = ops.where(allowed, clean_logits, -float("inf"))
             noisy_logits = ops.where(allowed, noisy_logits, -float("inf"))
         gates = ops.softmax(noisy_logits, axis=-1)
@@ -296,7 +289,8 @@ class SparseRouter(Router):
         )
         allocating = affinity
         if allowed is not None:
-            # A softmax may vanish within the pool; entries outside must be below it.
+            # Experts outside the pool must rank below those in it whose softmax
+            # underflows to 0.
             allocating = ops.where(allowed, affinity, -float("inf"))
         plan = self.allocate(
             allocating,
@@ -308,7 +302,7 @@ class SparseRouter(Router):
         return plan, Routing(logits, noisy_logits, affinity, gates, *plan.assignments())
 
     def scale_logits(self, logits: Any) -> Any:
-        """The logits as they route; `Routing.logits` keeps them as they come."""
+        """Hook that changes logits before routing; `Routing.logits` is unscaled."""
         return logits
 
     def allocate(
@@ -319,25 +313,25 @@ class SparseRouter(Router):
         training: bool | None = None,
         modality_ids: Any = None,
     ) -> Any:
-        """The plan from affinity and combine weights, both float32 (G, S, E)."""
+        """The plan for an affinity and combine weights, both (G, S, E)."""
         raise NotImplementedError
 
     def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:
-        """The largest number of pairs of the choosing side, for sparse affinities."""
+        """Largest number of assignments per token or expert, for sparse plans."""
         raise NotImplementedError
 
     def groups_per_example(self, training: bool | None) -> bool:
         return not training and self.evaluation == "batch_invariant"
 
     def limits(self, training: bool | None) -> tuple[float | None, int | None]:
-        """The capacity factor and the capacity; both are None if nothing limits."""
+        """`(capacity_factor, capacity)`; (None, None) means unlimited."""
         own = (self.eval_capacity_factor, self.eval_capacity)
         if training or (own == (None, None) and self.evaluation == "official"):
             return self.capacity_factor, self.capacity
         return own
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
-        """The capacity C for groups of `num_tokens`, or None if it is unlimited."""
+        """The capacity C for groups of `num_tokens`; None if unlimited."""
         factor, capacity = self.limits(training)
         if factor is None:
             return capacity
@@ -346,15 +340,15 @@ class SparseRouter(Router):
         )
 
     def multiple_of(self, training: bool | None) -> int | None:
-        """The number that capacities are rounded up to a multiple of, or None."""
-        # Rounded up to a multiple, an example's few slots would be twice as many.
+        """The number to a multiple of which capacities are rounded up, or None."""
+        # Not within single examples, whose few slots rounding up could double.
         by_example = self.groups_per_example(training)
         return None if by_example else self.capacity_multiple_of
 
     def capacity_of(
         self, num_tokens: Any, factor: float, selected: int, multiple_of: int | None
     ) -> Any:
-        """The capacity C of a group: `num_tokens` K c / E, rounded."""
+        """The capacity C = `num_tokens` K c / E of a group, rounded."""
         return expert_capacity(
             num_tokens,
             self.num_experts,
@@ -393,7 +387,7 @@ class SparseRouter(Router):
 
 
 def both_masks(mask: Any, known: Any) -> Any:
-    """The tokens (G, S) that two masks have in common; None has all."""
+    """Combines two masks (G, S), either of which may be None."""
     if mask is None or known is None:
         return known if mask is None else mask
     return ops.logical_and(mask, known)
@@ -417,7 +411,7 @@ def _check_capacity(prefix, factor, capacity):
 
 
 def _check_pools(expert_pools, num_modalities, num_experts):
-    """The experts of each modality as sorted lists."""
+    """Returns the experts of each modality as sorted lists."""
     if expert_pools is None:
         return None
     if not is_sequence(expert_pools) or not all(map(is_sequence, expert_pools)):

@@ -1,4 +1,4 @@
-"""Token choice routing: each token takes its K experts.
+"""Token choice routing: each token selects K experts.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
@@ -22,56 +22,51 @@ from keras_moe.ops.token_choice import (
 from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.sparse_router import SparseRouter, is_sequence
 
-# The orders of `token_choice`, and one drawn at random.
+# The priorities of `token_choice`, plus a random order.
 NAMED_PRIORITIES = (*PRIORITIES, "shuffled")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenChoiceRouter(SparseRouter):
-    """Every token takes its K experts of largest affinity, as in V-MoE.
+    """Each token selects the K experts with the largest affinity, as in V-MoE.
 
-    While training, an expert serves at most its capacity of tokens per group. At
-    inference every token is served by default and each example is a group, so
-    that its result does not depend on its neighbours in the batch. The papers'
-    evaluation limits capacity in the groups of training: `evaluation="official"`.
+    In training, an expert serves at most C tokens of a group and the rest are dropped.
+    At inference each example is a group and no token is dropped by default; use
+    `evaluation="official"` for the papers' evaluation with a limited capacity.
 
     Args:
         num_experts: E.
         num_selected_experts: K, experts per token.
-        dropless: whether every token is served while training, too, whatever an
-            expert's load.
-        priority: order in which the tokens of a group are served:
-            `"first_come"` as they stand, `"max_gate"` (batch priority routing) or
-            `"sum_gates"` by their gates (see `keras_moe.ops.token_choice`);
-            `"shuffled"` in a random order, new at each call; or modality ids, such as
-            `(1, 0)` to serve all tokens of modality 1 before those of modality 0, and
-            each modality's as they stand. Where tokens are shuffled, inference with a
-            capacity is first come, since its results must be repeatable; *LIMoE*
-            leaves that open.
-        excluded_experts: experts that no token chooses; the softmax is over the
-            others. See `keras_moe.analysis.exclude_experts`.
+        dropless: whether training has no capacity limit either.
+        priority: order in which tokens fill the capacity: `"first_come"`; `"max_gate"`
+            (batch priority routing) or `"sum_gates"`, by their gates (see
+            `keras_moe.ops.token_choice`); `"shuffled"`, a new random order in each
+            call; or a sequence of all modality ids, such as `(1, 0)` to serve modality
+            1 first. At inference `"shuffled"` becomes `"first_come"`, so that results
+            are repeatable.
+        excluded_experts: experts that no token may choose; see
+            `keras_moe.analysis.exclude_experts`.
         **kwargs: arguments of `SparseRouter`: `affinity`, `combine`, `capacity_factor`
-            (1.05 by default; Switch and CLIP-UP leave K out of C = S K c / E: with
-            K = 2, the latter's 2.0 is 1.0 here), `evaluation`, `noise_std`, `seed` and
-            so on. `normalize_gates="before"` divides the combine weights by the sum of
-            the token's K, `"after"` by the sum of those that got a slot (*CLIP-UP*,
-            appendix B.3); None, the papers' default, leaves them as they are.
+            (default 1.05; Switch and CLIP-UP omit K from C = S K c / E, so that
+            CLIP-UP's 2.0 with K = 2 is 1.0 here), `evaluation`, `noise_std`, `seed` and
+            so on. `normalize_gates="before"` divides combine weights by their sum over
+            the token's K choices, `"after"` by the sum over those that got a slot
+            (*CLIP-UP*, appendix B.3); None keeps them, as in the papers.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
         modality_ids: integers (G, S), for `num_modalities`, `expert_pools` and a
-            `priority` of modalities; tokens of ids that are not in [0, M) are not
-            routed.
-        training: whether noise is added and the capacity limits.
+            `priority` of modalities; tokens with ids outside [0, M) are not routed.
+        training: whether noise and capacity limits apply.
 
     Output shape:
-        `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` where every token is
-        served; see their attributes.
+        `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` without a capacity; see
+        their attributes.
 
     Reference:
         *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm 1;
-        *LIMoE*, figure 6, for the orders shuffled, image first and text first.
+        *LIMoE*, figure 6, for shuffled and modality priorities.
 
     Example:
 
@@ -123,7 +118,7 @@ class TokenChoiceRouter(SparseRouter):
     def default_auxiliary_losses(self):
         if not isinstance(self.affinity, SoftmaxAffinity):
             return None
-        # V-MoE's; the noise defines the load loss.
+        # V-MoE's losses; the load loss is defined only with noise.
         load = {"load": 0.005} if self.noise_std > 0 else {}
         return {"importance": 0.005, **load}
 
@@ -148,7 +143,7 @@ class TokenChoiceRouter(SparseRouter):
 
     @contextlib.contextmanager
     def excluding(self, experts: Any) -> Iterator[None]:
-        """A context in which no token chooses these experts, either."""
+        """Context in which these experts are excluded, too."""
         kept = self.excluded_experts
         self.excluded_experts = self._check_excluded((*kept, *experts))
         try:
@@ -158,7 +153,7 @@ class TokenChoiceRouter(SparseRouter):
 
     @property
     def modality_count(self) -> int | None:
-        """M if the router tells modalities apart; calls then take `modality_ids`."""
+        """M if the router distinguishes modalities and needs `modality_ids`."""
         if isinstance(self.priority, list):
             return len(self.priority)
         return super().modality_count
@@ -182,7 +177,7 @@ class TokenChoiceRouter(SparseRouter):
         return super().route(logits, allowed, mask, training, modality_ids)
 
     def serves_every_token(self, training: bool | None) -> bool:
-        """Whether no expert can be full."""
+        """Whether there is no capacity limit."""
         return self.limits(training) == (None, None)
 
     def max_nonzeros(self, num_tokens, training):
@@ -194,14 +189,14 @@ class TokenChoiceRouter(SparseRouter):
         return self.choose(affinity, gates, mask, capacity, priority)
 
     def served_by(self, affinity: Any, modality_ids: Any, training: bool | None) -> Any:
-        """The `priority` of `token_choice`: a name, or numbers (G, S)."""
+        """The `priority` argument of `token_choice`: a name, or ranks (G, S)."""
         if isinstance(self.priority, list):
             return _ranks(modality_ids, self.priority)
         if self.priority != "shuffled":
             return self.priority
         if not training or self.serves_every_token(training):
             return "first_come"
-        # Equal numbers are rare, and keep the order of their tokens.
+        # Ties are rare, and keep the tokens' order.
         return keras.random.uniform(
             ops.shape(affinity)[:2], dtype="float32", seed=self.seed_generator
         )
@@ -215,16 +210,7 @@ class TokenChoiceRouter(SparseRouter):
         priority: Any,
         **arguments: Any,
     ) -> Any:
-        """The plan of token choice, which serves each token if there is no capacity.
-
-        Args:
-            affinity: float32 (G, S, E).
-            gates: float32 (G, S, E).
-            mask: boolean (G, S), or None.
-            capacity: C, or None.
-            priority: name of an order, or numbers (G, S).
-            **arguments: further arguments of `token_choice`.
-        """
+        """The token choice plan; dropless if `capacity` is None."""
         if capacity is None:
             return dropless_token_choice(
                 affinity,
@@ -259,7 +245,7 @@ class TokenChoiceRouter(SparseRouter):
 
     @property
     def summary(self) -> str:
-        """The sparsity of the router in a few characters."""
+        """A short label such as "K=2"."""
         return f"K={self.num_selected_experts}"
 
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
@@ -299,7 +285,7 @@ class TokenChoiceRouter(SparseRouter):
 
 
 def _check_priority(priority, num_modalities):
-    """The order in which tokens are served: a name, or all modalities by their ids."""
+    """Checks that `priority` is a name or a permutation of all modality ids."""
     if isinstance(priority, str) or not is_sequence(priority):
         return check_one_of("priority", priority, NAMED_PRIORITIES)
     ids = [check_integer("priority", modality, minimum=0) for modality in priority]
@@ -314,7 +300,7 @@ def _check_priority(priority, num_modalities):
 
 
 def _ranks(modality_ids, priority):
-    """The rank of each token's modality in the order of service."""
+    """Each token's rank by the priority of its modality."""
     modality_ids = ops.cast(modality_ids, "int32")
     ranks = ops.zeros_like(modality_ids)
     for rank, modality in enumerate(priority):
