@@ -64,6 +64,12 @@ def small_pairs_model(captions: list[str]) -> Any:
     return models.ContrastiveModel(with_weights(backbone), tokenizer)
 
 
+def small_tokenizer(**kwargs: Any) -> Any:
+    """Byte pairs trained on a few captions."""
+    captions = ["a photo of a cat", "a photo of two cats", "the cat's hat"]
+    return models.TextTokenizer.trained(captions, **{"vocabulary_size": 530, **kwargs})
+
+
 def flat_config(model: Any) -> dict:
     """A model's config by flat name, as presets and overrides have it."""
     config = model.get_config()

@@ -231,24 +231,6 @@ def test_features_at_every_depth(class_token):
 # Weights at another size
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_weights_serve_another_image_size(interpolation, tmp_path):
-    backbone = with_weights(MAKERS["vit"](**MOE))
-    backbone.save_to_preset(tmp_path / "saved")
-    larger = models.from_preset(
-        str(tmp_path / "saved"),
-        image_shape=(24, 16, 3),
-        position_interpolation=interpolation,
-    )
-    from keras_moe.layers import resize_positions
-
-    table = np.array(backbone.get_layer("position_embedding").embedding)
-    expected = resize_positions(table, (4, 2), (6, 4), interpolation)
-    actual = np.array(larger.get_layer("position_embedding").embedding)
-    np.testing.assert_array_equal(actual, expected)
-    assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
-
-
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_weights_serve_other_channels(kind, channels, tmp_path):
@@ -358,20 +340,6 @@ def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     np.testing.assert_allclose(new[name], table, rtol=1e-5, atol=1e-6)
 
 
-def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
-    backbone = with_weights(MAKERS["vit"](**MOE))
-    backbone.save_to_preset(tmp_path / "saved")
-    model = models.from_preset(
-        str(tmp_path / "saved"), num_classes=2, capacity_factor=2.0
-    )
-    assert isinstance(model, ViTImageClassifier)
-    assert model.backbone.moe.router_arguments["capacity_factor"] == 2.0
-    np.testing.assert_array_equal(
-        model.backbone.predict(images(), verbose=0),
-        backbone.predict(images(), verbose=0),
-    )
-
-
 @pytest.mark.parametrize("patch_size", [4, (4, 4), [4, 4]])
 def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     MAKERS["mixer"](**MOE, patch_size=(4, 4)).save_to_preset(tmp_path / "saved")
@@ -420,17 +388,3 @@ def test_fit_save_load(kind, tmp_path):
     np.testing.assert_array_equal(
         again.predict(x, verbose=0), model.predict(x, verbose=0)
     )
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"token_mlp_dim": 0}, "token_mlp_dim=0"),
-        ({"pooling": "map", "num_classes": 2}, "pooling='map'"),
-        ({"pooling": "class_token", "num_classes": 2}, "class_token=False"),
-        ({"num_heads": 2}, "num_heads=2"),
-    ],
-)
-def test_bad_arguments_of_a_mixer(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        models.from_preset("mixer_s32", **kwargs)

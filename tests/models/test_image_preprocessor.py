@@ -128,27 +128,6 @@ def test_grey_and_colour():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image_shape": (8, 8)}, "image_shape"),
-        ({"mean": [0.5, 0.5]}, "mean=\\[0.5, 0.5\\]"),
-        ({"mean": "x"}, "mean='x'"),
-        ({"std": 0}, "std=0"),
-        ({"std": float("nan")}, "std=nan"),
-        ({"interpolation": "lanczos"}, "interpolation='lanczos'"),
-        ({"antialias": 1}, "antialias=1"),
-        ({"center_crop": 0}, "center_crop=0"),
-        ({"center_crop": 1.2}, "center_crop=1.2"),
-        ({"class_names": "cat"}, "class_names='cat'"),
-        ({"class_names": [1, 2]}, "class_names=\\[1, 2\\]"),
-    ],
-)
-def test_arguments_are_checked(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ImagePreprocessor(**{"image_shape": (8, 8, 3), **arguments})
-
-
-@pytest.mark.parametrize(
     "images",
     [
         "a.png",

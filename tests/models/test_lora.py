@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models import (
-    MixerBackbone,
-    ViTBackbone,
-    ViTImageClassifier,
-    adaptation,
-)
+from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier, adaptation
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")

@@ -139,25 +139,6 @@ def test_a_page_in_the_home_folder_stays(classifier, tmp_path, monkeypatch):
     assert page_of(folder) == "# By hand"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"license": 3}, "license to be a string; received: 3"),
-        ({"tags": "vision"}, "list of strings; received: 'vision'"),
-        ({"results": [("accuracy", 1.0)]}, "CardResult"),
-        ({"results": [models.CardResult("a", "b", "c")]}, "with finite numbers"),
-        ({"results": [models.CardResult("a", None, "c")]}, "with finite numbers"),
-        ({"results": [models.CardResult("a", True, "c")]}, "with finite numbers"),
-        ({"results": [models.CardResult("a", float("nan"), "c")]}, "finite numbers"),
-        ({"picture": "missing.png"}, "received: picture='missing.png'"),
-        ({"picture": __file__}, "ends in one of"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        models.ModelCard(**arguments)
-
-
 def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
     """KerasHub writes a page of its own where the repository has none."""
     folder, calls = tmp_path / "preset", []

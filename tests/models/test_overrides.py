@@ -71,15 +71,3 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
     assert updated_moe(without, {"router": "soft"}).expert_use_bias
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"experts": 3}, "experts=3"),
-        ({"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
-    ],
-)
-def test_unknown_names_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        updated_moe(None, changes)

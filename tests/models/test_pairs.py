@@ -11,67 +11,38 @@ from keras_moe.models import (
     CLIPBackbone,
     ContrastiveModel,
     ImagePreprocessor,
-    LIMoEBackbone,
     TextBackbone,
     TextTokenizer,
     ViTBackbone,
 )
 from keras_moe.models.registry import builtin_presets
 from tests.calls import call
+from tests.pair_models import (
+    FOUR,
+    IDS,
+    IMAGE,
+    IMAGES,
+    MOE,
+    PAIRS,
+    TEXT,
+    TEXTS,
+    clip,
+    limoe,
+    one_block,
+)
 from tests.small_models import images, with_weights
 from tests.symbolic import symbolic_model
 
-SIZES = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
-IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4, **SIZES}
-TEXT = {"vocabulary_size": 20, "max_length": 6, **SIZES}
-MOE = {"moe_layers": [1], "num_experts": 4}
-# Towers of one block, for what takes a compiled step of training.
-ONE = {"moe_layers": [0], "num_layers": 1}
-UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
-BY_MODALITY = {"auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7}}}}
-PROJECTED = {**TEXT, "projection_dim": 5}
-IDS = np.array([[1, 7, 19, 0, 0], [1, 5, 6, 8, 19], [1, 3, 19, 0, 0]], "int32")
-TEXTS = {"token_ids": IDS, "padding_mask": IDS != 0}
-IMAGES = images(3, 8, 8, 3)
-PAIRS = {"images": IMAGES, **TEXTS}
 KINDS = ("clip", "limoe")
 PAIR_PRESETS = sorted(
     name for name, spec in builtin_presets().items() if "Contrastive" in spec["task"]
 )
 
 
-def clip(**kwargs):
-    """CLIP-UP's separated backbone, small."""
-    towers = {"image": {**IMAGE, **MOE}, "text": {**TEXT, **MOE}}
-    return CLIPBackbone(**{**towers, "projection_dim": 4, "seed": 3, **kwargs})
-
-
-def limoe(moe=(), **kwargs):
-    """LIMoE with its losses, small; dense with `moe=None`."""
-    sizes = {**IMAGE, **TEXT, "projection_dim": 4, "seed": 3}
-    if moe is None:
-        return LIMoEBackbone(**{**sizes, **kwargs})
-    losses = {"limoe": {"thresholds": {"text": 0.7, "image": 1.1}}}
-    fields = {**MOE, "num_selected_experts": 1, "auxiliary_losses": losses}
-    return LIMoEBackbone.from_config({**sizes, **fields, **dict(moe), **kwargs})
-
-
-def one_block(kind, moe=(), **kwargs):
-    """The same, of one block with experts in each tower."""
-    if kind == "limoe":
-        moe = {"moe_layers": [0], **dict(moe)}
-        return limoe(moe, num_layers=1, **kwargs)
-    towers = {"image": {**IMAGE, **MOE, **ONE}, "text": {**TEXT, **MOE, **ONE}}
-    return clip(**towers, **kwargs)
-
-
-MAKERS = {"clip": clip, "limoe": limoe}
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def backbone(request):
     keras.utils.set_random_seed(1)
-    return with_weights(MAKERS[request.param]())
+    return with_weights({"clip": clip, "limoe": limoe}[request.param]())
 
 
 def outputs(model, inputs, training=False):
@@ -244,9 +215,6 @@ def test_ids_make_positives():
     model.compile(loss=SoftmaxContrastiveLoss(multi_positive=True))
     ids = {"image_ids": np.array([0, 1, 0])}
     assert model.evaluate(PAIRS, ids, verbose=0) != pytest.approx(alone)
-
-
-FOUR = {name: np.concatenate([x, x[:1]]) for name, x in PAIRS.items()}
 
 
 def test_padded_pairs_do_not_count():
@@ -487,98 +455,3 @@ def test_parts_are_those_of_the_layers(backbone):
         if part.name in counts:
             assert part.parameters == counts[part.name], part
     assert description.parameters == sum(counts.values())
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_ids": IDS + 1}, "vocabulary_size - 1 = 19; received: 20"),
-        ({"images": IMAGES[:2]}, "as many images as texts"),
-        ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
-        (
-            {k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()},
-            "at most max_length=6",
-        ),
-        ({"token_ids": IDS.astype("float32")}, "integers"),
-        ({"image_ids": np.arange(3)}, r"alone; received: \['image_ids'\]"),
-        ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
-        ({"padding_mask": np.zeros(IDS.shape, bool)}, "a token that is no padding"),
-    ],
-)
-def test_bad_pairs(backbone, changes, message):
-    for model in (backbone, ContrastiveModel(backbone)):
-        with pytest.raises(ValueError, match=message):
-            model.predict({**PAIRS, **changes}, verbose=0)
-
-
-def test_bad_calls(model, backbone):
-    with pytest.raises(ValueError, match="none of \\['padding_mask'\\]"):
-        backbone.predict({"images": IMAGES, "token_ids": IDS})
-    with pytest.raises(ValueError, match="encoder\\('text'\\) takes texts alone"):
-        backbone.predict(TEXTS)
-    with pytest.raises(ValueError, match="received: modality='sound'"):
-        backbone.encoder("sound")
-    with pytest.raises(ValueError, match=r"captions\[0\]=3"):
-        model.encode_text([3])
-    empty = {**TEXTS, "padding_mask": np.zeros(IDS.shape, bool)}
-    with pytest.raises(ValueError, match="a token that is no padding"):
-        model.encode_text(empty)
-    plain = ContrastiveModel(backbone)
-    with pytest.raises(ValueError, match="TextTokenizer for its preprocessor"):
-        plain.encode_text(["a cat"])
-    with pytest.raises(ValueError, match="Expected a ContrastiveLoss"):
-        plain.compile(loss="mse")
-    with pytest.raises(ValueError, match="Expected metrics of embeddings"):
-        plain.compile(metrics=["accuracy"])
-    with pytest.raises(ValueError, match=r"without \['logit_bias'\]"):
-        plain.compile(loss=SigmoidContrastiveLoss())
-    with pytest.raises(ValueError, match="vocabulary_size"):
-        ContrastiveModel(backbone, model.preprocessor)
-    with pytest.raises(ValueError, match="TextTokenizer or None"):
-        ContrastiveModel(backbone, 3)
-    with pytest.raises(ValueError, match="nope"):
-        ContrastiveModel(backbone, nope=3)
-    with pytest.raises(ValueError, match="Expected metrics of embeddings"):
-        plain.compile(weighted_metrics=["accuracy"])
-    with pytest.raises(ValueError, match="y of ndarray"):
-        plain.fit(PAIRS, np.zeros(3))
-    with pytest.raises(ValueError, match="received: NoneType"):
-        plain.encode_images(None)
-    with pytest.raises(ValueError, match="embeddings of one size"):
-        plain.similarity(np.ones((2, 3)), np.ones((2, 4)))
-    with pytest.raises(ValueError, match="an array of shape"):
-        plain.predict(IMAGES)
-    with pytest.raises(ValueError, match="preprocessor of image_shape="):
-        ContrastiveModel(backbone, None, ImagePreprocessor((9, 9, 3)))
-    with pytest.raises(ValueError, match="CLIPBackbone or a LIMoEBackbone"):
-        ContrastiveModel(ViTBackbone(**IMAGE))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: clip(projection_dim=None, text=PROJECTED), "one size"),
-        (lambda: clip(text=PROJECTED), "that of the pair, 4"),
-        (lambda: clip(num_experts=4), "in the config of a tower"),
-        (lambda: clip(image={**IMAGE, "dtype": "float16"}), "dtype"),
-        (lambda: clip(text={**TEXT, **MOE, "num_modalities": 2}), "the tower text"),
-        (lambda: clip(text={**TEXT, **MOE, **BY_MODALITY}), "of one modality"),
-        (lambda: clip(temperature="hot"), "temperature"),
-        (lambda: clip(temperature={"scale": -1.0}), "scale > 0"),
-        (lambda: clip(temperature={"scale": 200.0, "largest_scale": 100.0}), "at most"),
-        (lambda: clip(image_pooling="last"), "pooling"),
-        (lambda: clip(image=3), "Expected image to be a dict"),
-        (lambda: limoe({"router": "soft", "auxiliary_losses": None}), "soft routing"),
-        (lambda: limoe({"num_modalities": 3}), "2 modalities"),
-        (lambda: limoe({"auxiliary_losses": UNKNOWN}), "modalit"),
-        (lambda: limoe({"expert_pools": [[0, 1], [1, 2]]}), "expert_pools"),
-        (lambda: limoe(num_heads=3), "num_heads"),
-        (lambda: limoe(projection_dim=0), "projection_dim"),
-    ],
-)
-def test_bad_arguments(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -55,17 +55,3 @@ def test_the_first_patchs_token():
     tokens = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
     np.testing.assert_array_equal(model.pooler(tokens), tokens[:, 0])
     assert ViTImageClassifier.from_config(model.get_config()).pooling == "first"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"pooling": "first"}, "class_token=True"),
-        ({"pooling": "average", "pooling_query_key_norm": True}, "pooling='average'"),
-        ({"pooling": "map", "pooling_query_key_norm": 1}, "query_key_norm=1"),
-        ({"pooling": "map", "query_key_norm_bias": True}, "query_key_norm=False"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        classifier(**arguments)

@@ -44,9 +44,7 @@ def classifier(head=None, **kwargs):
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"router": "soft"}],
-    ids=["token_choice", "soft"],
+    "kwargs", [{}, {"router": "soft"}], ids=["token_choice", "soft"]
 )
 def test_attention_and_experts_become_int8_and_routers_do_not(kwargs):
     model = classifier(**kwargs)

@@ -358,49 +358,6 @@ def test_damaged_pairs_and_soups_are_named(model, tmp_path):
 # The files are Keras's
 
 
-@pytest.mark.parametrize("size", [None, 1.2e-5])
-def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
-    """Same names and values, and Keras reads them: they are only written otherwise."""
-    name = "all.weights.h5" if size is None else "all.weights.json"
-    for folder, save in (
-        ("ours", model.save_weights),
-        ("keras", lambda *args, **kw: keras.saving.save_weights(model, *args, **kw)),
-    ):
-        (tmp_path / folder).mkdir()
-        save(tmp_path / folder / name, max_shard_size=size)
-    mine, theirs = (sorted(os.listdir(tmp_path / x)) for x in ("ours", "keras"))
-    assert mine == theirs
-    for file in mine:
-        if file.endswith(".json"):
-            one, two = (
-                json.loads((tmp_path / x / file).read_text()) for x in ("ours", "keras")
-            )
-            # Ours has checksums, which Keras does not look at.
-            shards = set(mine) - {file}
-            assert set(one["metadata"].pop("sha256")) == shards
-            assert one == two
-            assert len(shards) > 1
-            continue
-        with (
-            h5py.File(tmp_path / "ours" / file) as one,
-            h5py.File(tmp_path / "keras" / file) as two,
-        ):
-            assert contents(one) == contents(two)
-    keras.saving.load_weights(model, tmp_path / "ours" / name)
-
-
-def contents(file):
-    by_path = {}
-
-    def add(path, value):
-        is_array = hasattr(value, "shape")
-        attributes = {k: str(v) for k, v in value.attrs.items()}
-        by_path[path] = (attributes, value[()].tobytes() if is_array else None)
-
-    file.visititems(add)
-    return by_path
-
-
 def test_shards_in_a_folder_with_any_name(model, tmp_path):
     path = tmp_path / "mod\u00e8le.weights.json"
     model.save_weights(path, max_shard_size=1.2e-5)

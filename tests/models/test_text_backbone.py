@@ -302,35 +302,6 @@ def test_low_rank_pairs_and_int8_of_token_ids():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"pooling": "middle"}, "pooling='middle'"),
-        ({"pooling": None}, "pooling=None"),
-        ({"end_of_text_id": 20}, "end_of_text_id=20"),
-        ({"pooling": "last", "end_of_text_id": 2}, "end_of_text_id=2"),
-        ({"pooling": "map", "end_of_text_id": 2}, "end_of_text_id=2"),
-        ({"vocabulary_size": 0}, "vocabulary_size=0"),
-        ({"max_length": 0}, "max_length=0"),
-        ({"num_heads": 3}, "num_heads=3"),
-        ({"causal": 1}, "causal=1"),
-        ({"mask_padding": None}, "mask_padding=None"),
-        ({"projection_dim": 0}, "projection_dim=0"),
-        ({"projection_dim": None, "projection_bias": True}, "projection_dim=None"),
-        ({"final_norm": 0}, "final_norm=0"),
-        ({**MOE, "expert_pools": [[0, 1], [1, 2]]}, r"\[\[0, 1\], \[1, 2\]\]"),
-        ({**MOE, "expert_pools": [[0, 1], []]}, r"at least one expert.*\[\]"),
-        (
-            {**MOE, "expert_pools": [[0], [1, 2, 3]], "num_selected_experts": 2},
-            r"\[\[0\], \[1, 2, 3\]\]",
-        ),
-    ],
-)
-def test_bad_arguments(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        text(**kwargs)
-
-
-@pytest.mark.parametrize(
     ("inputs", "message"),
     [
         (texts(np.array([[1, 20]])), "vocabulary_size - 1 = 19; received: 20"),

@@ -16,6 +16,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import TextBackbone, TextTokenizer, byte_pairs
 from keras_moe.models.byte_pairs import clip_byte_pairs
+from tests.small_models import small_tokenizer as own
 
 CAPTIONS = [
     "A photo of a cat.",
@@ -32,10 +33,6 @@ CAPTIONS = [
     "word " * 200,
 ]
 FEW = ["a photo of a cat", "a photo of two cats", "the cat's hat"]
-
-
-def own(**kwargs):
-    return TextTokenizer.trained(FEW, **{"vocabulary_size": 530, **kwargs})
 
 
 @pytest.fixture(scope="module")
@@ -296,28 +293,6 @@ def test_ids_in_a_tf_data_pipeline_are_the_same(name, request):
     for other in (tf.zeros((2,)), tf.fill((2, 2), "a")):
         with pytest.raises(ValueError, match=r"\(batch,\); received: dtype="):
             tokenizer(other)
-
-
-def test_bad_arguments():
-    inner = own().tokenizer
-    for kwargs, message in (
-        ({"tokenizer": "clip"}, "tokenizer='clip'"),
-        ({"max_length": 0}, "max_length=0"),
-        ({"max_length": 2, "start_id": 1, "end_id": 2}, "max_length=2"),
-        ({"start_id": -1}, "start_id=-1"),
-        ({"start_id": 10**9}, "start_id=1000000000"),
-        ({"end_id": 530}, "end_id < 530, .*end_id=530"),
-        ({"padding_id": None}, "padding_id=None"),
-        ({"lower_case": 1}, "lower_case=1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TextTokenizer(**{"tokenizer": inner, **kwargs})
-    with pytest.raises(ValueError, match=r"lone surrogates; received: captions\[1\]"):
-        own()(["a cat", "a \ud800"])
-    with pytest.raises(ValueError, match="vocabulary_size=514"):
-        own(vocabulary_size=514)
-    with pytest.raises(ValueError, match="several letters"):
-        TextTokenizer.trained(["a b"], 600)
 
 
 def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):

@@ -110,6 +110,21 @@ def test_saving_and_loading(tmp_path):
     close(values(again), before)
 
 
+def test_a_dense_model_compiles_as_one_graph():
+    sizes = {k: v for k, v in SMALL.items() if k not in ("moe_layers", "num_experts")}
+    model = with_weights(ViTBackbone.from_config(sizes))
+    inputs = torch.tensor(images(2, *SMALL["image_shape"]))
+    # Without the compiler of C++ code, which takes most of the time and has no part
+    # in whether a model can be read as one graph.
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        actual, expected = (
+            keras.ops.convert_to_numpy(function(inputs, training=False))
+            for function in (compiled, model)
+        )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 def step(model, module, optimizer, x, y):
     optimizer.zero_grad()
     logits = module(x, training=True)

@@ -79,46 +79,6 @@ def test_padding_changes_no_other_token(kind, rematerialize):
         assert np.abs(difference).max() > 1e-3
 
 
-def test_padding_is_not_routed():
-    model = model_of(MOES["moe"])
-    record = model({"tokens": TOKENS, "mask": MASK})["routing"]["block_1"]
-    served = to_numpy(record.dispatched).sum(axis=-1)
-    np.testing.assert_array_equal(served, 2 * MASK)
-
-
-def test_causal_attention_sees_the_past_alone():
-    model = model_of(None, causal=True)
-    other = TOKENS.copy()
-    other[:, 3] = TOKENS[:, 0]
-    full = np.ones_like(MASK)
-    results = [
-        to_numpy(model({"tokens": x, "mask": full})["tokens"]) for x in (TOKENS, other)
-    ]
-    np.testing.assert_allclose(results[0][:, :3], results[1][:, :3], atol=1e-6)
-    assert (np.abs(results[0] - results[1])[:, 3:].max(axis=(0, 2)) > 1e-4).all()
-
-
-def test_modality_ids_reach_the_routers():
-    moe = MoEConfig(
-        moe_layers=[1],
-        num_experts=4,
-        router={
-            "name": "softmax_token_choice",
-            "num_modalities": 2,
-            "expert_pools": [[0, 1], [2, 3]],
-        },
-    )
-    model = model_of(moe, ids=True)
-    ids = np.array([[0, 0, 0, 1, 1, 1]] * 3, "int32")
-    inputs = {"tokens": TOKENS, "mask": np.ones_like(MASK), "ids": ids}
-    combined = to_numpy(model(inputs)["routing"]["block_1"].combined)
-    assert not combined[ids == 0][:, 2:].any()
-    assert not combined[ids == 1][:, :2].any()
-    assert combined[ids == 1][:, 2:].any()
-    with pytest.raises(ValueError, match="modality_ids=None"):
-        model_of(moe)
-
-
 def test_attention_by_hand():
     layer = SelfAttention(1, 2)
     tokens = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], "float32")
@@ -160,13 +120,3 @@ def test_a_mask_may_be_a_list():
         results = [block(TOKENS, mask=mask) for mask in (MASK, MASK.tolist())]
         arrays, lists = (keras.tree.flatten(result)[0] for result in results)
         np.testing.assert_array_equal(to_numpy(lists), to_numpy(arrays))
-
-
-def test_a_tower_with_masks_trains():
-    model = model_of(MOES["moe"])
-    trained = keras.Model(model.input, model.output["tokens"])
-    trained.compile(keras.optimizers.SGD(1e-2), "mse")
-    history = trained.fit(
-        {"tokens": TOKENS, "mask": MASK}, TOKENS, epochs=3, verbose=0
-    ).history["loss"]
-    assert history[-1] < history[0]

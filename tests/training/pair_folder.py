@@ -1,4 +1,4 @@
-"""A folder of small pictures with captions, for runs of pairs."""
+"""A folder of small pictures with captions, and a recipe that trains on it."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,35 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from keras_moe.training import Recipe
+
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 GROUNDS = {"black": 0, "white": 255, "grey": 128}
+TINY = {
+    "image_shape": [8, 8, 3],
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "projection_dim": 8,
+    "num_experts": 4,
+    "vocabulary_size": 530,
+    "max_length": 8,
+    "auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7, "image": 1.0}}},
+}
+
+
+def pair_recipe(source: str, **changes) -> Recipe:
+    """A LIMoE of two blocks, trained for two epochs."""
+    mine = Recipe(
+        "mine",
+        data={"source": source, "batch_size": 4},
+        model={"preset": "limoe_s32", **TINY},
+        schedule={"epochs": 2, "learning_rate": 1e-3},
+        objective={"name": "contrastive"},
+    )
+    return mine.replace(**changes)
 
 
 def write_pairs(root: Path) -> str:

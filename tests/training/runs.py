@@ -76,6 +76,16 @@ def dropout_model(self=None, num_classes=10):
     return model
 
 
+def linear_model(multi_label=False):
+    """A stand-in for a classifier in `compile` and `train`, quick to compile."""
+    model = keras.Sequential(
+        [keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+    model.multi_label, model.output_activation = multi_label, None
+    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
+    return model
+
+
 class Ends(keras.callbacks.Callback):
     """Ends the process, so to speak, before a step."""
 

@@ -15,44 +15,20 @@ from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.training import (
     Contrastive,
     Datasets,
-    Recipe,
     find_checkpoint,
     load_recipe,
     train,
 )
+from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
 from tests.training.runs import Ends
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {
-    "image_shape": [8, 8, 3],
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 16,
-    "projection_dim": 8,
-    "num_experts": 4,
-    "vocabulary_size": 530,
-    "max_length": 8,
-    "auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7, "image": 1.0}}},
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs"))
-
-
-def recipe(folder, **changes):
-    mine = Recipe(
-        "mine",
-        data={"source": folder, "batch_size": 4},
-        model={"preset": "limoe_s32", **TINY},
-        schedule={"epochs": 2, "learning_rate": 1e-3},
-        objective={"name": "contrastive"},
-    )
-    return mine.replace(**changes)
 
 
 def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
@@ -101,7 +77,7 @@ import os, signal, sys
 from keras_moe.models import text_tokenizer as tokenizer
 from keras_moe.training import train
 from tests.training.runs import Ends
-from tests.training.test_contrastive import recipe
+from tests.training.pair_folder import pair_recipe as recipe
 
 def end(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -300,37 +276,4 @@ def test_settings_come_back(tmp_path):
     )
     # Bad pairs are met where they are read: there is no search before a run.
     assert mine.data.left_out() is None
-    # Recipes of classes have no settings of pairs.
-    with pytest.raises(ValueError, match="received: captions='first'"):
-        load_recipe("vmoe_digits", **{"data.captions": "first"})
     assert mine.data.replace(source="emoji").source == "emoji"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective.loss": "hinge"}, "loss='hinge'"),
-        ({"objective.multi_positive": 1}, "multi_positive=1"),
-        ({"objective.chunk_size": 0}, "chunk_size=0"),
-        ({"objective.similarity_dtype": "int8"}, "similarity_dtype='int8'"),
-        ({"objective.tokenizer": 3}, "tokenizer=3"),
-        ({"objective.tokenizer": ""}, "tokenizer=''"),
-        ({"objective.vocabulary_size": 0}, "vocabulary_size=0"),
-        ({"objective.max_length": 2.5}, "max_length=2.5"),
-        (
-            {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
-            "vocabulary_size=600 with tokenizer='clip'",
-        ),
-        ({"objective.evaluation_batch_size": 0}, "evaluation_batch_size=0"),
-        ({"data.source": {}}, "source={}"),
-        ({"data.source": {"emoji": 0}}, "source={'emoji': 0}"),
-        ({"data.source": {"emoji": True}}, "source={'emoji': True}"),
-        ({"data.source": ["emoji"]}, r"source=\['emoji'\]"),
-        ({"data.captions": "last"}, "captions='last'"),
-        ({"data.epoch_size": 0}, "epoch_size=0"),
-        ({"data.test_source": 3}, "test_source=3"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes, message):
-    with pytest.raises(ValueError, match=f"Expected .*received: .*{message}"):
-        recipe("x", **changes)

@@ -20,12 +20,7 @@ def recipe(**settings):
     small = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
     plain = {"epochs": 1, "batch_size": 10, "learning_rate": 1e-3}
     return short_recipe(
-        **{
-            "preset": "vmoe_digits",
-            "model_arguments": small,
-            **plain,
-            **settings,
-        }
+        **{"preset": "vmoe_digits", "model_arguments": small, **plain, **settings}
     )
 
 
@@ -66,10 +61,7 @@ def test_names_of_sources(tmp_path):
     hierarchy = data.LabelHierarchy(["odd", *"0123456789"], {"1": ["odd"]})
     hierarchy.save(tmp_path / "classes.json")
     actual = recipe(
-        objective={
-            "name": "multi_label",
-            "hierarchy": str(tmp_path / "classes.json"),
-        }
+        objective={"name": "multi_label", "hierarchy": str(tmp_path / "classes.json")}
     )
     assert actual.class_names() == ("odd", *"0123456789")
 

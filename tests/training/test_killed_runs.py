@@ -1,8 +1,9 @@
-"""Runs that are killed again and again end like one that never was: bit for bit."""
+"""Runs of several processes, and killed ones, which end like one that never was."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training._checkpoint_files import is_orbax
+from tests.forks import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,3 +98,24 @@ def test_two_processes_that_are_killed_go_on_exactly(tmp_path):
     for name in ("whole", "killed"):
         steps = sorted(path.name for path in (tmp_path / name).iterdir())
         assert steps == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("sharded_checkpoint.py")
+    run_script(script, port, tmp_path)
+    split = [int((tmp_path / f"split-{number}").read_text()) for number in (0, 1)]
+    # Attention's four kernels and three biases, and the experts' four.
+    assert split == [11, 11]
+    # This process has one device, and another backend.
+    checkpoint = training.find_checkpoint(tmp_path / "several")
+    with np.load(tmp_path / "expected.npz", allow_pickle=False) as stored:
+        expected = list(stored.values())
+    for actual, value in zip(arrays_of(checkpoint), expected, strict=True):
+        np.testing.assert_array_equal(actual, value)
+    # Both have written.
+    names = {path.name for path in checkpoint.path.rglob("ocdbt.process_*")}
+    assert names == {"ocdbt.process_0", "ocdbt.process_1"}

@@ -98,7 +98,7 @@ def test_fit_reports_them(sparse_labels):
     )
 
 
-def test_configs_and_bad_input():
+def test_configs_come_back():
     for metric in (
         PrecisionAt1(sparse_labels=True, name="p"),
         MeanAveragePrecision(3, 10, 2.0, from_logits=False, sparse_labels=True),
@@ -107,15 +107,3 @@ def test_configs_and_bad_input():
         assert again.get_config() == metric.get_config()
     # Without positives there is nothing to average, and no number that is none.
     assert float(MeanAveragePrecision(3).result()) == 0.0
-    for make, message in (
-        (lambda: MeanAveragePrecision(0), "num_classes=0"),
-        (lambda: MeanAveragePrecision(3, num_bins=1), "num_bins=1"),
-        (lambda: MeanAveragePrecision(3, max_logit=0), "max_logit=0"),
-    ):
-        with pytest.raises(ValueError, match=f"Expected .*received: {message}"):
-            make()
-    for metric in (MeanAveragePrecision(3), PrecisionAt1()):
-        with pytest.raises(ValueError, match="sparse_labels=False"):
-            metric.update_state(np.zeros((4, 2)), np.zeros((4, 3)))
-    with pytest.raises(ValueError, match="num_classes=3"):
-        MeanAveragePrecision(3).update_state(np.zeros((4, 2)), np.zeros((4, 2)))

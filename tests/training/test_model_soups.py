@@ -141,10 +141,7 @@ def test_files_of_every_kind(tmp_path, op_by_op):
     seeds = [x for x in other.variables if "seed" in x.path]
     own = [to_numpy(seed).tolist() for seed in seeds]
     soup = greedy_soup(
-        other,
-        checkpoints[:2],
-        lambda model: -abs(mean(model) - 1.6),
-        max_ingredients=2,
+        other, checkpoints[:2], lambda model: -abs(mean(model) - 1.6), max_ingredients=2
     )
     assert soup.ingredients == (1, 0)
     for weight in other.weights:
@@ -220,19 +217,6 @@ def test_branches_of_a_run():
     assert float(mine(680)) == 0.0
     epochs = run.replace(schedule={"epochs": 3, "decay": "constant"})
     assert cooldown_branch(epochs, 500, 10).schedule.epochs is None
-
-
-def test_what_is_no_branch_is_refused():
-    run = short_recipe(name="run", **RUN)
-    cosine = run.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
-    for recipe, arguments, message in (
-        (cosine, (600, 80), "decay='cosine'"),
-        (run, (99, 80), "start_step=99"),
-        (run, (801, 80), "start_step=801"),
-        (run, (600, 0), "cooldown_steps=0"),
-    ):
-        with pytest.raises(ValueError, match=f"Expected .*; received: {message}"):
-            cooldown_branch(recipe, *arguments)
 
 
 def test_checkpoints_of_a_run_make_a_soup(tmp_path):

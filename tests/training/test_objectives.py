@@ -1,15 +1,13 @@
 """Objectives own labels, loss, metrics and monitor; `train` knows none by name."""
 
-import ast
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from keras_moe import models, training
+from keras_moe import training
 from keras_moe.training import (
     Classification,
     Datasets,
@@ -111,60 +109,6 @@ def test_a_loss_of_it_that_is_not_finite_says_where():
         train(mine, verbose=0)
 
 
-def test_train_knows_no_objective_by_name():
-    names = {cls.__name__ for cls in (Classification, MultiLabel)}
-    names |= {cls.name for cls in (Classification, MultiLabel)}
-    names |= {"accuracy", "val_accuracy", "num_labels"}
-    package = Path(training.__file__).parent
-    for file in ("run.py", "run_checkpoint.py", "non_finite.py"):
-        tree = ast.parse((package / file).read_text())
-        words = {getattr(node, "id", None) for node in ast.walk(tree)}
-        words |= {getattr(node, "attr", None) for node in ast.walk(tree)}
-        words |= {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
-        }
-        assert not words & names, file
-
-
-def test_what_is_no_objective_is_refused():
-    class NoDataclass(Objective):
-        monitor = Monitor("val_loss", "min")
-
-    @dataclasses.dataclass(frozen=True)
-    class NoMonitor(Objective):
-        pass
-
-    for cls in (NoDataclass, NoMonitor, dict):
-        with pytest.raises(ValueError, match="Expected a dataclass of Objective"):
-            register_objective("test_none")(cls)
-
-    @dataclasses.dataclass(frozen=True)
-    class Most(Objective):
-        monitor = Monitor("val_loss", "most")
-
-    with pytest.raises(ValueError, match="mode='most'"):
-        register_objective("test_none")(Most)
-    with pytest.raises(ValueError, match=r"objective\.name to be one of .*'multi_labe"):
-        recipe().replace(**{"objective.name": "test_none"})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_labels": 0}, "max_labels >= 1; received: max_labels=0"),
-        ({"max_labels": True}, "received: max_labels=True"),
-        ({"max_labels": "4"}, "received: max_labels='4'"),
-        ({"hierarchy": 3}, "path of a file, or None; received: hierarchy=3"),
-        ({"hierarchy": {"classes": []}}, r"received: hierarchy=\{'classes'"),
-    ],
-)
-def test_several_labels_are_checked_at_the_door(settings, message):
-    with pytest.raises(ValueError, match=message):
-        MultiLabel(**settings)
-    with pytest.raises(ValueError, match=message):
-        recipe().replace(objective={"name": "multi_label", **settings})
-
-
 def test_a_hierarchy_determines_the_classes(tmp_path):
     path = tmp_path / "classes.json"
     path.write_text('{"classes": ["plant", "tree"], "parents": {"tree": ["plant"]}}')
@@ -187,12 +131,3 @@ def test_a_metric_to_monitor_replaces_the_objectives():
     assert (best.monitor, best.mode) == ("val_loss", "min")
     best = recipe().best_epoch()
     assert (best.monitor, best.mode) == ("val_error", "min")
-
-
-def test_models_know_nothing_of_training():
-    model = models.from_preset(
-        "vmoe_digits", num_classes=3, **SMALL, load_weights=False
-    )
-    loss, metrics = Classification().loss_and_metrics(model, recipe().data)
-    assert loss.from_logits
-    assert [metric.name for metric in metrics] == ["accuracy"]

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe.models import from_preset
-from keras_moe.training import (
-    ViTGAdafactor,
-    optimizer_class,
-    warmup_schedule,
-)
+from keras_moe.training import ViTGAdafactor, optimizer_class, warmup_schedule
 from keras_moe.training.optimizers import NAMED_GROUPS, OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
 
@@ -90,30 +86,6 @@ def test_names_of_groups(preset, arguments, names):
             assert groups[name] == {p for p in paths if any(w in p for w in words)}
     if "router" in groups:
         assert not groups["experts"] & groups["router"]
-
-
-def test_what_is_no_group_is_refused():
-    make = optimizer_class("adamw")
-    for groups, message in (
-        ("head", "groups='head'"),
-        ([{"learning_rate": 1.0}], "'match'; received: {'learning_rate'"),
-        ([{"match": "(", "learning_rate": 1.0}], r"match='\('"),
-        ([{"match": "a", "lr": 1.0}], r"a group; received: lr=1.0"),
-        ([{"match": "a", "learning_rate": -1.0}], "learning_rate=-1.0"),
-    ):
-        with pytest.raises(ValueError, match=f"Expected .*{message}"):
-            make(0.1, groups=groups)
-    paths = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
-    with pytest.raises(ValueError, match=r"match='expert' .nearest: .*experts"):
-        group_factors([{"match": "expert"}], paths)
-    with pytest.raises(ValueError, match="match='router'"):
-        group_factors([{"match": "router"}], paths)
-    with pytest.raises(ValueError, match=r"match='head' .its 1 weights are in groups"):
-        group_factors([{"match": ".*kernel"}, {"match": "head"}], paths)
-    optimizer = make(0.1, groups=[{"match": "three/.*"}])
-    with pytest.raises(ValueError, match=r"match='three/.*' .nearest: "):
-        optimizer.build(weights())
-    assert set(NAMED_GROUPS) == {"experts", "router", "head", "kernels", "rest"}
 
 
 # Their settings
@@ -252,8 +224,7 @@ def test_a_compiled_model_keeps_its_groups(tmp_path):
 def test_names_of_optimizers():
     assert optimizer_class("AdamW") is optimizer_class("adamw")
     assert optimizer_class("vitg_adafactor") is ViTGAdafactor
-    with pytest.raises(ValueError, match="received: optimizer='adamx'"):
-        optimizer_class("adamx")
+    assert set(NAMED_GROUPS) == {"experts", "router", "head", "kernels", "rest"}
 
 
 def reference(weight, gradients, axes, first_dtype, rate=0.1, momentum=0.9):
@@ -409,20 +380,3 @@ def test_state_is_saved_with_the_model(tmp_path):
         each.fit(images(), np.ones((8, 33)), shuffle=False, verbose=0)
     for one, other in zip(model.weights, again.weights, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [
-        {"min_dim_size_to_factor": 0},
-        {"beta_2_exponent": 0.0},
-        {"beta_2_cap": 1.0},
-        {"epsilon": 0.0},
-        {"momentum": -0.1},
-        {"peak_learning_rate": 0.0},
-    ],
-)
-def test_arguments_out_of_range_are_refused(argument):
-    ((name, value),) = argument.items()
-    with pytest.raises(ValueError, match=f"Expected .*; received: {name}={value}"):
-        ViTGAdafactor(**argument)

@@ -254,36 +254,3 @@ def test_tensorboard_names_the_package_that_it_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"keras_moe\[tensorboard\]"):
         training.RouterHealth(IMAGES[:4], tensorboard=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every=0"),
-        ({"unit": "batches"}, "unit='batches'"),
-        ({"training": 1}, "training=1"),
-        ({"min_entropy": 1.5}, "min_entropy=1.5"),
-        ({"max_dead": True}, "max_dead=True"),
-        ({"images": IMAGES[0]}, r"shape=\(16, 8, 2\)"),
-    ],
-)
-def test_health_checks_its_arguments(options, message):
-    with pytest.raises(ValueError, match=f"Expected .*received: {message}"):
-        training.RouterHealth(**{"images": IMAGES, **options})
-
-
-def test_what_cannot_be_evaluated_is_refused():
-    with pytest.raises(ValueError, match=r"at least one evaluator; .*evaluators=\{\}"):
-        training.PeriodicEvaluation({})
-    with pytest.raises(ValueError, match="received: few_shot=3"):
-        training.PeriodicEvaluation({"few_shot": 3})
-    evaluation = training.PeriodicEvaluation({"bad": lambda model: {"x": "much"}})
-    with pytest.raises(ValueError, match="evaluator 'bad'; received: x='much'"):
-        evaluation.measure()
-    dense = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match=r"with features; received: Sequential"):
-        training.FewShot((IMAGES, [0] * 8), (IMAGES, [0] * 8))(dense)
-    health = training.RouterHealth(IMAGES)
-    health.set_model(dense)
-    with pytest.raises(ValueError, match=r"with MoE blocks.*received: Sequential"):
-        health.measure()

@@ -246,60 +246,6 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     assert end >= start
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_experts": 0}, "num_experts=0"),
-        ({"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
-        ({"noise": -1.0}, "noise=-1.0"),
-        ({"router": "hash"}, "router='hash'"),
-        ({"moe_layers": []}, "moe_layers="),
-        ({"moe_layers": [9]}, "moe_layers="),
-        ({"hidden_dim": 8}, "hidden_dim=8"),
-        ({"expert_mlp_dim": 8}, "expert_mlp_dim=8"),
-        ({"images": images(0, 16, 8, 3)}, r"at least one.*\(0, 16, 8, 3\)"),
-        ({"images": images(2, 8, 8, 3)}, r"\(B, 16, 8, 3\).*\(2, 8, 8, 3\)"),
-        ({"images": 3}, r"images\.shape=\(\)"),
-        ({"preset": "limoe"}, "preset='limoe'"),
-        ({"preset": "clip_up", "router": "soft"}, "router='soft'"),
-        ({"normalize_gates": "never"}, "normalize_gates='never'"),
-        ({"carry_optimizer": True}, "without an optimizer"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        training.upcycle(MAKERS["vit"]().backbone, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MAKERS["vit"](moe_layers=[1], num_experts=2), "block_1"),
-        (lambda: with_lora(MAKERS["vit"]()), "lora_enabled=True"),
-        (lambda: quantized(MAKERS["vit"]()), "quantization_mode='int8'"),
-        (
-            lambda: keras.Sequential([keras.layers.Dense(2)]),
-            "a model with one of .*'ViTBackbone'.*received: Sequential",
-        ),
-        (lambda: "vmoe_b32", "a model with one of .*received: vmoe_b32"),
-        (lambda: None, "a model with one of .*received: NoneType"),
-    ],
-)
-def test_models_that_cannot_be_upcycled_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        training.upcycle(make())
-
-
-def with_lora(model):
-    model.enable_lora(2)
-    return model
-
-
-def quantized(model):
-    model.quantize("int8")
-    return model
-
-
 def test_the_report_prints_and_is_plain_data():
     import json
 

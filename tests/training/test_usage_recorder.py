@@ -99,29 +99,3 @@ def test_routing_is_that_of_training():
         totals.append(recorder.usage.blocks["block_1"].tokens.sum())
     assert totals[0] == 6 * 9 * 2
     assert totals[1] < 0.7 * totals[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"inputs": np.zeros((0, 16, 8, 2))}, r"lengths \[0\]"),
-        ({"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
-        ({"group_names": ["a"]}, "group_names=None without groups"),
-        ({"every": 5, "last": 4}, "last=4"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"unit": "days"}, "unit='days'"),
-        ({"training": 1}, "training=1"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        UsageRecorder(**{"inputs": images(*SHAPE), **arguments})
-
-
-def test_nothing_counted_and_nothing_to_count_are_errors():
-    recorder = UsageRecorder(images(*SHAPE))
-    with pytest.raises(ValueError, match="at least one usage"):
-        _ = recorder.usage
-    recorder.set_model(classifier(moe_layers=None))
-    with pytest.raises(ValueError, match="model with MoE blocks"):
-        recorder.measure()

@@ -1,0 +1,352 @@
+"""What models and their parts refuse, and that the error names the value."""
+
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.layers import MLP, EncoderBlock, MuMoE, SelfAttention
+from keras_moe.losses import SigmoidContrastiveLoss
+from keras_moe.models import (
+    ContrastiveAccuracy,
+    ContrastiveModel,
+    ImagePreprocessor,
+    MixerBackbone,
+    ModelCard,
+    TextBackbone,
+    TextTokenizer,
+    ViTBackbone,
+    ViTImageClassifier,
+)
+from keras_moe.models.overrides import updated_moe
+from keras_moe.training import upcycle
+from tests.pair_models import IDS, IMAGE, IMAGES, MOE, PAIRS, TEXT, TEXTS, clip, limoe
+from tests.refusals import check_refused, named_values
+from tests.small_models import SMALL, images, small_tokenizer
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
+NAN = float("nan")
+HEAD = MuMoE(3, 4, rank=5)
+EDITED = MuMoE(7, 4, rank=5, edited_outputs=(2,))
+UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
+BY_MODALITY = {"auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7}}}}
+PROJECTED = {**TEXT, "projection_dim": 5}
+EMPTY = {**TEXTS, "padding_mask": np.zeros(IDS.shape, bool)}
+RESULT = models.CardResult
+
+
+def digits(**arguments):
+    defaults = {"preset": "vmoe_digits", "load_weights": False}
+    return models.from_preset(**{**defaults, **arguments})
+
+
+def mixer(**arguments):
+    return MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8, **arguments})
+
+
+def dense_mixer():
+    return mixer(moe_layers=None)
+
+
+def classifier(num_classes=3, **head):
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
+    body = {name: head.pop(name) for name in list(head) if "norm_bias" in name}
+    backbone = ViTBackbone.from_config({**sizes, **body})
+    return ViTImageClassifier(backbone, num_classes, **head)
+
+
+def pairs_model():
+    return ContrastiveModel(clip())
+
+
+MAKERS = {
+    "digits": digits,
+    "describe": lambda **kw: models.describe(**{"preset": "vmoe_digits", **kw}),
+    "ViT": lambda **kw: ViTBackbone.from_config({**SMALL, **kw}),
+    "ViT(...)": ViTBackbone,
+    "mixer": mixer,
+    "mixer_s32": lambda **kw: models.from_preset("mixer_s32", **kw),
+    "muMoE": lambda **kw: mixer(**{"router": "mumoe", **kw}),
+    "MoE++": lambda **kw: ViTBackbone.from_config(
+        {**SMALL, "zero_experts": 1, "copy_experts": 1, **kw}
+    ),
+    "text": lambda **kw: TextBackbone.from_config({**TEXT, "projection_dim": 4, **kw}),
+    "classifier": classifier,
+    "preprocessor": lambda **kw: ImagePreprocessor(**{"image_shape": (8, 8, 3), **kw}),
+    "card": ModelCard,
+    "tokenizer": lambda **kw: TextTokenizer(
+        **{"tokenizer": small_tokenizer().tokenizer, **kw}
+    ),
+    "block": lambda **kw: EncoderBlock(SelfAttention(2, 4), MLP(8), **kw),
+    "clip": clip,
+    "limoe": limoe,
+    "contrastive accuracy": ContrastiveAccuracy,
+    "overrides": lambda **kw: updated_moe(None, kw),
+    "call": lambda call: call(),
+}
+
+# The message names argument and value.
+BAD_VALUES = {
+    "digits": {
+        "task": ["segmenter"],
+        "num_classes": [0],
+        "image_shape": [(16, 16), 8, (16.0, 16.0, 1), "16", (16, None, 1)],
+        "patch_size": [4.0, "4"],
+        "hidden_dim": ["64"],
+        "num_layers": [0, 200_000],
+        "num_heads": [0, 3],
+        "class_token": [2],
+        "final_norm": ["no"],
+        "position_embedding": ["rotary"],
+        "moe_layers": [[4], [-1], [1, 1], 5],
+        "num_experts": [0],
+        "num_selected_experts": [1.5],
+        "capacity_factor": [0, "1"],
+        "capacity_multiple_of": [2.5],
+        "examples_per_group": [0, 1.5],
+    },
+    "describe": {"num_classes": [-5]},
+    "ViT": {
+        "router": ["hash"],
+        "eval_capacity": [0],
+        "evaluation": ["paper"],
+        "expert_use_bias": [1],
+        "shared_expert_initialization": ["no"],
+        "slots": [3],
+        "auxiliary_losses": ["all"],
+        "seed": [1.5, -1, "x", True],
+        "rematerialize": ["full"],
+        "stochastic_depth": [1.0, NAN],
+    },
+    "ViT(...)": {"num_experts": [8], "num_layer": [8]},
+    "mixer": {
+        "token_mlp_dim": [0],
+        "num_heads": [2],
+        "stochastic_depth": [-0.1],
+        "token_mixer": ["moe"],
+    },
+    "muMoE": {"rank": [0], "ranks": [2]},
+    "MoE++": {
+        "num_experts": [0],
+        "tau": [0.0],
+        "zero_experts": [-1],
+        "gating_residual": ["yes"],
+        "moe_layers": [[2]],
+        "gated_experts": [1],
+        "eval_capacity": [2],
+    },
+    "text": {
+        "pooling": ["middle", None],
+        "end_of_text_id": [20],
+        "vocabulary_size": [0],
+        "max_length": [0],
+        "num_heads": [3],
+        "causal": [1],
+        "mask_padding": [None],
+        "projection_dim": [0],
+        "final_norm": [0],
+    },
+    "classifier": {
+        "head": ["mumoe"],
+        "head_bias": ["log"],
+        "output_activation": ["relu"],
+        "dropout": [-1.0],
+        "pooling": ["max"],
+        "poolin": ["map"],
+    },
+    "preprocessor": {
+        "image_shape": [(8, 8)],
+        "mean": [[0.5, 0.5], "x"],
+        "std": [0, NAN],
+        "interpolation": ["lanczos"],
+        "antialias": [1],
+        "center_crop": [0, 1.2],
+        "class_names": ["cat", [1, 2]],
+    },
+    "card": {"picture": ["missing.png"]},
+    "tokenizer": {
+        "tokenizer": ["clip"],
+        "max_length": [0],
+        "start_id": [-1, 10**9],
+        "end_id": [530],
+        "padding_id": [None],
+        "lower_case": [1],
+    },
+    "block": {
+        "stochastic_depth": [-0.1, 1.0, NAN, "0.1", True],
+        "layer_scale_initial_value": [0],
+    },
+    "clip": {"temperature": ["hot"], "num_experts": [4]},
+    "limoe": {"num_heads": [3], "projection_dim": [0]},
+    "contrastive accuracy": {"chunk_size": [0]},
+    "overrides": {"experts": [3]},
+}
+
+# Values that do not fit together, and errors that say more.
+OTHERS = [
+    ("digits", {"preset": "vmoe_b23"}, "nearest: vmoe_b"),
+    ("digits", {"preset": "resnet"}, "known: .*vmoe_b32"),
+    ("digits", {"preset": 3}, "received: 3"),
+    ("digits", {"num_expert": 8}, "num_expert=8 .nearest: num_experts"),
+    ("digits", {"task": "image_classifier"}, "num_classes=None"),
+    ("digits", {"task": "backbone", "num_classes": 10}, "num_classes=10"),
+    ("digits", {"num_classes": 10, "backbone": "b16"}, "backbone='b16'"),
+    ("digits", {"patch_size": 5}, r"patch_size=\(5, 5\)"),
+    ("digits", {"num_layers": 10**12, "moe_layers": [1]}, "<= 1000; .*=1000000000000"),
+    ("digits", {"num_experts": 2, "num_selected_experts": 3}, "_experts=3"),
+    ("digits", {"moe_layers": "every_9"}, "'every_9'"),
+    ("digits", {"moe_layers": "last_3"}, "'last_3'"),
+    ("digits", {"moe_layers": "some"}, "'some'"),
+    ("digits", {"moe_layers": [1.7]}, "moe_layers=1.7"),
+    ("digits", {"moe_layers": [True]}, "moe_layers=True"),
+    ("digits", {"moe_layers": None, "num_experts": 0}, "num_experts=0"),
+    ("digits", {"moe_layers": None, "auxiliary_losses": {"bogus": 1}}, "'bogus'"),
+    ("digits", {"dropout_rate": 1.5}, "=1.5"),
+    ("digits", {"activation": lambda x: x}, "lambda"),
+    ("ViT(...)", {"num_layer": 8}, "nearest: num_layers"),
+    ("ViT", {"router": "soft", "eval_capacity_factor": 1.0}, "capacity_factor=1.0"),
+    ("ViT", {"router": "soft", "eval_capacity": 3}, "eval_capacity=3"),
+    ("ViT", {"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
+    ("ViT", {"router": "soft", "num_modalities": 2}, "SoftRouter.*num_modalities=2"),
+    ("ViT", {"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
+    ("ViT", {"moe": {"router": "mumoe", "eval_capacity": 3}}, "MuMoEConfig; .*city=3"),
+    ("ViT", {"evaluation": "official", "eval_capacity_factor": 0}, "_factor=0"),
+    ("ViT", {"eval_capacity": 2, "eval_capacity_factor": 1.0}, "=2, .*_factor=1.0"),
+    ("ViT", {"router": {"num_slots": 3}}, "the router's 'name'"),
+    ("ViT", {"router": {"name": "soft", "num_experts": 2}}, "num_experts=2"),
+    ("mixer", {"token_mixer": "mumoe", "router": "soft"}, "router=.*'soft'"),
+    ("mixer_s32", {"pooling": "map", "num_classes": 2}, "pooling='map'"),
+    ("mixer_s32", {"pooling": "class_token", "num_classes": 2}, "class_token=False"),
+    ("muMoE", {"moe": {"router": "mumoe", "gating_residual": True}}, "MuMoEConfig;"),
+    ("MoE++", {"router": "soft"}, "router='soft'"),
+    ("MoE++", {"router": "softmax_expert_choice", "zero_experts": 0}, "choice'"),
+    ("text", {"pooling": "last", "end_of_text_id": 2}, "end_of_text_id=2"),
+    ("text", {"pooling": "map", "end_of_text_id": 2}, "end_of_text_id=2"),
+    ("text", {"projection_dim": None, "projection_bias": True}, "projection_dim=None"),
+    ("text", {**MOE, "expert_pools": [[0, 1], [1, 2]]}, r"\[\[0, 1\], \[1, 2\]\]"),
+    ("text", {**MOE, "expert_pools": [[0, 1], []]}, r"at least one expert.*\[\]"),
+    ("text", {**MOE, "expert_pools": [[0], [1, 2, 3]]}, r"\[\[0\], \[1, 2, 3\]\]"),
+    ("classifier", {"output_activation": "sigmoid"}, "multi_label=False"),
+    ("classifier", {"num_classes": 4, "head": HEAD}, "units=3"),
+    ("classifier", {"head": MLP(8)}, "MuMoE"),
+    ("classifier", {"head": {"experts": 4}}, "experts=4"),
+    ("classifier", {"head_position": "penultimate"}, "head=None"),
+    ("classifier", {"head": HEAD, "head_position": "last"}, "head_position='last'"),
+    ("classifier", {"head": HEAD, "head_bias": -10.0}, "head_bias=-10.0"),
+    ("classifier", {"head": EDITED, "head_position": "penultimate"}, r"=\(2,\)"),
+    ("classifier", {"pooling": "first"}, "class_token=True"),
+    ("classifier", {"pooling": "average", "pooling_query_key_norm": True}, "average"),
+    ("classifier", {"pooling": "map", "pooling_query_key_norm": 1}, "key_norm=1"),
+    ("classifier", {"pooling": "map", "query_key_norm_bias": True}, "norm=False"),
+    ("card", {"license": 3}, "license to be a string; received: 3"),
+    ("card", {"tags": "vision"}, "list of strings; received: 'vision'"),
+    ("card", {"results": [("accuracy", 1.0)]}, "CardResult"),
+    ("card", {"results": [RESULT("a", "b", "c")]}, "with finite numbers"),
+    ("card", {"results": [RESULT("a", None, "c")]}, "with finite numbers"),
+    ("card", {"results": [RESULT("a", True, "c")]}, "with finite numbers"),
+    ("card", {"results": [RESULT("a", NAN, "c")]}, "with finite numbers"),
+    ("card", {"picture": __file__}, "ends in one of"),
+    ("tokenizer", {"max_length": 2, "start_id": 1, "end_id": 2}, "max_length=2"),
+    ("clip", {"projection_dim": None, "text": PROJECTED}, "one size"),
+    ("clip", {"text": PROJECTED}, "that of the pair, 4"),
+    ("clip", {"num_experts": 4}, "in the config of a tower"),
+    ("clip", {"image": {**IMAGE, "dtype": "float16"}}, "dtype"),
+    ("clip", {"text": {**TEXT, **MOE, "num_modalities": 2}}, "the tower text"),
+    ("clip", {"text": {**TEXT, **MOE, **BY_MODALITY}}, "of one modality"),
+    ("clip", {"temperature": {"scale": -1.0}}, "scale > 0"),
+    ("clip", {"temperature": {"scale": 200.0, "largest_scale": 100.0}}, "at most"),
+    ("clip", {"image_pooling": "last"}, "pooling"),
+    ("clip", {"image": 3}, "Expected image to be a dict"),
+    ("limoe", {"moe": {"router": "soft", "auxiliary_losses": None}}, "soft routing"),
+    ("limoe", {"moe": {"num_modalities": 3}}, "2 modalities"),
+    ("limoe", {"moe": {"auxiliary_losses": UNKNOWN}}, "modalit"),
+    ("limoe", {"moe": {"expert_pools": [[0, 1], [1, 2]]}}, "expert_pools"),
+    ("overrides", {"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
+]
+
+CALLS = [
+    (lambda: ViTBackbone.from_preset("vmoe_digits", num_expert=8), "nearest: num_exp"),
+    (lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1), "MuMoEConfig; rec"),
+    (lambda: upcycle(dense_mixer(), 1, router="mumoe"), "num_experts=1"),
+    (
+        lambda: upcycle(dense_mixer(), 4, router="mumoe", use_bias=False, rank=4),
+        "use_bias=False",
+    ),
+    (lambda: classifier().with_logit_offsets(1, np.ones(4)), "head=None"),
+    (lambda: small_tokenizer(vocabulary_size=514), "vocabulary_size=514"),
+    (lambda: small_tokenizer()(["a cat", "a \ud800"]), r"surrogates; .*captions\[1\]"),
+    (lambda: TextTokenizer.trained(["a b"], 600), "several letters"),
+    # Models of pairs
+    (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "none of .*mask"),
+    (lambda: clip().predict(TEXTS), r"encoder\('text'\) takes texts alone"),
+    (lambda: clip().encoder("sound"), "received: modality='sound'"),
+    (lambda: pairs_model().encode_text(EMPTY), "a token that is no padding"),
+    (lambda: pairs_model().encode_text(["a cat"]), "TextTokenizer for its prepr"),
+    (lambda: pairs_model().encode_images(None), "received: NoneType"),
+    (lambda: pairs_model().compile(loss="mse"), "Expected a ContrastiveLoss"),
+    (lambda: pairs_model().compile(metrics=["accuracy"]), "metrics of embeddings"),
+    (
+        lambda: pairs_model().compile(weighted_metrics=["accuracy"]),
+        "Expected metrics of embeddings",
+    ),
+    (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss()), r"\['logit_bias'"),
+    (lambda: pairs_model().fit(PAIRS, np.zeros(3)), "y of ndarray"),
+    (lambda: pairs_model().predict(IMAGES), "an array of shape"),
+    (
+        lambda: pairs_model().similarity(np.ones((2, 3)), np.ones((2, 4))),
+        "embeddings of one size",
+    ),
+    (lambda: ContrastiveModel(clip(), small_tokenizer()), "vocabulary_size"),
+    (lambda: ContrastiveModel(clip(), 3), "TextTokenizer or None"),
+    (lambda: ContrastiveModel(clip(), nope=3), "nope"),
+    (
+        lambda: ContrastiveModel(clip(), None, ImagePreprocessor((9, 9, 3))),
+        "preprocessor of image_shape=",
+    ),
+    (lambda: ContrastiveModel(ViTBackbone(**IMAGE)), "CLIPBackbone or a LIMoEBack"),
+]
+
+
+@pytest.mark.parametrize(
+    ("maker", "arguments", "message"),
+    [
+        *named_values(BAD_VALUES),
+        *OTHERS,
+        *(("call", {"call": call}, message) for call, message in CALLS),
+    ],
+)
+def test_bad_arguments_are_refused(maker, arguments, message):
+    check_refused(MAKERS[maker], arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": IDS + 1}, "vocabulary_size - 1 = 19; received: 20"),
+        ({"images": IMAGES[:2]}, "as many images as texts"),
+        ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
+        ({k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()}, "max_length=6"),
+        ({"token_ids": IDS.astype("float32")}, "integers"),
+        ({"image_ids": np.arange(3)}, r"alone; received: \['image_ids'\]"),
+        ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
+        ({"padding_mask": EMPTY["padding_mask"]}, "a token that is no padding"),
+    ],
+)
+@pytest.mark.parametrize("make", [clip, limoe, pairs_model])
+def test_bad_pairs_are_refused(make, changes, message):
+    inputs = {"x": {**PAIRS, **changes}, "verbose": 0}
+    check_refused(make().predict, inputs, message)
+
+
+def test_a_dense_model_has_no_router_arguments():
+    dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
+    with pytest.raises(ValueError, match="ViTBackbone without"):
+        dense.with_router_arguments(normalize_gates="after")
+
+
+@pytest.mark.parametrize("preset", ["vmoe_b32", "mixer_b16", "mumoe_mixer_s16_cp"])
+def test_describe_refuses_more_layers_than_it_can_count_in_seconds(preset):
+    for moe_layers in (None, "every_2", [0]):
+        with pytest.raises(ValueError, match=r"<= 1000; received: num_layers=2\d+"):
+            models.describe(preset, num_layers=200_000, moe_layers=moe_layers)

@@ -1,0 +1,213 @@
+"""Options of all blocks: layer scale, stochastic depth, and rematerialization."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.layers import MLP, EncoderBlock, SelfAttention
+from tests.calls import call
+from tests.small_models import ONE_BLOCK, SMALL
+
+to_numpy = keras.ops.convert_to_numpy
+SIZES = {"hidden_dim": 8, "num_layers": 2, "mlp_dim": 12, "seed": 0}
+IMAGES = {"image_shape": (8, 8, 3), "patch_size": 4}
+TEXTS = {"vocabulary_size": 20, "max_length": 5}
+HEADS = {"num_heads": 2}
+MOE = {"moe_layers": [1], "num_experts": 4, "router": "softmax_token_choice"}
+MAKERS = {
+    "vit": lambda **kw: models.ViTBackbone(**{**IMAGES, **SIZES, **HEADS, **kw}),
+    "mixer": lambda **kw: models.MixerBackbone(
+        **{**IMAGES, **SIZES, "token_mlp_dim": 6, **kw}
+    ),
+    "text": lambda **kw: models.TextBackbone(**{**TEXTS, **SIZES, **HEADS, **kw}),
+    "limoe": lambda **kw: models.LIMoEBackbone(
+        **{**IMAGES, **TEXTS, **SIZES, **HEADS, "projection_dim": 4, **kw}
+    ),
+    "clip": lambda **kw: models.CLIPBackbone(
+        image={**IMAGES, **SIZES, **HEADS, **kw},
+        text={**TEXTS, **SIZES, **HEADS, **kw},
+        projection_dim=4,
+    ),
+}
+
+
+def images(count, shape=IMAGES["image_shape"]):
+    return np.random.default_rng(0).normal(size=(count, *shape)).astype("float32")
+
+
+# Layer scale
+
+
+def scales(backbone):
+    return [w for w in backbone.weights if w.path.endswith("_scale/scale")]
+
+
+@pytest.mark.every_backend
+def test_layer_scale_by_hand():
+    block = EncoderBlock(
+        SelfAttention(2, 4), MLP(16), layer_scale_initial_value=0.5, name="block"
+    )
+    tokens = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
+    block(tokens)
+    mixer = np.linspace(-1.0, 1.0, 8, dtype="float32")
+    mlp = np.linspace(2.0, 0.0, 8, dtype="float32")
+    block.mixer_scale.scale.assign(mixer)
+    block.feed_forward_scale.scale.assign(mlp)
+    mixed = tokens + mixer * to_numpy(block.token_mixer(block.mixer_norm(tokens)))
+    branch = to_numpy(block.feed_forward(block.feed_forward_norm(mixed)))
+    np.testing.assert_allclose(to_numpy(block(tokens)), mixed + mlp * branch, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_backbone_takes_layer_scale(kind):
+    assert scales(MAKERS[kind]()) == []
+    backbone = MAKERS[kind](layer_scale_initial_value=0.1, moe=MOE)
+    assert len(scales(backbone)) == 2 * 2 * (2 if kind == "clip" else 1)
+    for weight in scales(backbone):
+        np.testing.assert_array_equal(to_numpy(weight), np.full(8, 0.1, "float32"))
+    again = type(backbone).from_config(backbone.get_config())
+    assert again.get_config() == backbone.get_config()
+    assert [w.path for w in again.weights] == [w.path for w in backbone.weights]
+    count = sum(int(np.prod(w.shape)) for w in backbone.trainable_weights)
+    assert backbone.describe().parameters == count
+
+
+@pytest.mark.every_backend
+def test_layer_scale_trains_and_is_saved(tmp_path):
+    backbone = MAKERS["vit"](layer_scale_initial_value=1e-2, moe=MOE)
+    model = models.ViTImageClassifier(backbone, 3)
+    model.compile(keras.optimizers.Adam(1e-2))
+    model.fit(images(6), np.arange(6) % 3, epochs=2, verbose=0)
+    for weight in scales(backbone):
+        assert np.abs(to_numpy(weight) - 1e-2).min() > 0
+    model.save_to_preset(tmp_path / "preset")
+    loaded = models.from_preset(tmp_path / "preset")
+    for weight, saved in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(weight), to_numpy(saved))
+
+
+# Stochastic depth
+
+B, N, D = 3000, 2, 3
+RATE = 0.3
+
+
+class Constant(keras.layers.Layer):
+    """A branch whose presence shows in the sum."""
+
+    def __init__(self, value, **kwargs):
+        super().__init__(**kwargs)
+        self.value = value
+
+    def call(self, tokens, training=None):
+        return self.value + 0.0 * tokens
+
+
+def deep_block(**kwargs):
+    kwargs = {"stochastic_depth": RATE, "seed": 5, **kwargs}
+    return EncoderBlock(Constant(1.0), Constant(10.0), **kwargs)
+
+
+def branches(layer, training=True):
+    """The sum of the two branches for each example, (B, N, D)."""
+    tokens = np.random.default_rng(0).normal(size=(B, N, D)).astype("float32")
+    return to_numpy(call(layer, tokens, training=training)) - tokens
+
+
+def test_whole_examples_are_dropped_and_the_others_scaled():
+    added = branches(deep_block())
+    np.testing.assert_allclose(added, added[:, :1, :1] + np.zeros((N, D)), atol=1e-5)
+    kept = added[:, 0, 0] * (1 - RATE)
+    first, second = np.round(kept) % 10 == 1, np.round(kept) >= 10
+    np.testing.assert_allclose(kept, 1.0 * first + 10.0 * second, atol=1e-4)
+    # Four standard deviations of a frequency over B examples.
+    for actual, expected in (
+        (first.mean(), 1 - RATE),
+        (second.mean(), 1 - RATE),
+        ((first & second).mean(), (1 - RATE) ** 2),
+    ):
+        assert abs(actual - expected) < 4 * np.sqrt(expected * (1 - expected) / B)
+    inference = branches(deep_block(), training=False)
+    np.testing.assert_allclose(inference, 11.0, rtol=1e-5)
+
+
+@pytest.mark.every_backend
+def test_draws_follow_from_the_seed_and_move_on():
+    layer = deep_block()
+    first = branches(layer)
+    assert np.abs(branches(layer) - first).max() > 1
+    np.testing.assert_array_equal(branches(deep_block()), first)
+    assert np.abs(branches(deep_block(seed=6)) - first).max() > 1
+
+
+@pytest.mark.parametrize("name", ["vit", "mixer"])
+def test_rates_rise_on_a_line_and_round_trip(name, tmp_path):
+    backbone = MAKERS[name](num_layers=5, stochastic_depth=0.2, seed=7, moe=MOE)
+    config = json.loads(json.dumps(backbone.get_config()))
+    backbone.save_to_preset(tmp_path / "preset")
+    loaded = models.from_preset(str(tmp_path / "preset"))
+    for again in (backbone, type(backbone).from_config(config), loaded):
+        blocks = [again.get_layer(f"block_{index}") for index in range(5)]
+        rates = [block.stochastic_depth for block in blocks]
+        np.testing.assert_allclose(rates, [0.0, 0.05, 0.1, 0.15, 0.2])
+        assert [block.depth_layer.rate for block in blocks] == rates
+    # No two sites of a model draw alike.
+    dropouts = (keras.layers.Dropout,)
+    layers = [x for x in backbone._flatten_layers() if isinstance(x, dropouts)]
+    assert len({layer.seed for layer in layers}) == len(layers)
+    plain = MAKERS[name](num_layers=5, seed=7, moe=MOE)
+    assert plain.get_config()["stochastic_depth"] == 0.0
+    assert models.describe(plain).parts == models.describe(backbone).parts
+    only = MAKERS[name](num_layers=1, stochastic_depth=0.5)
+    assert only.get_layer("block_0").stochastic_depth == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_a_last_batch_may_be_smaller(dtype):
+    """In `fit`, where the number of examples is not known beforehand."""
+    model = keras.Sequential([keras.Input((N, D)), deep_block(dtype=dtype)])
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+    history = model.fit(np.ones((5, N, D)), np.ones((5, N, 1)), batch_size=2, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+
+
+# Rematerialization
+
+
+def fitted(rematerialize):
+    """The losses and variables of a short training."""
+    keras.utils.set_random_seed(0)
+    random = ("dropout_rate", "attention_dropout", "expert_dropout")
+    options = {**dict.fromkeys(random, 0.1), "stochastic_depth": 0.5, "seed": 3}
+    losses = {"auxiliary_losses": {"importance": 1.0, "load": 1.0}}
+    backbone = models.ViTBackbone.from_config(
+        {**SMALL, **ONE_BLOCK, **options, **losses, "rematerialize": rematerialize}
+    )
+    model = models.ViTImageClassifier(backbone, 3)
+    model.compile(optimizer=keras.optimizers.SGD(0.05))
+    x, y = images(8, SMALL["image_shape"]), np.arange(8) % 3
+    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    weights = [to_numpy(weight) for weight in model.variables]
+    return history.history["loss"], weights
+
+
+def test_rematerialized_training_with_auxiliary_losses_is_the_plain_one():
+    (plain_losses, plain_weights), (losses, weights) = map(fitted, (False, True))
+    # The task's is log(3) at first: the auxiliary losses are in it.
+    assert plain_losses[0] > 1.15
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
+    for a, b in zip(plain_weights, weights):
+        np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit", "mixer", "text"])
+def test_rematerialize_reaches_every_block_and_round_trips(name):
+    backbone = MAKERS[name](rematerialize=True, moe=MOE)
+    for model in (backbone, type(backbone).from_config(backbone.get_config())):
+        blocks = [model.get_layer(f"block_{index}") for index in range(2)]
+        assert [block.rematerialize for block in blocks] == [True, True]
+    assert MAKERS[name]().get_layer("block_0").rematerialize is False

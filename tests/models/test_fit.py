@@ -1,0 +1,341 @@
+"""`compile`, `fit` and `predict`: losses, data of every kind, announcements."""
+
+import time
+
+import grain
+import keras
+import keras_hub
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from keras import losses, ops
+
+from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.models import ViTBackbone, ViTImageClassifier, compilation
+from tests.small_models import SMALL, images
+
+IMAGES = images(6, *SMALL["image_shape"])
+SPARSE = np.array([0, 1, 2, 0, 1, 2], "int32")
+ONE_HOT = np.eye(3, dtype="float32")[SPARSE]
+BATCHES = [(IMAGES[i : i + 2], SPARSE[i : i + 2]) for i in (0, 2, 4)]
+
+
+def classifier(num_classes=3, cls=ViTImageClassifier, **kwargs):
+    config = {**SMALL, "moe_layers": None, "num_layers": 1, "seed": 0}
+    model = cls(ViTBackbone.from_config(config), num_classes, **kwargs)
+    model.compile(keras.optimizers.SGD(0.0))
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(op_by_op):
+    """A model of each kind of labels and outputs, which the tests compile anew."""
+    keras.utils.set_random_seed(0)
+    classifiers = {
+        "logits": classifier(),
+        "softmax": classifier(output_activation="softmax"),
+        "multi_label": classifier(multi_label=True),
+    }
+    for model in classifiers.values():
+        model.output_dense.kernel.assign(images(16, 3))
+    return classifiers
+
+
+# Losses
+
+
+class Own(losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def own_sparse(y_true, y_pred):
+    return -ops.take_along_axis(
+        ops.log_softmax(y_pred), ops.reshape(ops.cast(y_true, "int32"), (-1, 1)), 1
+    )
+
+
+CASES = [
+    ("logits", "auto", SPARSE),
+    ("logits", "sparse_categorical_crossentropy", SPARSE),
+    ("logits", "categorical_crossentropy", ONE_HOT),
+    ("logits", "CategoricalCrossentropy", ONE_HOT),
+    ("logits", losses.categorical_crossentropy, ONE_HOT),
+    ("logits", losses.CategoricalFocalCrossentropy(from_logits=True), ONE_HOT),
+    ("logits", SigmoidCrossentropy(from_logits=True), ONE_HOT),
+    ("logits", ["categorical_crossentropy"], ONE_HOT),
+    ("logits", Own(), ONE_HOT),
+    ("logits", own_sparse, SPARSE),
+    ("softmax", "categorical_crossentropy", ONE_HOT),
+    ("multi_label", "auto", ONE_HOT),
+    ("multi_label", "binary_crossentropy", ONE_HOT),
+    ("multi_label", losses.BinaryFocalCrossentropy(from_logits=True), ONE_HOT),
+    ("multi_label", Own(), ONE_HOT),
+]
+
+
+@pytest.mark.parametrize(("kind", "loss", "labels"), CASES)
+def test_metrics_follow_the_loss(models, kind, loss, labels):
+    model = models[kind]
+    model.compile("sgd", loss)
+    model.optimizer.learning_rate.assign(0.0)
+    history = model.fit(IMAGES, labels, verbose=0).history
+    outputs = model.predict(IMAGES, verbose=0)
+    if kind == "multi_label":
+        name, measure = "auc", keras.metrics.AUC(curve="PR", from_logits=True)
+        measure.update_state(ONE_HOT, outputs)
+        expected = float(measure.result())
+    else:
+        name, expected = "accuracy", np.mean(outputs.argmax(-1) == SPARSE)
+    assert set(history) == {"loss", name}
+    assert history[name] == [pytest.approx(expected, abs=1e-6)]
+
+
+@pytest.mark.parametrize("kind", ["logits", "softmax"])
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("categorical_crossentropy", ONE_HOT),
+        ("sparse_categorical_crossentropy", SPARSE),
+        ("SparseCategoricalCrossentropy", SPARSE),
+    ],
+)
+def test_a_crossentropy_by_name_reads_the_outputs(models, kind, name, labels):
+    model = models[kind]
+    model.compile("sgd", name, metrics=None)
+    outputs = model.predict(IMAGES, verbose=0)
+    if kind == "logits":
+        outputs = ops.convert_to_numpy(ops.softmax(outputs))
+    expected = -np.mean(np.log(outputs[np.arange(6), SPARSE]))
+    actual = model.evaluate(IMAGES, labels, verbose=0, return_dict=True)
+    assert actual == {"loss": pytest.approx(expected, rel=1e-4)}
+
+
+def test_a_loss_of_probabilities_on_logits_warns(models):
+    with pytest.warns(UserWarning, match="outputs are logits"):
+        models["logits"].compile("sgd", losses.CategoricalCrossentropy())
+    with pytest.warns(UserWarning, match="outputs are probabilities"):
+        models["softmax"].compile("sgd", losses.CategoricalCrossentropy(True))
+
+
+def test_one_output_counts_decisions(op_by_op):
+    model = classifier(num_classes=1)
+    model.output_dense.kernel.assign(images(16, 1))
+    model.compile("sgd", "binary_crossentropy")
+    labels = np.array([[0], [1], [0], [1], [1], [0]], "float32")
+    actual = model.evaluate(IMAGES, labels, verbose=0, return_dict=True)
+    decisions = model.predict(IMAGES, verbose=0) > 0
+    assert actual["accuracy"] == pytest.approx(np.mean(decisions == labels))
+
+
+def test_settings_of_training_are_copied(models):
+    models["logits"].compile("sgd", "categorical_crossentropy")
+    again = models["logits"].copy()
+    assert isinstance(again.loss, losses.CategoricalCrossentropy)
+    assert again.loss.from_logits
+
+
+# Data
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return BATCHES[index]
+
+
+class Examples:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return IMAGES[index], SPARSE[index]
+
+
+def data_loader():
+    arrays = (torch.from_numpy(values) for values in (IMAGES, SPARSE))
+    dataset = torch.utils.data.TensorDataset(*arrays)
+    return torch.utils.data.DataLoader(dataset, batch_size=2)
+
+
+def grain_loader():
+    return grain.DataLoader(
+        data_source=Examples(),
+        sampler=grain.samplers.SequentialSampler(6, grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(2)],
+    )
+
+
+SOURCES = {
+    "PyDataset": Sequence,
+    "DataLoader": data_loader,
+    "generator": lambda: (batch for batch in BATCHES),
+    "tf.data": lambda: tf.data.Dataset.from_tensor_slices((IMAGES, SPARSE)).batch(2),
+    "grain.MapDataset": lambda: grain.MapDataset.source(Examples()).batch(2),
+    "grain.IterDataset": lambda: (
+        grain.MapDataset.source(Examples()).to_iter_dataset().batch(2)
+    ),
+    "grain.DataLoader": grain_loader,
+}
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_kind_of_data(models, name):
+    model = models["logits"]
+    model.compile(keras.optimizers.SGD(0.0))
+    expected = model.evaluate(IMAGES, SPARSE, batch_size=2, verbose=0)
+    outputs = model.predict(IMAGES, batch_size=2, verbose=0)
+    source = SOURCES[name]
+    # A generator is used up; Keras knows no length of it or of Grain's datasets.
+    history = model.fit(source(), validation_data=source(), verbose=0).history
+    assert history["loss"] == pytest.approx([expected[0]], rel=1e-5)
+    assert history["val_loss"] == pytest.approx([expected[0]], rel=1e-5)
+    assert model.evaluate(source(), verbose=0) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(
+        model.predict(source(), verbose=0), outputs, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_arrays_are_shuffled(op_by_op):
+    seen = []
+
+    class Recorded(ViTImageClassifier):
+        def compute_loss(self, x=None, y=None, *args, **kwargs):
+            seen.append(y)
+            return super().compute_loss(x, y, *args, **kwargs)
+
+    model = classifier(cls=Recorded)
+    model.compile(keras.optimizers.SGD(0.0), run_eagerly=True)
+    repeated = np.repeat(IMAGES, 5, axis=0), np.repeat(SPARSE, 5)
+    model.fit(*repeated, batch_size=30, verbose=0)
+    order = ops.convert_to_numpy(seen[-1]).ravel()
+    assert sorted(order) == sorted(repeated[1])
+    assert list(order) != list(repeated[1])
+
+
+def test_a_keras_hub_preprocessor_is_applied_and_no_other(models):
+    shape = SMALL["image_shape"][:2]
+    converter = keras_hub.layers.ImageConverter(image_size=shape, scale=2.0)
+    mine = classifier(
+        preprocessor=keras_hub.models.ImageClassifierPreprocessor(converter)
+    )
+    mine.set_weights(models["logits"].get_weights())
+    np.testing.assert_allclose(
+        mine.predict(IMAGES, verbose=0),
+        models["logits"].predict(2.0 * IMAGES, verbose=0),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    calls = []
+    object.__setattr__(mine, "_preprocessor", calls.append)
+    mine.fit(Sequence(), verbose=0)
+    mine.evaluate(IMAGES, SPARSE, verbose=0)
+    mine.predict(IMAGES, verbose=0)
+    mine.predict_on_batch(IMAGES)
+    assert calls == []
+
+
+# Steps
+
+
+class Weights(keras.callbacks.Callback):
+    """Reads weights in the middle of an epoch, as an evaluation does."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds, self.values = set(), []
+
+    def on_train_batch_end(self, batch, logs=None):
+        # JAX's trainer keeps the state of each step with the model, untracked.
+        if keras.backend.backend() == "jax":
+            self.kinds |= {type(x) for x in self.model._jax_state.values()}
+            self.model.jax_state_sync()
+        kernel = self.model.get_layer("predictions").kernel
+        self.values.append(ops.convert_to_numpy(kernel))
+
+
+@pytest.mark.every_backend
+def test_training_is_that_of_a_plain_model():
+    mine = classifier()
+    weights, histories, values = mine.get_weights(), [], []
+    options = {"epochs": 2, "shuffle": False, "verbose": 0}
+    for model in (mine, keras.Model(mine.input, mine.output)):
+        model.set_weights(weights)
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        callback = Weights()
+        history = model.fit(IMAGES, SPARSE, 2, callbacks=[callback], **options)
+        histories.append(history.history["loss"])
+        values.append(callback.values)
+        if model is mine and keras.backend.backend() == "jax":
+            assert callback.kinds == {list}
+    # TensorFlow compiles two programs, which may sum in another order.
+    tolerance = 1e-6 if keras.backend.backend() == "tensorflow" else 0
+    np.testing.assert_allclose(*histories, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(*values, rtol=tolerance, atol=tolerance)
+    assert len(np.unique(np.array(values[0])[:, 0, 0])) == 6
+
+
+# Announcements of a first step
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Steps that take long enough for the thread that writes the line."""
+    monkeypatch.setattr(compilation, "LEAST_SECONDS", 0.0)
+    step = ViTImageClassifier.train_step
+
+    def slow_step(self, *args):
+        time.sleep(0.1)
+        return step(self, *args)
+
+    monkeypatch.setattr(ViTImageClassifier, "train_step", slow_step)
+
+
+@pytest.mark.every_backend
+def test_first_steps_are_announced_once_on_stderr(slow, capsys):
+    model = classifier()
+    model.fit(IMAGES, SPARSE, batch_size=3, validation_data=(IMAGES, SPARSE))
+    output, errors = capsys.readouterr()
+    compiles = keras.backend.backend() != "torch"
+    assert errors.count("Compiling the first training step... ") == compiles
+    assert "Compiling" not in output
+    # The function itself is back in its place.
+    assert getattr(model.train_function, "__name__", "") != "first_step"
+    model.fit(IMAGES, SPARSE, batch_size=3)
+    assert "Compiling" not in capsys.readouterr().err
+
+
+@pytest.mark.every_backend
+def test_quiet_and_eager_models_say_nothing(slow, capsys):
+    model = classifier()
+    model.fit(IMAGES, SPARSE, 2, 1, 0)
+    model.evaluate(IMAGES, SPARSE, 2, 0)
+    model.predict(IMAGES, 2, 0)
+    model.compile("sgd", run_eagerly=True)
+    model.fit(IMAGES, SPARSE)
+    assert "Compiling" not in capsys.readouterr().err
+
+
+@pytest.mark.every_backend
+def test_a_failing_first_step_ends_its_line_and_leaves_the_model_usable(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(compilation, "LEAST_SECONDS", 0.0)
+    model = classifier()
+
+    def failing_step(self, *args):
+        time.sleep(0.1)
+        raise RuntimeError("broken step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "train_step", failing_step)
+        with pytest.raises(Exception, match="broken step"):
+            model.fit(IMAGES, SPARSE)
+    assert capsys.readouterr().err.count(" s\n") == (keras.backend.backend() != "torch")
+    model.make_train_function(force=True)
+    model.fit(IMAGES, SPARSE, verbose=0)

@@ -1,0 +1,388 @@
+"""What training refuses, and that the error names the value."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models, training
+from keras_moe.training import (
+    BestEpoch,
+    FewShot,
+    MeanAveragePrecision,
+    ModelConfig,
+    Monitor,
+    MultiLabel,
+    Objective,
+    PeriodicEvaluation,
+    PrecisionAt1,
+    RouterHealth,
+    UsageRecorder,
+    ViTGAdafactor,
+    cooldown_branch,
+    load_recipe,
+    optimizer_class,
+    register_objective,
+    train,
+    warmup_schedule,
+)
+from keras_moe.training.optimizers import group_factors
+from tests.pair_models import PAIRS, clip, limoe
+from tests.refusals import check_refused, named_values
+from tests.small_models import SMALL, images
+from tests.training.pair_folder import pair_recipe
+from tests.training.runs import linear_model, short_recipe
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+IMAGES, LABELS = images(6, *SMALL["image_shape"]), np.array([0, 1, 2, 0, 1, 2])
+WHOLE_RUN = {
+    "preset": "vmoe_digits",
+    "batch_size": 8,
+    "learning_rate": 0.1,
+    "steps": 1000,
+    "warmup_steps": 100,
+    "decay": "rsqrt",
+    "timescale": 50,
+    "cooldown_steps": 200,
+}
+BRANCHED = short_recipe(**WHOLE_RUN)
+COSINE = BRANCHED.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
+KERNELS = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
+
+
+def recipe(**settings):
+    needed = {"preset": "mumoe_mixer_s16_cp", "batch_size": 128, "learning_rate": 0.1}
+    return short_recipe(**{**needed, "epochs": 3, **settings})
+
+
+def vit(**changes):
+    sizes = {**SMALL, "image_shape": (16, 8, 3), "moe_layers": None, **changes}
+    return models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
+
+
+def with_lora():
+    model = vit()
+    model.enable_lora(2)
+    return model
+
+
+def quantized():
+    model = vit()
+    model.quantize("int8")
+    return model
+
+
+def plain_model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def measured(callback, model):
+    callback.set_model(model)
+    return callback.measure()
+
+
+class NoDataclass(Objective):
+    monitor = Monitor("val_loss", "min")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMonitor(Objective):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Most(Objective):
+    monitor = Monitor("val_loss", "most")
+
+
+MAKERS = {
+    "recipe": recipe,
+    "pairs": lambda **kw: pair_recipe("x", **kw),
+    "schedule": lambda **kw: warmup_schedule(
+        **{"peak": 0.1, "total_steps": 100, "warmup_steps": 10, **kw}
+    ),
+    "branch": cooldown_branch,
+    "Adafactor": ViTGAdafactor,
+    "optimizer": lambda **kw: optimizer_class("adamw")(0.1, **kw),
+    "groups": lambda **kw: group_factors([kw], KERNELS),
+    "best epoch": lambda **kw: BestEpoch("loss", **kw),
+    "multi-label": MultiLabel,
+    "recipe of labels": lambda **kw: recipe(objective={"name": "multi_label", **kw}),
+    "precision": lambda **kw: MeanAveragePrecision(**{"num_classes": 3, **kw}),
+    "health": lambda **kw: RouterHealth(**{"images": IMAGES, **kw}),
+    "usage": lambda **kw: UsageRecorder(**{"inputs": IMAGES, **kw}),
+    "upcycle": lambda **kw: training.upcycle(vit().backbone, **kw),
+    "upcycle CLIP": lambda **kw: training.upcycle(clip({}), **kw),
+    "upcycle LIMoE": lambda **kw: training.upcycle(limoe(None), **kw),
+    "load": lambda **kw: load_recipe("mumoe_digits", **kw),
+    "replace": lambda **kw: recipe().replace(**kw),
+    "call": lambda call: call(),
+}
+
+# The message names argument and value.
+BAD_VALUES = {
+    "recipe": {
+        "preset": [None],
+        "dtype": ["half"],
+        "seed": [None],
+        "batch_size": [2.5],
+        "unreadable": ["skip"],
+        "epochs": [0],
+        "learning_rate": [0, "high"],
+        "final_learning_rate": [-1],
+        "warmup_steps": [-1],
+        "decay": ["steps"],
+        "timescale": [0],
+        "best": ["newest"],
+        "patience": [0, 1.5],
+        "schedule_steps": [0],
+        "weight_decay": [-0.1],
+        "weight_decay_times": ["peak"],
+        "gradient_clipping": [0],
+        "gradient_accumulation_steps": [3],
+        "ema_momentum": [1.0],
+        "groups": [{"match": "head"}],
+    },
+    "schedule": {"decay": ["stairs"]},
+    "Adafactor": {
+        "min_dim_size_to_factor": [0],
+        "beta_2_exponent": [0.0],
+        "beta_2_cap": [1.0],
+        "epsilon": [0.0],
+        "momentum": [-0.1],
+        "peak_learning_rate": [0.0],
+    },
+    "optimizer": {"groups": ["head"]},
+    "best epoch": {"mode": ["most"]},
+    "multi-label": {
+        "max_labels": [0, True, "4"],
+        "hierarchy": [3, {"classes": []}],
+    },
+    "recipe of labels": {
+        "max_labels": [0, True, "4"],
+        "hierarchy": [3, {"classes": []}],
+    },
+    "precision": {"num_classes": [0], "num_bins": [1], "max_logit": [0]},
+    "health": {
+        "every": [0],
+        "unit": ["batches"],
+        "training": [1],
+        "min_entropy": [1.5],
+        "max_dead": [True],
+    },
+    "usage": {"batch_size": [0], "unit": ["days"], "training": [1]},
+    "upcycle": {
+        "num_experts": [0, 1],
+        "noise": [-1.0],
+        "router": ["hash"],
+        "moe_layers": [[], [9]],
+        "hidden_dim": [8],
+        "expert_mlp_dim": [8],
+        "preset": ["limoe"],
+        "normalize_gates": ["never"],
+    },
+    "upcycle CLIP": {"towers": [(), "image"]},
+}
+
+# Values that do not fit together, and errors that say more.
+OTHERS = [
+    ("recipe", {"epochs": None}, "epochs=None, steps=None"),
+    ("recipe", {"steps": 10}, "epochs=3, steps=10"),
+    ("recipe", {"epochs": None, "steps": 0}, "steps=0"),
+    ("recipe", {"cooldown_steps": 5}, "cooldown_steps=5, decay='cosine'"),
+    ("recipe", {"groups": [{"match": "head", "rate": 1.0}]}, "rate=1.0"),
+    ("recipe", {"augment": [len]}, "augment="),
+    ("recipe", {"patience": 1, "monitor_mode": "most"}, "monitor_mode='most'"),
+    ("recipe", {"patience": 1, "monitor": 3}, "monitor=3"),
+    ("recipe", {"monitor": "val_loss"}, "'val_loss', monitor_mode=None, patience=No"),
+    ("recipe", {"objective": {"name": "rank"}}, "objective.name='rank'"),
+    ("recipe", {"objective": {"hierarchy": "a.json"}}, "hierarchy='a.json' .known"),
+    ("load", {"epoch": 1}, "epoch=1 .nearest: schedule.epochs"),
+    ("load", {"schedule.epoch": 1}, "epoch=1 .nearest: epochs"),
+    ("load", {"data.batch": 1}, "batch=1 .nearest: batch_size"),
+    ("load", {"optimiser.name": "sgd"}, "optimizer.name"),
+    ("load", {"data.captions": "first"}, "received: captions='first'"),
+    ("replace", {"epochs": 2}, "epochs=2 .nearest: schedule.epochs"),
+    ("replace", {"data": "digits"}, "as data.batch_size; received: data='digits'"),
+    ("replace", {"model": [1]}, r"model=\[1\]"),
+    ("replace", {"schedule.epochs.more": 1}, r"dict of settings at schedule\.epochs"),
+    ("replace", {"objective.name": "none"}, r"objective\.name to be one of .*'multi_"),
+    ("replace", {"model.load_weights": 1}, "load_weights"),
+    ("schedule", {"decay": "rsqrt", "timescale": 0}, "timescale=0"),
+    ("schedule", {"decay": "rsqrt", "cooldown_steps": 91}, "cooldown_steps=91"),
+    ("schedule", {"decay": "rsqrt", "cooldown_steps": -1}, "cooldown_steps=-1"),
+    ("schedule", {"decay": "cosine", "cooldown_steps": 5}, "=5, decay='cosine'"),
+    ("schedule", {"decay": "constant", "final": 0.01}, "final_learning_rate=0.01"),
+    ("schedule", {"decay": "cosine", "warmup_steps": 100}, "run of 100 steps; .*=100"),
+    ("branch", {"recipe": COSINE, "start_step": 600, "cooldown_steps": 80}, "'cosine'"),
+    ("branch", {"recipe": BRANCHED, "start_step": 99, "cooldown_steps": 80}, "step=99"),
+    ("branch", {"recipe": BRANCHED, "start_step": 801, "cooldown_steps": 80}, "p=801"),
+    ("branch", {"recipe": BRANCHED, "start_step": 600, "cooldown_steps": 0}, "steps=0"),
+    ("optimizer", {"groups": [{"learning_rate": 1.0}]}, "'match'; .*'learning_rate'"),
+    ("optimizer", {"groups": [{"match": "("}]}, r"match='\('"),
+    ("optimizer", {"groups": [{"match": "a", "lr": 1.0}]}, "a group; received: lr=1.0"),
+    ("optimizer", {"groups": [{"match": "a", "learning_rate": -1.0}]}, "rate=-1.0"),
+    ("groups", {"match": "expert"}, r"match='expert' .nearest: .*experts"),
+    ("groups", {"match": "router"}, "match='router'"),
+    ("health", {"images": IMAGES[0]}, r"shape=\(16, 8, 2\)"),
+    ("usage", {"inputs": IMAGES[:0]}, r"lengths \[0\]"),
+    ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
+    ("usage", {"group_names": ["a"]}, "group_names=None without groups"),
+    ("usage", {"every": 5, "last": 4}, "last=4"),
+    ("upcycle", {"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
+    ("upcycle", {"images": images(0, 16, 8, 3)}, r"at least one.*\(0, 16, 8, 3\)"),
+    ("upcycle", {"images": images(2, 8, 8, 3)}, r"\(B, 16, 8, 3\).*\(2, 8, 8, 3\)"),
+    ("upcycle", {"images": 3}, r"images\.shape=\(\)"),
+    ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),
+    ("upcycle", {"carry_optimizer": True}, "without an optimizer"),
+    ("upcycle LIMoE", {"towers": ("image",)}, "towers=None for LIMoEBackbone"),
+    ("upcycle LIMoE", {"images": {k: v[:0] for k, v in PAIRS.items()}}, "at least one"),
+    ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
+    ("upcycle CLIP", {"towers": {"image": 3}}, r"towers\['image'\]=3"),
+    ("upcycle CLIP", {"towers": {"image": {"noise": 1}}}, "noise=1"),
+    ("upcycle CLIP", {"towers": {"image": {"num_experts": 1}}}, "num_experts=1"),
+    ("upcycle CLIP", {"towers": {"text": {"moe_layers": []}}}, "moe_layers="),
+    ("upcycle CLIP", {"images": PAIRS["images"]}, "to be a dict of"),
+    ("upcycle CLIP", {"images": {**PAIRS, "images": IMAGES[:2]}}, "as many"),
+    ("pairs", {"objective.loss": "hinge"}, "loss='hinge'"),
+    ("pairs", {"objective.multi_positive": 1}, "multi_positive=1"),
+    ("pairs", {"objective.chunk_size": 0}, "chunk_size=0"),
+    ("pairs", {"objective.similarity_dtype": "int8"}, "similarity_dtype='int8'"),
+    ("pairs", {"objective.tokenizer": 3}, "tokenizer=3"),
+    ("pairs", {"objective.tokenizer": ""}, "tokenizer=''"),
+    ("pairs", {"objective.vocabulary_size": 0}, "vocabulary_size=0"),
+    ("pairs", {"objective.max_length": 2.5}, "max_length=2.5"),
+    (
+        "pairs",
+        {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
+        "vocabulary_size=600 with tokenizer='clip'",
+    ),
+    ("pairs", {"objective.evaluation_batch_size": 0}, "evaluation_batch_size=0"),
+    ("pairs", {"data.source": {}}, "source={}"),
+    ("pairs", {"data.source": {"emoji": 0}}, "source={'emoji': 0}"),
+    ("pairs", {"data.source": {"emoji": True}}, "source={'emoji': True}"),
+    ("pairs", {"data.source": ["emoji"]}, r"source=\['emoji'\]"),
+    ("pairs", {"data.captions": "last"}, "captions='last'"),
+    ("pairs", {"data.epoch_size": 0}, "epoch_size=0"),
+    ("pairs", {"data.test_source": 3}, "test_source=3"),
+]
+
+CALLS = [
+    (lambda: load_recipe("mumoe_digit"), "'mumoe_digit' .nearest: mumoe_digits"),
+    (lambda: ModelConfig(preset="vit_b16", overrides=[1]), r"overrides=\[1\]"),
+    (lambda: recipe(optimizer="adamx").compile(linear_model(), 1), "name='adamx'"),
+    (lambda: optimizer_class("adamx"), "received: optimizer='adamx'"),
+    (
+        lambda: recipe(optimizer_options={"learning_rate": 1}).compile(
+            linear_model(), 1
+        ),
+        "options={'learning_rate'",
+    ),
+    (
+        lambda: recipe(groups=[{"match": "experts"}]).compile(linear_model(), 1),
+        "match='experts'",
+    ),
+    (lambda: recipe(batch_size=2000).datasets(linear_model()), "batch_size=2000"),
+    (lambda: recipe(test_split="dev").datasets(linear_model()), "split='dev'"),
+    (lambda: train(recipe(data="digit")), "source='digit'"),
+    (lambda: train(recipe(best="keep")), "received: best='keep', checkpoint_dir=None"),
+    (
+        lambda: recipe(model_arguments={"num_layer": 1}).new_model(10),
+        "num_layer=1 .nearest: num_layers",
+    ),
+    (
+        lambda: recipe(schedule_steps=10).learning_rate(7),
+        "final_learning_rate > 0 for the 11 steps",
+    ),
+    (
+        lambda: load_recipe("mumoe_mixer_s16", schedule={"epochs": 2}).learning_rate(1),
+        r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000",
+    ),
+    (
+        lambda: group_factors([{"match": ".*kernel"}, {"match": "head"}], KERNELS),
+        r"match='head' .its 1 weights are in groups",
+    ),
+    (
+        lambda: optimizer_class("adamw")(0.1, groups=[{"match": "three/.*"}]).build(
+            plain_model().trainable_variables
+        ),
+        r"match='three/.*' .nearest: ",
+    ),
+    # Metrics, callbacks and objectives
+    (
+        lambda: MeanAveragePrecision(3).update_state(
+            np.zeros((4, 2)), np.zeros((4, 3))
+        ),
+        "sparse_labels=False",
+    ),
+    (
+        lambda: PrecisionAt1().update_state(np.zeros((4, 2)), np.zeros((4, 3))),
+        "sparse_labels=False",
+    ),
+    (
+        lambda: MeanAveragePrecision(3).update_state(
+            np.zeros((4, 2)), np.zeros((4, 2))
+        ),
+        "num_classes=3",
+    ),
+    (lambda: PeriodicEvaluation({}), r"at least one evaluator; .*evaluators=\{\}"),
+    (lambda: PeriodicEvaluation({"few_shot": 3}), "received: few_shot=3"),
+    (
+        lambda: PeriodicEvaluation({"bad": lambda model: {"x": "much"}}).measure(),
+        "evaluator 'bad'; received: x='much'",
+    ),
+    (
+        lambda: FewShot((IMAGES, LABELS), (IMAGES, LABELS))(plain_model()),
+        "with features; received: Sequential",
+    ),
+    (
+        lambda: measured(RouterHealth(IMAGES), plain_model()),
+        "with MoE blocks.*received: Sequential",
+    ),
+    (lambda: measured(UsageRecorder(IMAGES), vit()), "model with MoE blocks"),
+    (lambda: UsageRecorder(IMAGES).usage, "at least one usage"),
+    (lambda: register_objective("none")(NoDataclass), "a dataclass of Objective"),
+    (lambda: register_objective("none")(NoMonitor), "a dataclass of Objective"),
+    (lambda: register_objective("none")(dict), "a dataclass of Objective"),
+    (lambda: register_objective("none")(Most), "mode='most'"),
+    # Models that cannot be upcycled
+    (lambda: training.upcycle(vit(moe_layers=[1])), "block_1"),
+    (lambda: training.upcycle(with_lora()), "lora_enabled=True"),
+    (lambda: training.upcycle(quantized()), "quantization_mode='int8'"),
+    (
+        lambda: training.upcycle(plain_model()),
+        "one of .*'ViTBack.*received: Sequential",
+    ),
+    (lambda: training.upcycle("vmoe_b32"), "a model with one of .*: vmoe_b32"),
+    (lambda: training.upcycle(None), "a model with one of .*received: NoneType"),
+]
+
+
+@pytest.mark.parametrize(
+    ("maker", "arguments", "message"),
+    [
+        *named_values(BAD_VALUES),
+        *OTHERS,
+        *(("call", {"call": call}, message) for call, message in CALLS),
+    ],
+)
+def test_bad_arguments_are_refused(maker, arguments, message):
+    check_refused(MAKERS[maker], arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("bad.json", "{", "Expected JSON in .*bad.json"),
+        ("bad.json", "[]", r"received: \[\]"),
+        ("bad.json", '{"preset": "vit"}', "preset='vit' .nearest: model.preset.*json"),
+        ("bad.json", '{"presets": "vit"}', "presets='vit' .*: model.preset.*bad.json"),
+        ("bad.toml", "[data", "Expected TOML in .*bad.toml"),
+        ("bad.toml", "[model]\npreset = 'vit'", "'batch_size' in .*'data'.*bad.toml"),
+    ],
+)
+def test_other_files_are_no_recipes(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    check_refused(load_recipe, {"name_or_path": tmp_path / name}, message)

@@ -1,0 +1,331 @@
+"""The recipes that ship: their papers' settings, learning rates, and models."""
+
+import math
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.data._captions import batch_sizes
+from keras_moe.data.augmentation import build_steps
+from keras_moe.layers import MuMoE
+from keras_moe.models import ContrastiveModel
+from keras_moe.training import (
+    Contrastive,
+    MultiLabel,
+    cooldown_branch,
+    list_recipes,
+    load_recipe,
+)
+from keras_moe.training.optimizers import group_factors
+from tests.symbolic import symbolic_model
+
+to_numpy = keras.ops.convert_to_numpy
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("s32", "s16", "b32", "b16", "l32", "l16")
+EMOJI = ("limoe_emoji", "clip_emoji", "clip_up_emoji")
+# Peak, batch, steps, epochs, warm-up, decay, its end, cooldown, weight decay.
+PUBLISHED = {
+    # google-research/vmoe, configs/vmoe_paper: pretrain_imagenet21k and
+    # vmoe_s32_last2_ilsvrc2012_randaug_light1.
+    "vmoe_b16_i21k": (8e-4, 4096, None, 300, 10_000, "linear", 1e-5, 0, 0.1),
+    "vmoe_s32_i1k": (3e-3, 8192, None, 300, 10_000, "linear", 1e-5, 0, 0.1),
+    # The head, schedule and optimizer of common; 7 epochs are an assumption.
+    "routers_jft": (8e-4, 4096, None, 7, 10_000, "linear", 1e-5, 0, 0.1),
+    # projects/soft_moe/configs: pretrain_jft4b, common.
+    "soft_moe_s16_jft": (1e-3, 4096, 4 * 10**6, None, 10**4, "rsqrt", 0, 50_000, 0.03),
+    # Table E, strategy 1.
+    "moepp_vit_b16_i1k": (5e-4, 4096, None, 300, 2000, "cosine", 5e-5, 0, 0.1),
+    # 700k steps, and the cooldown that follows.
+    "limoe_h14_pairs": (1e-3, 21_502, 825_000, None, 40_000, "rsqrt", 0, 125_000, 1e-5),
+    "limoe_laion": (1e-3, 16_384, None, 5, 10_000, "cosine", 0, 0, 1e-5),
+    "clip_b16": (5e-4, 32_768, 440_000, None, 2000, "cosine", 0, 0, 0.2),
+    "clip_up_b16": (3e-4, 32_768, 350_000, None, 2000, "cosine", 0, 0, 0.05),
+    "clip_up_b16_scratch": (5e-4, 32_768, 790_000, None, 2000, "cosine", 0, 0, 0.2),
+    "soft_moe_laion": (1e-3, 16_384, 750_000, None, 20_000, "rsqrt", 0, 20_000, 0.1),
+}
+LIMOE = (1e-3, 16_384, 781_250, None, 40_000, "cosine", 0, 0, 1e-5)
+PUBLISHED |= {f"limoe_{size}_pairs": LIMOE for size in SIZES}
+OBJECTIVES = {name: load_recipe(name).objective for name in list_recipes()}
+PAIRS = [x for x, objective in OBJECTIVES.items() if isinstance(objective, Contrastive)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name):
+    actual = load_recipe(name)
+    schedule, optimizer, is_limoe = actual.schedule, actual.optimizer, "limoe" in name
+    assert PUBLISHED[name] == (
+        schedule.learning_rate,
+        actual.data.batch_size,
+        schedule.steps,
+        schedule.epochs,
+        schedule.warmup_steps,
+        schedule.decay,
+        schedule.final_learning_rate,
+        schedule.cooldown_steps,
+        optimizer.weight_decay,
+    )
+    assert optimizer.name == ("vitg_adafactor" if is_limoe else "adamw")
+    # Times the learning rate, as these releases have it.
+    decay_times = "share_of_peak" if is_limoe else "learning_rate"
+    assert optimizer.weight_decay_times == decay_times
+    if name not in PAIRS:
+        # V-MoE clips H alone (common), but for its ImageNet runs.
+        clipping = None if name == "routers_jft" else 1.0
+        assert optimizer.gradient_clipping == clipping
+        assert schedule.timescale == 10_000
+        return
+    is_sigmoid = name == "soft_moe_laion"
+    assert actual.objective.loss == ("sigmoid" if is_sigmoid else "softmax")
+    dtype = "bfloat16" if is_limoe else "float32"
+    assert actual.objective.similarity_dtype == dtype
+    # Whatever no source prints is marked as the library's own.
+    assert is_sigmoid or "ours" in actual.notes
+
+
+def test_every_recipe_of_pairs_is_here():
+    assert set(PAIRS) == {x for x in PUBLISHED if x in PAIRS} | set(EMOJI)
+
+
+def test_table_7():
+    mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
+    for actual, expected in (
+        (mixer, (1e-3, 4096, 1e-4, 10_000, 300, "mixed_bfloat16", 0)),
+        (clip, (3e-5, 4096, 1e-1, 500, 10, "mixed_float16", 0)),
+    ):
+        assert expected == (
+            actual.schedule.learning_rate,
+            actual.data.batch_size,
+            actual.optimizer.weight_decay,
+            actual.schedule.warmup_steps,
+            actual.schedule.epochs,
+            actual.model.dtype,
+            actual.seed,
+        )
+        assert actual.model.overrides.get("dropout_rate", 0.0) == 0.0
+        assert actual.optimizer.gradient_clipping == 1.0
+        assert actual.optimizer.name == "adamw"
+    assert mixer.model.overrides["stochastic_depth"] == 0.1
+    assert "stochastic_depth" not in clip.model.overrides
+    # Figure 3 fine-tunes DINO likewise.
+    dino = load_recipe("mumoe_dino_b16")
+    sections = ("data", "optimizer", "schedule", "objective")
+    assert all(getattr(dino, x) == getattr(clip, x) for x in sections)
+    strengths = {x["name"]: x for x in mixer.data.augment if isinstance(x, dict)}
+    assert strengths["randaugment"]["magnitude"] == 15 / 30
+    assert strengths["mixup"]["alpha"] == 0.5
+    assert clip.data.augment == ["random_resized_crop"]
+
+
+def test_celeb_a_is_the_papers():
+    actual = load_recipe("mumoe_celeb_a")
+    head = actual.model.overrides["head"]
+    # Table 2: 578K parameters on CLIP's 768 features, beside 30.7K of a linear head.
+    assert MuMoE(40, **head).cost((1, 768)).parameters == 578_048
+    assert (actual.data.source, actual.data.train_split) == ("tfds:celeb_a", "train")
+    assert actual.objective == MultiLabel()
+    # Editing Models with Task Arithmetic, appendix B.
+    schedule = actual.schedule
+    assert (schedule.steps, actual.data.batch_size) == (2000, 128)
+    assert (schedule.warmup_steps, schedule.learning_rate) == (200, 1e-5)
+    assert actual.optimizer.weight_decay == 0.1
+
+
+def test_published_mixing_and_heads():
+    strengths = {}
+    for name in ("vmoe_b16_i21k", "vmoe_s32_i1k"):
+        augment = load_recipe(name).data.augment
+        by_name = {x["name"]: x for x in augment if "name" in x}
+        assert by_name["randaugment"] == {
+            "name": "randaugment",
+            "num_ops": 2,
+            "magnitude": 1.0,
+        }
+        strengths[name] = by_name["mixup"]["alpha"]
+    assert strengths == {"vmoe_b16_i21k": 0.5, "vmoe_s32_i1k": 0.2}
+    for name, bias in {
+        "vmoe_b16_i21k": -10.0,
+        "vmoe_s32_i1k": -math.log(1000),
+        "routers_jft": -math.log(1000),
+        "soft_moe_s16_jft": -math.log(1000),
+    }.items():
+        small = {"hidden_dim": 32, "mlp_dim": 32, "num_experts": 2, "num_heads": 2}
+        arguments = {**small, "image_shape": (32, 32, 3)}
+        model = load_recipe(name, model=arguments).new_model(1000)
+        assert model.multi_label
+        np.testing.assert_allclose(to_numpy(model.output_dense.bias), bias, rtol=1e-6)
+        # The representation is as wide as the backbone.
+        has_representation = name in ("vmoe_s32_i1k", "routers_jft")
+        assert model.representation_dim == (32 if has_representation else None)
+    # A scalar weight decay, hence of all weights.
+    assert load_recipe("routers_jft").optimizer.groups == []
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_make_models(name):
+    """All that a run needs but the data, with no weight in memory."""
+    actual = load_recipe(name)
+    assert actual.name == name
+    assert actual.reference
+    assert re.search(rf"\b{name}\b", (ROOT / "docs" / "training.md").read_text())
+    # The epochs of LAION are long.
+    batches = 30_000
+    settings, learning_rate = actual.schedule, actual.learning_rate(batches)
+    peak = float(learning_rate(settings.warmup_steps))
+    assert peak == pytest.approx(settings.learning_rate)
+    last = float(learning_rate(actual.total_steps(batches)))
+    assert last == pytest.approx(settings.final_learning_rate, abs=1e-9)
+    build_steps(actual.data.augment, (32, 32, 3), actual.seed)
+    preset, arguments = actual.model.preset, actual.model.overrides
+    if "://" in preset or name in PAIRS:
+        return
+    assert models.describe(preset, num_classes=10, **arguments).parameters
+    model = symbolic_model(lambda: actual.new_model(num_classes=10))
+    actual.compile(model, batches)
+    if not actual.optimizer.groups:
+        return
+    # Kernels decay, biases and norms do not.
+    paths = [weight.path for weight in model.trainable_variables]
+    for path, factors in zip(
+        paths, group_factors(actual.optimizer.groups, paths), strict=True
+    ):
+        decays = path.endswith(("kernel", "router/scale"))
+        head = name == "soft_moe_s16_jft" and path == "predictions/kernel"
+        assert factors.weight_decay == (100.0 if head else float(decays)), path
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if "_b16" in name])
+def test_groups_are_large_enough(name):
+    model = load_recipe(name).model
+    config = models.resolve(model.preset, model.overrides).config
+    # Groups below 32 examples are unstable: LIMoE, appendix E.5.
+    towers = [config, *(config.get(x) or {} for x in ("image", "text"))]
+    mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
+    assert mixtures or name == "clip_b16"
+    assert all(moe["examples_per_group"] >= 128 for moe in mixtures)
+
+
+def test_sizes_of_limoe_differ_in_their_preset_alone():
+    words = ("name", "description", "model.preset")
+    first, *others = (
+        {
+            name: value
+            for name, value in load_recipe(f"limoe_{size}_pairs").settings().items()
+            if name not in words
+        }
+        for size in SIZES
+    )
+    assert all(other == first for other in others)
+    for size in SIZES:
+        assert load_recipe(f"limoe_{size}_pairs").model.preset == f"limoe_{size}"
+
+
+def rates(recipe, *steps):
+    learning_rate = recipe.learning_rate(1000)
+    return [float(learning_rate(step)) for step in steps]
+
+
+def test_learning_rates_by_hand():
+    # Half of the warm-up, its end, the middle of the cosine, its end.
+    limoe = rates(
+        load_recipe("limoe_s32_pairs"), 20_000, 40_000, 40_000 + 741_250 // 2, 781_250
+    )
+    np.testing.assert_allclose(limoe, [5e-4, 1e-3, 5e-4, 0], atol=1e-9)
+    dense = rates(load_recipe("clip_b16"), 1000, 2000, 221_000, 440_000)
+    np.testing.assert_allclose(dense, [2.5e-4, 5e-4, 2.5e-4, 0], atol=1e-9)
+    sparse = rates(load_recipe("clip_up_b16"), 1000, 2000, 176_000, 350_000)
+    np.testing.assert_allclose(sparse, [1.5e-4, 3e-4, 1.5e-4, 0], atol=1e-9)
+    # A timescale of 10k: after three of them the rate is half, and a square root of
+    # 1 + 71 is that at the cooldown.
+    soft = rates(load_recipe("soft_moe_laion"), 50_000, 730_000, 740_000, 750_000)
+    last = 1e-3 / math.sqrt(1 + 71)
+    np.testing.assert_allclose(soft, [5e-4, last, last / 2, 0], rtol=1e-5, atol=1e-9)
+
+
+def test_the_cooldowns_of_limoe_h14():
+    run = load_recipe("limoe_h14_pairs")
+    after = {
+        step: 1e-3 / math.sqrt(1 + (step - 40_000) / 10_000) for step in (65e4, 7e5)
+    }
+    actual = rates(run, 70_000, 650_000, 700_000, 762_500, 825_000)
+    expected = [5e-4, after[65e4], after[7e5], after[7e5] / 2, 0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
+    branch = cooldown_branch(run, 650_000, 40_000)
+    assert branch.schedule.steps == 690_000
+    actual = rates(branch, 650_000, 670_000, 690_000)
+    expected = [after[65e4], after[65e4] / 2, 0]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
+    # Pairs and classes are 3:1, and two of the branches have one of them alone.
+    assert run.data.source == {"webdataset:pairs": 3, "folder:jft4b": 1}
+    assert batch_sizes(run.data.source, run.data.batch_size, 1) == {
+        "webdataset:pairs": 16_127,
+        "folder:jft4b": 5375,
+    }
+    assert run.data.evaluated_source == "webdataset:pairs"
+    # The changes are those of the notes.
+    changes = [text.split(")")[0] for text in run.notes.split("data.source=")[1:]]
+    assert len(changes) == 2
+    for text in changes:
+        source, *others = text.split()
+        changed = {"data.source": source}
+        for other in others:
+            name, value = other.split("=")
+            changed[name] = None if value == "null" else value
+        alone = cooldown_branch(run, 650_000, 40_000, **changed).data
+        assert (alone.source, alone.evaluated_source) == (source, source)
+        assert alone.test_split == "val"
+        # Templates are for classes alone.
+        assert (alone.templates is None) == (source == "webdataset:pairs")
+    # Intervals of 12.5k meet each of these steps.
+    assert all(step % 12_500 == 0 for step in (650_000, 700_000, 825_000))
+
+
+@pytest.mark.parametrize(
+    "name", ["limoe_s32_pairs", "clip_up_b16", "soft_moe_laion", *EMOJI]
+)
+def test_models_compile_and_kernels_alone_decay(name):
+    actual = load_recipe(name)
+    model = symbolic_model(lambda: actual.new_model(None))
+    assert isinstance(model, ContrastiveModel)
+    actual.compile(model, 30_000)
+    paths = [weight.path for weight in model.trainable_variables]
+    factors = group_factors(actual.optimizer.groups, paths)
+    for path, factor in zip(paths, factors, strict=True):
+        assert factor.learning_rate == 1.0, path
+        assert factor.weight_decay == float(path.endswith("kernel")), path
+    assert any(path.endswith("experts/hidden_kernel") for path in paths) == (
+        name != "clip_emoji"
+    )
+    assert any("bias" in path for path in paths)
+
+
+def test_soft_moe_has_the_releases_model():
+    settings = load_recipe("soft_moe_laion").model
+    costs = models.describe(settings.preset, **settings.overrides)
+    # The images' 922M, the text tower's 85M and the embedding of 32,000 tokens.
+    assert costs.parameters == pytest.approx(922e6 + 85e6 + 24.6e6, rel=0.005)
+    model = symbolic_model(lambda: load_recipe("soft_moe_laion").new_model(None))
+    config = model.backbone.get_config()
+    image, text = config["image"], config["text"]
+    assert (image["hidden_dim"], text["hidden_dim"]) == (384, 768)
+    assert text["projection_dim"] == 384
+    assert (text["max_length"], text["vocabulary_size"]) == (16, 32_000)
+    assert image["query_key_norm"]
+    assert text["query_key_norm"]
+    assert image["moe"]["moe_layers"] == [6, 7, 8, 9, 10, 11]
+    assert config["temperature"]["scale"] == 10.0
+    assert config["temperature"]["bias"] == -10.0
+
+
+@pytest.mark.parametrize("name", EMOJI)
+def test_emoji_presets_are_small(name):
+    actual = load_recipe(name)
+    assert actual.model.preset == name
+    assert 4e5 < models.describe(name).parameters < 1.2e6
+    assert actual.data.source == "emoji"
+    assert actual.objective.tokenizer is None
+    # Arrows and hands have a left and a right.
+    assert "flip" not in actual.data.augment
