@@ -1,4 +1,4 @@
-"""Exports from PyTorch, and the errors of formats that cannot hold a model."""
+"""Exported programs, and the errors of formats that cannot hold a model."""
 
 import importlib.util
 
@@ -17,18 +17,36 @@ from keras_moe.models import (
     ViTImageClassifier,
 )
 from keras_moe.models.exporting import export_signature
-from tests.small_models import SMALL
+from keras_moe.routers import ROUTERS, SparsityConstrainedAffinity
+from tests.small_models import ONE_BLOCK, SMALL, images
 
-on_torch = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="a format of PyTorch"
-)
+BACKEND = keras.backend.backend()
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a format of PyTorch")
+not_on_torch = pytest.mark.skipif(BACKEND == "torch", reason="needs TensorFlow")
 MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
+TINY = {"hidden_dim": 4, "num_layers": 1, "num_heads": 1, "mlp_dim": 4}
+IMAGE = {"image_shape": (4, 4, 1), "patch_size": 2, **TINY}
+TEXT = {"vocabulary_size": 20, "max_length": 5, **TINY}
+MOE = {"moe_layers": [0], "num_experts": 2}
+IDS = np.array([[1, 7, 3, 19, 0], [1, 5, 6, 8, 19], [2, 19, 0, 0, 0]], "int32")
+TEXTS = {"token_ids": IDS, "padding_mask": IDS != 0}
 ANY_BATCH = {
     "dense": lambda: ViTBackbone.from_config({**SMALL, "moe_layers": None}),
     "vmoe": lambda: ViTBackbone.from_config(SMALL),
     "soft": lambda: ViTBackbone.from_config({**SMALL, "router": "soft"}),
-    "mixer_classifier": lambda: MixerImageClassifier(
+    "classifier": lambda: ViTImageClassifier(ViTBackbone.from_config(SMALL), 3),
+    "mixer classifier": lambda: MixerImageClassifier(
         MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8}), 3, head_bias=1.0
+    ),
+    "dense mixer": lambda: MixerBackbone.from_config(
+        {**MIXER, "moe_layers": None, "token_mlp_dim": 8}
+    ),
+    "text": lambda: TextBackbone(**TEXT, moe=MOE),
+    "clip": lambda: ContrastiveModel(
+        CLIPBackbone(image={**IMAGE, "moe": MOE}, text=TEXT, projection_dim=2)
+    ),
+    "limoe": lambda: ContrastiveModel(
+        LIMoEBackbone(**{**IMAGE, **TEXT}, projection_dim=2, moe=MOE)
     ),
 }
 ONE_BATCH = {
@@ -37,19 +55,100 @@ ONE_BATCH = {
 }
 
 
-def images(batch):
-    shape = (batch, *SMALL["image_shape"])
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
+def inputs_of(name, batch):
+    if name in ("clip", "limoe"):
+        return {"images": images(batch, 4, 4, 1), **inputs_of("text", batch)}
+    if name == "text":
+        return {key: value[:batch] for key, value in TEXTS.items()}
+    return images(batch, *SMALL["image_shape"])
 
 
-def run(program, batch):
+def compare(actual, expected, tolerance=1e-5):
+    if not isinstance(expected, dict):
+        actual, expected = {"": actual}, {"": expected}
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        received = keras.ops.convert_to_numpy(actual[name])
+        np.testing.assert_allclose(received, value, rtol=1e-4, atol=tolerance)
+
+
+def signature(batch):
+    return [keras.InputSpec(shape=(batch, *SMALL["image_shape"]), dtype="float32")]
+
+
+# SavedModels
+
+
+@not_on_torch
+@pytest.mark.every_backend
+@pytest.mark.parametrize("name", ["classifier", "text", "clip", "limoe"])
+def test_saved_models_serve_any_batch(name, tmp_path):
+    import tensorflow as tf
+
+    model = ANY_BATCH[name]()
+    model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    for size in (1, 3):
+        inputs = inputs_of(name, size)
+        expected = model.predict(inputs, verbose=0)
+        compare(loaded.serve(inputs), expected)
+    if name == "text" and BACKEND == "tensorflow":
+        # No token sees those behind it.
+        outputs = loaded.serve({key: value[:, :4] for key, value in inputs.items()})
+        compare(outputs["tokens"], expected["tokens"][:, :4])
+    if name in ("clip", "limoe"):
+        model.backbone.encoder("text").export(tmp_path / "text", verbose=False)
+        # The loaded program has to live as long as its function.
+        loaded = tf.saved_model.load(tmp_path / "text")
+        compare(loaded.serve(TEXTS), expected["text_embeddings"])
+
+
+@not_on_torch
+@pytest.mark.parametrize(
+    "router", [x for x, (cls, _) in ROUTERS.items() if "keras_moe." in cls.__module__]
+)
+def test_every_router_is_exported(router, tmp_path):
+    import tensorflow as tf
+
+    options = {}
+    if router.startswith("sparsity") and BACKEND == "jax":
+        # Newton's linear solver is not among what TensorFlow can run for JAX.
+        options = {"affinity": SparsityConstrainedAffinity(solver="adam")}
+    config = {**SMALL, **ONE_BLOCK, "router": router, **options}
+    model = ViTBackbone.from_config(config)
+    model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    for size in (1, 3):
+        inputs = inputs_of("vmoe", size)
+        compare(loaded.serve(inputs), model.predict(inputs, verbose=0))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="others can")
+@pytest.mark.every_backend
+def test_groups_of_images_want_one_size_of_batch(tmp_path):
+    model = ViTBackbone.from_config({**SMALL, "evaluation": "official"})
+    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
+        model.export(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+# Programs of PyTorch
+
+
+def torch_program(path):
     import torch
 
-    return program(torch.tensor(images(batch))).detach().numpy()
+    program = torch.export.load(path).module()
+
+    def run(inputs):
+        outputs = program(keras.tree.map_structure(torch.tensor, inputs))
+        return keras.tree.map_structure(lambda x: x.detach(), outputs)
+
+    return run
 
 
 @on_torch
-@pytest.mark.parametrize("name", ANY_BATCH)
+@pytest.mark.parametrize("name", ["dense", "vmoe", "soft", "mixer classifier"])
 def test_pytorch_programs_serve_any_batch(name, tmp_path):
     import torch
 
@@ -57,10 +156,10 @@ def test_pytorch_programs_serve_any_batch(name, tmp_path):
     path = tmp_path / "model.pt2"
     batch = torch.export.Dim("batch", min=1, max=64)
     model.export(path, format="torch", verbose=False, dynamic_shapes={0: batch})
-    program = torch.export.load(path).module()
+    program = torch_program(path)
     for size in (1, 3):
-        expected = model.predict(images(size), verbose=0)
-        np.testing.assert_allclose(run(program, size), expected, rtol=1e-4, atol=1e-5)
+        inputs = inputs_of(name, size)
+        compare(program(inputs), model.predict(inputs, verbose=0))
 
 
 @on_torch
@@ -69,14 +168,52 @@ def test_pytorch_programs_of_one_batch(name, tmp_path):
     import torch
 
     model = ViTBackbone.from_config({**SMALL, **ONE_BATCH[name]})
+    options = {"format": "torch", "verbose": False}
     path = tmp_path / "model.pt2"
-    signature = [keras.InputSpec(shape=(3, *SMALL["image_shape"]), dtype="float32")]
-    model.export(path, format="torch", verbose=False, input_signature=signature)
-    expected = model.predict(images(3), verbose=0)
-    program = torch.export.load(path).module()
-    np.testing.assert_allclose(run(program, 3), expected, rtol=1e-4, atol=1e-5)
+    model.export(path, **options, input_signature=signature(3))
+    inputs = inputs_of("vmoe", 3)
+    compare(torch_program(path)(inputs), model.predict(inputs, verbose=0))
     with pytest.raises(ValueError, match="dynamic_shapes"):
-        model.export(path, format="torch", dynamic_shapes={0: torch.export.Dim("b")})
+        model.export(path, **options, dynamic_shapes={0: torch.export.Dim("b")})
+
+
+@on_torch
+@pytest.mark.parametrize("kind", ["clip", "limoe"])
+def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
+    model, inputs = ANY_BATCH[kind](), inputs_of(kind, 1)
+    model.export(tmp_path / "pair.pt2", format="torch", verbose=False)
+    outputs = torch_program(tmp_path / "pair.pt2")(inputs)
+    compare(outputs, model.predict(inputs, verbose=0))
+
+
+@on_torch
+def test_texts_are_exported_with_the_largest_length():
+    model = TextBackbone(**TEXT, moe={**MOE, "router": "soft"})
+    for format, batch in (("torch", None), ("onnx", 1)):
+        (specs,) = export_signature(model, format, None)
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        assert shapes == dict.fromkeys(TEXTS, (batch, 5))
+
+
+@on_torch
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(x) is None for x in ("onnxscript", "onnxruntime")),
+    reason="needs onnx, onnxscript and onnxruntime",
+)
+@pytest.mark.parametrize("name", ["dense", "soft", "dense mixer"])
+def test_onnx_of_models_that_sort_nothing(name, tmp_path):
+    import onnxruntime
+
+    model, path = ANY_BATCH[name](), str(tmp_path / "model.onnx")
+    for batch, specs in ((1, None), (3, signature(3))):
+        model.export(path, format="onnx", verbose=False, input_signature=specs)
+        session = onnxruntime.InferenceSession(path)
+        inputs = inputs_of(name, batch)
+        (outputs,) = session.run(None, {session.get_inputs()[0].name: inputs})
+        compare(outputs, model.predict(inputs, verbose=0), tolerance=1e-4)
+
+
+# Refusals
 
 
 @on_torch
@@ -91,174 +228,18 @@ def test_saved_models_are_refused_with_what_works(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="others can")
-def test_groups_of_images_want_one_size_of_batch(tmp_path):
-    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
-        ViTBackbone.from_config({**SMALL, "evaluation": "official"}).export(
-            tmp_path / "model"
-        )
-    assert not (tmp_path / "model").exists()
-
-
 @on_torch
-def test_onnx_refuses_what_pytorch_cannot_translate(tmp_path):
-    path = tmp_path / "model.onnx"
-    for kwargs in ({}, ONE_BATCH["expert_choice"]):
-        with pytest.raises(ValueError, match="router="):
-            ViTBackbone.from_config({**SMALL, **kwargs}).export(path, format="onnx")
-    soft = {**SMALL, "router": "soft"}
-    with pytest.raises(ValueError, match="dtype='mixed_bfloat16'"):
-        ViTBackbone.from_config({**soft, "dtype": "mixed_bfloat16"}).export(
-            path, format="onnx"
-        )
-    signature = [keras.InputSpec(shape=(None, *SMALL["image_shape"]))]
-    with pytest.raises(ValueError, match=r"shapes=\[\(None"):
-        ViTBackbone.from_config(soft).export(
-            path, format="onnx", input_signature=signature
-        )
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {}, "router="),
+        (ONE_BATCH["expert_choice"], {}, "router="),
+        ({"router": "soft", "dtype": "mixed_bfloat16"}, {}, "dtype='mixed_bfloat16'"),
+        ({"router": "soft"}, {"input_signature": signature(None)}, r"shapes=\[\(None"),
+    ],
+)
+def test_onnx_refuses_what_pytorch_cannot_translate(config, options, message, tmp_path):
+    model, path = ViTBackbone.from_config({**SMALL, **config}), tmp_path / "model.onnx"
+    with pytest.raises(ValueError, match=message):
+        model.export(path, format="onnx", **options)
     assert not path.exists()
-
-
-@on_torch
-@pytest.mark.skipif(
-    any(
-        importlib.util.find_spec(name) is None
-        for name in ("onnx", "onnxscript", "onnxruntime")
-    ),
-    reason="needs onnx, onnxscript and onnxruntime",
-)
-@pytest.mark.parametrize("name", ["dense", "soft", "mixer"])
-def test_onnx_of_models_that_sort_nothing(name, tmp_path):
-    import onnxruntime
-
-    model = (
-        MixerBackbone.from_config({**{**MIXER, "moe_layers": None}, "token_mlp_dim": 8})
-        if name == "mixer"
-        else ANY_BATCH[name]()
-    )
-    path = str(tmp_path / "model.onnx")
-    signature = [keras.InputSpec(shape=(3, *SMALL["image_shape"]), dtype="float32")]
-    for batch, values in ((1, None), (3, signature)):
-        model.export(path, format="onnx", verbose=False, input_signature=values)
-        session = onnxruntime.InferenceSession(path)
-        (outputs,) = session.run(None, {session.get_inputs()[0].name: images(batch)})
-        expected = model.predict(images(batch), verbose=0)
-        np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "torch", reason="SavedModels come from the other two"
-)
-def test_a_classifier_is_exported_too(tmp_path):
-    import tensorflow as tf
-
-    model = ViTImageClassifier(ViTBackbone.from_config(SMALL), 3, head_bias=1.0)
-    model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "model")
-    for size in (1, 3):
-        np.testing.assert_allclose(
-            loaded.serve(images(size)).numpy(),
-            model.predict(images(size), verbose=0),
-            rtol=1e-4,
-            atol=1e-5,
-        )
-
-
-def texts(**moe):
-    """A small backbone of texts, with three texts of the largest length."""
-    model = TextBackbone(
-        vocabulary_size=20, max_length=5, hidden_dim=4, num_layers=1, num_heads=1,
-        mlp_dim=4, moe={"moe_layers": [0], "num_experts": 2, **moe},
-    )  # fmt: skip
-    token_ids = np.array([[1, 7, 3, 19, 0], [1, 5, 6, 8, 19], [2, 19, 0, 0, 0]])
-    token_ids = token_ids.astype("int32")
-    return model, {"token_ids": token_ids, "padding_mask": token_ids != 0}
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "torch", reason="SavedModels come from the other two"
-)
-def test_texts_are_exported_as_saved_models(tmp_path):
-    import tensorflow as tf
-
-    model, inputs = texts()
-    model.export(tmp_path / "model", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "model")
-    expected = model.predict(inputs, verbose=0)
-    for rows in (slice(1), slice(3)):
-        outputs = loaded.serve({name: value[rows] for name, value in inputs.items()})
-        assert outputs.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_allclose(outputs[name], value[rows], rtol=1e-4, atol=1e-5)
-    if keras.backend.backend() == "tensorflow":
-        # No token sees those behind it.
-        outputs = loaded.serve({name: value[:, :4] for name, value in inputs.items()})
-        np.testing.assert_allclose(
-            outputs["tokens"], expected["tokens"][:, :4], rtol=1e-4, atol=1e-5
-        )
-
-
-def pair(kind):
-    """A small model of pairs, with two pairs of the longest text."""
-    sizes = {"hidden_dim": 4, "num_layers": 1, "num_heads": 1, "mlp_dim": 4}
-    image = {"image_shape": (4, 4, 1), "patch_size": 2, **sizes}
-    text = {"vocabulary_size": 20, "max_length": 3, **sizes}
-    moe = {"moe_layers": [0], "num_experts": 2}
-    if kind == "clip":
-        backbone = CLIPBackbone(
-            image={**image, "moe": moe}, text=text, projection_dim=2
-        )
-    else:
-        backbone = LIMoEBackbone(**{**image, **text}, projection_dim=2, moe=moe)
-    token_ids = np.array([[1, 7, 19], [3, 19, 0]], "int32")
-    texts = {"token_ids": token_ids, "padding_mask": token_ids != 0}
-    photos = np.random.default_rng(0).normal(size=(2, 4, 4, 1)).astype("float32")
-    return ContrastiveModel(backbone), {"images": photos, **texts}
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "torch", reason="SavedModels come from the other two"
-)
-@pytest.mark.parametrize("kind", ["clip", "limoe"])
-def test_pairs_and_each_modality_are_exported_as_saved_models(kind, tmp_path):
-    import tensorflow as tf
-
-    model, inputs = pair(kind)
-    expected = model.predict(inputs, verbose=0)
-    model.export(tmp_path / "pair", verbose=False)
-    # The loaded program has to live as long as its function.
-    loaded = tf.saved_model.load(tmp_path / "pair")
-    outputs = loaded.serve(inputs)
-    for name, value in expected.items():
-        np.testing.assert_allclose(outputs[name], value, rtol=1e-4, atol=1e-5)
-    model.backbone.encoder("text").export(tmp_path / "text", verbose=False)
-    texts = {name: inputs[name] for name in ("token_ids", "padding_mask")}
-    loaded = tf.saved_model.load(tmp_path / "text")
-    np.testing.assert_allclose(
-        loaded.serve(texts), expected["text_embeddings"], rtol=1e-4, atol=1e-5
-    )
-
-
-@on_torch
-@pytest.mark.parametrize("kind", ["clip", "limoe"])
-def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
-    import torch
-
-    model, inputs = pair(kind)
-    path = tmp_path / "pair.pt2"
-    model.export(path, format="torch", verbose=False)
-    program = torch.export.load(path).module()
-    one = {name: torch.tensor(value[:1]) for name, value in inputs.items()}
-    outputs = program(one)
-    for name, value in model.predict(inputs, verbose=0).items():
-        received = outputs[name].detach().numpy()
-        np.testing.assert_allclose(received, value[:1], rtol=1e-4, atol=1e-5)
-
-
-@on_torch
-def test_texts_are_exported_with_the_largest_length():
-    model, inputs = texts(router="soft")
-    for format, batch in (("torch", None), ("onnx", 1)):
-        (signature,) = export_signature(model, format, None)
-        shapes = {name: spec.shape for name, spec in signature.items()}
-        assert shapes == dict.fromkeys(inputs, (batch, 5))

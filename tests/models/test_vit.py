@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
-from keras_moe.routers import SinkhornAffinity, SparsityConstrainedAffinity
+from keras_moe.routers import SinkhornAffinity
 from tests.small_models import ONE_BLOCK, SMALL, flat_config
 
 to_numpy = ops.convert_to_numpy
@@ -444,34 +444,6 @@ def test_noise_is_the_routers_own_unless_it_is_set():
     options = {"noisy_combine": True}
     router = "sinkhorn_token_choice"
     assert noise(router=router, **options) == (0.0, True)
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "torch", reason="PyTorch exports through ONNX's package"
-)
-# Every second router on JAX, and the others on TensorFlow.
-@pytest.mark.parametrize(
-    "router", ROUTERS[keras.backend.backend() == "tensorflow" :: 2]
-)
-def test_exported_models_serve_any_batch(router, tmp_path):
-    import tensorflow as tf
-
-    options = {}
-    if router.startswith("sparsity") and keras.backend.backend() == "jax":
-        # Newton's linear solver is not among what TensorFlow can run for JAX.
-        options = {"affinity": SparsityConstrainedAffinity(solver="adam")}
-    backbone = ViTBackbone.from_config(
-        {**SMALL, **ONE_BLOCK, "router": router, **options}
-    )
-    backbone.export(tmp_path / "model", format="tf_saved_model", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "model")
-    for batch in (1, 3):
-        np.testing.assert_allclose(
-            loaded.serve(images(batch)).numpy(),
-            backbone.predict(images(batch), verbose=0),
-            rtol=1e-4,
-            atol=1e-5,
-        )
 
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])

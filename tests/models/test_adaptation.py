@@ -1,0 +1,311 @@
+"""Low-rank pairs and int8 weights: which layers, training, and files."""
+
+import gc
+import warnings
+
+import h5py
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import data, models
+from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier, adaptation
+from tests import small_models
+from tests.small_models import SMALL
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+to_numpy = keras.ops.convert_to_numpy
+NAMES = ["query", "value", "experts"]
+MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
+LABELS = np.arange(8) % 3
+
+
+def images(batch=8):
+    return small_models.images(batch, *SMALL["image_shape"])
+
+
+def backbone(**kwargs):
+    keras.utils.set_random_seed(0)
+    return ViTBackbone.from_config({**SMALL, "seed": 0, **kwargs})
+
+
+def mixer():
+    return MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8})
+
+
+def classifier(head=None, **kwargs):
+    model = ViTImageClassifier(backbone(**kwargs), 3, **(head or {}))
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
+    return model
+
+
+# Low-rank pairs
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (None, {"query", "value"}),
+        (NAMES, {"query", "value", "experts"}),
+        (["experts"], {"experts"}),
+        (["key", "hidden"], {"key", "hidden"}),
+    ],
+)
+def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
+    model = backbone()
+    # Op by op: two programs may round differently.
+    before = to_numpy(model(images()))
+    model.enable_lora(2, target_layer_names=names)
+    np.testing.assert_array_equal(to_numpy(model(images())), before)
+    assert all("lora" in weight.name for weight in model.trainable_weights)
+    assert {w.path.split("/")[-2] for w in model.trainable_weights} == expected
+    # One pair for each kernel of attention or of an MLP, two for an expert's.
+    attention = len(expected - {"experts", "hidden"}) * SMALL["num_layers"]
+    pairs = attention + ("hidden" in expected) + 2 * ("experts" in expected)
+    assert len(model.trainable_weights) == 2 * pairs
+
+
+@pytest.mark.every_backend
+@pytest.mark.usefixtures("traced")
+def test_training_lowers_the_loss_and_changes_the_pairs_alone():
+    model = classifier()
+    model.enable_lora(2, target_layer_names=NAMES)
+    names = {weight.path.split("block_")[-1] for weight in model.trainable_weights}
+    # A task's head stays trainable.
+    assert {"predictions/kernel", "predictions/bias"} < names
+    assert all("lora" in name or "predictions" in name for name in names)
+    model.output_dense.trainable = False
+    model.compile(optimizer=keras.optimizers.Adam(1e-2))
+    before = {weight.path: to_numpy(weight).copy() for weight in model.weights}
+    fitted = model.fit(images(), LABELS, batch_size=4, epochs=12, verbose=0)
+    losses = fitted.history["loss"]
+    assert losses[-1] < 0.8 * losses[0]
+    for weight in model.weights:
+        changed = not np.array_equal(to_numpy(weight), before[weight.path])
+        assert changed == ("lora" in weight.name), weight.path
+    # The experts' pairs went apart: each has learned from its own tokens.
+    b = next(w for w in model.weights if w.path.endswith("experts/output_lora_b"))
+    b = to_numpy(b)
+    assert all(np.abs(b[i] - b[j]).max() > 1e-3 for i in range(4) for j in range(i))
+
+
+def adapted():
+    """A classifier whose pairs say something."""
+    model = classifier()
+    model.enable_lora(2, target_layer_names=NAMES)
+    generator = np.random.default_rng(2)
+    for weight in model.backbone.trainable_weights:
+        weight.assign(0.1 * generator.normal(size=weight.shape))
+    return model
+
+
+def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
+    model = adapted()
+    before = classifier().predict(images(), verbose=0)
+    expected = model.predict(images(), verbose=0)
+    assert np.abs(expected - before).max() > 0.01
+    model.save_to_preset(tmp_path / "merged")
+    loaded = models.from_preset(str(tmp_path / "merged"))
+    assert not [weight for weight in loaded.weights if "lora" in weight.name]
+    # Summed before the matmul or after it: the same but for rounding.
+    actual = loaded.predict(images(), verbose=0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.every_backend
+def test_the_pairs_alone_are_saved_and_loaded(tmp_path, monkeypatch):
+    model = adapted()
+    path = tmp_path / "pairs.lora.h5"
+    model.backbone.save_lora_weights(path)
+    expected = model.backbone.predict(images(), verbose=0)
+    # Once into a backbone as it comes, and once into one with pairs.
+    for enable in (False, True):
+        other = backbone()
+        if enable:
+            other.enable_lora(2, target_layer_names=NAMES)
+        other.load_lora_weights(path)
+        assert len(other.trainable_weights) == 12
+        np.testing.assert_array_equal(other.predict(images(), verbose=0), expected)
+    for options in ({"rank": 3, "target_layer_names": NAMES}, {"rank": 2}):
+        wrong = backbone()
+        wrong.enable_lora(**options)
+        with pytest.raises(ValueError, match=r"of shape .*; received: shape="):
+            wrong.load_lora_weights(path)
+    # A save that fails leaves the old file.
+    before = path.read_bytes()
+    monkeypatch.setattr(adaptation.keras.ops, "convert_to_numpy", lambda _: object())
+    with pytest.raises(TypeError):
+        model.backbone.save_lora_weights(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
+
+
+def test_what_cannot_be_adapted_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"without \['expert'\]"):
+        backbone().enable_lora(2, target_layer_names=["expert"])
+    with pytest.raises(ValueError, match="no low-rank pairs"):
+        backbone().save_lora_weights(tmp_path / "x.lora.h5")
+    model = backbone()
+    model.enable_lora(2)
+    with pytest.raises(ValueError, match=r"x\.h5"):
+        model.save_lora_weights(tmp_path / "x.h5")
+    # Mixers have experts and no attention.
+    mixer().enable_lora(2, target_layer_names=["experts"])
+    with pytest.raises(ValueError, match=r"without \['query', 'value'\]"):
+        mixer().enable_lora(2)
+
+
+def test_keras_hubs_own_method_reaches_experts_by_name():
+    model = backbone()
+    keras_hub.models.Backbone.enable_lora(model, 2, target_layer_names=["experts"])
+    assert {weight.name for weight in model.trainable_weights} == {
+        f"{layer}_lora_{part}" for layer in ("hidden", "output") for part in "ab"
+    }
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"rank": 2},
+        {"rank": "two", "target_layer_names": ["query"]},
+        {"rank": [1, 2], "target_layer_names": ["query"]},
+        {"rank": 2, "target_layer_names": 5},
+    ],
+)
+def test_files_of_other_things_are_named(tmp_path, attributes):
+    path = tmp_path / "other.lora.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs.update(attributes)
+    with pytest.raises(ValueError, match=f"target_layer_names and rank in {path}"):
+        adaptation.load_pairs(None, path)
+
+
+def test_pairs_in_another_file_are_not_read(tmp_path):
+    path, other = tmp_path / "other.lora.h5", tmp_path / "secret"
+    other.write_bytes(bytes(16))
+    with h5py.File(path, "w") as file:
+        file.attrs.update({"rank": 2, "target_layer_names": ["query"]})
+        file.create_dataset("x", (4,), "float32", external=[(str(other), 0, 16)])
+    with pytest.raises(ValueError, match=rf"{path}.*another file"):
+        adaptation.load_pairs(None, path)
+
+
+# int8
+
+
+@pytest.fixture
+def quiet():
+    # Keras collects garbage at each kernel that it replaces: of few objects then.
+    gc.freeze()
+    with warnings.catch_warnings():
+        # Keras warns of each layer that cannot be quantised.
+        warnings.filterwarnings("ignore", message=".*does not have a `quantize`")
+        yield
+    gc.unfreeze()
+
+
+def paths_of_int8(model):
+    return {weight.path for weight in model.weights if weight.dtype == "int8"}
+
+
+@pytest.mark.usefixtures("traced", "quiet")
+@pytest.mark.parametrize("router", ["softmax_token_choice", "soft"])
+def test_attention_and_experts_become_int8_and_routers_do_not(router):
+    model = classifier(router=router)
+    paths = {weight.path for weight in model.weights}
+    before = model.predict(images(5), verbose=0)
+    model.quantize("int8")
+    # The kernels of attention, MLP, experts and head: all of the matmuls but those of
+    # the router and the patches, whose kernel is none of a `Dense` layer.
+    expected = {
+        path
+        for path in paths
+        if path.endswith("kernel") and "router" not in path and "patch" not in path
+    }
+    assert paths_of_int8(model) == expected
+    assert len(expected) == 8 + 2 + 2 + 1
+    assert paths < {weight.path for weight in model.weights}
+    routers = [weight for weight in model.weights if "router" in weight.path]
+    assert {weight.dtype for weight in routers} == {"float32"}
+    after = model.predict(images(5), verbose=0)
+    assert np.abs(after - before).max() > 0
+    # In most images no token changes experts: they differ by the steps alone.
+    assert np.median(np.abs(after - before)) < 0.05 * np.abs(before).max()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.every_backend
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_int8_models_come_back(tmp_path, policy):
+    head = {"representation_dim": 5, "pooling": "map"}
+    model = classifier(dtype=policy, num_layers=1, moe_layers=[0], head=head)
+    model.quantize("int8")
+    expected = model.predict(images(5), verbose=0)
+    # Saving twice: making a config must not change the model.
+    for _ in range(2):
+        model.save_to_preset(tmp_path / "preset")
+    model.save(tmp_path / "model.keras")
+    loaded = models.from_preset(str(tmp_path / "preset"))
+    # A loaded model can be saved again, too.
+    loaded.save_to_preset(tmp_path / "again")
+    for other in (
+        models.from_preset(str(tmp_path / "again")),
+        keras.saving.load_model(tmp_path / "model.keras"),
+    ):
+        saved, again = ({w.path: w.dtype for w in x.weights} for x in (model, other))
+        assert again == saved
+        np.testing.assert_array_equal(other.predict(images(5), verbose=0), expected)
+    kernel = models.from_preset(
+        str(tmp_path / "preset"), num_classes=7
+    ).output_dense.kernel
+    assert (kernel.dtype, tuple(kernel.shape)) == ("float32", (5, 7))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_filters_choose_the_experts_alone(tmp_path):
+    model = classifier()
+    model.quantize("int8", filters="experts")
+    int8 = paths_of_int8(model)
+    assert {path.split("/")[-2] for path in int8} == {"experts"}
+    model.save_to_preset(tmp_path / "preset")
+    assert paths_of_int8(models.from_preset(str(tmp_path / "preset"))) == int8
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_int8_mixer_comes_back(tmp_path):
+    model = mixer()
+    model.quantize("int8")
+    assert len(paths_of_int8(model)) == 4 + 2 + 2
+    model.save_to_preset(tmp_path / "preset")
+    loaded = models.from_preset(str(tmp_path / "preset"))
+    expected = model.predict(images(5), verbose=0)
+    np.testing.assert_array_equal(loaded.predict(images(5), verbose=0), expected)
+
+
+@pytest.mark.usefixtures("traced", "quiet")
+def test_digits_are_recognised_as_well_with_int8():
+    sizes = {"num_layers": 1, "moe_layers": [0], "seed": 0, "num_classes": 10}
+    keras.utils.set_random_seed(0)
+    model = models.from_preset("vmoe_digits", **sizes, load_weights=False)
+    shape = model.backbone.image_shape
+    model.compile(optimizer=keras.optimizers.AdamW(4e-3, global_clipnorm=1.0))
+    # Whole batches alone: one shape, one program.
+    train = [x[:1344] for x in data.load_digits("train", shape)]
+    model.fit(*train, batch_size=64, epochs=8, verbose=0)
+    test = data.load_digits("test", shape)
+    _, before = model.evaluate(*test, batch_size=150, verbose=0)
+    assert before > 0.8
+    size = nbytes(model)
+    model.quantize("int8")
+    _, after = model.evaluate(*test, batch_size=150, verbose=0)
+    assert after > before - 0.01
+    assert nbytes(model) < 0.4 * size
+
+
+def nbytes(model):
+    return sum(to_numpy(weight).nbytes for weight in model.weights)
