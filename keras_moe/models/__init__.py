@@ -2,8 +2,8 @@
 
 from keras_moe.models.late_imports import loaded_on_demand
 
-# KerasHub's layers for `tf.data` alone need them. These are the names that it looks up
-# when it is imported; its cache of a tokenizer does without the base class `tf.Module`.
+# KerasHub imports these for its `tf.data` layers. Listed are the names that it accesses
+# at import time; its tokenizer cache works without the base class `tf.Module`.
 with loaded_on_demand(
     {
         "tensorflow": ("executing_eagerly",),

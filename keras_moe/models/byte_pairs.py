@@ -1,7 +1,7 @@
-"""Vocabularies of byte-pair tokenizers: CLIP's from a file, and trained ones.
+"""Byte-pair vocabularies: CLIP's from a file, or trained.
 
-A vocabulary has the 256 bytes, the same at the end of a word, a token for each merge in
-its order, and the start and the end of a text, which has the largest id.
+Ids in order: 256 bytes, 256 bytes at the end of a word, a token per merge, start and
+end of text.
 """
 
 import gzip
@@ -26,14 +26,14 @@ from keras_moe.checks import check_integer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _END_OF_WORD = "</w>"
-# The bytes, the same at the end of a word, and two special tokens.
+# Bytes, bytes at the end of a word, two special tokens.
 _BASE = 514
-# OpenAI's file has more merges than CLIP takes.
+# OpenAI's file has more merges than CLIP uses.
 _CLIP_MERGES = 49152 - 256 - 2
 _PACKAGE, _FILE = "open_clip", "bpe_simple_vocab_16e6.txt.gz"
-# The file has 3 MB; a longer one is another, or made to fill the memory.
+# The file has 3 MB; refuse anything much larger.
 _LARGEST = 64 * 2**20
-# The words of CLIP, to which merges are limited.
+# CLIP's word pattern: merges stay within words.
 _WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
     r"[^\s\p{L}\p{N}]+"
@@ -41,11 +41,11 @@ _WORDS = (
 
 
 class BytePairs(NamedTuple):
-    """A vocabulary of byte pairs.
+    """A byte-pair vocabulary.
 
     Attributes:
         vocabulary: dict from token to id.
-        merges: pairs of tokens in the order of their merging, each with a space.
+        merges: pairs of tokens in merge order, each joined by a space.
     """
 
     vocabulary: dict[str, int]
@@ -53,7 +53,7 @@ class BytePairs(NamedTuple):
 
 
 def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
-    """CLIP's vocabulary of 49,408 tokens."""
+    """Returns CLIP's vocabulary of 49,408 tokens."""
     path = _shipped() if path is None else Path(path)
     if path.is_dir():
         return _from_folder(path)
@@ -65,7 +65,7 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
         raise ValueError(
             f"Expected a file of merges at {path}; received: {error}"
         ) from error
-    # The first line tells the version.
+    # The first line is the version.
     merges = [line.strip() for line in lines[1 : 1 + _CLIP_MERGES]]
     if len(content) > _LARGEST or len(merges) < _CLIP_MERGES:
         raise ValueError(
@@ -76,7 +76,7 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
 
 
 def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePairs:
-    """A vocabulary of the most frequent byte pairs of captions, as CLIP's."""
+    """Trains a vocabulary like CLIP's on captions."""
     size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_END_OF_WORD))
     tokenizer.normalizer = normalizers.Sequence(
@@ -97,9 +97,8 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         show_progress=False,
         initial_alphabet=_bytes(),
         end_of_word_suffix=_END_OF_WORD,
-        # Pairs of equal counts merge in the order of their tokens' ids. Otherwise the
-        # trainer numbers the bytes that end words in the order of a hash map, which
-        # differs between processes.
+        # Break ties between equal counts by token id. The trainer numbers word-final
+        # bytes in hash map order, which differs between processes.
         special_tokens=[byte + _END_OF_WORD for byte in _bytes()],
     )
     tokenizer.train_from_iterator(captions, trainer)
@@ -109,12 +108,12 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         raise ValueError(
             "Expected captions with words of several letters; received: none"
         )
-    # The trainer's vocabulary lacks the start and the end of a text.
+    # The trainer's vocabulary lacks start and end of text.
     return _byte_pairs(merges[: size - _BASE], "captions")
 
 
 def _shipped():
-    """The file that open_clip ships, found without importing the package."""
+    """Finds the file in open_clip without importing the package."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / _FILE).is_file():
@@ -152,7 +151,7 @@ def _byte_pairs(merges, source):
 
 
 def _checked(vocabulary, merges, source):
-    """The byte pairs, if each merge joins two known tokens and ids are distinct."""
+    """Returns the byte pairs after checking merges and ids."""
     merged = set()
     for merge in merges:
         pair = merge.split(" ")
@@ -177,7 +176,7 @@ def _checked(vocabulary, merges, source):
 
 
 def _bytes():
-    """The 256 bytes as characters in CLIP's order: first those that print."""
+    """Returns the 256 bytes as characters in CLIP's order: printable ones first."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in prints]
     return [chr(x) for x in prints] + [chr(256 + i) for i in range(len(others))]

@@ -1,4 +1,4 @@
-"""Metrics of pairs for `compile`, which read embeddings instead of labels.
+"""Contrastive metrics for `compile`, which read embeddings instead of labels.
 
 Axes: B pairs.
 """
@@ -15,19 +15,17 @@ from keras_moe.losses.pairs import NEVER, Chunks, check_similarity, pairs_of, po
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ContrastiveAccuracy(keras.metrics.Mean):
-    """The share of images and of texts whose nearest counterpart is their own.
+    """Fraction of images and texts whose nearest counterpart is their own.
 
-    An image is right if one of its texts is nearer than all other texts of the batch,
-    and a text likewise; the metric is the mean over both. A tie is wrong, so that a
-    model with one embedding for everything has 0, unlike the accuracy of chance in
-    `keras_moe.evaluation.contrastive_accuracy`. Pairs with an equal image or caption
-    id, where there are ids, are each other's own. Padding is no candidate.
-
-    The metric falls with the size of the batch: compare at the same.
+    An image is correct if one of its own texts is nearer than all other texts of the
+    batch, and vice versa; the result is the mean over both. Ties are wrong, so a model
+    with constant embeddings gets 0 (unlike in
+    `keras_moe.evaluation.contrastive_accuracy`). Pairs with equal image or text ids, if
+    given, count as each other's own, and padding is ignored. Larger batches are harder:
+    compare results at the same batch size.
 
     Args:
-        chunk_size: number of texts whose similarities are in memory at a time; None
-            for all.
+        chunk_size: number of texts to compare at a time, to save memory; None for all.
         name: name of the metric.
         dtype: dtype of the metric's variables.
 
@@ -53,7 +51,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
         self.chunk_size = check_similarity("float32", chunk_size)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        # Nothing of a step's gradient belongs to its metrics.
+        # Metrics need no gradient.
         images, texts = (
             ops.stop_gradient(ops.convert_to_tensor(y_pred[f"{modality}_embeddings"]))
             for modality in ("image", "text")
@@ -67,10 +65,10 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
 
 class LossOfPairs(keras.metrics.Mean):
-    """The mean of a loss over pairs, where Keras takes that over batches.
+    """Mean of a loss over pairs instead of batches.
 
-    A batch's loss is the mean over its pairs by their weights. Keras would add it with
-    the number of pairs, those of weight 0 among them.
+    A batch's loss is the weighted mean over its pairs. Keras would weight it by the
+    number of pairs, including those of weight 0.
     """
 
     _last = None
@@ -80,8 +78,8 @@ class LossOfPairs(keras.metrics.Mean):
         return super().update_state(loss, sample_weight)
 
     def weigh(self, weights: Any) -> None:
-        """Weighs the last batch by the sum of its weights instead of its size."""
-        # A tensor of one trace is none of the next.
+        """Reweights the last batch by the sum of its weights instead of its size."""
+        # A tensor of one trace cannot be used in the next.
         last, self._last = self._last, None
         if weights is None or last is None:
             return
@@ -91,11 +89,10 @@ class LossOfPairs(keras.metrics.Mean):
 
 
 class ContrastiveMetrics:
-    """The metrics of a compiled model of pairs.
+    """The metrics of a compiled image-text model.
 
-    Keras would compare outputs with labels one by one; these read all outputs. The
-    class is no container that Keras looks into: metrics are no part of a model's
-    weights.
+    Keras compares outputs with labels one by one; these read all outputs. Not a
+    container that Keras tracks, since metrics are not part of a model's weights.
     """
 
     def __init__(self, *several: Sequence | None):
@@ -125,12 +122,12 @@ class ContrastiveMetrics:
             metric.update_state(y, outputs, one_weight(sample_weight))
 
     def config(self) -> list[dict]:
-        """The metrics as Keras deserialises them."""
+        """Returns the metrics as Keras deserialises them."""
         return [keras.saving.serialize_keras_object(x) for x in self.metrics]
 
 
 def _hits(pairs, chunk_size):
-    """Whether images and texts are right, float32 (B,) each."""
+    """Whether images and texts are correct, float32 (B,) each."""
     images, by_text = pairs.images, [pairs.texts, pairs.counted, *pairs.keys]
     none = ops.zeros_like(pairs.counted) + NEVER
     if chunk_size is None:
@@ -154,7 +151,7 @@ def _hits(pairs, chunk_size):
 
 
 def _compared(pairs, images, texts, counted, *keys):
-    """Similarities with the nearest own and other text, and whether texts are right."""
+    """Returns the best own and other similarities, and which texts are correct."""
     similarity = ops.matmul(images, ops.transpose(texts))
     is_there = ops.logical_and(
         ops.expand_dims(pairs.counted > 0, 1), ops.expand_dims(counted > 0, 0)
@@ -173,7 +170,7 @@ def _compared(pairs, images, texts, counted, *keys):
 
 
 def weighable_labels(inputs: Any, labels: Any, sample_weight: Any) -> Any:
-    """Labels with which Keras hands on weights of arrays: without any it drops them."""
+    """Returns labels with which Keras keeps sample weights: it drops them without."""
     if sample_weight is None or not isinstance(inputs, dict):
         return labels
     number = len(next(iter(inputs.values())))
@@ -182,12 +179,12 @@ def weighable_labels(inputs: Any, labels: Any, sample_weight: Any) -> Any:
             f"Expected a sample_weight for each of {number} pairs; received: "
             f"{len(sample_weight)}"
         )
-    # Each pair has its own image.
+    # A distinct image per pair is the default.
     return {"image_ids": np.arange(number)} if labels is None else labels
 
 
 def one_weight(sample_weight: Any) -> Any:
-    """The weights of pairs, of which Keras makes equal ones for each kind of ids."""
+    """Returns one set of sample weights; Keras repeats them for each label."""
     if isinstance(sample_weight, dict):
         return next(iter(sample_weight.values()))
     return sample_weight

@@ -1,4 +1,4 @@
-"""Checks before `export`: which models a format can hold on a backend."""
+"""`export`, with checks of what each format supports on each backend."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from keras_moe.routers import SoftRouter, SparseRouter, TokenChoiceRouter
 def export_signature(
     model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
 ) -> Any:
-    """Checks that a format can hold a model, and returns the signature for Keras."""
+    """Checks that a format supports a model, and returns Keras's signature."""
     if keras.backend.backend() == "torch":
         _check_saved_model(format)
         routers = _routers(model)
@@ -26,13 +26,13 @@ def export_signature(
     if keras.backend.backend() == "jax" and format == "tf_saved_model":
         _check_groups(_routers(model), input_signature)
     if input_signature is None and keras.backend.backend() != "tensorflow":
-        # Programs of the other two have one number of tokens.
+        # The other two formats have a fixed number of tokens.
         return _signature(model, batch=None)
     return input_signature
 
 
 def _check_groups(routers, input_signature):
-    """Refuses groups of images in a program for any size of batch, on JAX."""
+    """Refuses multi-image groups with a dynamic batch size on JAX."""
     if input_signature is not None:
         specs = keras.tree.flatten(input_signature)
         if all(None not in spec.shape for spec in specs):
@@ -50,7 +50,7 @@ def _check_groups(routers, input_signature):
 
 
 def _check_saved_model(format):
-    # With this package Keras can write one.
+    # Keras needs this package to write one.
     if format == "tf_saved_model" and importlib.util.find_spec("torch_xla") is None:
         raise ValueError(
             "Expected format='torch' or 'onnx' on PyTorch, which writes no SavedModel "
@@ -68,7 +68,7 @@ def _routers(model):
 
 
 def _one_example(model, input_signature):
-    """The signature, of one example by default."""
+    """Returns the signature; defaults to one example."""
     if input_signature is None:
         return _signature(model, batch=1)
     shapes = [tuple(spec.shape) for spec in keras.tree.flatten(input_signature)]
@@ -81,7 +81,7 @@ def _one_example(model, input_signature):
 
 
 def _signature(model, batch):
-    """The model's inputs for a size of batch, and texts of the largest length."""
+    """Returns the inputs for a batch size, with texts of maximum length."""
     length = getattr(getattr(model, "backbone", model), "max_length", None)
 
     def spec(symbolic):
@@ -126,7 +126,7 @@ def _check_any_batch(routers):
 
 
 class Exportable:
-    """The method `export` of models, before that of their Keras class."""
+    """Mixin that overrides `keras.Model.export`."""
 
     def export(
         self,
@@ -136,7 +136,7 @@ class Exportable:
         input_signature: Any = None,
         **kwargs,
     ) -> None:
-        """Exports the model in its inference form."""
+        """Exports the model for inference; see `keras.Model.export`."""
         shapes = kwargs.get("dynamic_shapes")
         signature = export_signature(self, format, input_signature, shapes)
         super().export(

@@ -1,8 +1,8 @@
-"""Checks of inputs and labels before a model's `fit`, `evaluate` and `predict`.
+"""Checks inputs and labels before `fit`, `evaluate` and `predict`.
 
-Arrays are checked: their shapes, and a classifier's labels. Datasets and generators are
-not read ahead of time. A model has a method `_check_inputs(inputs, labels)`, which its
-own methods reach through `check_training` and `check_prediction`.
+Checks the shapes of arrays and the labels of classifiers; datasets and generators are
+not read ahead. Models implement `_check_inputs(inputs, labels)`, called through
+`check_training` and `check_prediction`.
 
 Axes: B batch.
 """
@@ -20,7 +20,7 @@ from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
 def check_images(images: Any, image_shape: tuple) -> None:
-    """Checks the shape of an array of images."""
+    """Checks the shape of an image array."""
     _check_shape("images", images, image_shape)
     dtype = str(getattr(images, "dtype", ""))
     if "complex" in dtype:
@@ -28,7 +28,7 @@ def check_images(images: Any, image_shape: tuple) -> None:
 
 
 def check_multi_labels(labels: Any) -> None:
-    """Checks a label for each image and class, which is 0, 1 or smoothed."""
+    """Checks that multi-label targets are in [0, 1]."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf":
         return
     fits = (labels >= 0) & (labels <= 1)
@@ -40,9 +40,7 @@ def check_multi_labels(labels: Any) -> None:
 
 
 def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
-    """Checks labels, integers or one for each class, where the loss implies
-    their kind.
-    """
+    """Checks class indices or 0-1 targets, whichever the loss implies."""
     several, losses = tree.flatten(labels), tree.flatten(loss)
     if len(several) != 1 or len(losses) != 1:
         return
@@ -62,7 +60,7 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
         return
     multi = (SigmoidCrossentropy, keras.losses.BinaryCrossentropy)
     if isinstance(loss, multi) or loss == "binary_crossentropy":
-        # With one class Keras takes (batch,), too.
+        # With one class Keras also accepts (batch,).
         if labels.shape[-1:] != (num_classes,) and (num_classes, labels.ndim) != (1, 1):
             raise ValueError(
                 f"Expected labels of shape (batch, {num_classes}), one for each image "
@@ -72,7 +70,7 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
 
 
 def array_values(value: Any) -> np.ndarray | None:
-    """A NumPy array of an array or tensor, or None where there are no values."""
+    """Returns an array or tensor as NumPy, or None if it has no values."""
     if isinstance(value, np.ndarray):
         return value
     if not ops.is_tensor(value):
@@ -80,7 +78,7 @@ def array_values(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(ops.convert_to_numpy(value))
     except (NotImplementedError, RuntimeError, TypeError):
-        # A tensor that is being traced, or parts of which other processes have.
+        # Tensors that are being traced or sharded over processes.
         return None
 
 
@@ -90,7 +88,7 @@ def is_array(value: Any) -> bool:
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
-    """Checks the arrays for a model's inputs, and warns once about images in 0..255."""
+    """Checks input arrays, and warns once about images in 0..255."""
     for symbolic, value in _symbolic_inputs(model, inputs):
         shape = tuple(symbolic.shape[1:])
         if symbolic.name == "images":
@@ -103,11 +101,11 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
 def check_training(
     model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
 ) -> None:
-    """Checks the arrays that a model is trained or evaluated on."""
+    """Checks the arrays for training or evaluation."""
     model._check_inputs(inputs, labels)
     for name, value in _arrays(inputs):
         if tuple(value.shape)[:1] == (0,):
-            # A mean over no examples is undefined.
+            # The mean over no examples is undefined.
             example = "image" if name == "images" else "example"
             raise ValueError(
                 f"Expected at least one {example} to train or evaluate on; received: "
@@ -118,22 +116,22 @@ def check_training(
 
 
 def check_prediction(model: keras.Model, inputs: Any) -> None:
-    """Checks the inputs of a model's predictions."""
+    """Checks the inputs of `predict`."""
     if inputs is None:
         raise ValueError("Expected images or a dataset of them; received: None")
     model._check_inputs(inputs)
 
 
 def has_no_examples(inputs: Any) -> bool:
-    """Whether the inputs are arrays of no examples."""
+    """Whether the inputs are arrays with batch size 0."""
     return any(value.shape[0] == 0 for _, value in _arrays(inputs))
 
 
 def outputs_of_none(model: keras.Model) -> Any:
-    """The outputs of a batch without examples, as NumPy arrays."""
+    """Returns the outputs for an empty batch, as NumPy arrays."""
 
     def empty(symbolic):
-        # A size that differs from batch to batch is 0, too.
+        # Sizes that vary between batches become 0, too.
         shape = (0, *(size or 0 for size in symbolic.shape[1:]))
         return ops.convert_to_numpy(ops.zeros(shape, symbolic.dtype))
 
@@ -141,7 +139,7 @@ def outputs_of_none(model: keras.Model) -> Any:
 
 
 def _symbolic_inputs(model, inputs) -> Iterator[tuple[keras.KerasTensor, Any]]:
-    """Yields the model's symbolic inputs with their values, where these are known."""
+    """Yields symbolic inputs with their values, where known."""
     symbolic = tree.flatten(model.input)
     if isinstance(inputs, dict):
         yield from ((x, inputs[x.name]) for x in symbolic if x.name in inputs)
@@ -156,7 +154,7 @@ def _arrays(inputs) -> Iterator[tuple[str, Any]]:
 
 
 def _check_shape(name, value, expected):
-    """Raises ValueError for an array of another shape; None fits any size."""
+    """Raises ValueError for another shape; None matches any size."""
     if not is_array(value):
         return
     shape = tuple(value.shape)
@@ -181,7 +179,7 @@ def _warn_of_bytes(model, images):
         warnings.warn(
             "Expected images in [-1, 1]; received uint8 images up to "
             f"{images.max()}. Use images / 127.5 - 1.",
-            # The caller of `fit`, and not one of the checks.
+            # Point to the caller of `fit`.
             stacklevel=6,
         )
 
@@ -194,7 +192,7 @@ def check_texts(
     end_of_text_id: int | None = None,
     may_be_empty: bool = False,
 ) -> None:
-    """Checks the token ids and the padding of texts, as far as they are known."""
+    """Checks token ids and padding masks, where their values are known."""
     if not isinstance(inputs, dict):
         return
     check_input_names(inputs, names)
@@ -218,9 +216,9 @@ def check_texts(
 
 
 def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless a dict has the inputs of a model and no others.
+    """Raises ValueError unless a dict has exactly the model's inputs.
 
-    Keras would take the values in the order of their names, whatever these are.
+    Keras would silently match values by sorted names.
     """
     if missing := [name for name in names if name not in inputs]:
         raise ValueError(
@@ -261,7 +259,7 @@ def _check_ids(token_ids, vocabulary_size):
 
 
 def _check_each(fits, what):
-    """Raises ValueError unless each text has something."""
+    """Raises ValueError unless `fits` holds for every text."""
     if not fits.all():
         raise ValueError(
             f"Expected {what} in each text; received: text {np.argmin(fits)} without"

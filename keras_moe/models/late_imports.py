@@ -1,8 +1,7 @@
-"""Modules that another library imports, loaded when something of them is needed.
+"""Defers imports inside another library until they are needed.
 
-KerasHub imports TensorFlow and its operations on text when it is imported itself,
-although it only needs them for `tf.data`. On JAX and PyTorch that takes as long as all
-other imports, and more memory than these.
+Importing KerasHub imports TensorFlow and TensorFlow Text, which it only needs for
+`tf.data`. On JAX and PyTorch that would double the import time and memory.
 """
 
 import contextlib
@@ -15,11 +14,11 @@ from typing import Any
 
 
 class _LateModule(types.ModuleType):
-    """Stands for a module, which an attribute that is not there loads."""
+    """Placeholder of a module; accessing a missing attribute loads the module."""
 
     def __init__(self, name: str, load: Callable[[str], Any], absent: Sequence[str]):
         super().__init__(name)
-        # It is a package, whose submodules `_Submodules` finds.
+        # Marks a package, so that `_Submodules` finds its submodules.
         self.__path__ = []
         self._load, self._absent = load, absent
 
@@ -30,7 +29,7 @@ class _LateModule(types.ModuleType):
 
 
 class _LateAttribute:
-    """Stands for a function or a submodule, which its use loads."""
+    """Placeholder of a function or submodule, loaded when used."""
 
     def __init__(self, module: str, name: str, load: Callable[[str], Any]):
         self._parts = module, name
@@ -50,7 +49,7 @@ class _LateAttribute:
 
 
 class _Submodules:
-    """Finds the submodules of stand-ins, by loading the modules themselves."""
+    """Finder that loads the real submodules of placeholder modules."""
 
     def __init__(self, standins: Mapping[str, Any], load: Callable[[str], Any]):
         self._standins, self._load = standins, load
@@ -62,8 +61,8 @@ class _Submodules:
         if standin is None or sys.modules.get(root) is not standin:
             return None
         module = self._load(name)
-        # It is not made again: a second copy would register all that it has a second
-        # time. `import` takes the spec of the module where there is one.
+        # Do not load it twice: a second copy would register everything again. `import`
+        # uses the module's own spec if there is one.
         self._spec = module.__spec__
         module.__spec__ = importlib.util.spec_from_loader(name, self)
         return module.__spec__
@@ -79,14 +78,12 @@ class _Submodules:
 def loaded_on_demand(
     modules: Mapping[str, Sequence[str]], absent: Sequence[str] = ()
 ) -> Iterator[None]:
-    """A context in which `import` does not load some modules before they are needed.
+    """Defers the import of some modules within the context.
 
-    They are loaded when any of their attributes is looked up, but for a few that may be
-    looked up at import time, and are needed when they are used. Nothing is delayed
-    where one of the modules is loaded already, or is not installed.
-
-    Behind the context, imports are as ever; code that was imported within it keeps
-    stand-ins of the modules.
+    A module is loaded when one of its attributes is accessed. The attributes listed in
+    `modules` may be accessed at import time and load it only when used. Nothing is
+    deferred if a module is already loaded or not installed. Code imported within the
+    context keeps the placeholders; later imports are not affected.
     """
     roots = {name for name in modules if "." not in name}
     if any(name in sys.modules or not _is_installed(name) for name in roots):
@@ -100,7 +97,7 @@ def loaded_on_demand(
 
     def load(name):
         remove()
-        # Code that was imported in the context may look them up from now on.
+        # Code imported in the context may load them from now on.
         for module in standins.values():
             module._absent = ()
         return importlib.import_module(name)
@@ -120,6 +117,6 @@ def loaded_on_demand(
 
 
 def _is_installed(name):
-    """Whether a module has a file: an empty folder that is left of one has none."""
+    """Whether a module has a file, not only a leftover empty folder."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None

@@ -1,9 +1,8 @@
-"""Owners of arguments: a backbone, the config of its mixtures, or their router.
+"""Assigns flat argument names to the backbone, its `moe` config or the router.
 
-Presets, programs and recipes name arguments flatly, such as `num_experts=8` and
-`num_selected_experts=1`; a backbone's config keeps the fields of `MoEConfig` in `moe`,
-and the arguments of the router in its field `router`. Here, and nowhere else, flat
-names find their owner.
+Presets, programs and recipes use flat names such as `num_experts=8` and
+`num_selected_experts=1`; a backbone's config nests `MoEConfig` fields in `moe` and
+router arguments in `moe.router`. Only this module maps one to the other.
 """
 
 from typing import Any
@@ -18,11 +17,11 @@ from keras_moe.routers.router import router_arguments
 
 # Arguments of every Keras model.
 _MODEL_ARGUMENTS = ("name", "trainable", "dtype")
-# The arguments among these that go to a task and not to its backbone.
+# Those that go to a task instead of its backbone.
 _OUTERMOST = ("name", "trainable")
-# Fields that muMoE and other mixtures have in common.
+# Fields shared by `MuMoEConfig` and `MoEConfig`.
 _OF_EVERY_MIXTURE = ("moe_layers", "num_experts", "expert_mlp_dim", "expert_activation")
-# Arguments that mean the same for each router: another router keeps those that it has.
+# Arguments with the same meaning in every router, kept when the router changes.
 _OF_EVERY_ROUTER = (
     "num_selected_experts",
     "capacity_factor",
@@ -40,7 +39,7 @@ _OF_EVERY_ROUTER = (
 )
 
 
-# One argument of a group leaves no room for another one.
+# Mutually exclusive arguments.
 _EXCLUSIVE = (
     ("dropless", "capacity", "capacity_factor", "num_slots"),
     ("eval_capacity", "eval_capacity_factor"),
@@ -48,7 +47,7 @@ _EXCLUSIVE = (
 
 
 def moe_names() -> list[str]:
-    """The flat names of mixtures and of registered routers."""
+    """Returns the flat names of MoE fields and of all registered routers' arguments."""
     names = [*MoEConfig.field_names(), *MuMoEConfig.field_names()]
     for cls in (PathwayAwareRouter, *(cls for cls, _ in ROUTERS.values())):
         names += router_arguments(cls)
@@ -56,12 +55,11 @@ def moe_names() -> list[str]:
 
 
 def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
-    """A mixture's config with new values by flat name, of fields and of the router.
+    """Updates an MoE config with flat names of its fields and its router.
 
-    A router's name keeps the arguments that all routers share, and drops the others of
-    another router. A dict, or a router, is complete. A switch to or from `"mumoe"`
-    keeps the blocks, and the number, size and activation of their experts. A dense
-    encoder whose fields all have their defaults is None.
+    A new router name keeps arguments that all routers share; a router dict or instance
+    replaces everything. Switching to or from `"mumoe"` keeps the blocks and the number,
+    size and activation of experts. A dense encoder without other settings is None.
     """
     before = moe_config(moe) or MoEConfig(moe_layers=None)
     fields, router = before.to_dict(), changes.get("router")
@@ -81,9 +79,9 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
 
 
 def _with_router(before, fields, router, arguments):
-    """A `MoEConfig` of fields and a router, which may be None for the one before."""
+    """Creates a `MoEConfig`; a `router` of None keeps the previous one."""
     old_name, kept = split_router(before.router)
-    # Types of experts, too, decide on the router's class.
+    # Expert types also determine the router class.
     changed = MoEConfig.from_dict({**fields, "router": router or old_name})
     name, own = split_router(changed.router)
     if isinstance(router, (dict, Router)):
@@ -102,7 +100,7 @@ def _with_router(before, fields, router, arguments):
 
 
 def override_names(cls: type) -> list[str]:
-    """The flat names that a backbone takes as overrides."""
+    """Returns the flat names that a backbone accepts as overrides."""
     names = dict.fromkeys(argument_names(cls))
     for family in tower_families(cls).values():
         names.update(dict.fromkeys(override_names(family)))
@@ -112,13 +110,13 @@ def override_names(cls: type) -> list[str]:
 
 
 def tower_families(cls: type) -> dict[str, type]:
-    """The families of a backbone's towers by argument, where it has several."""
+    """Returns the backbone class of each tower argument, if there are towers."""
     towers = getattr(cls, "towers", {})
     return {name: backbone_class(family) for name, family in towers.items()}
 
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
-    """The nested config of one of several towers."""
+    """Returns the nested config of a tower."""
     if not isinstance(config, dict):
         raise ValueError(
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
@@ -130,7 +128,7 @@ def tower_config(cls: type, name: str, config: Any) -> dict:
 
 
 def nested_config(cls: type, config: dict) -> dict:
-    """A config with the fields of `moe` where they belong."""
+    """Moves flat `moe` fields of a config into `moe`."""
     towers = {
         name: tower_config(family, name, config[name])
         for name, family in tower_families(cls).items()
@@ -148,7 +146,7 @@ def nested_config(cls: type, config: dict) -> dict:
 
 
 def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
-    """A backbone's config with other values, each where it belongs."""
+    """Applies flat overrides to a backbone's config."""
     names = override_names(cls)
     names += _MODEL_ARGUMENTS
     check_argument_names({**config, **overrides}, names, cls.__name__)
@@ -168,7 +166,7 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
 
 
 def _tower_configs(cls, config, shared, overrides):
-    """The configs of the towers, with overrides of all and of each."""
+    """Returns the towers' configs after shared and per-tower overrides."""
     towers = {name: config.get(name) or {} for name in tower_families(cls)}
     with_experts = [name for name, tower in towers.items() if tower.get("moe")]
     for name, family in tower_families(cls).items():
@@ -178,7 +176,7 @@ def _tower_configs(cls, config, shared, overrides):
         fitting = {k: v for k, v in shared.items() if k in own}
         tower = apply_overrides(family, towers[name], fitting)
         if name in overrides:
-            # The error of a value that is no dict names the tower.
+            # If the value is not a dict, the error names the tower.
             new = overrides[name]
             if isinstance(new, dict):
                 tower = apply_overrides(family, tower, new)
@@ -194,9 +192,9 @@ def split_overrides(
     overrides: dict[str, Any],
     counts_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits overrides into those of the backbone and those of the task around it.
+    """Splits overrides into those of the backbone and those of the task.
 
-    A name that both have is the task's: `name`, `trainable`.
+    Names of both, such as `name` and `trainable`, go to the task.
     """
     own = [] if task_cls is None else argument_names(task_cls)
     of_models = [*_OUTERMOST, "compile"] if own else list(_OUTERMOST)
@@ -213,7 +211,7 @@ def split_overrides(
 
 
 def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
-    """Refuses unknown arguments of a backbone's constructor."""
+    """Refuses unknown or misplaced arguments of a backbone's constructor."""
     for name, value in kwargs.items():
         if name in override_names(cls) and tower_families(cls):
             raise ValueError(

@@ -1,6 +1,7 @@
-"""Families, tasks and presets by name: they register themselves, also from outside.
+"""Registry of backbones, tasks and presets.
 
-This module knows none of them, so that every module of `models` may import it.
+Classes register themselves, including those from outside the package, so every module
+of `models` can import this one.
 """
 
 import copy
@@ -19,7 +20,7 @@ from keras_moe.models.variants import VARIANTS
 _BACKBONES: dict[str, type] = {}
 _TASKS: dict[str, type] = {}
 _PRESETS: dict[str, dict] = {}
-# The entries that a preset may leave out, with their defaults.
+# Optional entries of a preset with their defaults.
 _OPTIONAL = {
     "source": "",
     "task": None,
@@ -37,14 +38,14 @@ _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 def register_backbone(
     cls: type | None = None, *, presets: Mapping[str, dict] | None = None
 ) -> Any:
-    """A decorator that registers a family under the name of its backbone's class.
+    """Decorator that registers a backbone family under its class name.
 
     Args:
-        cls: a `MoEBackbone`, which is registered as Keras serialisable, too.
+        cls: a `MoEBackbone`, registered with Keras as serialisable.
         presets: presets of this backbone; see `register_presets`.
 
     Returns:
-        The class, or the decorator where `presets` come first.
+        The class, or a decorator if only `presets` are given.
 
     Example:
 
@@ -76,14 +77,14 @@ def register_backbone(
 
 
 def register_task(cls: type) -> type:
-    """A decorator that registers a task for the backbones of its `backbone_cls`.
+    """Decorator that registers a task for the backbones of its `backbone_cls`.
 
-    The class has a `task_name`, such as `"image_classifier"`, by which `from_preset`
-    takes it. The first that is registered for a backbone and a name serves the
-    presets that name no class.
+    `from_preset` finds the class by its `task_name`, such as `"image_classifier"`. If
+    several have the same name for a backbone, presets that do not name a class use the
+    first.
 
     Args:
-        cls: a task, which is registered as Keras serialisable, too.
+        cls: a task, registered with Keras as serialisable.
 
     Example:
 
@@ -110,17 +111,16 @@ def register_task(cls: type) -> type:
 
 
 def register_presets(presets: Mapping[str, dict]) -> None:
-    """Registers presets by name: architectures, with weights or without.
+    """Registers presets by name: architectures, with or without weights.
 
     Args:
-        presets: name to a dict with `description`, `backbone` (a registered class or
-            its name) and `config` (its arguments by flat names); and where they
-            matter `task` (a registered class or its name), `task_config` (its
-            arguments), `class_names`, and `source`, the paper or file of the sizes.
-            A trained one has `weights`, a folder that `save_to_preset` wrote from a
-            model of this config, or its handle; `results`, a list of dicts with the
-            `metric`, `value`, `data` and `split` of a figure; the `license` of the
-            weights; and `attribution`, the authors and licence of the training data.
+        presets: dict from name to a dict. Required: `description`, `backbone` (a
+            registered class or its name) and `config` (its arguments, flat). Optional:
+            `task` (a registered class or its name), `task_config` (its arguments),
+            `class_names`, and `source`, the paper or file of the sizes. With weights:
+            `weights`, a folder or handle of `save_to_preset`; `results`, a list of
+            dicts of `metric`, `value`, `data` and `split`; their `license`; and
+            `attribution`, the authors and licence of the training data.
 
     Example:
 
@@ -170,7 +170,7 @@ def _register(cls, classes):
             f"@keras.saving.register_keras_serializable(...); received: {cls!r}"
         )
     known = classes.get(cls.__name__, cls)
-    # A cell of a notebook may be run again.
+    # Notebook cells may run again.
     if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(
             f"Expected a new name for {cls!r}; received: {cls.__name__}, the name of "
@@ -181,12 +181,12 @@ def _register(cls, classes):
 
 
 def presets() -> dict[str, dict]:
-    """All presets by name, as `register_presets` takes them; copies."""
+    """Returns a copy of all presets by name, as in `register_presets`."""
     return copy.deepcopy(_PRESETS)
 
 
 def presets_of(cls: type) -> dict[str, dict]:
-    """The presets of a backbone or task, as KerasHub's `presets` lists them."""
+    """Returns the presets of a class in the format of KerasHub's `presets`."""
     return {
         name: {"metadata": {"description": summary(spec), "source": spec["source"]}}
         for name, spec in presets().items()
@@ -195,7 +195,7 @@ def presets_of(cls: type) -> dict[str, dict]:
 
 
 def summary(spec: dict) -> str:
-    """A line about a preset: its description, what its weights reach, their licence."""
+    """Returns a preset's description, results and licence in one line."""
     if spec["weights"] is None:
         return spec["description"]
     figures = [_figure(**result) for result in spec["results"]]
@@ -209,24 +209,24 @@ def _figure(metric, value, data, split):
 
 
 def has_weights(name: Any) -> bool:
-    """Whether a name is that of a registered preset with weights."""
+    """Whether `name` is a registered preset with weights."""
     spec = _PRESETS.get(name) if isinstance(name, str) else None
     return spec is not None and spec["weights"] is not None
 
 
 def preset(name: Any) -> dict | None:
-    """A copy of the preset of a name, or None."""
+    """Returns a copy of a preset, or None."""
     spec = _PRESETS.get(name) if isinstance(name, str) else None
     return copy.deepcopy(spec)
 
 
 def backbone_class(name: str) -> type:
-    """The registered backbone of a name."""
+    """Returns a registered backbone by class name."""
     return _by_name(name, _BACKBONES, "backbone")
 
 
 def named_task_class(name: str) -> type:
-    """The registered task whose class has a name."""
+    """Returns a registered task by class name."""
     return _by_name(name, _TASKS, "task")
 
 
@@ -240,22 +240,22 @@ def _by_name(name, classes, kind):
 
 
 def backbone_names() -> list[str]:
-    """The names of the registered backbones."""
+    """Returns the names of registered backbones."""
     return sorted(_BACKBONES)
 
 
 def task_names() -> list[str]:
-    """The names by which `from_preset` takes tasks."""
+    """Returns the task names that `from_preset` accepts."""
     return sorted({cls.task_name for cls in _TASKS.values()})
 
 
 def first_task(name: str) -> type:
-    """The first registered task of a name of `task_names`."""
+    """Returns the first registered task with a `task_name`."""
     return next(cls for cls in _TASKS.values() if cls.task_name == name)
 
 
 def is_registered(cls: type) -> bool:
-    """Whether a class is a registered backbone, or a subclass of one."""
+    """Whether a class is, or extends, a registered backbone."""
     return any(base in _BACKBONES.values() for base in cls.__mro__)
 
 
@@ -267,7 +267,7 @@ def is_task(cls: type) -> bool:
 def task_class(
     backbone_cls: type, matches: Callable[[type], bool] = lambda cls: True
 ) -> type | None:
-    """The first registered task for a backbone, or for the class that it extends."""
+    """Returns the first matching task for a backbone or a class that it extends."""
     for base in backbone_cls.__mro__:
         for cls in _TASKS.values():
             if cls.backbone_cls is base and matches(cls):
@@ -276,12 +276,12 @@ def task_class(
 
 
 def takes(cls: type, argument: str) -> bool:
-    """Whether a class's constructor names this argument."""
+    """Whether a class's constructor has this argument."""
     return argument in argument_names(cls)
 
 
 def builtin_presets() -> dict[str, dict]:
-    """Every built-in preset by name."""
+    """Returns the built-in presets by name."""
     return copy.deepcopy(_read_presets())
 
 
@@ -293,13 +293,13 @@ def _read_presets():
         config = _with_sizes(preset["config"], preset["variant"])
         presets[name] = {**preset, "config": config}
         if "weights" in preset:
-            # Whether or not it is there: a trained preset is never silently random.
+            # Even if the folder is missing: a trained preset is never silently random.
             presets[name]["weights"] = str(path.with_name(preset["weights"]))
     return presets
 
 
 def _with_sizes(config, variant):
-    """The config with the sizes of a variant, or of one for each tower."""
+    """Fills in the sizes of a variant, or of one per tower."""
     if isinstance(variant, dict):
         towers = {name: _with_sizes(config[name], variant[name]) for name in variant}
         return {**config, **towers}
@@ -307,5 +307,5 @@ def _with_sizes(config, variant):
 
 
 def register_builtin_presets() -> None:
-    """Makes the built-in presets known by name."""
+    """Registers the built-in presets."""
     register_presets(_read_presets())

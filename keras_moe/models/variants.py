@@ -1,17 +1,17 @@
-"""The sizes of the families: one table, each row with its source."""
+"""Published model sizes, each with its source."""
 
 from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """The size of an encoder, and where it is published.
+    """A published encoder size.
 
     Attributes:
         hidden_dim: D.
         num_layers: number of blocks.
-        num_heads: number of attention heads; None in a Mixer.
+        num_heads: number of attention heads; None for a Mixer.
         mlp_dim: H.
-        source: the table or file that the row comes from.
+        source: table or file that the row comes from.
         token_mlp_dim: H of a Mixer's token MLPs.
     """
 
@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     token_mlp_dim: int | None = None
 
     def config(self) -> dict:
-        """The row as arguments of a backbone."""
+        """Returns the sizes as backbone arguments."""
         return {
             name: value
             for name, value in self._asdict().items()
@@ -41,8 +41,8 @@ _EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
 _DIGITS = "keras_moe: trains on 8 x 8 digits in about a minute"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
-# V-MoE's and LIMoE's S is 8 layers of 512, ViT's S is 12 layers of 384: their authors
-# call both "S".
+# Two different sizes are both called "S": V-MoE's and LIMoE's has 8 layers of width
+# 512, ViT's 12 layers of width 384.
 VARIANTS = {
     "vit/Ti": Variant(192, 12, 3, 768, _SCALING),
     "vit/S": Variant(384, 12, 6, 1536, _SCALING),
@@ -57,10 +57,10 @@ VARIANTS = {
     "mixer/B": Variant(768, 12, None, 3072, _MIXER, token_mlp_dim=384),
     "mixer/L": Variant(1024, 24, None, 4096, _MIXER, token_mlp_dim=512),
     "mixer/H": Variant(1280, 32, None, 5120, _MIXER, token_mlp_dim=640),
-    # CLIP's towers of images are ViTs; those of texts are narrower.
+    # CLIP's image towers are ViTs; its text towers are narrower.
     "clip_text/B": Variant(512, 12, 8, 2048, _CLIP),
     "clip_text/L": Variant(768, 12, 12, 3072, _CLIP),
-    # Both towers alike.
+    # Both towers have the same size.
     "siglip/B": Variant(768, 12, 12, 3072, _SIGLIP),
     "siglip/L": Variant(1024, 24, 16, 4096, _SIGLIP),
     "siglip/So400m": Variant(

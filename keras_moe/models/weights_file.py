@@ -1,4 +1,4 @@
-"""HDF5 files of weights: written whole or not at all, and checked when read."""
+"""HDF5 weight files: written atomically and verified when read."""
 
 import contextlib
 import json
@@ -38,9 +38,9 @@ from keras_moe.models.preset_folder import (
     explained,
 )
 
-# The remedy where arguments other than the saved ones do not fit the weights.
+# Advice if overrides do not fit the weights.
 LOAD_ANEW = "load_weights=False makes a model of these arguments with initial weights"
-# What HDF5 adds to the bytes of the arrays, for each of them.
+# HDF5 overhead per array, in bytes.
 _OVERHEAD = 4096
 
 
@@ -51,10 +51,10 @@ def save_weights(
     max_shard_size: float | None = None,
     objects_to_skip: Sequence = (),
 ) -> None:
-    """Saves weights as `keras.saving.save_weights` does, whole or not at all.
+    """Saves weights atomically; see `keras.saving.save_weights`.
 
-    HDF5 aborts the process when it closes a file that it could not write, so that a
-    disk without room for the weights is refused before.
+    HDF5 aborts the process if it cannot finish a file, so free disk space is checked
+    first.
     """
     path = Path(filepath)
     options = {
@@ -64,7 +64,7 @@ def save_weights(
     sharded = max_shard_size is not None
     endings = ("weights.h5", "weights.json") if sharded else (".weights.h5",)
     if "://" in str(filepath) or not path.name.endswith(endings) or not model.built:
-        # A remote file, which is copied from a temporary one; or an error of Keras.
+        # A remote file, copied from a temporary one, or a Keras error.
         keras.saving.save_weights(model, filepath, overwrite=overwrite, **options)
         return
     if path.exists() and not overwrite and not ask_to_proceed_with_overwrite(str(path)):
@@ -81,26 +81,26 @@ def save_weights(
 
 
 def _finish(folder, target):
-    """Moves finished files to where they belong, with their checksums in the index."""
+    """Moves finished files into place and adds checksums to the index."""
     files = sorted(folder.iterdir())
     for index in folder.glob("*.json"):
         content = json.loads(index.read_text("utf-8"))
         sums = {file.name: sha256_of(file) for file in files if file != index}
         content["metadata"][CHECKSUMS] = sums
         write_json(index, content)
-        # The index comes first: a process that is killed after it leaves an index whose
-        # checksums do not fit, and older shards are not mixed with new ones.
+        # Index first: if the process is killed in between, its checksums do not match,
+        # so new and old shards are never mixed.
         files = [index, *(file for file in files if file != index)]
     for file in files:
         sync_file(file)
     for file in files:
-        # A new file's permissions follow the umask.
+        # New files follow the umask.
         os.replace(file, target / file.name)
     sync_folder(target)
 
 
 def _saved_variables(model, skipped):
-    """The variables that Keras saves, the optimizer's among them."""
+    """Returns the variables that Keras saves, including the optimizer's."""
     owners = [model, *filter(None, [getattr(model, "optimizer", None)])]
     left_out = {id(x) for owner in skipped for x in owner.variables}
     variables = {id(x): x for owner in owners for x in owner.variables}
@@ -108,7 +108,7 @@ def _saved_variables(model, skipped):
 
 
 def _size_of(variables: Iterable[keras.Variable]) -> int:
-    """The bytes of a file with these variables."""
+    """Returns the file size for these variables, in bytes."""
     return sum(
         _OVERHEAD
         + math.prod(x.shape)
@@ -119,7 +119,7 @@ def _size_of(variables: Iterable[keras.Variable]) -> int:
 
 @contextlib.contextmanager
 def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File]:
-    """An HDF5 file for these variables, which replaces `path` when all is written."""
+    """Opens an HDF5 file that atomically replaces `path` when closed."""
     check_free_space(path, _size_of(variables))
     with new_file(path) as file, h5py.File(file.name, "w") as hdf5:
         yield hdf5
@@ -127,9 +127,7 @@ def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File
 
 @contextlib.contextmanager
 def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
-    """Compares weights with the preset's checksums, and names a file that is
-    damaged.
-    """
+    """Context that verifies checksums and names a damaged file in errors."""
     files = compare_checksums(Path(filepath))
     try:
         yield
@@ -145,11 +143,11 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
 
 
 def _damage(file: Path) -> str | None:
-    """Why a file cannot be read, or None if all of it can be."""
+    """Returns why a file cannot be read, or None."""
 
     try:
         with h5py.File(file, "r") as hdf5:
-            # One at a time: a large model need not fit into memory.
+            # One at a time, to save memory.
             _visit(hdf5, lambda _, value: None)
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -157,7 +155,7 @@ def _damage(file: Path) -> str | None:
 
 
 def plain_values(hdf5: h5py.File) -> dict[str, np.ndarray]:
-    """The arrays of a file by their paths."""
+    """Returns the arrays of a file by path."""
     values = {}
     _visit(hdf5, values.__setitem__)
     return values
@@ -172,7 +170,7 @@ def _visit(hdf5, use):
                 f"Expected arrays in {hdf5.filename} itself; received: {path}, whose "
                 "values are in another file"
             )
-        # Keras refuses a shape of which the file has hardly any values.
+        # Keras refuses a declared shape with hardly any data in the file.
         use(path, safe_get_h5_dataset(hdf5, path)[()])
 
     hdf5.visititems(read)
@@ -183,10 +181,10 @@ class SavedWeights:
     """The weights of a saved preset.
 
     Args:
-        path: folder to read from, or handle.
-        has_head: whether those of the task around the backbone are loaded, too.
-        is_wanted: whether the weights are loaded; False keeps the initial ones.
-        name: name of the preset in messages; None takes the path.
+        path: folder or handle.
+        has_head: whether to load the task's own weights, too.
+        is_wanted: whether to load weights; False keeps the initial ones.
+        name: name of the preset in messages; defaults to the path.
     """
 
     path: str
@@ -195,16 +193,16 @@ class SavedWeights:
     name: str | None = None
 
     def fills_backbone(self) -> bool:
-        """Whether no initial value of the backbone is kept."""
+        """Whether `load` sets every weight of the backbone."""
         return self.is_wanted
 
     def fills_head(self) -> bool:
-        """Whether no initial value of the task around the backbone is kept."""
+        """Whether `load` sets every weight of the task's head."""
         wanted = self.is_wanted and self.has_head
         return wanted and check_file_exists(self.path, "task.weights.h5")
 
     def load(self, model: keras.Model, progress: Any = None) -> None:
-        """Fills the weights of a model that is like the saved one."""
+        """Loads the weights into a model like the saved one."""
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)
@@ -224,12 +222,12 @@ class SavedWeights:
         return index
 
     def check(self) -> None:
-        """Compares the weights of a folder with its checksums."""
+        """Verifies the checksums of a folder."""
         if self.is_wanted and "://" not in self.path:
             compare_preset(self.path)
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Errors within name the preset."""
+        """Returns a context that adds the preset's name to errors."""
         return explained(self.path, self.name)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Published weights as models of this library: a file for each source."""
+"""Conversion of published weights, one file per source."""
 
 from keras_moe.models.conversion._spec import HEAD, POOLING
 from keras_moe.models.conversion._timm import image_normalization

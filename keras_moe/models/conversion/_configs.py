@@ -1,4 +1,4 @@
-"""Publishers' JSON configs: reading, type checks, and what they say about images."""
+"""Reads publishers' JSON configs and their image preprocessing."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from keras_moe.models.conversion._rules import Normalization
 
 
 def read_object(path: str | os.PathLike) -> dict:
-    """The content of a JSON file that holds an object."""
+    """Reads a JSON file that holds an object."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, RecursionError, ValueError) as error:
@@ -26,8 +26,8 @@ def read_object(path: str | os.PathLike) -> dict:
     return content
 
 
-# Types of entries: what an error expects, and a test of the value. A dict in a table of
-# types stands for an object with such entries.
+# Types of entries: expected type for the error, and a test. A dict stands for an object
+# with such entries.
 
 
 def _is_number(value):
@@ -64,7 +64,7 @@ LABELS = optional(
 
 
 def check_types(content: dict, types: dict, path: str, prefix: str = "") -> dict:
-    """Refuses entries with other types than those of `types`; ignores the rest."""
+    """Raises ValueError for entries of the wrong type; ignores unknown ones."""
     for name, expected in types.items():
         if name not in content:
             continue
@@ -83,7 +83,7 @@ def check_types(content: dict, types: dict, path: str, prefix: str = "") -> dict
 
 
 def agree(file, config: dict, name: str, **sizes) -> None:
-    """Refuses weights whose sizes are not those of their config."""
+    """Raises ValueError if the weights' sizes differ from the config's."""
     for argument, size in sizes.items():
         if config.get(argument, size) != size:
             raise ValueError(
@@ -97,14 +97,14 @@ def agree(file, config: dict, name: str, **sizes) -> None:
 CLIP_IMAGES = Normalization(
     (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 )
-# Names and Pillow's numbers of interpolations.
+# Names and Pillow's codes of interpolations.
 _INTERPOLATIONS = {
     "bilinear": "bilinear",
     2: "bilinear",
     "bicubic": "bicubic",
     3: "bicubic",
 }
-# transformers' placeholders for classes without names.
+# transformers' placeholder names.
 _NO_NAME = re.compile(r"LABEL_\d+")
 
 
@@ -115,7 +115,7 @@ def normalization(
     preprocessor: dict,
     default: Normalization | None = None,
 ) -> Normalization | None:
-    """The normalisation of images, or None if it is this library's own."""
+    """Returns the image normalisation, or None if it is the default [-1, 1]."""
     applied = default or Normalization((0.5,) * channels, (0.5,) * channels)
     if mean is not None and std is not None:
         applied = Normalization(tuple(mean), tuple(std))
@@ -136,7 +136,7 @@ def normalization(
 
 
 def interpolation(value: Any) -> tuple[dict, tuple[str, ...]]:
-    """Arguments of `ImagePreprocessor`, antialiased as in Pillow, and notes."""
+    """Returns arguments of `ImagePreprocessor`, antialiased as in Pillow, and notes."""
     known = _INTERPOLATIONS.get(value)
     notes = ()
     if known is None:
@@ -145,7 +145,7 @@ def interpolation(value: Any) -> tuple[dict, tuple[str, ...]]:
 
 
 def class_names(config: dict, num_classes: int | None) -> list[str] | None:
-    """The names of a head's classes (timm's, transformers'), if all have one."""
+    """Returns timm's or transformers' class names, if complete."""
     names = config.get("label_names")
     names = names or config.get("pretrained_cfg", {}).get("label_names")
     by_number = config.get("id2label")

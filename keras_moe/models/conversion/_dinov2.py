@@ -1,4 +1,4 @@
-"""transformers' DINOv2: from its checkpoints, and to them."""
+"""Converts transformers' DINOv2, in both directions."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from keras_moe.models.conversion._transformers import (
 )
 
 MODEL_TYPES = ("dinov2",)
-# The entries of `config.json` that are read, in addition to those of CLIP.
+# Entries of `config.json` that are read, in addition to CLIP's.
 CONFIG = {"layerscale_value": _configs.EPSILON, "use_swiglu_ffn": _configs.BOOL}
 _NAMES = TowerNames(
     blocks="encoder.layer.",
@@ -52,7 +52,7 @@ _IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
-    """The spec of a DINOv2; None for other names."""
+    """Returns the spec of a DINOv2 checkpoint; None for other names."""
     root = next((x for x in ("", "dinov2.") if f"{x}{_SCALE}" in file), None)
     if root is None:
         return None
@@ -112,7 +112,7 @@ def _check_parts(file, root):
 
 
 def dinov2_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """The tensors and the JSON files of an `ExportedModel` with one image tower."""
+    """Returns the tensors and JSON files of an exported image tower."""
     kind = "transformers' DINOv2"
     tower = model.towers["image"]
     config = tower.config

@@ -1,8 +1,8 @@
-"""Google's releases: ViT, AugReg, SAM, V-MoE, Soft MoE, MLP-Mixer, and vmoe's pairs.
+"""Google's releases: ViT, AugReg, SAM, V-MoE, Soft MoE, MLP-Mixer, image-text.
 
-Names changed over the years: modules of a block were first counted together
-(`LayerNorm_0, MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3`), then by
-class, and V-MoE names them. All of these are read.
+Reads all naming styles: modules of a block counted together (`LayerNorm_0,
+MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3`), counted by class, or named as
+in V-MoE.
 """
 
 from keras_moe.checks import check_image_shape
@@ -23,8 +23,8 @@ from keras_moe.models.conversion._spec import (
 )
 from keras_moe.models.registry import builtin_presets
 
-# The released V-MoEs, whose weights do not imply all arguments: the start of the name,
-# and the built-in preset with the arguments.
+# Released V-MoEs, whose weights do not determine all arguments: name prefix and the
+# built-in preset that does.
 _RELEASED = {
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
@@ -45,7 +45,7 @@ _UNKNOWN_ROUTING = (
 # The releases evaluate on the whole image, resized without antialiasing.
 _PREPROCESSING = {"interpolation": "bilinear", "antialias": False}
 _PREFIXES = ("", "params/", "opt/target/", "target/")
-# Entries of a training state that hold an optimizer's moments and counts.
+# Optimizer entries of a training state.
 _OPTIMIZER = ("opt", "opt_state")
 _IMAGE, _TEXT = "img/", "txt/"
 
@@ -53,7 +53,7 @@ _IMAGE, _TEXT = "img/", "txt/"
 def google_spec(
     file, name: str, overrides: dict, tower: str | None
 ) -> ConversionSpec | None:
-    """The spec of a checkpoint with Google's names; None for other names."""
+    """Returns the spec of a checkpoint with Google's names; None for others."""
     for prefix in _PREFIXES:
         if f"{prefix}{_IMAGE}embedding/kernel" in file:
             spec = _pair_spec(file, prefix, name, overrides, tower)
@@ -69,7 +69,7 @@ def google_spec(
 
 
 def _rest_of_state(file, prefix):
-    """The parts of a training state that are no parameters."""
+    """Returns the parts of a training state that are not parameters."""
     reasons = {}
     for name in file:
         if not name.startswith(prefix):
@@ -81,7 +81,7 @@ def _rest_of_state(file, prefix):
 
 
 def _module(file, parent, *names):
-    """The first of several modules that has a tensor."""
+    """Returns the first of several modules that has a tensor."""
     for name in names:
         start = f"{parent}{name}/"
         if any(tensor.startswith(start) for tensor in file):
@@ -110,7 +110,7 @@ def _mlp(path, name):
 
 
 def _head(file, prefix):
-    """Rules and arguments of representation and head; None without a head."""
+    """Returns rules and arguments of representation and head; None without a head."""
     if f"{prefix}head/kernel" not in file:
         return {}, None
     _, num_classes = required(file, f"{prefix}head/kernel", 2)
@@ -124,7 +124,7 @@ def _head(file, prefix):
 
 
 def _map_head(file, prefix):
-    """Rules of attention pooling, `{}` without it."""
+    """Returns rules of attention pooling, if any."""
     root = _module(file, prefix, "MapHead", "MAPHead_0")
     if f"{root}probe" not in file:
         return {}
@@ -140,7 +140,7 @@ def _map_head(file, prefix):
 
 
 def _encoder(file, root):
-    """Rules of an encoder's blocks and last norm, and the arguments they imply."""
+    """Returns rules and implied arguments of blocks and final norm."""
     num_layers = numbered(file, f"{root}encoderblock_")
     attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     arguments = {
@@ -180,7 +180,7 @@ def _encoder(file, root):
 
 
 def _moe(file, path, name):
-    """Rules of an MoE layer, and arguments of its router."""
+    """Returns rules of an MoE layer and its router's arguments."""
     rules = {
         f"{path}/experts/{layer}_{what}": Direct(f"{name}Mlp/{dense}/{what}")
         for layer, dense in (("hidden", "Dense_0"), ("output", "Dense_1"))
@@ -198,7 +198,7 @@ def _moe(file, path, name):
 
 
 def _vit_spec(file, prefix, name, overrides):
-    """A ViT, V-MoE or Soft MoE."""
+    """Returns the spec of a ViT, V-MoE or Soft MoE."""
     if name.startswith("eee_"):
         raise ValueError(
             "Expected a V-MoE; received an efficient ensemble of experts, whose "
@@ -256,7 +256,7 @@ def _add_routing(arguments, task, name):
 
 
 def _add_positions(file, prefix, root, rules, arguments, kernel_shape, overrides):
-    """Adds the rule of the position embeddings, and the images' shape."""
+    """Adds the rule of position embeddings, and the image shape."""
     height, width, channels, _ = kernel_shape
     positions = f"{root}posembed_input/pos_embedding"
     if positions not in file and f"{prefix}pos_embedding" in file:
@@ -317,7 +317,7 @@ def _mixer_spec(file, prefix):
     )
 
 
-# vmoe's contrastive models: a tower of images and one of texts
+# Contrastive models: an image tower and a text tower
 
 
 def _pair_spec(file, prefix, name, overrides, tower):
@@ -345,7 +345,7 @@ def _text_spec(file, prefix, overrides):
     positions = f"{root}posembed_input/pos_embedding"
     vocabulary_size, hidden_dim = required(file, embedding, 2)
     rules, arguments = _encoder(file, root)
-    # Text towers have no such argument, and vmoe's no such weights.
+    # Text towers do not have this argument, nor the checkpoint such weights.
     arguments.pop("query_key_norm")
     pooler = _map_head(file, prefix)
     head, task = _head(file, prefix)
@@ -364,7 +364,7 @@ def _text_spec(file, prefix, overrides):
         vocabulary_size=vocabulary_size,
         max_length=required(file, positions, 3)[1],
         hidden_dim=hidden_dim,
-        # Every token attends to all, including padding.
+        # Padding is attended to.
         causal=False,
         mask_padding=False,
         pooling=pooling,

@@ -1,4 +1,4 @@
-"""KerasHub's ViT, CLIP and SigLIP, as models in memory."""
+"""Converts KerasHub's ViT, CLIP and SigLIP models."""
 
 import re
 from typing import Any
@@ -38,11 +38,11 @@ CLASSES = (
     *_PAIRS,
 )
 WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS)
-# The parts of a block: norms, attention and the MLP's layers.
+# Parts of a block: norms, attention and MLP layers.
 _VIT_BLOCK = ("ln_1", "ln_2", "mha", "mlp/dense_1", "mlp/dense_2")
 _CLIP_BLOCK = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
 _SIGLIP_BLOCK = ("layer_norm1", "layer_norm2", "self_attn", "mlp/fc1", "mlp/fc2")
-# A model's name may come before these.
+# May be preceded by a model's name.
 _ROOTS = (
     "vit_patching_and_embedding/|vit_encoder/|encoder_block_|embedding/|"
     "pre_layer_norm/|post_layer_norm/|layer_norm/|head/|pre_logits/|predictions/|"
@@ -52,11 +52,11 @@ _CLIP_EPSILON = 1e-5
 
 
 class KerasHubModel(PublishedTensors):
-    """The weights of a model in memory, or of some layers of it, by their paths.
+    """The weights of a model in memory, or of some of its layers, by path.
 
     Args:
-        model: a model of KerasHub.
-        layers: dict from the start of names to layers; None takes the model.
+        model: a KerasHub model.
+        layers: dict from name prefix to layers; None for the whole model.
     """
 
     def __init__(self, model: keras.Model, layers: dict[str, list] | None = None):
@@ -81,7 +81,7 @@ class KerasHubModel(PublishedTensors):
         array = self._weights[name].value
         if self[name].dtype == "bfloat16":
             array = keras.ops.cast(array, "float32")
-        # A copy: on some backends the array is the weight's own memory.
+        # Copy: on some backends the array shares the weight's memory.
         array = np.array(keras.ops.convert_to_numpy(array))
         return array if rows is None else array[rows]
 
@@ -89,7 +89,7 @@ class KerasHubModel(PublishedTensors):
 def keras_hub_spec(
     model: keras.Model, tower: str | None
 ) -> tuple[PublishedTensors, ConversionSpec]:
-    """The weights of a KerasHub model, and their spec."""
+    """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
     own = "text" if isinstance(model, _TEXTS) else "image"
@@ -106,7 +106,7 @@ def keras_hub_spec(
 
 
 def _layers(model, tower):
-    """The layers of a tower: its encoder, and CLIP's projection."""
+    """Returns the layers of a tower: its encoder, and CLIP's projection."""
     encoder, projection = {
         "image": ("vision_encoder", "vision_projection"),
         "text": ("text_encoder", "text_projection"),
@@ -131,7 +131,7 @@ def _one_tower(model, tower):
 
 
 def _both_towers(model):
-    """The weights of a pair, whose towers have the same paths."""
+    """Returns the weights of both towers, whose paths would collide."""
     layers = {tower: _layers(model, tower) for tower in ("image", "text")}
     head = model.clip_head if _around(model) else model.siglip_head
     parts = {f"{tower}/": layers[tower] for tower in layers}
@@ -145,7 +145,7 @@ def _both_towers(model):
 
 
 def _spec(model, encoder, around, names):
-    """The spec of an encoder within a model, with the full names of weights."""
+    """Returns the spec of an encoder within a model, with full weight names."""
     if isinstance(encoder, _TEXTS):
         spec = _text_spec(encoder, around)
     elif isinstance(encoder, _hub.ViTBackbone):
@@ -154,7 +154,7 @@ def _spec(model, encoder, around, names):
         spec = _image_spec(encoder, around, _probe(names))
     full = _full_names(names)
     spec.ignored = {full.get(x, x): reason for x, reason in spec.ignored.items()}
-    # Layers without biases: zeros do the same.
+    # Zero biases are equivalent to layers without biases.
     present = {
         path: rule
         for path, rule in spec.rules.items()
@@ -173,7 +173,7 @@ def _spec(model, encoder, around, names):
 
 
 def _full_names(names):
-    """The weights' full names by those without the models' own."""
+    """Maps names without the model's prefix to full names."""
     full = {}
     for name in names:
         if match := re.search(rf"(?:^|[_/])((?:{_ROOTS}).*)$", name):
@@ -182,7 +182,7 @@ def _full_names(names):
 
 
 def _probe(names):
-    """The short name of SigLIP's probe, which KerasHub does not name."""
+    """Returns the short name of SigLIP's probe, which KerasHub leaves unnamed."""
     found = [name for name in _full_names(names) if re.fullmatch(r"head/[^/]+", name)]
     return (found or ["head/variable"])[0]
 
@@ -199,7 +199,7 @@ def _attention(path, name):
 
 
 def _block(path, block, names):
-    """Rules of an encoder block, from the names of its parts."""
+    """Returns the rules of an encoder block."""
     first, second, attention, hidden, output = (f"{block}/{name}" for name in names)
     return {
         **_hub_norm(f"{path}/mixer_norm", f"{first}/"),
@@ -290,7 +290,7 @@ def _classifier_arguments(classifier, encoder):
 
 
 def _image_spec(encoder, clip, probe):
-    """An image tower of CLIP or SigLIP."""
+    """Returns the spec of a CLIP or SigLIP image tower."""
     is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
     embedding = "embedding/"
     rules = {
@@ -344,7 +344,7 @@ def _image_spec(encoder, clip, probe):
 
 
 def _text_spec(encoder, clip):
-    """A text tower of CLIP or SigLIP."""
+    """Returns the spec of a CLIP or SigLIP text tower."""
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
     rules = {
         "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
@@ -385,11 +385,11 @@ def _text_spec(encoder, clip):
 
 
 def _activation(encoder):
-    """This library's name of an encoder's activation."""
+    """Returns this library's name of an encoder's activation."""
     name = encoder.intermediate_activation
     activation = "gelu_tanh" if name == "gelu_approximate" else name
     try:
-        # The first two are this library's own.
+        # The first two are the same in this library.
         known = activation in ("gelu_tanh", "quick_gelu") or callable(
             keras.activations.get(activation)
         )
@@ -406,7 +406,7 @@ def _activation(encoder):
 def _preprocessing(
     preprocessor: Any, channels: int
 ) -> tuple[dict | None, tuple[str, ...]]:
-    """Arguments of `ImagePreprocessor`, or None; and notes."""
+    """Returns arguments of `ImagePreprocessor`, or None, and notes."""
     if preprocessor is None:
         return None, ()
     converter = getattr(preprocessor, "image_converter", None)

@@ -1,4 +1,4 @@
-"""OpenCLIP's image and text towers: from its checkpoints, and to them."""
+"""Converts OpenCLIP's towers, in both directions."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ from keras_moe.models.conversion._spec import (
 from keras_moe.models.conversion._timm import timm_spec
 
 CONFIG_NAME = "open_clip_config.json"
-# The entries of that file that are read.
+# Entries of the config that are read.
 CONFIG = {
     "model_cfg": {
         "embed_dim": _configs.SIZE,
@@ -54,8 +54,8 @@ CONFIG = {
         "resize_mode": _configs.optional(_configs.TEXT),
     },
 }
-# Arguments of towers that do not matter here, follow from the tensors or are read
-# below; and the supported values of the rest.
+# Tower arguments that are irrelevant, follow from the tensors or are read below; and
+# the supported values of the others.
 _VISION_FREE = (
     "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
     "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
@@ -87,7 +87,7 @@ _VISION_VALUES = {
         (None, False),
     ),
 }  # fmt: skip
-# A text is pooled at one token: norms before and after pooling are the same.
+# Pooling picks one token, so it commutes with the norm.
 _TEXT_FREE = (
     "context_length", "vocab_size", "width", "layers", "mlp_ratio", "ls_init_value",
     "heads", "hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "pad_id",
@@ -105,7 +105,7 @@ _TEXT_VALUES = {
 _BLOCK = BlockNames(
     norms=("ln_1.", "ln_2."),
     mlp=("mlp.c_fc.", "mlp.c_proj."),
-    # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
+    # PyTorch's attention: `in_proj_weight`, `in_proj_bias`.
     queries=("attn.in_proj_",),
     output="attn.out_proj.",
     scales=("ls_1.gamma", "ls_2.gamma"),
@@ -126,7 +126,7 @@ _TEXT = TowerNames(
     final_norm="ln_final.",
     tokens="token_embedding.weight",
 )
-# Numbers that OpenAI's files have in addition to the weights.
+# Numbers that OpenAI's files store besides the weights.
 _OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")
 _TEXT_NAMES = (
     "positional_embedding",
@@ -135,7 +135,7 @@ _TEXT_NAMES = (
     "token_embedding.",
     "ln_final.",
     "transformer.",
-    # Later versions have `text.` instead.
+    # Newer versions use `text.`.
     "text.",
     *_OPENAI_NUMBERS,
 )
@@ -148,7 +148,7 @@ _ASSUMED = (
 
 
 def openclip_towers(file) -> dict:
-    """The functions that make the specs of a file's towers, by `"image"`, `"text"`."""
+    """Returns functions that create the specs of a file's towers."""
     towers = {}
     if any(name.startswith(_TRUNK) for name in file):
         towers["image"] = _timm_image_spec
@@ -169,7 +169,7 @@ def _check_config(name, config, free, values, file):
 
 
 def _preprocessing(cfg):
-    """Arguments of `ImagePreprocessor`, and notes."""
+    """Returns arguments of `ImagePreprocessor`, and notes."""
     arguments, notes = _configs.interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
     if mode == "longest":
@@ -216,7 +216,7 @@ def _image_spec(file, config, overrides):
     rules = image_tower_rules(_IMAGE, arguments, images, bias)
     task = None
     if f"{_VISUAL}proj" in file:
-        # (D, embedding), as here.
+        # (D, embedding), as in this library.
         size = required(file, f"{_VISUAL}proj", 2)[1]
         agree(file, model, CONFIG_NAME, embed_dim=size)
         rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
@@ -236,7 +236,7 @@ def _image_spec(file, config, overrides):
 
 
 def _num_heads(file, vision, width):
-    """The heads of the config; None without a width in it."""
+    """Returns the number of heads; None if the config has no width."""
     if "width" not in vision:
         return None
     heads, rest = divmod(width, vision.get("head_width", 64))
@@ -249,7 +249,7 @@ def _num_heads(file, vision, width):
 
 
 class _Trunk(PublishedTensors):
-    """The tensors of timm's model in a file, under timm's names."""
+    """The tensors of a timm trunk, under timm's names."""
 
     def __init__(self, file):
         names = [name for name in file if name.startswith(_TRUNK)]
@@ -257,7 +257,7 @@ class _Trunk(PublishedTensors):
 
 
 def _timm_image_spec(file, config, overrides):
-    """An image tower of timm, as in OpenCLIP's SigLIPs."""
+    """Returns the spec of a timm image tower, as in OpenCLIP's SigLIPs."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
     cfg = config.get("preprocess_cfg", {})
     timm = {
@@ -304,11 +304,11 @@ def _timm_image_spec(file, config, overrides):
 
 
 def _text_root(file):
-    """The start of a text tower's names; None without one."""
+    """Returns the name prefix of the text tower; None without one."""
     for root in ("text.", ""):
         if any(
             f"{root}{name}" in file
-            # A text tower of transformers, which is refused by its name.
+            # A transformers text tower, refused by name.
             for name in (
                 "token_embedding.weight",
                 "transformer.embeddings.word_embeddings.weight",
@@ -338,7 +338,7 @@ def _text_spec(file, config, overrides):
         width=hidden_dim,
         layers=arguments["num_layers"],
     )
-    # Without a config it is a tower like OpenAI's.
+    # Without a config, assume a tower like OpenAI's.
     causal = not text.get("no_causal_mask", False)
     pool = text.get("pool_type", "argmax")
     projection, projection_rules = _projection(file, root)
@@ -359,8 +359,8 @@ def _text_spec(file, config, overrides):
         "causal": causal,
         "pooling": "end_of_text" if pool in ("argmax", "eos") else pool,
         "end_of_text_id": text.get("eos_id", 2) if pool == "eos" else None,
-        # After the end of a causal text padding changes nothing; elsewhere OpenCLIP
-        # has no mask.
+        # Causal towers ignore padding after the end token; OpenCLIP does not mask it in
+        # others.
         "mask_padding": causal and pool != "last",
         **projection,
     }
@@ -378,7 +378,7 @@ def _text_spec(file, config, overrides):
 
 
 def _check_text(text, model, file):
-    """Refuses towers that `TextBackbone` does not compute."""
+    """Refuses text towers that `TextBackbone` cannot represent."""
     if "text_arch" in model:
         text = {**text, "text_arch": model["text_arch"]}
     _check_config("text_cfg", text, _TEXT_FREE, _TEXT_VALUES, file)
@@ -402,10 +402,10 @@ def _text_activation(model, text, file):
 
 
 def _projection(file, root):
-    """Arguments and rules of the text projection."""
+    """Returns arguments and rules of the text projection."""
     name = f"{root}text_projection"
     if name in file:
-        # (D, embedding), as here.
+        # (D, embedding), as in this library.
         size = required(file, name, 2)[1]
         return {"projection_dim": size}, {"projection/kernel": Direct(name)}
     if f"{name}.weight" not in file:
@@ -422,7 +422,7 @@ def _projection(file, root):
 
 
 def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """The tensors and the JSON files of an `ExportedModel`."""
+    """Returns the tensors and JSON files of an `ExportedModel`."""
     if len(model.towers) < 2:
         raise ValueError(
             "Expected a CLIPBackbone, since OpenCLIP loads pairs of towers only; "

@@ -1,4 +1,4 @@
-"""Checkpoint readers: names, shapes, and one tensor at a time; nothing is unpickled."""
+"""Checkpoint readers. They read one tensor at a time and never unpickle."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
-# Dtypes of weights; anything else is another kind of tensor.
+# Supported dtypes of weights.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _DTYPES = (*FLOATS, "bool", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)))
 _SAFETENSORS_DTYPES = {
@@ -23,13 +23,13 @@ _SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     **{f"{k}{n}": f"{'u' * (k == 'U')}int{n}" for k in "IU" for n in (8, 16, 32, 64)},
 }
-# Deflate compresses by at most this factor.
+# Maximum compression ratio of deflate.
 _LARGEST_RATIO = 1032
 _PIECE = 1 << 24
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's shape, the name of its dtype, and the file that holds it."""
+    """A tensor's shape, dtype name and file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,15 +37,15 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, as stored."""
+        """Stored size in bytes."""
         size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
         return size * math.prod(self.shape)
 
 
 class PublishedTensors(Mapping):
-    """A checkpoint as a mapping from names to `TensorInfo`, and a context manager.
+    """A checkpoint as a mapping from names to `TensorInfo`; a context manager.
 
-    Only `read` loads values, and it keeps none.
+    Only `read` loads values, and it does not keep them.
     """
 
     def __init__(self, path: str | os.PathLike, tensors: dict[str, TensorInfo]):
@@ -71,12 +71,12 @@ class PublishedTensors(Mapping):
         """Closes open files."""
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """A tensor's values, or some rows of them; bfloat16 becomes float32."""
+        """Returns a tensor's values, or some rows; bfloat16 becomes float32."""
         raise NotImplementedError
 
 
 class SafetensorsCheckpoint(PublishedTensors):
-    """The tensors of one `.safetensors` file, or of several with an index."""
+    """Tensors of a `.safetensors` file, or several with an index."""
 
     def __init__(self, path: str | os.PathLike, paths: dict[str, str] | None = None):
         path = Path(path)
@@ -103,7 +103,7 @@ class SafetensorsCheckpoint(PublishedTensors):
 
     def _open(self, file):
         try:
-            # Checks the header against the size of the file.
+            # Checks the header against the file size.
             opened = safe_open(file, framework="numpy").__enter__()
         except (OSError, SafetensorError) as error:
             raise ValueError(
@@ -136,7 +136,7 @@ class SafetensorsCheckpoint(PublishedTensors):
         return self._files[info.file].get_slice(name)[rows]
 
     def _read_bfloat16(self, name, info, rows):
-        """Reads the bytes: safetensors has no bfloat16 for NumPy."""
+        """Reads raw bytes, since safetensors cannot return bfloat16 as NumPy."""
         with open(info.file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             begin, _ = json.loads(stream.read(size))[name]["data_offsets"]
@@ -151,7 +151,7 @@ class SafetensorsCheckpoint(PublishedTensors):
 
 
 def read_index(path: str | os.PathLike) -> dict[str, str]:
-    """The file of each tensor, from a `.safetensors.index.json`."""
+    """Returns the file of each tensor from a `.safetensors.index.json`."""
     try:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         files = set(weight_map.values())
@@ -172,15 +172,15 @@ def read_index(path: str | os.PathLike) -> dict[str, str]:
 
 
 class NpzCheckpoint(PublishedTensors):
-    """The arrays of an `.npz`, such as the releases of ViT, AugReg and MLP-Mixer.
+    """Arrays of an `.npz`, such as ViT, AugReg and MLP-Mixer releases.
 
-    `np.load` would allocate what a header declares; here sizes are compared first.
+    `np.load` allocates whatever a header declares; here sizes are checked first.
     """
 
     def __init__(self, path: str | os.PathLike):
         try:
             self._zip = zipfile.ZipFile(path)
-        except Exception as error:  # Damaged tables raise many kinds.
+        except Exception as error:  # Damaged tables raise many kinds of errors.
             raise ValueError(
                 f"Expected a whole .npz file at {path}; received: {error}. "
                 "The file is truncated or has another format."
@@ -246,9 +246,9 @@ class NpzCheckpoint(PublishedTensors):
                     if not piece:
                         raise EOFError(f"{done} of {len(target)} bytes")
                     done += piece
-                # The checksum is compared at the end only.
+                # The checksum is only verified at the end.
                 stream.read(1)
-        except Exception as error:  # Each compression raises its own.
+        except Exception as error:  # Each compression raises its own errors.
             raise ValueError(
                 f"Expected whole values of {name!r} in {self.path}; received: {error}"
             ) from error
@@ -258,14 +258,14 @@ class NpzCheckpoint(PublishedTensors):
 
 
 def _npy_header(stream):
-    """Shape, Fortran order and dtype."""
+    """Returns shape, Fortran order and dtype."""
     if npy.read_magic(stream) == (1, 0):
         return npy.read_array_header_1_0(stream)
     return npy.read_array_header_2_0(stream)
 
 
 def check_dtype(dtype: str, name: str, file: str) -> str:
-    """Refuses dtypes other than plain numbers."""
+    """Raises ValueError for dtypes that are not plain numbers."""
     if dtype not in _DTYPES:
         raise ValueError(
             f"Expected a tensor of plain numbers for {name!r} in {file}; "
@@ -275,7 +275,7 @@ def check_dtype(dtype: str, name: str, file: str) -> str:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 as float32, from uint16 bits; NumPy has no bfloat16."""
+    """Converts bfloat16 bits (uint16) to float32."""
     wide = bits.astype("uint32")
     wide <<= 16
     return wide.view("float32")

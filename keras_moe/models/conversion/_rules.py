@@ -1,8 +1,8 @@
-"""Rules that make a weight from a checkpoint's tensors, and tensors from a weight.
+"""Rules that convert between checkpoint tensors and weights.
 
-A rule has the names of the tensors it reads, the shapes they need for a weight of a
-given shape, and both directions: `make` a weight, and the `tensor` it came from. Shapes
-are compared before anything is read. Axes: D hidden, N tokens.
+A rule names the tensors it reads and the shapes they need for a weight of a given
+shape, so that shapes are checked before reading. `make` creates the weight, and
+`tensor` inverts it. Axes: D hidden, N tokens.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from keras_moe.layers import resize_patch_kernel
 
 
 class Normalization(NamedTuple):
-    """The normalisation of images: (pixels in [0, 1] - mean) / std."""
+    """Image normalisation: (pixels in [0, 1] - mean) / std."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -30,7 +30,7 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True)
 class Direct:
-    """The tensor as it is, or without the weight's leading axes of size 1.
+    """Copies a tensor, adding leading axes of size 1.
 
     Args:
         axes: number of leading axes of size 1 that the tensor lacks.
@@ -41,25 +41,25 @@ class Direct:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that are read."""
+        """Names of the tensors that are read."""
         return (self.name,)
 
     def shapes(self, target: tuple) -> dict[str, tuple]:
-        """The tensors' shapes for a weight of shape `target`."""
+        """Returns the tensors' shapes for a weight of shape `target`."""
         return {self.name: target[self.axes :]}
 
     def make(self, read: Callable, target: tuple) -> np.ndarray:
-        """The weight; `read(name, rows=None)` returns a tensor."""
+        """Creates the weight; `read(name, rows=None)` returns a tensor."""
         return read(self.name).reshape(target)
 
     def tensor(self, value: np.ndarray) -> np.ndarray:
-        """The tensor, or the part of it, that `make` turns into this weight."""
+        """Inverts `make`: returns the tensor, or the part of it."""
         return value.reshape(value.shape[self.axes :])
 
 
 @dataclass(frozen=True)
 class Scalar(Direct):
-    """One number, stored with axes of size 1."""
+    """A number stored with axes of size 1."""
 
     shape: tuple[int, ...] = ()
 
@@ -69,11 +69,11 @@ class Scalar(Direct):
 
 @dataclass(frozen=True)
 class Vector(Direct):
-    """PyTorch's bias, or one of several in one tensor.
+    """A PyTorch bias, or one of several stored in one tensor.
 
     Args:
-        part: index among those that are stored together.
-        parts: number of those that are stored together.
+        part: index among the stacked biases.
+        parts: number of stacked biases.
     """
 
     part: int = 0
@@ -96,7 +96,7 @@ class Vector(Direct):
 
 @dataclass(frozen=True)
 class Matrix(Vector):
-    """PyTorch's kernel (outputs, inputs), or one of several in one tensor.
+    """A PyTorch kernel (outputs, inputs), or one of several in one tensor.
 
     Args:
         inputs: number of the weight's input axes: 1, or 2 (heads, head size) for the
@@ -120,12 +120,12 @@ class Matrix(Vector):
 
 @dataclass(frozen=True)
 class PatchKernel(Direct):
-    """The convolution that embeds patches, with the images' normalisation folded in.
+    """The patch convolution, with the image normalisation folded in.
 
     Args:
         torch: whether it is stored as (D, channels, height, width).
         normalization: `Normalization` of the source's images, or None.
-        patch_size: patch size to which the kernel is resized, or None.
+        patch_size: patch size to resize the kernel to, or None.
         interpolation: argument of `keras_moe.layers.resize_patch_kernel`.
     """
 
@@ -144,8 +144,8 @@ class PatchKernel(Direct):
         kernel = self._kernel(read)
         if self.normalization is None:
             return kernel
-        # Pixels x in [-1, 1] are (x + 1) / 2 in [0, 1], so that
-        # ((x + 1) / 2 - mean) / std = x / (2 std) + (0.5 - mean) / std.
+        # Pixels x in [-1, 1] are (x + 1) / 2 in [0, 1], so ((x + 1) / 2 - mean) / std =
+        # x / (2 std) + (0.5 - mean) / std.
         std = np.array(self.normalization.std, "float32")
         return kernel.astype("float32") / (2.0 * std[:, None])
 
@@ -164,7 +164,7 @@ class PatchKernel(Direct):
 
 @dataclass(frozen=True)
 class PatchBias(PatchKernel):
-    """That convolution's bias: the stored one, if any, plus that of normalisation.
+    """Bias of the patch convolution: stored bias plus that of normalisation.
 
     Args:
         name: name of the kernel.
@@ -175,7 +175,7 @@ class PatchBias(PatchKernel):
 
     @property
     def names(self):
-        # The kernel belongs to its own weight.
+        # The kernel belongs to another weight.
         return (self.bias,) if self.bias else ()
 
     def shapes(self, target):
@@ -186,7 +186,7 @@ class PatchBias(PatchKernel):
         if self.normalization is None:
             return bias
         mean, std = (np.array(x, "float64") for x in self.normalization)
-        # A resized kernel has other sums.
+        # Resizing changes the kernel's sums.
         sums = self._kernel(read).sum(axis=(0, 1), dtype="float64")
         return (bias + ((0.5 - mean) / std) @ sums).astype("float32")
 
@@ -199,9 +199,9 @@ class Positions(Direct):
     """A table of position embeddings.
 
     Args:
-        without_class_token: whether it has no row for the class token, which then gets
+        without_class_token: whether it lacks a row for the class token, which then gets
             zeros.
-        ids: name of the rows' numbers, which KerasHub stores, or None.
+        ids: name of KerasHub's stored position ids, or None.
     """
 
     without_class_token: bool = False
@@ -229,24 +229,24 @@ class Positions(Direct):
 
 @dataclass(frozen=True)
 class Filled:
-    """Values without a tensor: `"zeros"`, or `"identity"` for a matrix."""
+    """A constant: `"zeros"`, or `"identity"` for a matrix."""
 
     value: str = "zeros"
     names = ()
 
     def shapes(self, target: tuple) -> dict[str, tuple]:
-        """Nothing is read."""
+        """Returns {}: nothing is read."""
         return {}
 
     def make(self, read: Callable, target: tuple) -> np.ndarray:
-        """The weight."""
+        """Creates the weight."""
         if self.value == "identity":
             return np.eye(*target, dtype="float32")
         return np.zeros(target, "float32")
 
 
 def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
-    """The same rules for tensors with other names."""
+    """Returns the rules with renamed tensors."""
     result = {}
     for path, rule in rules.items():
         names = {
@@ -259,7 +259,7 @@ def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
 
 
 def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict:
-    """The inverse: the tensors from which the rules would make the weights."""
+    """Inverts rules: returns the tensors that would give these weights."""
     parts = {}
     if missing := sorted(set(rules) - set(values)):
         raise ValueError(
@@ -304,7 +304,7 @@ def norm(path: str, name: str, scale: str = "weight", offset: str = "bias") -> d
 
 
 def direct(path: str, name: str) -> dict:
-    """Rules of a kernel and a bias that are stored as in the model."""
+    """Rules of a kernel and a bias stored as in the model."""
     return {
         f"{path}/kernel": Direct(f"{name}kernel"),
         f"{path}/bias": Direct(f"{name}bias"),
@@ -336,24 +336,23 @@ def patches(
 
 
 def without_projection() -> dict:
-    """Rules of a classifier whose outputs are the pooled vector itself."""
+    """Rules of a classifier that outputs the pooled vector itself."""
     return {"predictions/kernel": Filled("identity"), "predictions/bias": Filled()}
 
 
-# Blocks of PyTorch's ViTs: one structure, each library's names
+# Blocks of PyTorch ViTs: one structure with different names
 
 
 class BlockNames(NamedTuple):
-    """The names of a block's parts, without the block's own prefix.
+    """Names of a block's parts, without the block's prefix.
 
     Attributes:
         norms: norms before attention and before the MLP.
-        mlp: the MLP's two layers.
-        queries: queries, keys and values; one name if they are one matrix.
-        output: attention's output.
-        scales: LayerScale's factors on the outputs of attention and of the MLP, which
-            some models have.
-        query_key_norms: norms of queries and of keys, which some models have.
+        mlp: the two MLP layers.
+        queries: queries, keys and values; a single name if they are one matrix.
+        output: output of attention.
+        scales: LayerScale of attention and MLP, optional.
+        query_key_norms: norms of queries and of keys, optional.
     """
 
     norms: tuple[str, str]
@@ -380,7 +379,7 @@ def block_rules(
     arguments: dict,
     query_bias: bool = True,
 ) -> dict:
-    """Rules of a dense encoder block of a backbone with such arguments."""
+    """Rules of a dense encoder block."""
     hidden, output = (f"{block}{name}" for name in names.mlp)
     rules = {
         **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
@@ -404,16 +403,16 @@ def block_rules(
 
 
 class TowerNames(NamedTuple):
-    """The names of a tower's parts, in a library whose blocks are numbered from 0.
+    """Names of a tower's parts, in a library that numbers blocks from 0.
 
     Attributes:
-        blocks: start of the blocks' names, before the number.
+        blocks: prefix of blocks, before the number.
         block: names of a block's parts.
         positions: position embeddings.
-        final_norm: last norm.
+        final_norm: final norm.
         patches: patch embedding of an image tower.
-        class_token: its class token, which some towers have.
-        embedding_norm: its norm before the first block, which some towers have.
+        class_token: class token, optional.
+        embedding_norm: norm before the first block, optional.
         tokens: token embedding of a text tower.
     """
 
@@ -427,13 +426,13 @@ class TowerNames(NamedTuple):
     tokens: str = ""
 
     def under(self, root: str) -> "TowerNames":
-        """The same names below a root."""
+        """Returns the names prefixed by `root`."""
         full = {k: root + x for k, x in self._asdict().items() if k != "block"}
         return self._replace(**full)
 
 
 def tower_rules(names: TowerNames, arguments: dict) -> dict:
-    """Rules of the blocks and the last norm."""
+    """Rules of the blocks and the final norm."""
     rules = norm("final_norm", names.final_norm)
     for i in range(arguments["num_layers"]):
         block = f"{names.blocks}{i}."
@@ -450,7 +449,7 @@ def image_tower_rules(
 ) -> dict:
     """Rules of an image tower without its head.
 
-    `axes` is the number of leading axes of size 1 that the positions lack.
+    `axes` is the number of leading axes of size 1 that the stored positions lack.
     """
     rules = {
         **patches(f"{names.patches}weight", bias, True, images),
@@ -458,7 +457,7 @@ def image_tower_rules(
         **tower_rules(names, arguments),
     }
     if arguments["class_token"]:
-        # (D,) where positions are (N, D), and (1, 1, D) where they are (1, N, D).
+        # (D,) if positions are (N, D), and (1, 1, D) if they are (1, N, D).
         rules["class_token/token"] = Direct(names.class_token, axes=2 * axes)
     if arguments["embedding_norm"]:
         rules.update(norm("embedding_norm", names.embedding_norm))
@@ -480,7 +479,7 @@ def attention_rules(
     output: str,
     query_bias: bool = True,
 ) -> dict:
-    """Rules of attention, its queries, keys and values in one matrix or three."""
+    """Rules of attention, with queries, keys and values in one matrix or three."""
     rules = linear(f"{path}/attention_output", output, inputs=2)
     for part, projection in enumerate(("query", "key", "value")):
         fused = {"part": part, "parts": 3} if len(queries) == 1 else {}

@@ -10,8 +10,8 @@ from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 
-# Prefixes of a classifier's weights: those that a new head replaces, and those that
-# a backbone does not have.
+# Prefixes of classifier weights: those replaced by a new head, and those that a
+# backbone does not have.
 HEAD = ("predictions/", "pre_logits/")
 POOLING = ("pooler/", "pooled_norm/")
 
@@ -22,14 +22,14 @@ class ConversionSpec:
 
     Args:
         scheme: naming scheme, such as `"ViT (timm)"`.
-        backbone: name of the class, such as `"ViTBackbone"`.
+        backbone: class name, such as `"ViTBackbone"`.
         arguments: arguments of the backbone.
-        rules: rule for each weight of the model, by its path.
-        task_arguments: arguments of the classifier; None if there is no head.
-        ignored: tensors that the model does not have, with the reason.
+        rules: dict from weight path to rule.
+        task_arguments: arguments of the classifier; None without a head.
+        ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
-        preprocessing: arguments of `ImagePreprocessor` without the images' shape; None
-            where the source's images are not known.
+        preprocessing: arguments of `ImagePreprocessor` without the image shape; None if
+            unknown.
     """
 
     scheme: str
@@ -42,7 +42,7 @@ class ConversionSpec:
     preprocessing: dict | None = None
 
     def preprocessor(self) -> ImagePreprocessor | None:
-        """The preprocessor of the source's images, or None where it is not known."""
+        """Returns the source's image preprocessor, or None if unknown."""
         if self.preprocessing is None:
             return None
         image = self.arguments.get("image", self.arguments)
@@ -51,17 +51,17 @@ class ConversionSpec:
 
 # Sizes that follow from names and shapes
 
-# The usual heads of published encoders by hidden dim.
+# Number of heads of published encoders, by hidden dim.
 _HEADS = {
     192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16,
     1280: 16, 1408: 16, 1664: 16,
 }  # fmt: skip
-# The usual initial value of LayerScale's factors.
+# Usual initial value of LayerScale.
 _LAYER_SCALE = 1e-5
 
 
 def usual_heads(hidden_dim: int, where: str) -> int:
-    """The number of heads that published encoders of this size have."""
+    """Returns the number of heads of published encoders of this size."""
     if hidden_dim not in _HEADS:
         raise ValueError(
             f"Expected num_heads=..., which the weights in {where} do not tell; "
@@ -71,7 +71,7 @@ def usual_heads(hidden_dim: int, where: str) -> int:
 
 
 def required(file, name: str, axes: int) -> tuple:
-    """The shape of a tensor that must be there, with so many axes."""
+    """Returns the shape of a required tensor with so many axes."""
     if name not in file:
         raise ValueError(
             f"Expected the tensor {name!r} in {file.path}; received: "
@@ -86,7 +86,7 @@ def required(file, name: str, axes: int) -> tuple:
 
 
 def numbered(file, prefix: str) -> int:
-    """The number of blocks, whose names are the prefix and a number from 0."""
+    """Counts the blocks, named by a prefix and a number from 0."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)[./]")
     numbers = {int(m[1]) for name in file if (m := pattern.match(name))}
     if numbers != set(range(len(numbers))) or not numbers:
@@ -98,7 +98,7 @@ def numbered(file, prefix: str) -> int:
 
 
 def square_grid(num_positions: int, class_token: bool, where: str) -> int:
-    """The side of the square of patches in a table with a row for each token."""
+    """Returns the side of the patch grid of a position table."""
     num_patches = num_positions - class_token
     grid = round(max(num_patches, 0) ** 0.5)
     if grid < 1 or grid * grid != num_patches:
@@ -110,7 +110,7 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
 
 
 def layer_scale_argument(file, names: BlockNames, block: str, value: Any) -> dict:
-    """The argument of a model with LayerScale, and the config's initial value of it."""
+    """Returns the LayerScale argument, if the block has one."""
     if not names.has_scale(file, block):
         return {}
     is_given = isinstance(value, (int, float)) and value > 0
@@ -118,7 +118,7 @@ def layer_scale_argument(file, names: BlockNames, block: str, value: Any) -> dic
 
 
 def patch_arguments(kernel_shape: tuple) -> dict:
-    """`patch_size` and `hidden_dim` of a kernel (height, width, channels, D)."""
+    """Returns patch size and hidden dim of a kernel (height, width, channels, D)."""
     height, width, _, dim = kernel_shape
     size = height if height == width else (height, width)
     return {"patch_size": size, "hidden_dim": dim}
@@ -126,7 +126,7 @@ def patch_arguments(kernel_shape: tuple) -> dict:
 
 # Image-text models
 
-# The names of transformers' and OpenCLIP's configs -> this library's.
+# From activation names in transformers' and OpenCLIP's configs to this library's.
 ACTIVATIONS = {
     "gelu": "gelu",
     "quick_gelu": "quick_gelu",
@@ -143,7 +143,7 @@ POSITION_IDS = "the numbers 0, 1, 2, ..."
 
 
 def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
-    """The activation of a tower of CLIP or SigLIP."""
+    """Returns the activation of a CLIP or SigLIP tower."""
     if "activation" in overrides:
         return overrides["activation"]
     if name not in ACTIVATIONS:
@@ -156,7 +156,7 @@ def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
 
 
 def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
-    """The tensors of the `image` tower, the `text` tower or the `logits`."""
+    """Returns the tensors of the `image` tower, the `text` tower or the `logits`."""
     return {
         name: _REASONS[part]
         for part, starts in prefixes.items()
@@ -166,9 +166,9 @@ def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def image_tower_arguments(file: Any, names: TowerNames, axes: int = 2) -> dict:
-    """Arguments of an image tower that follow from its tensors.
+    """Infers the arguments of an image tower from its tensors.
 
-    `axes` is the number of axes of the positions.
+    `axes` is the number of axes of the position embeddings.
     """
     hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
     class_token = names.class_token in file
@@ -185,7 +185,7 @@ def image_tower_arguments(file: Any, names: TowerNames, axes: int = 2) -> dict:
 
 
 def text_tower_arguments(file: Any, names: TowerNames) -> dict:
-    """Arguments of a text tower that follow from its tensors."""
+    """Infers the arguments of a text tower from its tensors."""
     vocabulary_size, hidden_dim = required(file, names.tokens, 2)
     return {
         "vocabulary_size": vocabulary_size,
@@ -213,7 +213,7 @@ def tower_settings(
     epsilon: float,
     layer_scale: float | None = None,
 ) -> dict:
-    """Arguments of a tower that its config has, and overrides or tensors may have."""
+    """Returns tower arguments from config, overrides or tensors."""
     num_heads = num_heads or overrides.get("num_heads")
     return {
         "num_heads": num_heads or usual_heads(hidden_dim, file.path),
@@ -230,7 +230,7 @@ def pair_spec(
     log_scale: str,
     bias: str,
 ) -> ConversionSpec:
-    """The spec of a `CLIPBackbone`, from those of its towers."""
+    """Returns the spec of a `CLIPBackbone` from its towers' specs."""
     task = dict(image.task_arguments or {})
     pooling = task.pop("pooling", None)
     size = task.pop("num_classes", image.arguments["hidden_dim"])
@@ -281,7 +281,7 @@ def pair_spec(
 
 
 def _projections(rules, text_arguments, size, file):
-    """The pair's arguments of its two projections, instead of the towers' own."""
+    """Returns the projection arguments of the pair, replacing the towers'."""
     text_size = text_arguments.pop("projection_dim", None)
     text_arguments.pop("projection_bias", None)
     if text_size != size:
@@ -292,7 +292,7 @@ def _projections(rules, text_arguments, size, file):
     biases = [f"{tower}/projection/bias" for tower in ("image", "text")]
     has_bias = any(not isinstance(rules.get(x, Filled()), Filled) for x in biases)
     for path in biases:
-        # If one tower has a bias, that of the other one is 0.
+        # If only one tower has a bias, the other gets 0.
         rule = rules.pop(path, Filled())
         if has_bias:
             rules[path] = rule

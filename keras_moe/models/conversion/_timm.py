@@ -1,4 +1,4 @@
-"""timm's ViTs and MLP-Mixers."""
+"""Converts timm's ViTs and MLP-Mixers."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ _ARGUMENT_TYPES = {
     "img_size": _configs.SIZES,
     "qk_norm": _configs.BOOL,
 }
-# The entries of `config.json` that are read.
+# Entries of `config.json` that are read.
 CONFIG = {
     **_ARGUMENT_TYPES,
     "architecture": _configs.TEXT,
@@ -54,7 +54,7 @@ CONFIG = {
         "label_names": _configs.NAMES,
     },
 }
-# Arguments whose meaning is known here.
+# Supported arguments.
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
     "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
@@ -71,10 +71,10 @@ _BLOCK = BlockNames(
 )
 _VIT_PATCHES, _MIXER_PATCHES = "patch_embed.proj.", "stem.proj."
 _FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_", "mixer_", "test_vit")
-# Models that differ from ViTs in nothing but the name: blocks that normalise last, and
-# rotary positions.
+# Models whose weights look like a ViT's but which post-normalise or use rotary
+# positions.
 _OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_|vit_pe_|dinov3")
-# Those with the tanh form of GELU.
+# Models with tanh-approximated GELU.
 _TANH = re.compile(
     r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|large_patch16_siglip_(gap_)?512)"
@@ -86,15 +86,15 @@ _DEPTHS = {
     "mixer_s16_": 8, "mixer_s32_": 8, "mixer_b16_": 12, "mixer_b32_": 12,
     "mixer_l16_": 24, "mixer_l32_": 24, "vit_small_patch16_36x1_": 36,
 }  # fmt: skip
-# Models with unusual numbers of heads.
+# Models with an unusual number of heads.
 _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
 _ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
-# timm's default of `crop_pct`.
+# timm's default `crop_pct`.
 _CROP = 0.875
 
 
 def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
-    """The spec of a model of timm; None for other names."""
+    """Returns the spec of a timm model; None for other names."""
     is_mixer = f"{_MIXER_PATCHES}weight" in file
     is_mixer = is_mixer and "blocks.0.mlp_tokens.fc1.weight" in file
     is_vit = f"{_VIT_PATCHES}weight" in file and "blocks.0.norm1.weight" in file
@@ -116,17 +116,17 @@ def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
 
 
 def image_normalization(config: dict, channels: int) -> Normalization | None:
-    """The images' normalisation in the configs, unless it is this library's."""
+    """Returns the image normalisation of a config; None for the default."""
     cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
     return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
 
 
 def _preprocessing(config):
-    """Arguments of `ImagePreprocessor`, and notes."""
+    """Returns arguments of `ImagePreprocessor`, and notes."""
     cfg = config.get("pretrained_cfg", {})
     arguments, notes = _configs.interpolation(cfg.get("interpolation") or "bicubic")
     squashes = cfg.get("crop_mode") == "squash"
-    # A share above 1 pads: nothing is cropped.
+    # Above 1 means padding: nothing is cropped.
     crop = min(float(cfg.get("crop_pct") or _CROP), 1.0)
     return {**arguments, "center_crop": None if squashes else crop}, notes
 
@@ -138,7 +138,7 @@ def _check_architecture(file, config):
             "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
             f"received: architecture={architecture!r} in {file.path}"
         )
-    # Without a config, file and folder may have the architecture's name.
+    # Without a config, use the architecture's name if file or folder has it.
     path = Path(file.path)
     named = _OTHERS.search(f"{path.parent.name}/{path.name}")
     if "architecture" not in config and named:
@@ -149,13 +149,13 @@ def _check_architecture(file, config):
 
 
 def _check_sizes(file, config, hidden_dim, num_layers, depth):
-    """Refuses tensors with other sizes than the config's; `depth` is timm's name."""
+    """Raises ValueError if tensors and config disagree; `depth` is timm's name."""
     settings = {**config, **config.get("model_args", {})}
     architecture = config.get("architecture", "")
     by_name = [d for start, d in _DEPTHS.items() if architecture.startswith(start)]
     if by_name and depth not in settings:
         settings[depth] = by_name[-1]
-    # timm's number of features is that of its embeddings.
+    # timm's `num_features` is the embedding size.
     sizes = {"num_features": hidden_dim, "embed_dim": hidden_dim, depth: num_layers}
     if "embed_dim" in settings:
         del sizes["num_features"]
@@ -166,7 +166,7 @@ def _check_sizes(file, config, hidden_dim, num_layers, depth):
 
 
 def _assumptions(config, arguments, heads_are_known=True):
-    """Notes about what neither weights nor config tell."""
+    """Notes what neither weights nor config specify."""
     is_vit = "class_token" in arguments
     notes = []
     is_raw = not config.get("preprocessor", {}).get("do_normalize", True)
@@ -301,7 +301,7 @@ def _activation(architecture, settings, overrides):
 
 
 def _grid(settings, rows, class_token, patch_size):
-    """The patches of the config's images; None if the weights are of other images."""
+    """Returns the patch grid of the config's images; None if it does not fit."""
     cfg = settings.get("pretrained_cfg", {})
     size = settings.get("img_size") or cfg.get("input_size")
     if size is None:
@@ -312,7 +312,7 @@ def _grid(settings, rows, class_token, patch_size):
 
 
 def _lacks_class_row(file, arguments):
-    """Whether a class token is there, and the table has rows for patches only."""
+    """Whether there is a class token but no position embedding for it."""
     _, _, height, width = file[f"{_VIT_PATCHES}weight"].shape
     image_height, image_width, _ = arguments["image_shape"]
     num_patches = (image_height // height) * (image_width // width)
@@ -320,11 +320,11 @@ def _lacks_class_row(file, arguments):
 
 
 def _pooling(file, pooling, arguments):
-    """Arguments of the task, and rules of the last norm and of the pooling."""
+    """Returns task arguments, and rules of final norm and pooling."""
     if pooling == "map":
         task = {"pooling": "map"}
         if arguments["query_key_norm"]:
-            # timm's pooling never normalises.
+            # timm's pooling does not normalise queries and keys.
             task["pooling_query_key_norm"] = False
         return task, {**norm("final_norm", "norm."), **_attention_pool()}
     names = {"token": "class_token", "avg": "average"}

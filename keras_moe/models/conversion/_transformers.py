@@ -1,4 +1,4 @@
-"""transformers' CLIP and SigLIP: from its checkpoints, and to them."""
+"""Converts transformers' CLIP and SigLIP, in both directions."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ _TEXT_TOWER = {
     "max_position_embeddings": _configs.SIZE,
     "eos_token_id": _configs.optional(_configs.COUNT),
 }
-# The entries of `config.json` and of `preprocessor_config.json` that are read.
+# Entries of `config.json` and `preprocessor_config.json` that are read.
 CONFIG = {
     **_TEXT_TOWER,
     "id2label": _configs.LABELS,
@@ -66,7 +66,7 @@ MODEL_TYPES = tuple(
     for model in ("clip", "siglip", "siglip2")
     for tower in ("", "_vision_model", "_text_model")
 )
-# Defaults, which configs leave out.
+# Defaults that configs omit.
 _CLIP_TEXT = {
     "num_attention_heads": 8,
     "hidden_act": "quick_gelu",
@@ -78,7 +78,7 @@ _SIGLIP_TEXT = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-# The id of OpenAI's releases, which stands for the largest id of each text.
+# The id in OpenAI's releases, which means the largest id of each text.
 _LARGEST = 2
 _BLOCK = BlockNames(
     norms=("layer_norm1.", "layer_norm2."),
@@ -107,7 +107,7 @@ _IMAGE_ROOT, _TEXT_ROOT = "vision_model.", "text_model."
 
 
 def transformers_towers(file) -> dict:
-    """The functions that make the specs of a file's towers, by `"image"`, `"text"`."""
+    """Returns functions that create the specs of a file's towers."""
     towers = {}
     if _root(file, _IMAGE_ROOT, f"{_IMAGE.patches}weight") is not None:
         towers["image"] = _image_spec
@@ -117,7 +117,7 @@ def transformers_towers(file) -> dict:
 
 
 def _root(file, root, name):
-    """The start of a tower's names, empty in a file of one tower; None without it."""
+    """Returns the name prefix of a tower, "" for a single tower; None without it."""
     return next((start for start in (root, "") if f"{start}{name}" in file), None)
 
 
@@ -184,7 +184,7 @@ def _image_spec(file, config, overrides):
 
 
 def _sizes(arguments):
-    """The sizes that a config has, too."""
+    """Returns the sizes that the config also has."""
     return {
         "hidden_size": arguments["hidden_dim"],
         "num_hidden_layers": arguments["num_layers"],
@@ -208,7 +208,7 @@ def _pooler_rules(head: str) -> dict:
 
 
 def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...]]:
-    """Arguments of `ImagePreprocessor`, and notes; `crops` is the default."""
+    """Returns arguments of `ImagePreprocessor`, and notes; `crops` is a default."""
     arguments, notes = _configs.interpolation(preprocessor.get("resample", 3))
     size = preprocessor.get("size")
     squashes = not crops
@@ -222,7 +222,7 @@ def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...
 
 
 def _edge(size):
-    """The shorter edge in one of transformers' forms of a size."""
+    """Returns the shorter edge from any of transformers' size formats."""
     if isinstance(size, dict):
         size = size.get("shortest_edge") or size.get("height")
     return size if type(size) is int and size > 0 else None
@@ -237,7 +237,7 @@ def _text_spec(file, config, overrides):
     is_siglip = f"{root}head.weight" in file
     text = config.get("text_config")
     if text is None:
-        # An image tower's entries say nothing about texts.
+        # An image tower's config has no text entries.
         text = {} if "vision_config" in config else config
     defaults = _SIGLIP_TEXT if is_siglip else _CLIP_TEXT
     settings = {**defaults, **text} if config.keys() - {"preprocessor"} else {}
@@ -294,7 +294,7 @@ def _text_projection(root: str, is_siglip: bool) -> dict:
 
 
 def _end_of_text(settings, vocabulary_size, file, overrides):
-    """The id at which CLIP pools, None for the largest of each text; and notes."""
+    """Returns the id at which CLIP pools (None for the largest), and notes."""
     if "end_of_text_id" in overrides:
         return overrides["end_of_text_id"], ()
     end = settings.get("eos_token_id", _LARGEST)
@@ -315,7 +315,7 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
 
 
 def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
-    """The tensors and the JSON files of an `ExportedModel`."""
+    """Returns the tensors and JSON files of an `ExportedModel`."""
     towers = model.towers
     if "image" in towers:
         is_clip = towers["image"].config["class_token"]
@@ -466,7 +466,7 @@ def exported_preprocessor(
     name: str,
     crop: float | None,
 ) -> dict:
-    """A `preprocessor_config.json`; `crop` is the class's share without our own."""
+    """Returns a `preprocessor_config.json`; `crop` is a default."""
     crop = getattr(preprocessor, "center_crop", crop)
     interpolation = getattr(preprocessor, "interpolation", "bicubic")
     content = {

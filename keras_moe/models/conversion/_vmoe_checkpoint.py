@@ -1,6 +1,6 @@
 """Reads V-MoE checkpoints: an index and shards, both msgpack with Flax's types.
 
-`<prefix>.index` lists each tensor's shape, its slices, and the shard of each slice.
+`<prefix>.index` lists each tensor's shape, slices and the shard of each slice.
 `<prefix>.data-0000i-of-0000N` maps a tensor's number (its index among the names sorted
 level by level) to pairs of flat pieces and a slice.
 """
@@ -21,12 +21,12 @@ from keras_moe.models.conversion._readers import (
     from_bfloat16,
 )
 
-# Types of msgpack's extension mechanism: Flax's, and those of the release.
+# msgpack extension types: Flax's, and those of the release.
 _NDARRAY, _NPSCALAR = 1, 3
 _SLICE_ND, _INDEX_INFO = 6, 8
 _MAGIC = "__msgpack_array_chunk_a87ca2__"
 _VERSIONS = (None, "20220622")
-# About a million slices at 100 bytes each.
+# About a million slices of 100 bytes.
 _LARGEST_INDEX = 1 << 27
 
 
@@ -41,8 +41,7 @@ class _Chunk(NamedTuple):
 class VMoECheckpoint(PublishedTensors):
     """The tensors of a V-MoE checkpoint.
 
-    Opening it reads the index and the headers in the shards; values are skipped, and
-    read on demand.
+    Opening it reads the index and the shards' headers; values are read on demand.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -76,7 +75,7 @@ class VMoECheckpoint(PublishedTensors):
             self._check_filled(name, number)
 
     def _scan(self, shard, names):
-        """Finds the bytes of each chunk in a shard, without reading them."""
+        """Finds the byte ranges of each chunk in a shard without reading them."""
         path = self.shards[shard]
         with open(path, "rb", buffering=512) as stream:
             headers = _Headers(stream, path)
@@ -103,7 +102,7 @@ class VMoECheckpoint(PublishedTensors):
             headers.expect_end()
 
     def _check_listed(self, name, number):
-        """Refuses chunks other than those of the index."""
+        """Raises ValueError if a tensor's chunks differ from the index."""
         _, slices, shards = self._stored[number]
         received = sorted((chunk.bounds, chunk.shard) for chunk in self._chunks[number])
         expected = sorted(zip(slices, shards))
@@ -117,7 +116,7 @@ class VMoECheckpoint(PublishedTensors):
             )
 
     def _check_filled(self, name, number):
-        """Refuses chunks of other sizes, and those that do not fill the tensor."""
+        """Raises ValueError unless chunks exactly fill the tensor."""
         info, chunks = self._stored[number][0], self._chunks[number]
         itemsize = info.nbytes // max(math.prod(info.shape), 1)
         filled = 0
@@ -161,9 +160,9 @@ class VMoECheckpoint(PublishedTensors):
         return array if rows is None else array[rows]
 
     def _read_chunk(self, stream, chunk, array, name):
-        # The ellipsis gives a view of a scalar, too.
+        # The ellipsis gives a view even of a scalar.
         part = array[(..., *(slice(*bounds) for bounds in chunk.bounds))]
-        # Without a copy where the part is contiguous.
+        # No copy if the part is contiguous.
         direct = part.flags.c_contiguous
         values = part if direct else np.empty(part.shape, array.dtype)
         target = memoryview(values.reshape(-1).view("uint8"))
@@ -181,12 +180,12 @@ class VMoECheckpoint(PublishedTensors):
 
 
 def shard_path(prefix: str, number: int, count: int) -> str:
-    """The path of a shard."""
+    """Returns the path of a shard."""
     return f"{prefix}.data-{number:05d}-of-{count:05d}"
 
 
 def read_vmoe_index(path: str) -> tuple[list[str], list[tuple], int]:
-    """Names, (info, slices, shards) of each, and the number of shards."""
+    """Returns names, (info, slices, shards) of each, and the number of shards."""
     if not os.path.isfile(path):
         raise ValueError(f"Expected the index of a checkpoint at {path}; received none")
     if os.path.getsize(path) > _LARGEST_INDEX:
@@ -252,7 +251,7 @@ def _unpacked_index(path):
 
 
 def _msgpack():
-    """The library, which only these checkpoints need."""
+    """Imports msgpack, which only these checkpoints need."""
     try:
         import msgpack
     except ImportError as error:
@@ -264,7 +263,7 @@ def _msgpack():
 
 
 def _leaves(tree, path, file):
-    """Names and entries in JAX's order: keys sorted as strings."""
+    """Yields names and entries in JAX's order: keys sorted as strings."""
     if not all(isinstance(key, str) for key in tree):
         raise ValueError(
             f"Expected names as keys of {'/'.join(path) or 'the index'!r} in {file}; "
@@ -284,7 +283,7 @@ def _leaves(tree, path, file):
 
 
 def _index_info(data, path):
-    """`TensorInfo`, slices and shards of an entry of the index."""
+    """Returns `TensorInfo`, slices and shards of an index entry."""
     shaped, slices, shards = _unpacked(data)
     shape, dtype, *_ = _unpacked(shaped)
     if not all(isinstance(size, int) and size >= 0 for size in shape):
@@ -296,7 +295,7 @@ def _index_info(data, path):
 
 
 def _bounds(packed, where):
-    """(start, stop) per axis of a packed slice."""
+    """Returns (start, stop) per axis of a packed slice."""
     msgpack = _msgpack()
     try:
         bounds = []
@@ -320,9 +319,9 @@ def _unpacked(data):
 
 
 class _Headers:
-    """Reads msgpack headers of a stream and skips the values after them.
+    """Reads msgpack headers of a stream and skips the values between them.
 
-    msgpack's own reader would hold each piece, up to a GiB, to skip it.
+    msgpack's own reader would load each piece, up to a GiB, to skip it.
     """
 
     def __init__(self, stream, path):
@@ -353,7 +352,7 @@ class _Headers:
         return int.from_bytes(self._take(width), "big")
 
     def _length(self, expected, small, mask, wide):
-        """A length: in the byte itself, or in the bytes that follow it."""
+        """Reads a length, from the byte itself or the bytes after it."""
         byte = self._take(1)[0]
         if small is not None and byte & mask == small:
             return byte & ~mask & 0xFF
@@ -362,12 +361,12 @@ class _Headers:
         raise self._wrong(expected, byte)
 
     def size(self, kind):
-        """The number of entries of a map or an array."""
+        """Reads the number of entries of a map or an array."""
         small, wide = {"map": (0x80, 0xDE), "array": (0x90, 0xDC)}[kind]
         return self._length(f"msgpack's {kind}", small, 0xF0, {wide: 2, wide + 1: 4})
 
     def text(self):
-        """A short string."""
+        """Reads a short string."""
         length = self._length("a name", 0xA0, 0xE0, {0xD9: 1, 0xDA: 2, 0xDB: 4})
         if length > 1000:
             raise ValueError(
@@ -376,20 +375,20 @@ class _Headers:
         return self._take(length).decode("utf-8", "replace")
 
     def skip_bool(self):
-        """Skips True or False."""
+        """Skips a boolean."""
         byte = self._take(1)[0]
         if byte not in (0xC2, 0xC3):
             raise self._wrong("a bool", byte)
 
     def expect_pair(self):
-        """The header of an array of two."""
+        """Reads the header of an array of two."""
         if self.size("array") != 2:
             raise ValueError(
                 f"Expected pairs of pieces and slice in {self.where}; received others"
             )
 
     def _extension_end(self, codes):
-        """The end of an extension's data, which starts here."""
+        """Returns the end of the extension data that starts here."""
         byte = self._take(1)[0]
         fixed = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
         wide = {0xC7: 1, 0xC8: 2, 0xC9: 4}
@@ -414,12 +413,12 @@ class _Headers:
         return end
 
     def extension(self, code):
-        """The data of a small extension."""
+        """Reads the data of a small extension."""
         end = self._extension_end((code,))
         return self._take(end - self._stream.tell())
 
     def piece(self, dtype):
-        """Offset and length of an array's bytes, which are skipped."""
+        """Returns offset and length of an array's bytes, and skips them."""
         end = self._extension_end((_NDARRAY, _NPSCALAR))
         if self.size("array") != 3:
             raise ValueError(
@@ -452,7 +451,7 @@ class _Headers:
         self._integer(1 << (byte - 0xCC))
 
     def expect_end(self):
-        """Refuses bytes after the last value."""
+        """Raises ValueError if bytes follow the last value."""
         if self._stream.tell() != self._end:
             raise ValueError(
                 f"Expected the end of {self._path} at byte {self._stream.tell()}; "

@@ -1,4 +1,4 @@
-"""Writes weights in other libraries' formats: all files, or none.
+"""Exports weights in other libraries' formats, atomically.
 
 Axes: D hidden.
 """
@@ -42,40 +42,36 @@ _FORMATS = {
         _openclip.CONFIG_NAME,
     ),
 }
-# This library's names of activations -> those of transformers' configs.
+# From this library's activation names to transformers'.
 _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
 def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
-    """Writes a CLIP, a SigLIP, a tower of one or a DINOv2 as another library loads it.
+    """Writes a model so that transformers or OpenCLIP can load it.
 
-    `transformers` loads `CLIPModel`, `SiglipModel` and their towers, and a
-    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` loads pairs with its own
-    image towers. Weights are float32, in one `.safetensors` file with a config.
+    `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
+    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` can load image-text
+    models with its own image towers. Weights are float32, in one `.safetensors` file
+    with a config. The tokenizer is not exported.
 
-    Converted weights come back bit for bit, with one exception: where the normalisation
-    of CLIP's images is folded into the patch embedding, kernels that the source has in
-    half precision come back exactly, and others up to rounding, since float32 has not
-    enough digits for both. Other images' normalisation stays in the patch embedding.
-
-    A patch embedding with a bias, which CLIP does not have, changes the positions by
-    it, unless the bias is that of CLIP's normalisation. The tokenizer stays with the
-    source.
+    Converted weights round-trip bit for bit. The exception is CLIP's image
+    normalisation, which is folded into the patch embedding: kernels that were half
+    precision are restored exactly, others up to rounding. Other normalisations stay
+    folded in. CLIP has no patch bias, so any other bias is added to the position
+    embeddings.
 
     Args:
-        model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, or a task around one.
-        library: library that loads the weights, `"transformers"` or `"open_clip"`.
-        folder: a new folder, an empty one, or an older export, whose weights and
-            configs are replaced once all new files are written. Other files in it are
-            kept.
+        model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, or a task with one.
+        library: `"transformers"` or `"open_clip"`.
+        folder: a new or empty folder, or an earlier export, whose weights and configs
+            are replaced once the new files are complete.
 
     Raises:
-        ValueError: naming the argument or the weight that the library's models do not
-            have, such as experts; or if the folder holds something else.
-        FolderInUse: an OSError that names the process that has been exporting to
-            `folder` for ten minutes.
-        OSError: with the path and the bytes, if a file cannot be written. The older
-            export stays as it was.
+        ValueError: if the library has no such model, for example one with experts, or
+            the folder holds something else.
+        FolderInUse: an OSError, if another process has been exporting to `folder` for
+            ten minutes.
+        OSError: if a file cannot be written. An earlier export is kept.
 
     Example:
 
@@ -121,7 +117,7 @@ def _save(tensors, path):
 
 def _is_export(folder, config_name):
     names = {path.name for path in folder.iterdir()}
-    # A preset of this library has such a config, too.
+    # Presets of this library also have this config.
     return config_name in names and "metadata.json" not in names
 
 
@@ -130,8 +126,7 @@ class ExportedTower(NamedTuple):
 
     Attributes:
         config: arguments of the backbone.
-        values: values of the weights by their paths in the backbone, or in the
-            classifier around it.
+        values: weight values by path in the backbone, or in its classifier.
         pooling: pooling of an image tower, or None for a bare backbone.
         projection_dim: size of an image tower's projection, or None.
         images: `Normalization` of an image tower's images.
@@ -144,7 +139,7 @@ class ExportedTower(NamedTuple):
     images: Normalization | None = None
 
     def check(self, kind: str, **wanted: Any) -> None:
-        """Raises ValueError unless a format has towers with such arguments."""
+        """Raises ValueError unless the arguments are those that a format needs."""
         if self.config["moe"] is not None:
             raise ValueError(
                 f"Expected a dense tower for {kind}, which has no experts; received: "
@@ -164,7 +159,7 @@ class ExportedTower(NamedTuple):
                 )
 
     def square(self, name: str, kind: str) -> int:
-        """The side of the images or of the patches."""
+        """Returns the side of square images or patches."""
         value = self.config[name]
         height, width = (value, value) if isinstance(value, int) else value[:2]
         if height != width:
@@ -173,22 +168,22 @@ class ExportedTower(NamedTuple):
 
     @property
     def activation(self) -> str:
-        """transformers' name of the activation."""
+        """The activation under transformers' name."""
         return _ACTIVATIONS[self.config["activation"]]
 
     @property
     def mlp_ratio(self) -> float:
-        """The ratio for which other libraries' int(hidden_dim * ratio) is `mlp_dim`."""
+        """The ratio such that int(hidden_dim * ratio) is exactly `mlp_dim`."""
         mlp_dim, dim = self.config["mlp_dim"], self.config["hidden_dim"]
         ratio = mlp_dim / dim
         return ratio if int(dim * ratio) == mlp_dim else (mlp_dim + 0.5) / dim
 
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
-        """The weights without a bias of the patches, which CLIP does not have.
+        """Returns the weights without a patch bias, which CLIP does not have.
 
-        A bias that came with the normalisation of CLIP's images is removed with it:
-        the kernel is again one for such images, with the fewest digits that give the
-        same product. Any other bias becomes part of the positions.
+        A bias from CLIP's image normalisation is unfolded: the kernel again expects
+        normalised images, with the fewest digits that give the same product. Any other
+        bias is added to the positions.
         """
         values = dict(self.values)
         bias, kernel = values.pop("patch_embedding/bias"), values[KERNEL]
@@ -209,13 +204,13 @@ class ExportedTower(NamedTuple):
 
 
 def _dividend(quotient, divisor):
-    """The float32 with the fewest digits that gives this quotient."""
+    """Returns the float32 with the fewest digits that gives this quotient."""
     nearest = quotient * divisor
     best, score = nearest, np.full(nearest.shape, -1, "int64")
     for steps in (0, 1, -1):
         candidate = nearest.view("int32") + np.int32(steps)
         value = candidate.view("float32")
-        # The last bit that is set.
+        # The lowest set bit.
         digits = (candidate & -candidate).astype("int64")
         is_better = (value / divisor == quotient) & (digits > score)
         best = np.where(is_better, value, best)
@@ -227,8 +222,8 @@ class ExportedModel(NamedTuple):
     """A model to export.
 
     Attributes:
-        towers: its towers by name, `"image"` and `"text"`.
-        logits: `"log_scale"` and `"bias"` of a pair's logits.
+        towers: dict of `"image"` and `"text"` towers.
+        logits: `"log_scale"` and `"bias"` of an image-text model.
         preprocessor: `ImagePreprocessor` of the images, or None.
     """
 
@@ -238,7 +233,7 @@ class ExportedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
-        """The parts of a model."""
+        """Splits a model into its towers."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
         if not names & {"CLIPBackbone", "TextBackbone", "ViTBackbone"}:
@@ -305,10 +300,10 @@ def _pair_towers(config, values, preprocessor):
 
 
 def _images(config, preprocessor):
-    """The normalisation of a model's images."""
+    """Returns the image normalisation of a model."""
     parts = ((0.5,), (0.5,))
     if preprocessor is not None:
         parts = preprocessor.mean, preprocessor.std
     channels = config["image_shape"][2]
-    # One number is that of all channels.
+    # A single number applies to all channels.
     return Normalization(*(tuple(x) * (channels // len(x)) for x in parts))

@@ -1,4 +1,4 @@
-"""Fills a model with published weights, one tensor at a time, and reports it."""
+"""Fills a model with published weights, and reports how."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ _LICENCES = {
 
 
 class ConvertedWeight(NamedTuple):
-    """A weight of the model, and the tensors that it was made of.
+    """A weight of the model and the tensors it was converted from.
 
     Attributes:
         weight: path of the weight in the model.
         shape: shape of the weight.
-        sources: shapes of the tensors that were read, by name.
-        how: steps from the tensors to the weight, in a few words.
+        sources: dict from tensor name to shape.
+        how: conversion steps, as text.
     """
 
     weight: str
@@ -51,15 +51,15 @@ class ConversionReport(NamedTuple):
 
     Attributes:
         source: name of the source.
-        scheme: naming scheme, which tells who published the weights.
-        licence: licence of the weights, as far as it follows from the scheme.
+        scheme: naming scheme, which identifies the publisher.
+        licence: licence of the weights, where the scheme implies it.
         backbone: class of the backbone.
-        arguments: arguments of the backbone, as the source has them.
-        weights: a `ConvertedWeight` for each weight that was filled.
+        arguments: arguments of the backbone in the source.
+        weights: list of `ConvertedWeight`.
         new: weights that keep their initial values, such as those of a new head.
-        ignored: tensors of the source that no weight takes, with the reason.
+        ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
-        nbytes: bytes of all tensors that were read.
+        nbytes: total bytes read.
     """
 
     source: str
@@ -74,7 +74,7 @@ class ConversionReport(NamedTuple):
     nbytes: int
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         content = self._asdict()
         content["weights"] = [weight._asdict() for weight in self.weights]
         return content
@@ -84,7 +84,7 @@ class ConversionReport(NamedTuple):
         write_json(path, self.to_dict())
 
     def print(self, console: Console | None = None) -> None:
-        """Prints a table of all weights, and the tensors that were left out."""
+        """Prints a table of all weights and the unused tensors."""
         console = console or Console()
         table = Table(title=f"{self.source}: {self.scheme}, {self.licence}")
         for column in ("weight", "shape", "from", "how"):
@@ -107,15 +107,15 @@ class ConversionReport(NamedTuple):
 
 
 class _ImageSizes(NamedTuple):
-    """The sizes of an image tower: those of the source, or of the model to fill.
+    """The sizes of an image tower, in the source or in the model.
 
     Attributes:
-        prefix: start of the paths of the tower's weights.
+        prefix: prefix of the tower's weight paths.
         patch_size: (height, width) of a patch.
-        channels: number of the images' channels.
-        grid: number of patches down and across.
+        channels: number of image channels.
+        grid: number of patches (rows, columns).
         class_token: whether there is a class token.
-        interpolation: interpolation that resizes positions and patches.
+        interpolation: how to resize positions and patch kernels.
     """
 
     prefix: str
@@ -127,7 +127,7 @@ class _ImageSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict) -> "_ImageSizes | None":
-        """The sizes in the arguments of a backbone; None without images."""
+        """Reads the sizes from a backbone's arguments; None without images."""
         prefix = ""
         if isinstance(config.get("image"), dict):
             prefix, config = "image/", config["image"]
@@ -145,7 +145,7 @@ class _ImageSizes(NamedTuple):
         )
 
     def shape_of(self, path: str, shape: tuple) -> tuple:
-        """The shape of a weight in a tower of these sizes."""
+        """Returns the shape of a weight in a tower of these sizes."""
         if path == self.prefix + KERNEL:
             return (*self.patch_size, self.channels, shape[3])
         if path == self.prefix + POSITIONS:
@@ -154,7 +154,7 @@ class _ImageSizes(NamedTuple):
         return shape
 
     def rule_for(self, rule, target: "_ImageSizes"):
-        """A weight's rule, for a tower with other patches."""
+        """Adapts a weight's rule to another patch size."""
         if isinstance(rule, PatchKernel) and target.patch_size != self.patch_size:
             return dataclasses.replace(
                 rule, patch_size=target.patch_size, interpolation=target.interpolation
@@ -164,7 +164,7 @@ class _ImageSizes(NamedTuple):
     def fit(
         self, value: np.ndarray, path: str, target: "_ImageSizes"
     ) -> tuple[np.ndarray, str]:
-        """A weight for a tower of other sizes, and the steps that it took."""
+        """Resizes a weight to another tower's sizes; also returns the steps."""
         if path == self.prefix + KERNEL:
             how = []
             if target.patch_size != self.patch_size:
@@ -182,14 +182,14 @@ class _ImageSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PublishedWeights:
-    """Published weights, and the rules by which they fill a model.
+    """Published weights and the rules for converting them.
 
     Args:
         source: name of the source, for the report.
         file: tensors of the source.
-        spec: rules that turn them into the model's weights.
-        new_weights: prefixes of the paths of weights that keep their initial values.
-        load_weights: whether values are read; False compares names and shapes only.
+        spec: rules that convert them.
+        new_weights: path prefixes of weights that keep their initial values.
+        load_weights: whether to read values; False only compares names and shapes.
     """
 
     source: str
@@ -199,11 +199,11 @@ class PublishedWeights:
     load_weights: bool = True
 
     def fills_backbone(self) -> bool:
-        """Whether no initial value is kept: `load` refuses a weight without a rule."""
+        """Whether `load` sets every weight of the backbone."""
         return self.load_weights
 
     def fills_head(self) -> bool:
-        """Whether no initial value of the task around the backbone is kept."""
+        """Whether `load` sets every weight of the task's head."""
         return self.load_weights and not self.new_weights
 
     def load(
@@ -214,12 +214,12 @@ class PublishedWeights:
         """Fills a model's weights.
 
         Args:
-            model: backbone, or task around one.
-            progress: function of (done, all, name), called before each weight.
+            model: backbone, or task with one.
+            progress: function of (done, total, name), called before each weight.
 
         Raises:
-            ValueError: naming file and tensor, if a tensor is missing, left over, of
-                another shape or not finite.
+            ValueError: if a tensor is missing, unused, not finite or has another shape;
+                names the file and the tensor.
         """
         file, spec = self.file, self.spec
         sizes = _ImageSizes.of(spec.arguments)
@@ -249,7 +249,7 @@ class PublishedWeights:
         )
 
     def _fill(self, weight, rule, shape, sizes, target):
-        """Assigns a weight, and returns the steps that made it."""
+        """Assigns a weight; returns the conversion steps."""
         how = ""
         if sizes is not None:
             rule = sizes.rule_for(rule, target)
@@ -266,7 +266,7 @@ class PublishedWeights:
         return how or _how(rule)
 
     def _match(self, model, sizes):
-        """Pairs weights and rules: everything is compared, and nothing is read."""
+        """Pairs weights with rules and checks them without reading values."""
         file, spec, replaced = self.file, self.spec, self.new_weights
         weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
         # A backbone's own pooling does not belong to a head.
@@ -307,7 +307,7 @@ class PublishedWeights:
         """Does nothing: `load` compares names and shapes."""
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Errors are raised unchanged: they name the file."""
+        """Returns an empty context: errors already name the file."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -327,16 +327,16 @@ def _normalization_notes(spec, sizes):
 
 
 def _is_finite(array):
-    """Whether all values are numbers that float32 holds."""
+    """Whether all values are finite in float32."""
     if not array.size:
         return True
     largest = float(np.finfo("float32").max)
-    # False for NaN, too; and extremes need no memory.
+    # Also False for NaN. Extremes need no temporary array.
     return -largest <= float(array.min()) and float(array.max()) <= largest
 
 
 def _read(file, name, rows=None):
-    """The values of a tensor, if they are finite."""
+    """Reads a tensor, checking that it is finite."""
     array = file.read(name, rows)
     if not _is_finite(array):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sources of published weights: files, folders, handles, models in memory."""
+"""Opens published weights: files, folders, handles and models in memory."""
 
 import os
 import shutil
@@ -33,10 +33,10 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     shard_path,
 )
 
-# Public buckets are served here, too.
+# Public buckets are also available here.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
-# Reading these runs code in them.
+# Reading these formats executes code in them.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
 _INDEX = ".safetensors.index.json"
 _WEIGHTS = tuple(
@@ -49,14 +49,14 @@ _WEIGHTS = tuple(
     )
     for end in (".safetensors", _INDEX)
 )
-# timm and transformers share the name of their config.
+# timm and transformers use the same file name.
 _CONFIG = {**_timm.CONFIG, **_transformers.CONFIG, **_dinov2.CONFIG}
 
 
 def is_convertible(source: Any) -> bool:
     """Whether `source` is a published checkpoint that `convert` reads.
 
-    Raises ValueError if it is one that is refused, such as a pickle.
+    Raises ValueError for refused ones, such as pickles.
     """
     return _kind(source) is not None
 
@@ -79,7 +79,7 @@ def open_source(
     load_weights: bool = True,
     tower: str | None = None,
 ) -> tuple[PublishedTensors, ConversionSpec]:
-    """Opens a source of `convert`: its tensors, which the caller closes, and its spec.
+    """Opens a source of `convert`; returns its tensors, to be closed, and its spec.
 
     `tower` is `"image"` or `"text"` for one tower of an image-text model.
     """
@@ -89,7 +89,7 @@ def open_source(
         return keras_hub_spec(hub_model(source, load_weights), tower)
     text = os.fspath(source)
     if kind in ("npz", "vmoe") and os.path.isdir(text):
-        # A V-MoE checkpoint may share its name with a folder.
+        # A V-MoE checkpoint and a folder may share a name.
         text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
     config = {}
     if kind == "npz":
@@ -124,7 +124,7 @@ def open_source(
 
 
 def _clip_spec(file, config, overrides, tower):
-    """The spec of both towers of a CLIP or SigLIP, or of one; None for other names."""
+    """Returns the spec of a CLIP or SigLIP, or one tower; None for other names."""
     towers = _transformers.transformers_towers(file) | _openclip.openclip_towers(file)
     if not towers:
         return None
@@ -148,7 +148,7 @@ def _clip_spec(file, config, overrides, tower):
 
 
 def _missing_tower(tower, config):
-    """A note, if the config describes a pair of towers."""
+    """Returns a note if the config describes two towers."""
     other, parts = {
         "image": ("text", ("text_config", "text_cfg")),
         "text": ("image", ("vision_config", "vision_cfg")),
@@ -158,17 +158,17 @@ def _missing_tower(tower, config):
     return (f"the {other} tower is missing: the model is the {tower} tower only",)
 
 
-# What a source is
+# Kinds of sources
 
 
 def _kind(source):
-    """`"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None."""
+    """Returns `"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None."""
     if isinstance(source, CLASSES):
         return "hub"
     if not isinstance(source, (str, os.PathLike)):
         return None
     text = os.fspath(source)
-    # A folder may have any name, such as that of a run's checkpoint.
+    # A folder can have any name, such as that of a run's checkpoint.
     if os.path.isdir(text) and not os.path.isfile(f"{text}.index"):
         kind = "hub" if _is_hub_preset(text) else _folder_kind(text)
         only = _only_checkpoint(text) if kind is None else None
@@ -205,7 +205,7 @@ def _folder_kind(folder):
     try:
         config = _json(folder, "config.json")
     except ValueError:
-        # Without published weights it is a preset: its loader names what is wrong.
+        # A preset without published weights: its loader reports what is wrong.
         if _weights_file(folder) is None:
             return None
         raise
@@ -221,7 +221,7 @@ def _folder_kind(folder):
         return "folder"
     if _has(folder, _openclip.CONFIG_NAME):
         return "folder"
-    # Without a config, the names in a local file may be enough.
+    # For a local file without a config, the names may be enough.
     if "://" in folder or config:
         return None
     if _weights_file(folder) is not None:
@@ -231,7 +231,7 @@ def _folder_kind(folder):
     return None
 
 
-# Files in folders and of handles
+# Files in folders and on hubs
 
 
 def _has(folder, name):
@@ -242,7 +242,7 @@ def _has(folder, name):
 
 
 def _json(folder, name, types=None):
-    """The content of a JSON file, `{}` without it; a damaged one raises ValueError."""
+    """Reads a JSON file, {} if missing; raises ValueError if damaged."""
     if not _has(folder, name):
         return {}
     content = read_object(get_file(folder, name))
@@ -250,7 +250,7 @@ def _json(folder, name, types=None):
 
 
 def _only_checkpoint(folder):
-    """The `.npz` or the V-MoE checkpoint of a local folder with one such file."""
+    """Returns the `.npz` or V-MoE checkpoint of a folder, if it is the only one."""
     paths = [x for x in Path(folder).iterdir() if x.suffix in (".npz", ".index")]
     return str(paths[0]) if len(paths) == 1 else None
 
@@ -266,7 +266,7 @@ def _weights_file(folder):
 
 
 def _configs(folder):
-    """timm's, transformers' or OpenCLIP's config, with the preprocessor's."""
+    """Returns timm's, transformers' or OpenCLIP's config with the preprocessor's."""
     config = {
         **_json(folder, "config.json", _CONFIG),
         **_json(folder, _openclip.CONFIG_NAME, _openclip.CONFIG),
@@ -276,7 +276,7 @@ def _configs(folder):
 
 
 def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
-    """Opens the `.safetensors` and the config of a folder; never a pickle in it."""
+    """Opens the `.safetensors` and config of a folder; never a pickle."""
     config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
@@ -288,7 +288,7 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
-    """KerasHub's own model of a source; a classifier's preset gives the classifier."""
+    """Returns KerasHub's model of a source: a classifier if the preset has one."""
     if isinstance(source, CLASSES):
         return source
     source = os.fspath(source)
@@ -303,7 +303,7 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
 
 
 def _local_vmoe(prefix):
-    """The prefix on disk; all files of a remote one are downloaded."""
+    """Returns the local prefix, downloading all files of a remote one."""
     if "://" not in prefix:
         return prefix
     index = local(f"{prefix}.index")
@@ -314,20 +314,20 @@ def _local_vmoe(prefix):
 
 
 def local(address: str) -> str:
-    """The path on disk of a file at `gs://` or `https://`, downloaded once."""
+    """Returns the local path of a `gs://` or `https://` file, downloaded once."""
     if "://" not in address:
         return address
     scheme, _, path = address.partition("://")
     if scheme not in ("gs", "http", "https") or ".." in path.split("/"):
         raise ValueError(f"Expected gs:// or https://; received: {address!r}")
     url = f"{GOOGLE_STORAGE}/{path}" if scheme == "gs" else address
-    # Where Keras keeps its downloads.
+    # Keras's download folder.
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     target = home / "keras_moe" / scheme / path
     if target.is_file():
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # An interrupted download leaves no file that looks whole.
+    # An interrupted download must not leave a file that looks complete.
     folder = tempfile.mkdtemp(prefix=".partial.", dir=target.parent)
     try:
         file = keras.utils.get_file(
