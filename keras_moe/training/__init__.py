@@ -1,4 +1,4 @@
-"""Training: recipes, runs and their checkpoints, optimizers, sparse upcycling."""
+"""Training: recipes, runs, checkpoints, optimizers and sparse upcycling."""
 
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages
 from keras_moe.training.checkpoints import (

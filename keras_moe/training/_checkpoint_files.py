@@ -1,14 +1,12 @@
-"""The two formats of a checkpoint's files.
+"""The two file formats of a checkpoint.
 
-One process writes
+A single process writes safetensors: one file per group (`model.safetensors`,
+`optimizer.safetensors`, ...) with variables named `INDEX/PATH`, and `state.json` with
+everything else and the SHA-256 of each file.
 
-- `model.safetensors`, `optimizer.safetensors`, ...: the variables of each group, named
-  `INDEX/PATH`;
-- `state.json`: everything but arrays, and the SHA-256 of each of these files.
-
-Processes that share a model, and remote folders such as `gs://bucket/run`, write
-through Orbax instead: an item for each group, and one for the same state. Any backend
-reads both, on other devices and on another number of processes.
+Several processes, and remote folders such as `gs://bucket/run`, write through Orbax:
+one item per group and one for the state. Every backend reads both formats, on any
+devices and any number of processes.
 """
 
 import json
@@ -36,9 +34,9 @@ from keras_moe.files import (
 from keras_moe.processes import rank_and_world_size
 
 STATE_FILE = "state.json"
-# The item of Orbax that has the state.
+# Orbax item that holds the state.
 _STATE = "state"
-# `pathlib` turns two slashes into one.
+# `pathlib` collapses the double slash of a URL.
 _REMOTE = re.compile(r"(?P<scheme>[a-z][a-z0-9]+):/+(?P<rest>.*)")
 
 
@@ -48,7 +46,7 @@ def is_remote(folder: str | os.PathLike) -> bool:
 
 
 def as_path(folder: str | os.PathLike) -> Any:
-    """The path object of a local or remote folder."""
+    """Returns a path object for a local or remote folder."""
     remote = _REMOTE.fullmatch(os.fspath(folder))
     if remote is None:
         return Path(folder)
@@ -62,7 +60,7 @@ def as_path(folder: str | os.PathLike) -> Any:
 
 
 def write_safetensors(path: Path, groups: dict, content: dict) -> None:
-    """Writes a checkpoint whole, or leaves what was there."""
+    """Writes a checkpoint atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writing = new_partial(path)
     try:
@@ -90,7 +88,7 @@ def write_safetensors(path: Path, groups: dict, content: dict) -> None:
 
 
 def read_safetensors(path: Path) -> dict:
-    """The content of a checkpoint's state, once its files were checked."""
+    """Verifies a checkpoint's files and returns its state."""
     _check_plain_file(path, STATE_FILE)
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
@@ -106,7 +104,7 @@ def read_safetensors(path: Path) -> dict:
 
 
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
-    """Assigns the arrays of a checkpoint to variables."""
+    """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
         file_path = path / f"{group}.safetensors"
         try:
@@ -122,7 +120,7 @@ def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
 
 
 def _check_plain_file(path, name):
-    """Refuses names that lead out of the folder: anyone may have written it."""
+    """Rejects names that point outside the folder: checkpoints are untrusted."""
     if not is_plain_file(path, name):
         raise ValueError(
             f"expected a file in the folder itself, and no link; received: {name!r}"
@@ -150,12 +148,12 @@ def _checkpointer():
 
 
 def is_orbax(path: Any) -> bool:
-    """Whether a folder has a checkpoint that Orbax has finished."""
+    """Whether a folder contains a finished Orbax checkpoint."""
     return (path / "_CHECKPOINT_METADATA").exists()
 
 
 def write_orbax(path: Any, groups: dict, content: dict) -> None:
-    """Writes a checkpoint together with the other processes."""
+    """Writes a checkpoint from all processes together."""
     ocp = _orbax()
     values = {
         group: {name: _value_to_save(x.value) for name, x in _numbered(variables)}
@@ -177,7 +175,7 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
 
 
 def read_orbax(path: Any) -> dict:
-    """The content of a checkpoint's state."""
+    """Returns a checkpoint's state."""
     ocp = _orbax()
     args = ocp.args.Composite(**{_STATE: ocp.args.JsonRestore()})
     try:
@@ -187,7 +185,7 @@ def read_orbax(path: Any) -> dict:
 
 
 def restore_orbax(path: Any, groups: dict) -> None:
-    """Assigns the arrays of a checkpoint to variables."""
+    """Assigns the saved arrays to variables."""
     ocp = _orbax()
     args = {}
     for group, variables in groups.items():
@@ -201,17 +199,17 @@ def restore_orbax(path: Any, groups: dict) -> None:
 
 
 def _absolute(path):
-    # Orbax takes no relative paths.
+    # Orbax rejects relative paths.
     return path if is_remote(path) else path.absolute()
 
 
 def _numbered(variables):
-    """Variables by number, without empty ones, which Orbax refuses."""
+    """Numbers the variables and skips empty ones, which Orbax rejects."""
     return [(f"{i:05d}", x) for i, x in enumerate(variables) if 0 not in x.shape]
 
 
 def _is_sharded(value):
-    """Whether each process writes and reads its pieces of an array."""
+    """Whether each process reads and writes its own shards of an array."""
     if not hasattr(type(value), "addressable_shards"):
         return False
     return rank_and_world_size()[1] == 1 or not value.is_fully_addressable

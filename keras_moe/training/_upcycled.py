@@ -1,7 +1,7 @@
-"""The upcycled model: its weights and optimizer slots, and how near its function is.
+"""Weights and optimizer slots of an upcycled model, and how close its function is.
 
-Axes: B batch, N tokens, E experts, K selected experts, D hidden, H mlp; of muMoE N_l
-experts of a level, I inputs, O units, R ranks.
+Axes: B batch, N tokens, E experts, K selected experts, D hidden, H mlp; for muMoE N_l
+experts of level l, I inputs, O units, R ranks.
 """
 
 from typing import Any, NamedTuple
@@ -18,27 +18,27 @@ from keras_moe.models import describe
 from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
 from keras_moe.routers import TokenChoiceRouter
 
-# The end of an expert weight's path, and of the dense one it is tiled from.
+# Suffix of an expert weight's path -> suffix of the dense weight that is tiled.
 _TILED = {
     f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
     for layer in ("hidden", "output")
     for kind in ("kernel", "bias")
 }
-# Lists of an optimizer that are not one kind of slot.
+# Optimizer attributes that are lists but not slots.
 _NOT_SLOTS = ("_variables", "_trainable_variables")
 
 
 def copy_weights(
     dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
 ) -> None:
-    """Gives a sparse model the weights of the dense one; MLPs become all experts."""
+    """Copies a dense model's weights; each MLP becomes every expert of its block."""
     dense = {weight.path: weight for weight in dense_model.weights}
     generator = np.random.default_rng(seed)
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)
     for weight in sparse_model.weights:
         source = dense.get(weight.path)
         if source is not None:
-            # A copy: on JAX two models would share, and donate, one buffer.
+            # Copied: on JAX both models would otherwise share, and donate, one buffer.
             weight.assign(keras.ops.convert_to_numpy(source))
             continue
         end = next((end for end in _TILED if weight.path.endswith(end)), None)
@@ -57,7 +57,7 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
     dense, sparse = (
         getattr(model, "backbone", model) for model in (dense_model, sparse_model)
     )
-    # Modalities that share a block have two names for it.
+    # Shared blocks have one name per modality.
     blocks = {id(sparse.get_layer(name)): name for name in sparse.routing}
     for name in blocks.values():
         block = sparse.get_layer(name).feed_forward
@@ -78,7 +78,7 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
 
 
 def carry_state(dense: Any, sparse: Any) -> int:
-    """Copies one optimizer's state; the slots of MLPs become those of all experts."""
+    """Copies the optimizer state; slots of MLPs are tiled over the experts."""
     carried = 0
     if hasattr(dense, "inner_optimizer"):
         carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer)
@@ -86,9 +86,9 @@ def carry_state(dense: Any, sparse: Any) -> int:
     sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
     indices = {path: index for index, path in enumerate(dense_paths)}
     for name, slots in vars(dense).items():
-        # A kind of slot is a list with one for each trainable variable.
+        # A slot is a list with one entry per trainable variable.
         if isinstance(slots, keras.Variable):
-            # Such as the iterations and the scale of a loss.
+            # Scalars, such as the iterations and the loss scale.
             getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
             carried += 1
             continue
@@ -122,11 +122,11 @@ def factors_of_dense(
     noise: float,
     generator: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Factors with which each expert is the dense layer's best approximation.
+    """Initialises muMoE factors so that every expert approximates the dense layer.
 
-    The matrix with its bias as the last row has a truncated singular value
-    decomposition of as many components as the ranks hold. Coefficients that sum to 1
-    then give the dense layer, up to rounding if all its components fit.
+    The kernel with its bias as last row is replaced by its truncated singular value
+    decomposition, with as many components as the ranks can hold. Coefficients that sum
+    to 1 then reproduce the dense layer, exactly if all components fit.
     """
     matrix = np.concatenate([kernel, bias[None]]).astype("float64")
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
@@ -134,7 +134,7 @@ def factors_of_dense(
     of_input, of_output = left * root, right.T * root
 
     def component(index):
-        """(I + 1,) and (O,). Beyond the matrix's they add nothing, but may learn."""
+        """Returns (I + 1,) and (O,). Surplus components add nothing, but can learn."""
         if index < len(values):
             return of_input[:, index], of_output[:, index]
         scale = root[0] / np.sqrt(len(left))
@@ -148,7 +148,8 @@ def factors_of_dense(
         fill = {"cp": _fill_cp, "tr": _fill_tr}.get(experts.factorization, _fill_tucker)
         fill(factors[:levels], factors[levels:], component)
     if noise:
-        # Noise goes to expert factors that are not zero, or to each matrix of a tensor.
+        # Noise goes to non-zero expert factors (CP), or to each matrix of a tensor
+        # train.
         draw = generator.normal(scale=noise, size=factors[0].shape)
         factors[0] = factors[0] * (1.0 + draw)
     return [factor.astype("float32") for factor in factors]
@@ -191,11 +192,11 @@ class ModalityReport(NamedTuple):
     """The result of upcycling for one modality of an image-text model.
 
     Attributes:
-        blocks: the names of the modality's blocks that became mixtures of experts.
-        largest_difference: between the embeddings before and after, at inference.
-        largest_token_difference: between the tokens after the last block, without
-            padding.
-        preserved: whether in theory the modality's function is the same.
+        blocks: names of the modality's blocks that became mixtures of experts.
+        largest_difference: largest change of the embeddings, at inference.
+        largest_token_difference: largest change of the tokens after the last block,
+            padding excluded.
+        preserved: whether the modality's function is the same in theory.
     """
 
     blocks: tuple[str, ...]
@@ -204,7 +205,7 @@ class ModalityReport(NamedTuple):
     preserved: bool
 
     def to_dict(self) -> dict:
-        """The report as plain data, for JSON."""
+        """Returns the report as JSON data."""
         return {**self._asdict(), "blocks": list(self.blocks)}
 
 
@@ -212,18 +213,17 @@ class UpcyclingReport(NamedTuple):
     """The result of upcycling.
 
     Attributes:
-        blocks: the names of the blocks that became mixtures of experts; by modality in
-            image-text models, such as `"image/block_1"`.
-        dense_parameters: parameters before.
-        parameters: parameters after.
-        active_parameters: parameters after that each token uses.
-        largest_difference: between the outputs before and after, at inference.
-        largest_token_difference: between the backbone's tokens, which a head that is
-            still zero would hide.
-        preserved: whether in theory the function is the same.
-        slots: variables of the optimizer that were carried over.
-        modalities: a `ModalityReport` for each modality of an image-text model; empty
-            otherwise.
+        blocks: names of the blocks that became mixtures of experts; prefixed with the
+            modality in image-text models, such as `"image/block_1"`.
+        dense_parameters: number of parameters before.
+        parameters: number of parameters after.
+        active_parameters: number of parameters after that each token uses.
+        largest_difference: largest change of the outputs, at inference.
+        largest_token_difference: largest change of the backbone's tokens, which a
+            zero-initialised head would hide.
+        preserved: whether the function is the same in theory.
+        slots: number of optimizer variables carried over.
+        modalities: a `ModalityReport` per modality of an image-text model.
     """
 
     blocks: tuple[str, ...]
@@ -237,7 +237,7 @@ class UpcyclingReport(NamedTuple):
     modalities: dict[str, ModalityReport] = {}
 
     def to_dict(self) -> dict:
-        """The report as plain data, for JSON."""
+        """Returns the report as JSON data."""
         modalities = {name: each.to_dict() for name, each in self.modalities.items()}
         return {
             **self._asdict(),
@@ -280,7 +280,7 @@ def report_of(
     noise: float,
     slots: int,
 ) -> UpcyclingReport:
-    """Compares a sparse model with the dense one on inputs."""
+    """Compares a sparse model with its dense original on the same inputs."""
     description = describe(sparse_model)
     differences = largest_differences(dense_model, sparse_model, inputs)
     backbone = getattr(sparse_model, "backbone", sparse_model)
@@ -298,7 +298,7 @@ def report_of(
 
 
 def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
-    """Noise that a backbone of images, of texts or of pairs takes."""
+    """Returns noise in the form of a backbone's inputs."""
     generator = np.random.default_rng(0)
 
     def images():
@@ -322,7 +322,7 @@ def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
 def largest_differences(
     dense_model: keras.Model, sparse_model: keras.Model, inputs: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The largest differences between two models' outputs, and their tokens."""
+    """Returns the largest differences of two models' outputs and of their tokens."""
     before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
     return tuple(
         {
@@ -334,7 +334,7 @@ def largest_differences(
 
 
 def _results(model, inputs):
-    """Float arrays of outputs and tokens by modality."""
+    """Returns float arrays of outputs and of tokens, by modality."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, PairBackbone):
         results = {
@@ -342,7 +342,7 @@ def _results(model, inputs):
             "tokens": {"": backbone.predict(inputs, verbose=0)},
         }
         if isinstance(backbone.input, dict):
-            # A padding token's vector has no meaning.
+            # Vectors of padding tokens are meaningless.
             tokens = results["tokens"][""]["tokens"]
             results["tokens"][""] = tokens[np.asarray(inputs["padding_mask"], bool)]
             results["outputs"][""] = results["outputs"][""]["pooled"]
@@ -367,7 +367,7 @@ def _results(model, inputs):
 
 
 def _last_block(backbone, modality):
-    """The name of a modality's last block."""
+    """Returns the name of a modality's last block."""
     names = [name for name in backbone.features if name.startswith(f"{modality}/")]
     return names[-1]
 
@@ -378,7 +378,7 @@ def modality_reports(
     differences: tuple[dict[str, float], dict[str, float]],
     noise: float,
 ) -> dict[str, ModalityReport]:
-    """The results by modality, for a backbone of pairs; none for others."""
+    """Returns a report per modality; empty for single-modality backbones."""
     if not isinstance(backbone, PairBackbone):
         return {}
     reports = {}
@@ -393,16 +393,16 @@ def modality_reports(
 
 
 def preserves(backbone: keras.Model, blocks: Any, noise: float) -> bool:
-    """Whether in theory a sparse backbone computes what the dense one did."""
+    """Whether a sparse backbone computes the dense one's function, in theory."""
     layers = [backbone.get_layer(name).feed_forward for name in blocks]
     return not layers or (noise == 0 and all(map(_preserves, layers)))
 
 
 def _preserves(layer):
-    """Whether equal experts in this layer do what the MLP did."""
+    """Whether identical experts in this layer compute what the MLP did."""
     router = layer.router
     if isinstance(layer, MuMoEBlock):
-        # Coefficients that sum to one, and room for all of the matrices.
+        # Coefficients sum to one, and the ranks hold the whole matrix.
         sums_to_one = router.activation in (entmax15, keras.activations.softmax)
         return sums_to_one and all(
             experts.holds_any_matrix for experts in (layer.hidden, layer.output_experts)
@@ -414,5 +414,5 @@ def _preserves(layer):
     factor = router.limits(False)[0]
     if factor is None:
         return router.serves_every_token(False)
-    # So large a capacity drops no token.
+    # The capacity is large enough that no token is dropped.
     return factor * router.num_selected_experts >= router.num_experts

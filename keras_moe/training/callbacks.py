@@ -1,4 +1,4 @@
-"""Callbacks: the count of steps, periodic measurements, averages, the best epoch."""
+"""Callbacks: step counting, periodic measurements, weight averages, best epoch."""
 
 import contextlib
 import math
@@ -21,10 +21,10 @@ BEST = ("keep", "restore")
 
 
 class Progress:
-    """The number of steps that a run has made, and the epoch that it is in.
+    """Counts the training steps of a run and tracks its epoch.
 
-    A run shares one with its callbacks, each of which reports the batches that it sees;
-    the count follows `fit`'s batch numbers, however many callbacks report.
+    The callbacks of a run share one instance and report batches to it. The count
+    follows `fit`'s batch numbers, so repeated reports do no harm.
     """
 
     def __init__(self, step: int = 0):
@@ -33,29 +33,29 @@ class Progress:
         self._before_epoch = step
 
     def begin_epoch(self, epoch: int) -> None:
-        """Notes that an epoch begins; its first batch is number 0."""
+        """Called when an epoch begins; its first batch is number 0."""
         self.epoch = epoch
         self._before_epoch = self.step
 
     def begin_step(self, batch: int) -> None:
-        """Notes that a batch begins."""
+        """Called when a batch begins."""
         self.step = self.step_of(batch)
 
     def step_of(self, batch: int) -> int:
-        """The number of steps after a batch of this epoch."""
+        """Returns the number of steps after a batch of this epoch."""
         return self._before_epoch + batch + 1
 
     def hand_to(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Makes the callbacks of a run read this count instead of their own."""
+        """Makes a run's callbacks share this count."""
         for callback in callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.progress = self
 
 
 class ProgressCallback(keras.callbacks.Callback):
-    """Base class of callbacks that need the number of steps, in a run or alone.
+    """Base class of callbacks that need the step count, within a run or alone.
 
-    Subclasses that override a method call this class's first.
+    Overriding methods must call `super()` first.
     """
 
     def __init__(self, step: int = 0):
@@ -65,13 +65,13 @@ class ProgressCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.progress.begin_epoch(epoch)
 
-    # Not at the batch's end: such a callback makes JAX wait for each step.
+    # Not at the end of a batch: such callbacks make JAX wait for every step.
     def on_train_batch_begin(self, batch, logs=None):
         self.progress.begin_step(batch)
 
 
 class StopAfterBatches(ProgressCallback):
-    """Ends `fit` after so many batches of a run."""
+    """Ends `fit` after a given number of batches of the run."""
 
     def __init__(self, batches: int, step: int = 0):
         super().__init__(step)
@@ -85,11 +85,10 @@ class StopAfterBatches(ProgressCallback):
 
 
 class PeriodicCallback(ProgressCallback):
-    """Measures every so many epochs or steps; subclasses implement `measure`.
+    """Measures every few epochs or steps; subclasses implement `measure`.
 
-    The metrics are in the logs at the end of the epoch, and so in the progress line, in
-    the history, and for callbacks after this one. Training is the same, bit for bit,
-    with it and without.
+    The metrics enter the logs at the end of the epoch, so they appear in the progress
+    bar, in the history and for later callbacks. Training stays bit-identical.
     """
 
     def __init__(self, every: int = 1, unit: str = "epochs"):
@@ -97,17 +96,17 @@ class PeriodicCallback(ProgressCallback):
         self.every = check_integer("every", every)
         self.unit = check_one_of("unit", unit, UNITS)
         self.records = []
-        # The step of the newest record.
+        # Step of the newest record.
         self._measured = 0
 
     def measure(self) -> dict[str, float]:
-        """The metrics of `self.model` as it is."""
+        """Returns metrics of `self.model` in its current state."""
         raise NotImplementedError
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch, logs)
         if self.unit == "steps":
-            # This batch's own step is not counted yet.
+            # The current batch is not counted yet.
             self._measure_if_due(self.progress.step - 1)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -116,17 +115,17 @@ class PeriodicCallback(ProgressCallback):
             self._measure_if_due(step)
         elif (epoch + 1) % self.every == 0:
             self._measure(step)
-        # The last of several in an epoch.
+        # The last measurement of the epoch.
         last = self.records[-1] if self.records else {"epoch": 0}
         if logs is not None and last["epoch"] == epoch + 1:
             logs.update({k: v for k, v in last.items() if k not in ("epoch", "step")})
 
     def get_state(self) -> dict:
-        """The state that a checkpoint of the run keeps, JSON."""
+        """Returns the state to keep in a checkpoint, as JSON data."""
         return {"measured": self._measured, "records": list(self.records)}
 
     def set_state(self, state: dict) -> None:
-        """Continues from the state of a checkpoint."""
+        """Restores the state from a checkpoint."""
         self._measured = state["measured"]
         self.records = list(state["records"])
 
@@ -148,9 +147,9 @@ class PeriodicCallback(ProgressCallback):
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Restores seeds, running metrics and random states after the context.
+    """Restores seeds, running metrics and random states on exit.
 
-    Within it, the variables of a model in training on JAX have their current values.
+    Within the context, variables of a model that trains on JAX are up to date.
     """
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
@@ -166,7 +165,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
-    """Turns an OSError in the context into a warning, so that the run goes on."""
+    """Turns an OSError into a warning, so that training continues."""
     try:
         yield
     except OSError as error:
@@ -177,15 +176,14 @@ def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
 
 
 class EvaluateAverages(keras.callbacks.Callback):
-    """Replaces the weights by their averages for each evaluation within `fit`.
+    """Evaluates `fit`'s validation data with the moving average of the weights.
 
-    The optimizer keeps them with `use_ema=True`. `keras.callbacks.SwapEMAWeights` goes
-    through NumPy, which is impossible if the weights are spread over processes, and on
-    TensorFlow adds and subtracts, which rounds.
+    The optimizer keeps the average with `use_ema=True`. Unlike
+    `keras.callbacks.SwapEMAWeights`, this works with weights sharded over processes,
+    and swaps without rounding on TensorFlow.
 
     Example:
 
-    >>> import keras
     >>> from keras_moe.training import EvaluateAverages
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
@@ -208,7 +206,7 @@ class EvaluateAverages(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def averages_in_place(model: keras.Model) -> Iterator[None]:
-    """Replaces the weights of a model in training by their averages in the context."""
+    """Uses the averages as weights of a model in training within the context."""
     optimizer = _keeper(model)
     if optimizer is None or not (optimizer.use_ema and optimizer.built):
         yield
@@ -222,7 +220,7 @@ def averages_in_place(model: keras.Model) -> Iterator[None]:
 
 def _keeper(model):
     optimizer = getattr(model, "optimizer", None)
-    # One that scales losses wraps another.
+    # `LossScaleOptimizer` wraps the optimizer.
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -233,36 +231,33 @@ def _exchange(model):
         moving_averages(optimizer),
         strict=True,
     ):
-        # A copy: on some backends a variable's value changes with it.
+        # Copied: on some backends the value changes with its variable.
         value = ops.copy(weight.value)
         weight.assign(average.value)
         average.assign(value)
 
 
 class BestEpoch(keras.callbacks.Callback):
-    """Finds the best epoch, and ends a run that no longer improves.
+    """Finds the best epoch and stops a run that no longer improves.
 
-    Unlike `keras.callbacks.EarlyStopping` it has a state for `RunCheckpoint`: a run
-    that was killed stops after the same epoch as one that was not.
+    Unlike `keras.callbacks.EarlyStopping` its state is saved by `RunCheckpoint`: a
+    resumed run stops after the same epoch as an uninterrupted one.
 
     Args:
-        monitor: name of a metric as the history has it, such as `"val_accuracy"` or
-            `"few_shot/10_shot"`. One with a slash may be measured in some epochs only,
-            and only these count. There is a warning at the end if it never was, or was
-            always NaN.
-        mode: `"max"` or `"min"`, what is better; None is `"min"` for names that end
-            with "loss", and `"max"` for others.
-        patience: epochs without a better one after which the run ends; None for never.
+        monitor: name of a metric in the history, such as `"val_accuracy"` or
+            `"few_shot/10_shot"`. Epochs without it are ignored.
+        mode: `"max"` or `"min"`. None means `"min"` for names that end in "loss" and
+            `"max"` otherwise.
+        patience: number of epochs without improvement after which the run stops; None
+            never stops it.
 
     Attributes:
-        value: the metric of the best epoch, None before the first.
-        row: index of the best epoch in the lists of the history.
-        improved: whether the epoch that has just ended is the best.
+        value: metric of the best epoch, None before the first.
+        row: index of the best epoch in the history's lists.
+        improved: whether the epoch that just ended is the best so far.
 
     Example:
 
-    >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.training import BestEpoch
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -287,11 +282,7 @@ class BestEpoch(keras.callbacks.Callback):
         self._known = []
 
     def count_from(self, rows: int) -> None:
-        """Sets the number of epochs of a run that began without this callback.
-
-        Args:
-            rows: number of epochs in its history.
-        """
+        """Sets the number of past epochs of a run that began without this callback."""
         self._epochs = rows
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -333,7 +324,7 @@ class BestEpoch(keras.callbacks.Callback):
         return value > self.value if self.mode == "max" else value < self.value
 
     def get_state(self) -> dict:
-        """The state that a checkpoint of the run keeps, JSON."""
+        """Returns the state to keep in a checkpoint, as JSON data."""
         return {
             "value": self.value,
             "row": self.row,
@@ -342,7 +333,7 @@ class BestEpoch(keras.callbacks.Callback):
         }
 
     def set_state(self, state: dict) -> None:
-        """Continues from the state of a checkpoint."""
+        """Restores the state from a checkpoint."""
         self.value, self.row = state["value"], state["row"]
         self._epochs, self._wait = state["epochs"], state["wait"]
 
@@ -350,7 +341,7 @@ class BestEpoch(keras.callbacks.Callback):
 def check_monitor(
     monitor: Any, mode: Any, patience: Any, mode_name: str = "monitor_mode"
 ) -> None:
-    """Raises ValueError if an argument of `BestEpoch` is out of range."""
+    """Validates the arguments of `BestEpoch`."""
     if not isinstance(monitor, str) or not monitor:
         raise ValueError(
             f"Expected the name of a metric; received: monitor={monitor!r}"
@@ -361,7 +352,7 @@ def check_monitor(
 
 
 def check_best(monitor: Any, mode: Any, patience: Any, best: Any) -> None:
-    """Raises ValueError if settings of a recipe about the best epoch do not fit."""
+    """Validates a recipe's settings for the best epoch."""
     check_one_of("best", best, (None, *BEST))
     check_monitor("loss" if monitor is None else monitor, mode, patience)
     if patience is best is None and (monitor, mode) != (None, None):

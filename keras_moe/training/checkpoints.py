@@ -1,6 +1,7 @@
-"""Checkpoints of a run: written whole or not at all, found again, and restored.
+"""Checkpoints of a run: atomic writes, discovery and restoring.
 
-A checkpoint is a folder `step-00000120`; `_checkpoint_files.py` has its two formats.
+A checkpoint is a folder such as `step-00000120`; `_checkpoint_files.py` defines its
+two formats.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from keras_moe.training._checkpoint_files import (
 )
 
 _STEP = re.compile(r"step-\d{8,}")
-# What an interrupted write leaves: ours, ours while it replaced another, and Orbax's.
+# Leftovers of interrupted writes: ours, ours during a replacement, and Orbax's.
 _LEFTOVER = re.compile(
     r"\.(?P<replaced>step-\d{8,})\.previous"
     r"|\.step-\d{8,}\.[0-9a-f]{8}\.partial"
@@ -47,11 +48,11 @@ _LEFTOVER = re.compile(
 
 
 class NonFiniteValues(ValueError):
-    """A variable that was to be saved has NaN or Inf."""
+    """A variable to be saved contains NaN or Inf."""
 
 
 class SavedVariable(NamedTuple):
-    """The description of a variable in a checkpoint."""
+    """Path, shape and dtype of a variable in a checkpoint."""
 
     path: str
     shape: tuple[int, ...]
@@ -60,11 +61,11 @@ class SavedVariable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are whole.
+    """A checkpoint with intact files.
 
     Args:
         path: its folder.
-        step: number of training steps made before it.
+        step: number of training steps before it.
         state: everything but arrays, see `save_checkpoint`.
         variables: path, shape and dtype of each variable, by group.
 
@@ -79,12 +80,12 @@ class Checkpoint:
     def restore(self, groups: dict[str, Sequence[keras.Variable]]) -> None:
         """Assigns the saved values to variables.
 
-        They may lie on other devices, or another number of them, than when they were
-        saved. Processes that share a model call this together.
+        The devices may differ from those at saving time. All processes that share a
+        model must call this together.
 
         Args:
-            groups: the groups to restore, each with its variables in the order in which
-                they were saved. Groups may be left out.
+            groups: variables by group, in the order in which they were saved. Groups
+                may be left out.
         """
         for group, variables in groups.items():
             saved = self.variables.get(group)
@@ -114,32 +115,32 @@ def save_checkpoint(
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),
 ) -> Any:
-    """Writes a checkpoint, and then deletes older ones.
+    """Writes a checkpoint, then deletes older ones.
 
-    Processes that share a model call this together.
+    All processes that share a model must call this together.
 
     Args:
-        folder: folder of all checkpoints of a run, which may be remote, such as
+        folder: folder of all checkpoints of a run; may be remote, such as
             `"gs://bucket/run"`.
-        step: number of training steps made.
-        groups: variables in the order in which they will be restored, such as
+        step: number of training steps so far.
+        groups: variables by group, such as
             `{"model": model.variables, "optimizer": model.optimizer.variables}`.
-        state: anything else that JSON can hold.
-        keep: how many of the newest checkpoints to keep.
-        keep_every: also keeps the checkpoints of all multiples of this step.
-        keep_steps: also keeps the checkpoints of these steps.
+            Restoring needs the same order.
+        state: further JSON data.
+        keep: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints at multiples of this step.
+        keep_steps: also keep checkpoints at these steps.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ValueError: if a variable has NaN or Inf, or the state is not JSON.
-        OSError: if it cannot be written; older checkpoints are left as they were.
+        ValueError: a variable contains NaN or Inf, or the state is not JSON.
+        OSError: writing failed; older checkpoints are intact.
 
     Example:
 
     >>> import tempfile
-    >>> import keras
     >>> from keras_moe.training import find_checkpoint, save_checkpoint
     >>> folder, weight = tempfile.mkdtemp(), keras.Variable([1.0, 2.0])
     >>> path = save_checkpoint(folder, 7, {"model": [weight]}, {"note": "good"})
@@ -163,7 +164,7 @@ def save_checkpoint(
         },
     }
     try:
-        # Metrics in the state, unlike weights, may be NaN.
+        # Unlike weights, metrics in the state may be NaN.
         json.dumps(content)
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -179,7 +180,7 @@ def save_checkpoint(
         try:
             _remove_older(path, keep, keep_every, keep_steps)
         except OSError as error:
-            # The new one is whole all the same.
+            # The new checkpoint is complete all the same.
             warnings.warn(
                 f"Older checkpoints could not be removed: {error}", stacklevel=2
             )
@@ -187,20 +188,20 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
-    """The newest checkpoint in a folder whose files are whole.
+    """Finds the newest intact checkpoint in a folder.
 
     Args:
         folder: folder of a run's checkpoints.
 
     Returns:
-        The checkpoint, or None if the folder has none. A warning names newer ones whose
-        files are missing or damaged; if none is whole, that is a ValueError.
+        The checkpoint, or None if there are none. Warns about newer damaged ones, and
+        raises ValueError if all are damaged.
 
     Example: see `save_checkpoint`.
     """
     folder = as_path(folder)
     damaged = []
-    # Another process may still see what the first one is about to delete.
+    # Other processes may still see folders that the first one is about to delete.
     names = broadcast_from_primary(lambda: [x.name for x in list_checkpoints(folder)])
     for path in reversed([folder / name for name in names]):
         try:
@@ -221,13 +222,10 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Opens one checkpoint.
+    """Opens a checkpoint, or raises ValueError if it is missing or damaged.
 
     Args:
         path: its folder.
-
-    Raises:
-        ValueError: if there is none, or its files are missing or damaged.
 
     Example: see `save_checkpoint`.
     """
@@ -243,7 +241,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
-    """The folders of a run's checkpoints, oldest first, which may be damaged.
+    """Lists the folders of a run's checkpoints, oldest first, damaged ones included.
 
     Args:
         folder: folder of a run's checkpoints.
@@ -262,7 +260,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
 
 
 def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
-    """Deletes what interrupted writes left, or all checkpoints, too."""
+    """Deletes leftovers of interrupted writes, and optionally all checkpoints."""
     folder = as_path(folder)
 
     def clean() -> None:
@@ -281,15 +279,14 @@ def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: str | os.PathLike) -> Iterator[None]:
-    """Locks the folder of a run's checkpoints, as `train` does.
+    """Locks a run's checkpoint folder, as `train` does.
 
     Two runs that save to one folder would delete each other's checkpoints. The error
-    of the second names the process that holds the lock, its host, and since when. Of
-    processes that share a model the first holds the lock for all. Remote folders are
-    not locked.
+    names the process that holds the lock, its host and since when. Among processes
+    that share a model, the primary holds the lock. Remote folders are not locked.
 
     Args:
-        folder: folder of the checkpoints, made if it is not there.
+        folder: folder of the checkpoints; created if missing.
 
     Example:
 
@@ -318,14 +315,14 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a folder, or a remote path, is a checkpoint's."""
+    """Whether a local or remote folder is a checkpoint."""
     if is_remote(path):
         return True
     return (Path(path) / STATE_FILE).exists() or is_orbax(Path(path))
 
 
 def step_folder(folder: str | os.PathLike, step: int) -> Any:
-    """The folder of a step's checkpoint."""
+    """Returns the folder of a step's checkpoint."""
     return as_path(folder) / f"step-{step:08d}"
 
 
@@ -342,7 +339,7 @@ def _remove(path):
     elif path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
-        # A part of a checkpoint must not be taken for one.
+        # Parts of a checkpoint have similar names.
         aside = new_partial(path)
         os.rename(path, aside / path.name)
         shutil.rmtree(aside)
@@ -350,7 +347,7 @@ def _remove(path):
 
 def _remove_older(newest, keep, keep_every, keep_steps):
     paths = list_checkpoints(newest.parent)
-    # Newer ones are damaged: the run resumed from before them.
+    # Newer checkpoints are damaged: the run resumed from an earlier one.
     for path in paths[paths.index(newest) + 1 :]:
         _remove(path)
     for path in paths[: paths.index(newest) + 1][:-keep]:
@@ -379,7 +376,7 @@ def _fits(group, saved, variable):
     same = same and _is_float(saved.dtype) == _is_float(variable.dtype)
     if group != "model":
         return same
-    # Keras names "variable" those without a name.
+    # Keras calls unnamed variables "variable".
     names = {_name(saved.path), _name(variable.path)} - {"variable"}
     return same and len(names) < 2
 
@@ -389,12 +386,12 @@ def _is_float(dtype):
 
 
 def _name(path):
-    # Keras numbers layers, and variables without a name, anew in each process.
+    # Keras renumbers layers and unnamed variables in each process.
     return path.rpartition("/")[2].rstrip("0123456789").rstrip("_")
 
 
 def _read(path):
-    """The checkpoint in a folder, if its files are what was written."""
+    """Opens the checkpoint in a folder and verifies its files."""
     content = read_orbax(path) if is_orbax(path) else read_safetensors(path)
     try:
         variables = {

@@ -1,4 +1,4 @@
-"""The objective of image-text models: an image and its caption embed alike."""
+"""The contrastive objective of image-text models."""
 
 import dataclasses
 import hashlib
@@ -18,38 +18,37 @@ from keras_moe.training.objectives import Monitor, Objective, register_objective
 
 LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
 _CLIP, _TRAINED = "clip", "trained"
-# The file of a tokenizer in a preset's folder.
+# Tokenizer file in a preset folder.
 _TOKENIZER = "text_tokenizer.json"
 
 
 @register_objective("contrastive")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(Objective):
-    """Each image finds its caption among those of the batch, and vice versa.
+    """Matches each image with its caption among the captions of the batch.
 
-    Models are compared by the contrastive accuracy of the test pairs within their
-    batches, see `keras_moe.models.ContrastiveAccuracy`; it depends on
-    `evaluation_batch_size`.
+    Models are compared by the contrastive accuracy on test batches, see
+    `keras_moe.models.ContrastiveAccuracy`, which depends on `evaluation_batch_size`.
 
     Args:
-        loss: `"softmax"`, CLIP's; `"sigmoid"`, SigLIP's; or `"auto"`, the sigmoid loss
-            for a model whose similarities have a bias, else the softmax loss.
-        multi_positive: whether pairs with one image, or with equal captions, are
-            positives of each other; otherwise they are negatives.
-        chunk_size: number of captions whose similarities are in memory at a time, or
-            None for all.
-        similarity_dtype: dtype to which unit vectors are rounded in the loss, such as
+        loss: `"softmax"` (CLIP), `"sigmoid"` (SigLIP), or `"auto"`: sigmoid if the
+            model's similarities have a bias, softmax otherwise.
+        multi_positive: whether pairs with the same image or the same caption are
+            positives of each other instead of negatives.
+        chunk_size: number of captions whose similarities are in memory at a time; None
+            means all.
+        similarity_dtype: dtype to which the loss rounds embeddings, such as
             `"bfloat16"` in LIMoE.
-        tokenizer: `"trained"`, byte pairs of the captions to train on; `"clip"`, CLIP's
-            49,408 byte pairs; or a path: a preset's folder or handle, a model of
-            SentencePiece that ends in `.model`, or a file or folder of CLIP's merges.
-            None is the preset's own, or `"trained"` where it has none.
-        vocabulary_size: largest number of tokens of a trained tokenizer; None for the
-            model's. No other tokenizer takes one.
-        max_length: tokens of a caption; None for the model's. A preset's tokenizer has
-            its own, and takes no other.
-        evaluation_batch_size: pairs in a batch of the evaluation; None for as many as
-            in training.
+        tokenizer: `"trained"` trains byte pairs on the captions; `"clip"` is CLIP's
+            vocabulary of 49,408; otherwise a path: a preset folder or handle, a
+            SentencePiece `.model` file, or a file or folder of CLIP merges. None uses
+            the preset's tokenizer if it has one, else `"trained"`.
+        vocabulary_size: maximum size of a trained vocabulary; None uses the model's.
+            Only for trained tokenizers.
+        max_length: number of tokens in a caption; None uses the model's. Not for a
+            preset's tokenizer, which has a fixed length.
+        evaluation_batch_size: number of pairs in an evaluation batch; None uses the
+            training batch size.
 
     Example:
 
@@ -98,7 +97,7 @@ class Contrastive(Objective):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives the model its tokenizer; `run_folder` keeps a trained one."""
+        """Sets the model's tokenizer; `run_folder` keeps a trained one."""
         if self.tokenizer is None and model.preprocessor is not None:
             self._check_no_size("the preset's tokenizer")
             self._check_length(model.preprocessor)
@@ -118,7 +117,7 @@ class Contrastive(Objective):
     def new_tokenizer(
         self, backbone: Any, config: PairData, data_dir: str | None = None
     ) -> TextTokenizer:
-        """The tokenizer of the settings, trained on the captions if need be."""
+        """Returns the configured tokenizer, trained on the captions if needed."""
         length = self.max_length or backbone.max_length
         name = self.tokenizer
         if name in (None, _TRAINED):
@@ -157,7 +156,7 @@ class Contrastive(Objective):
         return tokenizer
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """The digest of a vocabulary of byte pairs, which may have been trained."""
+        """Returns the digest of a byte-pair vocabulary, which may have been trained."""
         tokenizer = getattr(model.preprocessor, "tokenizer", None)
         merges = getattr(tokenizer, "merges", None)
         if self.tokenizer not in (None, _TRAINED) or merges is None:

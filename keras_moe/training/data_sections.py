@@ -1,6 +1,6 @@
-"""The section `data` of a recipe, by kind of data, and the batches that follow from it.
+"""The `data` section of a recipe for each kind of data, and the batches it yields.
 
-An objective names the kind of data that it learns from.
+The objective determines the kind of data.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class Datasets(NamedTuple):
     """The batches of a run.
 
     Attributes:
-        train: batches of inputs and targets, in any form that `fit` takes with
-            `steps_per_epoch`: those of one epoch, or an infinite stream. Images are in
-            [-1, 1], labels as the objective's loss takes them.
-        test: the same for evaluation, with labels that are not mixed.
-        num_classes: the number of classes, or None if the objective has none.
-        steps_per_epoch: batches of `train` in an epoch.
+        train: batches of inputs and targets in any form that `fit` accepts with
+            `steps_per_epoch`: one epoch or an infinite stream. Images are in [-1, 1],
+            labels in the form the loss expects.
+        test: the same for evaluation, with unmixed labels.
+        num_classes: number of classes, or None if the objective has none.
+        steps_per_epoch: number of training batches in an epoch.
     """
 
     train: Any
@@ -40,20 +40,19 @@ class Datasets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Settings that all kinds of data have; see `ImageData` and `PairData`.
+    """Settings shared by all kinds of data; see `ImageData` and `PairData`.
 
     Args:
-        batch_size: examples in a step.
-        source: the source of the examples, see `keras_moe.data.load`.
-        train_split: the split to train on.
-        test_split: the split to evaluate on after each epoch.
-        augment: names of augmentations, or dicts of a name and its options, in order;
-            see `keras_moe.data.load`.
-        exclude: a file of examples not to train on, or a list of such files, see
+        batch_size: number of examples in a step.
+        source: source of the examples, see `keras_moe.data.load`.
+        train_split: split to train on.
+        test_split: split to evaluate on after each epoch.
+        augment: list of augmentations, by name or as dicts of a name and options; see
             `keras_moe.data.load`.
-        unreadable: `"exclude"` leaves out images that cannot be read, which are looked
-            for before the run, see `keras_moe.data.load`; None ends the run at one,
-            with the name of its file.
+        exclude: one or more files that list examples to leave out; see
+            `keras_moe.data.load`.
+        unreadable: `"exclude"` searches for unreadable images before the run and
+            leaves them out. None stops the run at the first one and names its file.
 
     Example:
 
@@ -80,20 +79,20 @@ class DataConfig(Section):
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "DataConfig":
-        """Data with other settings; another `source` resets the splits."""
+        """Returns a copy with changed settings; a new `source` resets the splits."""
         if changes.get("source", self.source) != self.source:
             changes = {"train_split": "train", "test_split": "test", **changes}
         return super().replace(**changes)
 
     @property
     def evaluated_source(self) -> str:
-        """The source of the examples to evaluate on."""
+        """Source of the examples to evaluate on."""
         return self.source
 
     def left_out(
         self, data_dir: str | None = None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Examples that a search before the run left out; None without a search."""
+        """Returns the examples that a search left out; None without a search."""
         return None
 
     def _steps_per_epoch(self, count: int, batch_size: int) -> int:
@@ -108,34 +107,34 @@ class DataConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageData(DataConfig):
-    """Images with their classes.
+    """Images and their classes.
 
     Args:
-        batch_size: images in a step.
-        source: the source of the images, see `DataConfig`, as for `train_split`,
-            `test_split`, `augment`, `exclude` and `unreadable`.
+        batch_size: number of images in a step.
+        source: source of the images; see `DataConfig` for this and all other
+            arguments.
 
     Example: see `DataConfig`.
     """
 
     def __post_init__(self):
         super().__post_init__()
-        # Images that `left_out` has searched for, by `data_dir`.
+        # Results of `left_out` by `data_dir`.
         object.__setattr__(self, "_left_out", {})
 
     @property
     def mixes_labels(self) -> bool:
-        """Whether an augmentation makes vectors of labels, such as mixup."""
+        """Whether an augmentation, such as mixup, turns labels into vectors."""
         names = [x.get("name") if isinstance(x, dict) else x for x in self.augment]
         return any(name in LABEL_MIXING_NAMES for name in names)
 
     def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The images that `exclude` and `unreadable` leave out.
+        """Finds the images that `exclude` and `unreadable` leave out.
 
-        All images may be decoded to find them: this object does so once.
+        This may decode all images, so the result is cached.
 
         Returns:
-            Sorted indices, int64, of the training and of the test images.
+            Sorted int64 indices of the training images and of the test images.
         """
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
@@ -159,9 +158,9 @@ class ImageData(DataConfig):
         start_step: int = 0,
         **labels: Any,
     ) -> Datasets:
-        """The batches of a run, `start_step` batches after its start.
+        """Returns the batches of a run, starting `start_step` batches into it.
 
-        `labels` are the arguments of `keras_moe.data.load` that make the labels.
+        `labels` are label options of `keras_moe.data.load`.
         """
         exclude, exclude_from_test = self.left_out(data_dir)
         count = data.num_examples(self.source, self.train_split, data_dir, exclude)
@@ -196,24 +195,23 @@ class ImageData(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairData(DataConfig):
-    """Images with their captions.
+    """Images and their captions.
 
     Args:
-        batch_size: pairs in a step.
-        source: the source of the pairs, see `keras_moe.data.load_pairs`; or a dict from
-            sources to weights, such as `{"webdataset:a/*.tar": 3, "folder:b": 1}`,
-            which are mixed.
-        train_split: see `DataConfig`, as `test_split`, `augment`, `exclude` and
+        batch_size: number of pairs in a step.
+        source: source of the pairs, see `keras_moe.data.load_pairs`; or a mixture, as a
+            dict from source to weight: `{"webdataset:a/*.tar": 3, "folder:b": 1}`.
+        train_split: see `DataConfig`, also for `test_split`, `augment`, `exclude` and
             `unreadable`.
-        captions: which caption of an image: `"random"` draws one in each pass,
-            `"first"` takes the first, and with `"all"` each makes a pair. None is
-            `"random"` in training.
-        templates: captions of a source of classes, with `{}` for the class's name: a
-            string, a list of strings, or the path of a file. None for the name.
-        epoch_size: number of pairs in an epoch; None counts those of the source, for
-            which archives are read once.
-        test_source: the source of pairs to evaluate on, which has `test_split`; None
-            for `source`, or for the first source of a mixture.
+        captions: how to use several captions of an image: `"random"` draws one in each
+            pass, `"first"` always uses the first, `"all"` makes a pair of each. None
+            means `"random"` in training.
+        templates: captions for sources of classes, with `{}` for the class name: a
+            string, a list of strings or the path of a file. None uses the bare name.
+        epoch_size: number of pairs in an epoch; None counts the source's pairs, which
+            reads archives once.
+        test_source: source of `test_split`; None uses `source`, or the first source of
+            a mixture.
 
     Example:
 
@@ -237,41 +235,34 @@ class PairData(DataConfig):
             )
         if self.epoch_size is not None:
             check_integer("epoch_size", self.epoch_size)
-        # Checks the rest, as far as no data are needed.
+        # Validates the rest as far as possible without data.
         data.PairOptions(**self.pair_options())
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "PairData":
-        """Pairs with other settings.
+        """Returns a copy with changed settings.
 
-        Another `source` resets the splits and the test source.
+        A new `source` resets the splits and the test source.
         """
         if changes.get("source", self.source) != self.source:
             changes = {"test_source": None, **changes}
         return super().replace(**changes)
 
     def pair_options(self) -> dict[str, Any]:
-        """The options of `keras_moe.data.load_pairs` that are set.
-
-        Example:
-
-        >>> from keras_moe.training import PairData
-        >>> PairData(batch_size=8, source="emoji", captions="first").pair_options()
-        {'captions': 'first'}
-        """
+        """Returns the given options as arguments of `keras_moe.data.load_pairs`."""
         options = {name: getattr(self, name) for name in (*_PAIR_OPTIONS, "unreadable")}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def evaluated_source(self) -> str:
-        """The source of the pairs to evaluate on."""
+        """Source of the pairs to evaluate on."""
         return self.test_source or next(iter(_sources(self.source)))
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
-        """The options of `keras_moe.data.load_pairs` for the pairs to evaluate on.
+        """Returns `keras_moe.data.load_pairs` options for the test pairs.
 
-        They are the same in each evaluation, with the first of the captions if training
-        draws one. Templates are those of the classes in a mixture.
+        Every evaluation uses the same pairs: `"random"` captions become `"first"`. In a
+        mixture, templates apply to sources of classes.
         """
         options = self.pair_options()
         if options.get("captions", "random") == "random":
@@ -292,7 +283,7 @@ class PairData(DataConfig):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """The batches of a run, `start_step` batches after its start."""
+        """Returns the batches of a run, starting `start_step` batches into it."""
         options, exclude = self.pair_options(), self.exclude or ()
         count = self.epoch_size or data.num_pairs(
             self.source, self.train_split, data_dir, exclude=exclude, **options
@@ -329,12 +320,12 @@ class PairData(DataConfig):
 
 
 def _sources(source):
-    """The names in a source, which may be a mixture."""
+    """Returns the names of all sources, which may be mixed."""
     return source if isinstance(source, dict) else [source]
 
 
 def _check_source(source):
-    """Raises ValueError unless `source` is a name, or a dict of positive weights."""
+    """Validates that `source` is a name or a dict of positive weights."""
     if isinstance(source, str):
         return
     weights = source.values() if isinstance(source, dict) else ()

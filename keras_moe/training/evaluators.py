@@ -1,4 +1,4 @@
-"""Evaluation while a model trains: few-shot, zero-shot, retrieval, or your own."""
+"""Evaluation during training: few-shot, zero-shot, retrieval, or your own."""
 
 import numbers
 import os
@@ -26,23 +26,22 @@ from keras_moe.training.callbacks import (
 
 
 class PeriodicEvaluation(PeriodicCallback):
-    """Evaluates a model every so many epochs or steps.
+    """Evaluates a model every few epochs or steps.
 
-    An evaluator is any callable from the model to a dict of numbers. It may predict and
-    evaluate with the model, and must not change its weights; if the optimizer keeps
-    averages of these, it sees the averages. In the logs, the history and `records` its
-    metrics are prefixed with its name, such as `"few_shot/5_shot"`.
+    An evaluator is any function from the model to a dict of numbers. It may predict and
+    evaluate, but must not change weights; it sees the averaged weights if the optimizer
+    keeps them. Metrics appear in the logs, the history and `records`, prefixed with the
+    evaluator's name, such as `"few_shot/5_shot"`.
 
     Args:
-        evaluators: callables by name.
+        evaluators: evaluators by name.
         every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
-        path: a JSON file for `records`, written by the first process each time; None
-            for none. If it cannot be written there is a warning.
+        path: JSON file for `records`, rewritten each time; None for no file. A failed
+            write only warns.
 
     Example:
 
-    >>> import keras
     >>> import numpy as np
     >>> from keras_moe.training import PeriodicEvaluation
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -98,22 +97,20 @@ class PeriodicEvaluation(PeriodicCallback):
 
 
 class FewShot:
-    """An evaluator: k-shot accuracy of the features that a classifier's head reads.
+    """Evaluates the k-shot accuracy of the features that a classifier's head reads.
 
-    The features of an image-text model are its image embeddings.
+    For image-text models the features are the image embeddings. Call it with a model to
+    get the mean accuracy over seeds, as `{"5_shot": ...}`.
 
     Args:
-        train_data: the pool from which shots are drawn, see
-            `keras_moe.evaluation.few_shot_from_model`; read each time.
+        train_data: pool from which shots are drawn, see
+            `keras_moe.evaluation.few_shot_from_model`; read at each evaluation.
         test_data: the same for the test images.
-        shots: the numbers k of training examples per class.
-        l2s: penalties.
-        seeds: one draw of the shots for each.
+        shots: numbers k of training examples per class.
+        l2s: L2 penalties to try.
+        seeds: one draw of the shots per seed.
         num_classes: number of classes; the highest label + 1 by default.
-        batch_size: size of the batches of data given as arrays.
-
-    Returns:
-        When called with a model, the mean accuracy over the seeds, as `"5_shot"`.
+        batch_size: batch size for data given as arrays.
 
     Example:
 
@@ -175,19 +172,17 @@ def _feature_model(model):
 
 
 class ZeroShot:
-    """An evaluator: zero-shot accuracies of an image-text model.
+    """Evaluates the zero-shot accuracies of an image-text model.
+
+    Call it with a model to get `"top_1"`, `"top_5"` and `"mean_per_class"`.
 
     Args:
-        data: tuple of arrays (images, labels), or an iterable of batches of them, which
-            is read each time; the same in all processes.
-        class_names: names; see `keras_moe.evaluation.read_class_names`.
-        templates: templates; see `keras_moe.evaluation.read_templates`.
-        ks: values of k; None takes 1, and 5 where there are as many classes.
-        batch_size: number of images and of texts that are embedded at a time.
-
-    Returns:
-        When called with a model, the accuracies, as `"top_1"`, `"top_5"` and
-        `"mean_per_class"`.
+        data: tuple of arrays (images, labels) or an iterable of such batches, read at
+            each evaluation; the same in all processes.
+        class_names: see `keras_moe.evaluation.read_class_names`.
+        templates: see `keras_moe.evaluation.read_templates`.
+        ks: values of k for top-k; None uses 1, and 5 if there are enough classes.
+        batch_size: number of images and of texts to embed at a time.
 
     Example:
 
@@ -207,11 +202,11 @@ class ZeroShot:
         batch_size: int = 64,
     ):
         self.data = data if isinstance(data, tuple) else (data, None)
-        # Mistakes show now, not after an epoch.
+        # Fails here rather than after an epoch.
         names = read_class_names(class_names)
         is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
         self.options = {
-            # Published names may have duplicates, your own may not.
+            # Published names may have duplicates, custom ones may not.
             "class_names": class_names if is_published else names,
             "templates": read_templates(templates),
             "ks": None if ks is None else check_ks(ks, len(names), "classes"),
@@ -223,20 +218,19 @@ class ZeroShot:
 
 
 class Retrieval:
-    """An evaluator: recalls of an image-text model, and its contrastive accuracy.
+    """Evaluates the retrieval recalls and contrastive accuracy of an image-text model.
+
+    Call it with a model to get recalls such as `"image_to_text_r1"`, and
+    `"contrastive_accuracy"`.
 
     Args:
-        pairs: all pairs of all captions, read each time; see
-            `keras_moe.evaluation.encode_pairs`. The same in all processes.
-        ks: values of k; None for those of 1, 5 and 10 that are at most the numbers of
+        pairs: all pairs with all captions, see `keras_moe.evaluation.encode_pairs`;
+            read at each evaluation; the same in all processes.
+        ks: values of k for recall@k; None uses 1, 5 and 10 as far as there are as many
             images and texts.
-        contrastive_batch_size: batch size of the contrastive accuracy, at most the
+        contrastive_batch_size: batch size for the contrastive accuracy, at most the
             number of images; None leaves it out.
-        batch_size: number of images and of texts that are embedded at a time.
-
-    Returns:
-        When called with a model, the recalls, as `"image_to_text_r1"`, and
-        `"contrastive_accuracy"`.
+        batch_size: number of images and of texts to embed at a time.
 
     Example:
 

@@ -1,7 +1,7 @@
 """Metrics of multi-label classification for `compile`.
 
-Their exact counterparts, for arrays, are in `keras_moe.evaluation`. Keras gives
-sample weights to `compile(weighted_metrics=...)` alone, not to `metrics`.
+For exact metrics on arrays see `keras_moe.evaluation`. Pass these as
+`weighted_metrics`: Keras gives no sample weights to plain `metrics`.
 
 Axes: B batch, C classes, L labels of an example.
 """
@@ -22,14 +22,14 @@ from keras_moe.losses.classification import counted
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PrecisionAt1(keras.metrics.Mean):
-    """The share of examples whose highest score is that of one of their classes.
+    """The share of examples whose top-scoring class is one of their labels.
 
-    An example without labels counts as wrong.
+    Examples without labels count as wrong.
 
     Args:
-        sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
-            otherwise vectors (B, C), positive for the example's classes.
-        name: the metric's name.
+        sparse_labels: whether labels are class numbers (B, L), padded with -1, instead
+            of vectors (B, C) that are positive for the example's classes.
+        name: name of the metric.
         dtype: dtype of the metric's variables.
 
     Example:
@@ -72,24 +72,23 @@ class PrecisionAt1(keras.metrics.Mean):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MeanAveragePrecision(keras.metrics.Metric):
-    """The average precision of each class, and the mean over those with examples.
+    """Mean over classes of the average precision, in constant memory.
 
-    Logits are rounded to bins, of which the metric counts the examples and the
-    positives: it is the exact average precision of the rounded logits, where what
-    falls into one bin is tied. Its memory is 8 bytes for each class and bin, whatever
-    the number of examples: 64 MB for 20,000 classes. Without bins, see
-    `keras_moe.evaluation.streamed_average_precision`. It is 0 without positives.
+    Logits are rounded to bins; the result is the exact average precision of the
+    rounded logits, where logits in one bin are tied. Memory is 8 bytes per class and
+    bin: 64 MB for 20,000 classes. Classes without positives are left out of the mean,
+    and without any positives the result is 0. For unbinned values see
+    `keras_moe.evaluation.streamed_average_precision`.
 
     Args:
-        num_classes: C.
-        num_bins: number of bins of logits.
-        max_logit: bins are equal parts of [-max_logit, max_logit], and logits beyond
-            fall into the outermost.
-        from_logits: whether predictions are logits; otherwise probabilities, of which
-            logits are taken.
-        sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
-            otherwise vectors (B, C), positive for the example's classes.
-        name: the metric's name.
+        num_classes: number of classes C.
+        num_bins: number of bins.
+        max_logit: the bins divide [-max_logit, max_logit] equally; logits beyond it
+            fall into the outermost bins.
+        from_logits: whether predictions are logits instead of probabilities.
+        sparse_labels: whether labels are class numbers (B, L), padded with -1, instead
+            of vectors (B, C) that are positive for the example's classes.
+        name: name of the metric.
         dtype: dtype of the metric's variables.
 
     Example:
@@ -118,7 +117,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         self.max_logit = check_positive("max_logit", max_logit)
         self.from_logits = bool(from_logits)
         self.sparse_labels = check_bool("sparse_labels", sparse_labels)
-        # Flat, as they are added to.
+        # Flat, for the scatter-add.
         size = (self.num_classes * self.num_bins,)
         self.positives = self.add_weight(size, "zeros", name="positives")
         self.examples = self.add_weight(size, "zeros", name="examples")
@@ -142,7 +141,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
             tiny = keras.config.epsilon()
             y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
             y_pred = ops.log(y_pred) - ops.log(1.0 - y_pred)
-        # In [0, num_bins) before it is an integer: infinity has none.
+        # Clipped to [0, num_bins) before the cast: infinities have no integer.
         share = (y_pred + self.max_logit) / (2.0 * self.max_logit)
         bins = ops.clip(share * self.num_bins, 0.0, self.num_bins - 1.0)
         first = ops.arange(self.num_classes, dtype="int32") * self.num_bins
@@ -165,7 +164,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         counts.assign_add(flat)
 
     def average_precisions(self):
-        """The average precision of each class (C,), and which classes are there."""
+        """Returns each class's average precision (C,), and which classes occur."""
         shape = (self.num_classes, self.num_bins)
         positives, examples = (
             ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
@@ -207,7 +206,7 @@ def _check_shapes(y_true, y_pred, sparse_labels):
 
 
 def _vector(sample_weight, y_pred):
-    """Weights (B,), of any shape that has a number for each example, or for all."""
+    """Returns sample weights as (B,); a scalar or one number per example is fine."""
     if sample_weight is None:
         return None
     weight = ops.cast(ops.convert_to_tensor(sample_weight), "float32")

@@ -1,4 +1,4 @@
-"""Model soups: weights of several checkpoints, averaged; and branches of a run."""
+"""Model soups: averages of several checkpoints' weights, and branches of a run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ class Soup(NamedTuple):
     """The ingredients of a soup.
 
     Attributes:
-        ingredients: indices of checkpoints in the order in which they were added; one
-            that was added several times is there as often, and counts as often.
-        scores: the metric after each was added.
-        single_scores: the metric of each checkpoint alone.
+        ingredients: indices of checkpoints in the order they were added, repeated if
+            added several times.
+        scores: metric after each addition.
+        single_scores: metric of each checkpoint alone.
     """
 
     ingredients: tuple[int, ...]
@@ -41,33 +41,31 @@ def greedy_soup(
     replacement: bool = True,
     max_ingredients: int = 16,
 ) -> Soup:
-    """Averages those checkpoints into a model that are best together.
+    """Averages the checkpoints that are best together into a model.
 
-    Starts with the best checkpoint. Each round tries to add each of them to the average
-    and keeps the one that gives the highest metric, until none raises it. A round
-    evaluates the model once for each checkpoint.
+    Starts with the best checkpoint. Each round tries to add every checkpoint to the
+    average and keeps the one with the highest metric, until none improves it. A round
+    evaluates the model once per checkpoint.
 
-    Only floats are averaged: integers are those of the best checkpoint, and seeds stay
-    the model's. Next to the model two sets of its weights are in memory, whatever the
-    number of checkpoints.
+    Only floats are averaged: integers come from the best checkpoint, and seeds stay
+    the model's. In addition to the model, two sets of weights are in memory, however
+    many checkpoints there are.
 
     Args:
-        model: a model of the checkpoints' shapes. It ends up with the soup's weights,
-            or after an error with those that it had. Its optimizer is left alone.
-        checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset` or of
-            a run's checkpoints, or lists of arrays as from `model.get_weights()`, in
-            any mixture.
-        metric: function of the model, with the weights of a checkpoint or a soup, to a
-            number on validation data, higher is better.
+        model: a model of the checkpoints' shapes, which gets the soup's weights. Its
+            optimizer is unchanged.
+        checkpoints: `.weights.h5` or `.keras` files, folders of `save_to_preset` or of
+            a run's checkpoints, or lists of arrays as from `model.get_weights()`; they
+            may be mixed.
+        metric: function from the model to a validation metric, higher is better.
         replacement: whether a checkpoint may be added more than once.
-        max_ingredients: the longest list of ingredients.
+        max_ingredients: maximum number of ingredients.
 
     Returns:
         A `Soup`.
 
     Reference:
         *LIMoE*, appendix A.3; *Model soups*, section 2.
-
     Example:
 
     >>> from keras_moe.training import greedy_soup
@@ -138,7 +136,7 @@ class _Pot:
         return self._score(position)
 
     def score_with(self, position: int) -> float:
-        """The metric of the soup with one more checkpoint."""
+        """Returns the metric of the soup with one more checkpoint."""
         _load(self.model, self.checkpoints, position)
         for variable, total in zip(self.averaged, self.totals, strict=True):
             mean = (total + _numpy(variable)) / (len(self.ingredients) + 1)
@@ -152,7 +150,7 @@ class _Pot:
         self.ingredients.append(position)
 
     def serve(self) -> None:
-        """Gives the model the soup's weights, and the best checkpoint's integers."""
+        """Gives the model the soup's weights and the best checkpoint's integers."""
         _load(self.model, self.checkpoints, self.ingredients[0])
         for variable, total in zip(self.averaged, self.totals, strict=True):
             variable.assign(total / len(self.ingredients))
@@ -170,28 +168,27 @@ class _Pot:
 def cooldown_branch(
     recipe: Recipe, start_step: int, cooldown_steps: int, **overrides: Any
 ) -> Recipe:
-    """The recipe of a branch that leaves a run at a step and cools down.
+    """Returns the recipe of a branch that leaves a run at a step and cools down.
 
-    Up to that step both have the same learning rates, so that the branch continues from
-    the run's checkpoint there: `train(branch, checkpoint_dir=..., branch_from=...)`
-    takes over its weights, optimizer and position in the data. `greedy_soup` mixes
-    branches of several lengths, or with other data.
+    Both have the same learning rates up to that step, so the branch can continue from
+    the run's checkpoint: `train(branch, checkpoint_dir=..., branch_from=...)` keeps its
+    weights, optimizer and position in the data. Mix branches of several lengths, or
+    with other data, with `greedy_soup`.
 
     Args:
-        recipe: the run's.
-        start_step: step of the checkpoint, in updates of the weights: with accumulation
-            the checkpoint's own number, which counts batches, is a multiple of it.
+        recipe: recipe of the run.
+        start_step: step of the checkpoint, in weight updates (with gradient
+            accumulation, checkpoints are numbered by batches).
         cooldown_steps: number of steps in which the learning rate falls to
             `final_learning_rate`, 0 by default.
         **overrides: other settings, such as `data={"source": "folder:more"}`.
 
     Returns:
-        The recipe, named after the branch unless there is a `name`.
+        The recipe, named after the branch unless `name` is given.
 
     Reference:
         *LIMoE*, appendix A.3: after 700k steps a branch of 125k, and three of 40k from
         step 650k, two of them with other data.
-
     Example:
 
     >>> from keras_moe.training import Recipe, cooldown_branch
@@ -234,14 +231,14 @@ def _numpy(variable) -> np.ndarray:
 
 
 def _name(checkpoints, position) -> str:
-    """Returns the name of a checkpoint in an error."""
+    """Returns the name of a checkpoint for an error message."""
     checkpoint = checkpoints[position]
     is_path = isinstance(checkpoint, (str, os.PathLike))
     return f"{position}, {os.fspath(checkpoint)}" if is_path else f"{position}"
 
 
 def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
-    """Puts a checkpoint's weights into the model."""
+    """Loads a checkpoint's weights into the model."""
     checkpoint, name = checkpoints[position], _name(checkpoints, position)
     if not isinstance(checkpoint, (str, os.PathLike)):
         _assign(model.weights, [np.asarray(array) for array in checkpoint], name)
@@ -263,7 +260,7 @@ def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
             with checked_weights(path):
                 keras.saving.load_weights(model, path, objects_to_skip=skipped)
             return
-        # These have weights in several files, or an optimizer among them.
+        # These have several weight files, or include an optimizer.
         load = models.from_preset if os.path.isdir(path) else keras.saving.load_model
         other = load(path, compile=False)
     except (ValueError, OSError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Where NaN and Inf come from: the check of the loss, and the search for the layer."""
+"""Finds the origin of NaN and Inf: checks the loss and searches for the layer."""
 
 import contextlib
 import inspect
@@ -20,9 +20,9 @@ class NonFiniteLoss(ValueError):
     """A loss, or weights, with NaN or Inf.
 
     Args:
-        step: number of steps made when it was seen.
-        message: the error's message.
-        since: the first step that may have caused it.
+        step: number of steps before it was detected.
+        message: the error message.
+        since: first step that may have caused it.
 
     Example:
 
@@ -38,13 +38,13 @@ class NonFiniteLoss(ValueError):
 
 
 class NonFinite(NamedTuple):
-    """The first value that is not finite, and where it is.
+    """The first non-finite value and its location.
 
     Attributes:
-        what: `"weights"`, before the step; `"inputs"` of the model; `"input"` or
-            `"output"` of a layer; `"loss"`, of finite outputs; `"gradient"`, of a
-            finite loss; or `"update"`, of finite gradients.
-        where: the path of the layer, such as `"block_1/moe/experts"`, or of the weight.
+        what: `"weights"` before the step, `"inputs"` of the model, `"input"` or
+            `"output"` of a layer, `"loss"` (of finite outputs), `"gradient"` (of a
+            finite loss) or `"update"` (of finite gradients).
+        where: path of the layer, such as `"block_1/moe/experts"`, or of the weight.
     """
 
     what: str
@@ -59,18 +59,16 @@ class NonFinite(NamedTuple):
 
 
 class StopOnNonFinite(ProgressCallback):
-    """Raises `NonFiniteLoss` when the loss of training is NaN or Inf.
+    """Raises `NonFiniteLoss` when the training loss becomes NaN or Inf.
 
-    The loss is that of `fit`'s logs, which is fetched from the device anyway, on JAX in
-    a separate thread while the next steps are computed.
+    Reads the loss from `fit`'s logs, which are fetched anyway; on JAX in a separate
+    thread, so the device does not wait.
 
     Args:
-        first_step: number of steps made before `fit`.
+        first_step: number of steps before `fit`.
 
     Example:
 
-    >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.training import StopOnNonFinite
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -100,7 +98,7 @@ class StopOnNonFinite(ProgressCallback):
             raise NonFiniteLoss(
                 step,
                 f"Expected a finite loss; received: loss={loss} in step {step}",
-                # Several threads look at the logs of several steps.
+                # Several threads may check the logs of different steps.
                 since=step - _MARGIN,
             )
 
@@ -108,17 +106,17 @@ class StopOnNonFinite(ProgressCallback):
 def locate_non_finite(
     model: keras.Model, x: Any, y: Any, gradients: bool = True
 ) -> NonFinite | None:
-    """Finds where a training step first has NaN or Inf.
+    """Finds where a training step first produces NaN or Inf.
 
-    Calls the model op by op as in training, and checks every layer's inputs and
-    outputs, inner layers first. Layers that the backward pass recomputes
-    (`rematerialize=True`) are checked from outside only. The model is left as it was.
+    Runs the model op by op in training mode and checks every layer's inputs and
+    outputs, inner layers first. Rematerialised layers (`rematerialize=True`) are only
+    checked from outside. The model is left unchanged.
 
     Args:
-        model: compiled, with the weights from before the step.
-        x: the batch's inputs.
-        y: its targets.
-        gradients: whether to check the gradients, too, if the loss is finite, which
+        model: compiled model with the weights from before the step.
+        x: inputs of the batch.
+        y: targets of the batch.
+        gradients: whether to check the gradients, too, if the loss is finite; this
             compiles a step.
 
     Returns:
@@ -126,8 +124,6 @@ def locate_non_finite(
 
     Example:
 
-    >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.training import locate_non_finite
     >>> model = keras.Sequential(
     ...     [
@@ -168,7 +164,7 @@ def first_non_finite_step(
     step: int = 0,
     verbose: Any = 0,
 ) -> tuple[int, NonFinite] | None:
-    """Repeats the steps before an error, and checks the last ones layer by layer."""
+    """Repeats the steps before an error and checks the last ones layer by layer."""
     bar = keras.utils.Progbar(
         error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )
@@ -179,7 +175,7 @@ def first_non_finite_step(
             origin = locate_non_finite(model, x, y, gradients=False)
             if origin is not None:
                 return number, origin
-            # Copies: on PyTorch the arrays would change with the variables.
+            # Copied: on PyTorch the arrays would change with the variables.
             before = [np.array(ops.convert_to_numpy(v.value)) for v in model.variables]
         model.train_on_batch(x, y, sample_weight=weight)
         bad = is_suspect and first_non_finite_weight(model)
@@ -192,7 +188,7 @@ def first_non_finite_step(
 
 
 def first_non_finite_weight(model: keras.Model) -> str | None:
-    """The path of the first weight with NaN or Inf, or None."""
+    """Returns the path of the first weight with NaN or Inf, or None."""
     for variable in model.weights:
         if not _is_finite(variable.value):
             return variable.path
@@ -205,7 +201,7 @@ def _in_training(model, x):
 
 
 class _Watch:
-    """The first non-finite value among the layers' inputs and outputs."""
+    """Records the first non-finite value among the layers' inputs and outputs."""
 
     def __init__(self):
         self.first = None
@@ -227,12 +223,12 @@ class _Watch:
             yield
         finally:
             for layer in layers:
-                # The class's method is visible again.
+                # Makes the class's method visible again.
                 del layer.call
 
     def _watched(self, layer, call):
         def watched(*args, **kwargs):
-            # Layers without weights have no path of their own.
+            # Layers without weights have no path.
             path = layer.path or "/".join([*self._within[-1:], layer.name])
             self._look("input", path, (args, kwargs))
             self._within.append(path)
@@ -291,5 +287,5 @@ def _is_finite(value):
     try:
         return bool(ops.all(ops.isfinite(value)))
     except TypeError:
-        # Within a transformation of JAX there are no values to look at.
+        # Traced values of a JAX transformation cannot be inspected.
         return True

@@ -1,7 +1,6 @@
-"""Objectives of training: labels, loss, metrics, and the metric to compare models by.
+"""Training objectives: labels, loss, metrics, and the metric to compare models by.
 
-An objective is a section of a recipe, and a class registered under a name; your own
-stand next to these.
+An objective is a recipe section, registered under a name.
 """
 
 import dataclasses
@@ -26,8 +25,8 @@ class Monitor(NamedTuple):
     """The metric by which an objective compares models.
 
     Attributes:
-        metric: name of the metric in the history, such as `"val_accuracy"`.
-        mode: `"max"` or `"min"`, what is better.
+        metric: name of a metric in the history, such as `"val_accuracy"`.
+        mode: `"max"` or `"min"`.
     """
 
     metric: str
@@ -35,17 +34,17 @@ class Monitor(NamedTuple):
 
 
 class Objective(Section):
-    """Base class of objectives: everything that `train` asks of a task.
+    """Base class of objectives: everything that `train` needs to know about a task.
 
-    A subclass is a frozen dataclass of its settings, which files and overrides reach
-    as `objective.NAME`, registered by `register_objective`. In its methods `config` is
-    the recipe's `data` section, `data_dir` the folder of TensorFlow Datasets, and
-    `num_classes` None if the objective has no classes.
+    Subclasses are frozen dataclasses of their settings, registered with
+    `register_objective`; recipes and overrides reach a setting as `objective.NAME`. In
+    the methods, `config` is the recipe's `data` section, `data_dir` the folder of
+    TensorFlow Datasets, and `num_classes` is None for objectives without classes.
 
     Attributes:
-        name: name in recipes, which `register_objective` sets.
-        monitor: the metric of the history by which models are compared.
-        data_section: the class of the recipe's `data` section.
+        name: name in recipes, set by `register_objective`.
+        monitor: metric in the history by which models are compared.
+        data_section: class of the recipe's `data` section.
 
     Example:
 
@@ -78,23 +77,23 @@ class Objective(Section):
     data_section: ClassVar[type] = ImageData
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
-        """Number of classes of the data; None if the objective has no classes."""
+        """Returns the number of classes of the data, or None."""
         return None
 
     def class_names(
         self, config: DataConfig, data_dir: str | None = None
     ) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the labels, or None if unknown."""
+        """Returns the class names in the order of the labels, or None if unknown."""
         return None
 
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
-        """Arguments of `keras_moe.models.from_preset` that the objective needs."""
+        """Returns the arguments of `from_preset` that the objective needs."""
         return {}
 
     def new_model(
         self, config: ModelConfig, num_classes: int | None, seed: int
     ) -> keras.Model:
-        """The model, not yet compiled."""
+        """Returns an uncompiled model."""
         return models.from_preset(
             config.preset,
             dtype=config.dtype,
@@ -113,15 +112,15 @@ class Objective(Section):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives a new model what it takes from the data: the class names.
+        """Gives a new model what it needs from the data, such as class names.
 
-        `run_folder` is that of a run's checkpoints, for what a resumed run needs again;
-        None for a run without checkpoints.
+        `run_folder` is the checkpoint folder, where a resumed run finds such things
+        again; None for runs without checkpoints.
         """
         set_class_names(model, self.class_names(config, data_dir))
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """Digests of what `prepare` took from the data, which a resumed run needs."""
+        """Returns digests of what `prepare` took from the data, to compare on resume."""
         return {}
 
     def datasets(
@@ -133,27 +132,27 @@ class Objective(Section):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        """The batches to train and to evaluate on, `start_step` batches into the run.
+        """Returns the training and evaluation batches, from batch `start_step` on.
 
-        Batch n must depend on the settings and n alone, or no run resumes exactly.
+        Batch n may depend on the settings and n only, or runs do not resume exactly.
         """
         raise NotImplementedError
 
     def loss_and_metrics(
         self, model: keras.Model, config: DataConfig
     ) -> tuple[Any, list]:
-        """The loss and the weighted metrics of `compile`.
+        """Returns the loss and the weighted metrics for `compile`.
 
-        Metrics take sample weights, so that padding in a batch does not count.
+        Metrics receive sample weights, so that padding in a batch does not count.
         """
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings and the name, JSON-serialisable."""
+        """Returns the name and all settings as JSON data."""
         return {"name": self.name, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "Objective":
-        """An objective with other settings; another `name` drops the old ones."""
+        """Returns a copy with changed settings; a new `name` drops the old settings."""
         name = changes.pop("name", self.name)
         if name != self.name:
             return new_objective({"name": name, **changes})
@@ -162,10 +161,10 @@ class Objective(Section):
 
 
 def register_objective(name: str) -> Callable[[type], type]:
-    """A class decorator that gives an objective its name in recipes.
+    """Class decorator that registers an objective under a name for recipes.
 
     Args:
-        name: the name; an objective of the same name is replaced.
+        name: the name; replaces a previous objective of that name.
 
     Example: see `Objective`.
     """
@@ -191,7 +190,7 @@ def register_objective(name: str) -> Callable[[type], type]:
 
 
 def new_objective(settings: Mapping[str, Any]) -> Objective:
-    """An objective from the settings of a file."""
+    """Builds an objective from the settings of a file."""
     settings = dict(settings)
     name = settings.pop("name", Classification.name)
     cls = OBJECTIVES[check_one_of("objective.name", name, sorted(OBJECTIVES))]
@@ -199,9 +198,9 @@ def new_objective(settings: Mapping[str, Any]) -> Objective:
 
 
 def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
-    """Gives a model's `ImagePreprocessor` the names of the classes it is trained on.
+    """Sets the class names of a model's `ImagePreprocessor`.
 
-    Names from its preset are those of other data: None drops them.
+    None removes the names of the preset, which belong to other data.
     """
     preprocessor = getattr(model, "preprocessor", None)
     if isinstance(preprocessor, models.ImagePreprocessor):
@@ -209,14 +208,14 @@ def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
 
 
 class LabelledImages(Objective):
-    """Base class of objectives whose examples are images with classes."""
+    """Base class of objectives on images with classes."""
 
     def own_classes(self) -> tuple[str, ...] | None:
-        """Names of the classes if the settings determine them, or None."""
+        """Returns the class names if the settings determine them, or None."""
         return None
 
     def label_options(self, config: DataConfig) -> dict[str, Any]:
-        """Arguments of `keras_moe.data.load` that make the labels."""
+        """Returns the arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
@@ -257,10 +256,10 @@ class LabelledImages(Objective):
 @register_objective("classification")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classification(LabelledImages):
-    """One class for each image.
+    """One class per image.
 
-    Labels are vectors, as mixup needs, and the loss is their cross-entropy; models with
-    `multi_label=True` have the sum of sigmoid losses instead.
+    Labels are vectors, as mixup needs, and the loss is softmax cross-entropy, or the
+    sum of sigmoid losses for models with `multi_label=True`.
 
     Example:
 
@@ -286,15 +285,15 @@ class Classification(LabelledImages):
 @register_objective("multi_label")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiLabel(LabelledImages):
-    """Several classes for each image.
+    """Several classes per image.
 
-    The model has `multi_label=True`, labels stay class numbers unless an augmentation
-    mixes them, and the metrics are precision at 1 and mean average precision.
+    Uses models with `multi_label=True`, and precision at 1 and mean average precision
+    as metrics. Labels are class numbers unless an augmentation mixes them.
 
     Args:
-        hierarchy: path of a file of a `keras_moe.data.LabelHierarchy`, or None.
-        max_labels: largest number of labels of an image, or None for that of the data;
-            see `keras_moe.data.load`.
+        hierarchy: path of a `keras_moe.data.LabelHierarchy` file, or None.
+        max_labels: maximum number of labels of an image; None derives it from the data.
+            See `keras_moe.data.load`.
 
     Example:
 

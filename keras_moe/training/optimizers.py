@@ -1,4 +1,4 @@
-"""Optimizers by name, all with groups of weights, and the recipe's section."""
+"""Optimizers by name with parameter groups, and the recipe's `optimizer` section."""
 
 import dataclasses
 import difflib
@@ -26,8 +26,8 @@ from keras_moe.compat import (
 )
 from keras_moe.training.sections import Section
 
-# Groups that may be matched by name. The weights of muMoE layers are factors, and only
-# their gates have kernels.
+# Groups that can be matched by name. Weights of muMoE layers are factors; only their
+# gates have kernels.
 NAMED_GROUPS = {
     "experts": r"(.*/)?((zero_computation_)?experts|moe/(hidden|output))/.*",
     "router": r"(.*/)?(router|moe/gate)/.*",
@@ -38,14 +38,14 @@ NAMED_GROUPS = {
 
 
 class Factors(NamedTuple):
-    """Factors of a weight's learning rate and weight decay."""
+    """Multipliers of a weight's learning rate and weight decay."""
 
     learning_rate: float = 1.0
     weight_decay: float = 1.0
 
 
 def check_groups(groups: Any) -> list[dict]:
-    """Groups as a list of dicts, if they are well formed."""
+    """Validates parameter groups and returns them as a list of dicts."""
     if isinstance(groups, (str, dict)) or not isinstance(groups, Iterable):
         raise ValueError(f"Expected a list of groups; received: groups={groups!r}")
     checked = []
@@ -71,7 +71,7 @@ def check_groups(groups: Any) -> list[dict]:
 
 
 def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]:
-    """The factors of each weight."""
+    """Returns the factors of each weight."""
     factors: list[Factors | None] = [None] * len(paths)
     for group in groups:
         match = group["match"]
@@ -95,7 +95,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
 
 
 class ParameterGroups:
-    """Mixin that gives an optimizer of Keras groups of weights; it comes first."""
+    """Mixin that adds parameter groups to a Keras optimizer; must be the first base."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class ParameterGroups:
         if not self.weight_decay:
             return
         for factor, members in self._by_factor(variables, self._decay_factor):
-            # The optimizer decays by the learning rate, times this.
+            # Weight decay is the learning rate times this.
             self._rate_scale = factor
             try:
                 super()._apply_weight_decay(members)
@@ -149,7 +149,7 @@ class ParameterGroups:
         return factors.weight_decay / self.peak_learning_rate
 
     def _by_factor(self, variables: Sequence, factor_of: Callable) -> list[tuple]:
-        """The non-zero factors of variables, each with its variables."""
+        """Groups variables by their factor, without those of factor zero."""
         members = {}
         for variable in variables:
             factor = factor_of(self._factors[self._get_variable_index(variable)])
@@ -169,7 +169,7 @@ class ParameterGroups:
         if not batches:
             super()._update_model_variables_moving_average(trainable_variables)
             return
-        # Keras would average anew after batches that change no weight.
+        # Otherwise Keras would average again after batches that change no weight.
         done = ops.cast(count_batches(self), "int32") + 1
         kept = ops.where(done % batches == 0, self.ema_momentum, 1.0)
         kept = ops.where(done <= batches, 0.0, kept)
@@ -192,8 +192,8 @@ class ParameterGroups:
 class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
     """Adafactor with the modifications of ViT-G.
 
-    With g the gradient of a matrix at update t = 1, 2, ... and b = min(1 - t^-0.8,
-    0.999):
+    For the gradient g of a matrix at update t = 1, 2, ..., with
+    b = min(1 - t^-0.8, 0.999):
 
         r = b r + (1 - b) mean over columns of (g^2 + epsilon)
         c = b c + (1 - b) mean over rows of (g^2 + epsilon)
@@ -201,30 +201,30 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         m = 0.9 m + 0.1 u, kept in bfloat16
         weight = weight - learning_rate m
 
-    Unlike Adafactor as published (and `keras.optimizers.Adafactor`), updates are
-    neither clipped by their root mean square nor multiplied by that of the weight, and
-    there is a first moment, which is not debiased. The state takes 2 bytes for each
-    weight, where Adam's takes 8.
+    Unlike in the original Adafactor (and `keras.optimizers.Adafactor`), updates are
+    neither clipped nor scaled by the root mean square of the weight, and there is a
+    first moment, without bias correction. The state takes 2 bytes per weight instead
+    of Adam's 8.
 
-    Rows and columns are the two longest axes of a weight, the last ones of equal
-    length; each matrix along its other axes, such as the heads of attention, is
-    factored separately. So is each expert of weights (E, I, O) whose path matches
-    `per_expert`; their biases (E, O) are not factored. A weight whose second longest
-    axis is shorter than `min_dim_size_to_factor` has second moments for each element.
+    Rows and columns are the two longest axes of a weight, the last ones if lengths are
+    equal. Matrices along the other axes, such as attention heads, are factored
+    separately, and so is each expert of the weights (E, I, O) that match `per_expert`;
+    their biases (E, O) are not factored. Weights whose second longest axis is shorter
+    than `min_dim_size_to_factor` have a second moment per element.
 
     Args:
         learning_rate: a number or a schedule.
-        min_dim_size_to_factor: the shortest axis that is factored.
-        beta_2_exponent: 0.8 of the formula.
-        beta_2_cap: 0.999 of the formula.
-        epsilon: added to the squares.
-        momentum: 0.9 of the formula; 0 for no first moment.
-        momentum_dtype: dtype of the first moment between updates.
-        per_expert: regular expression for the whole paths of weights whose first axis
+        min_dim_size_to_factor: length of the shortest axis that is factored.
+        beta_2_exponent: 0.8 in the formula.
+        beta_2_cap: 0.999 in the formula.
+        epsilon: added to the squared gradients.
+        momentum: 0.9 in the formula; 0 disables the first moment.
+        momentum_dtype: dtype in which the first moment is stored.
+        per_expert: regular expression for the full paths of weights whose first axis
             is never factored.
         weight_decay: decoupled weight decay.
-        **kwargs: `groups`, see `OptimizerConfig`; `peak_learning_rate`, by which weight
-            decay is divided; and the arguments of all optimizers of Keras.
+        **kwargs: `groups`, see `OptimizerConfig`; `peak_learning_rate`, which divides
+            the weight decay; and the arguments of all Keras optimizers.
 
     Reference:
         *Scaling Vision Transformers*, section 3.4, and its released code, big_vision's
@@ -295,23 +295,23 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
                     self.add_variable(
                         variable.shape,
                         dtype=self.momentum_dtype,
-                        # Distributed like the weight.
+                        # Sharded like the weight.
                         layout=variable_layout(variable),
                         name=f"{name}_first_moment",
                     )
                 )
 
     def second_moments(self, variable: keras.Variable) -> list[keras.Variable]:
-        """The second moments of a weight: of rows and columns, or of each element."""
+        """Returns a weight's second moments: of rows and columns, or per element."""
         return list(self._second_moments[self._get_variable_index(variable)])
 
     def _axes_of(self, variable) -> tuple[int, int] | None:
-        """The second longest and the longest axis, if they are factored."""
+        """Returns the second longest and the longest axis, or None if not factored."""
         first = 1 if re.fullmatch(self.per_expert, variable.path) else 0
         sizes = tuple(variable.shape)[first:]
         if len(sizes) < 2:
             return None
-        # The last of equal axes, as in optax.
+        # The last of several equal axes, as in optax.
         rows, columns = np.argsort(sizes, kind="stable")[-2:]
         if sizes[rows] < self.min_dim_size_to_factor:
             return None
@@ -341,7 +341,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         if self.momentum:
             state = self._first_moments[index]
             kept = self.momentum * ops.cast(state, "float32")
-            # The update itself is not rounded. (optax rounds 0.9 m, too.)
+            # The update itself is not rounded (optax also rounds 0.9 m).
             update = kept + (1 - self.momentum) * update
             self.assign(state, ops.cast(update, state.dtype))
         change = ops.cast(learning_rate, "float32") * update
@@ -366,8 +366,8 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _grouped(base: type) -> type:
-    # On PyTorch Keras has other classes, which update all weights together, and makes
-    # an instance of one of these for a class of `keras.optimizers`.
+    # On PyTorch, Keras replaces classes of `keras.optimizers` by other ones, which
+    # update all weights together.
     implementation = type(base.__new__(base))
     name = f"Grouped{base.__name__}"
     doc = f"`keras.optimizers.{base.__name__}` with `ParameterGroups`."
@@ -376,7 +376,7 @@ def _grouped(base: type) -> type:
     return keras.saving.register_keras_serializable("keras_moe")(grouped)
 
 
-# Without Muon, which is two optimizers in one, and Nadam, which has a product of
+# Without Muon, which combines two optimizers, and Nadam, which keeps a product of
 # momenta that every group would update.
 OPTIMIZERS = {
     base.__name__.lower(): _grouped(base)
@@ -397,15 +397,15 @@ OPTIMIZERS = {
 
 
 def optimizer_class(name: str) -> type:
-    """The class of an optimizer, with groups of weights.
+    """Returns an optimizer class with parameter groups.
 
     Args:
-        name: `"vitg_adafactor"` for `ViTGAdafactor`, or the name of an optimizer of
-            Keras, such as `"adamw"`. Weight decay is always decoupled.
+        name: `"vitg_adafactor"` for `ViTGAdafactor`, or the name of a Keras optimizer,
+            such as `"adamw"`. Weight decay is always decoupled.
 
     Returns:
-        A class that Keras can save and load, with two more arguments: `groups`, see
-        `OptimizerConfig`, and `peak_learning_rate`, by which weight decay is divided.
+        A class that Keras can save and load, with two additional arguments: `groups`,
+        see `OptimizerConfig`, and `peak_learning_rate`, which divides the weight decay.
 
     Example:
 
@@ -420,7 +420,7 @@ def optimizer_class(name: str) -> type:
 
 
 def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
-    """An optimizer by name."""
+    """Builds an optimizer by name."""
     try:
         if twice := options.keys() & arguments.keys():
             raise ValueError(f"the recipe itself sets {', '.join(sorted(twice))}")
@@ -437,26 +437,27 @@ DECAY_TIMES = ("learning_rate", "share_of_peak")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The optimizer of a recipe; its learning rates are the schedule's.
+    """The optimizer of a recipe; learning rates are in `ScheduleConfig`.
 
     Args:
-        name: `"vitg_adafactor"`, or the name of a Keras optimizer; see
+        name: `"vitg_adafactor"` or the name of a Keras optimizer; see
             `optimizer_class`.
-        options: its other arguments, such as `{"beta_2": 0.95}`.
-        weight_decay: weight decay of all weights, times the factors of `groups`.
-        weight_decay_times: `"learning_rate"`, that of the step, as in `AdamW` of Keras
-            and PyTorch and the V-MoE release; or `"share_of_peak"`, the same divided by
-            the peak learning rate, as in big_vision.
-        groups: dicts that give weights factors for their learning rate and weight
-            decay, such as `{"match": "head", "weight_decay": 10.0}`. `match` is a
-            regular expression of whole paths, or `"experts"`, `"router"`, `"head"`,
-            `"kernels"` or `"rest"`; the first group that matches counts.
-        gradient_clipping: largest norm of all gradients together, or None.
-        gradient_accumulation_steps: number of batches into which that of a step is
-            divided to save memory. Tokens compete for experts, and losses of routers
-            are computed, within each of them.
-        ema_momentum: share that a moving average of the weights keeps in each step; the
-            model is evaluated, and left, with the averages. None for no average.
+        options: further arguments of the optimizer, such as `{"beta_2": 0.95}`.
+        weight_decay: weight decay of all weights, multiplied by the factors of
+            `groups`.
+        weight_decay_times: what multiplies the decay: `"learning_rate"`, as in `AdamW`
+            of Keras and PyTorch and in the V-MoE release, or `"share_of_peak"`, the
+            learning rate divided by its peak, as in big_vision.
+        groups: dicts with factors for the learning rate and weight decay of some
+            weights, such as `{"match": "head", "weight_decay": 10.0}`. `match` is a
+            regular expression for full paths, or `"experts"`, `"router"`, `"head"`,
+            `"kernels"` or `"rest"`. The first matching group applies.
+        gradient_clipping: maximum global norm of the gradients, or None.
+        gradient_accumulation_steps: number of smaller batches into which each batch is
+            divided to save memory. Tokens compete for experts, and router losses are
+            computed, within each of them.
+        ema_momentum: decay of a moving average of the weights, which is used for
+            evaluation and kept at the end; None for no average.
 
     Example:
 
@@ -502,8 +503,8 @@ class OptimizerConfig(Section):
         peak: float,
         paths: Sequence[str],
     ) -> Any:
-        """The optimizer of weights with these paths; `peak` is the highest rate."""
-        # Errors now, not after the first batch.
+        """Builds the optimizer of weights with these paths; `peak` is the peak rate."""
+        # Fails here rather than after the first batch.
         group_factors(self.groups, paths)
         batches = self.gradient_accumulation_steps
         ema = {} if self.ema_momentum is None else {"ema_momentum": self.ema_momentum}
@@ -517,7 +518,7 @@ class OptimizerConfig(Section):
             ),
             groups=self.groups,
             global_clipnorm=self.gradient_clipping,
-            # Keras refuses 1.
+            # Keras rejects 1.
             gradient_accumulation_steps=batches if batches > 1 else None,
             use_ema=bool(ema),
             **ema,

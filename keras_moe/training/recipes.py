@@ -1,4 +1,4 @@
-"""Recipes: published training settings as data, in files or as objects."""
+"""Recipes: training settings as data, in files or as objects."""
 
 import dataclasses
 import difflib
@@ -32,26 +32,26 @@ _NONE = "none"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to train a model: everything but the machine.
+    """How to train a model: all settings except the hardware.
 
-    Sections are given as objects, or as dicts of their settings, as files have them.
-    The learning rate depends on the number of steps, so many methods take
-    `steps_per_epoch`, the batches in an epoch. A step is an update of the weights, with
-    accumulation once every several batches. `data_dir` is the folder of TensorFlow
+    Sections are objects or dicts of settings, as in files. Many methods take
+    `steps_per_epoch`, the number of batches in an epoch, because the learning rate
+    depends on the number of steps. A step is an update of the weights, which takes
+    several batches with gradient accumulation. `data_dir` is the folder of TensorFlow
     Datasets.
 
     Args:
         name: name of the recipe.
-        data: the data, an `ImageData` or `PairData`, as the objective needs.
-        model: the preset and its overrides, a `ModelConfig`.
-        schedule: length and learning rates, a `ScheduleConfig`.
-        optimizer: the optimizer, an `OptimizerConfig`.
-        objective: labels, loss and metrics, an `Objective`: `Classification`,
+        data: an `ImageData` or `PairData`, depending on the objective.
+        model: a `ModelConfig`: preset and overrides.
+        schedule: a `ScheduleConfig`: length and learning rates.
+        optimizer: an `OptimizerConfig`.
+        objective: an `Objective` with labels, loss and metrics: `Classification`,
             `MultiLabel`, `Contrastive` or your own.
         seed: seed of weights, noise, order and augmentation.
-        description: one line about it.
+        description: a one-line description.
         reference: source of the published settings.
-        notes: differences from there.
+        notes: deviations from the reference.
 
     Example:
 
@@ -125,7 +125,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Recipe":
-        """Makes a recipe from the result of `to_dict`."""
+        """Builds a recipe from the result of `to_dict`."""
         names = {field.name: None for field in dataclasses.fields(cls)}
         for name, value in settings.items():
             if name not in names:
@@ -133,17 +133,17 @@ class Recipe:
                     "Expected settings of a recipe; "
                     f"received: {name}={value!r} ({_nearest_setting(name, names)})"
                 )
-        # A section reports itself what is missing in it.
+        # A section reports what is missing from it.
         needed = {"data": {}, "model": {}, "schedule": {}}
         return cls(**{**needed, **settings})
 
     def replace(self, /, **overrides: Any) -> "Recipe":
-        """A recipe with other settings.
+        """Returns a copy with changed settings.
 
-        These are given by dotted names, such as `**{"schedule.epochs": 3}`, or as dicts
-        of the settings of a section to change, such as `schedule={"epochs": 3}`. A
-        deeper name, such as `"model.head.rank"`, changes a nested setting, which is
-        otherwise replaced as a whole. See the sections' own `replace`, too.
+        Give dotted names, such as `**{"schedule.epochs": 3}`, or a dict of changes per
+        section, such as `schedule={"epochs": 3}`. A nested setting is replaced
+        entirely unless you name its entry, as in `"model.head.rank"`. See also the
+        sections' `replace`.
         """
         changes = _changes_by_section(self.to_dict(), overrides)
         objective = self.objective.replace(**changes.pop("objective", {}))
@@ -152,13 +152,13 @@ class Recipe:
             given = {k: x for k, x in self.data.to_dict().items() if x is not None}
             sections["data"] = objective.data_section.from_settings(given)
         for name, section in sections.items():
-            # Copies: what `left_out` has found belongs to one recipe.
+            # Copied: the result of `left_out` belongs to one recipe.
             changes[name] = section.replace(**changes.get(name, {}))
         changes["objective"] = objective
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by section, JSON-serialisable, as `Recipe` takes them."""
+        """Returns all settings by section, as JSON data."""
         return {
             field.name: getattr(self, field.name).to_dict()
             if field.name in SECTIONS
@@ -167,7 +167,7 @@ class Recipe:
         }
 
     def settings(self) -> dict[str, Any]:
-        """All settings by their dotted names, JSON-serialisable."""
+        """Returns all settings by dotted name, as JSON data."""
         settings = {}
         for name, value in self.to_dict().items():
             if name in SECTIONS:
@@ -177,34 +177,34 @@ class Recipe:
         return settings
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a `.json` file for `load_recipe`; its name becomes the recipe's."""
+        """Writes a `.json` file for `load_recipe`, which names the recipe after it."""
         if Path(path).suffix != ".json":
             raise ValueError(
                 f"Expected a path that ends in .json; received: path={str(path)!r}"
             )
         settings = self.to_dict()
-        # It is the file's name.
+        # The file name serves as name.
         settings.pop("name")
         write_json(path, settings)
 
     # Training
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Updates of the weights in the run."""
+        """Returns the number of weight updates in the run."""
         return self.schedule.total_steps(steps_per_epoch, self._accumulated)
 
     def passes(self, steps_per_epoch: int) -> int:
-        """How many epochs `fit` needs; `callbacks` end the last one in time."""
+        """Returns the number of epochs for `fit`; the last one may end early."""
         return self.schedule.passes(steps_per_epoch, self._accumulated)
 
     def learning_rate(
         self, steps_per_epoch: int
     ) -> keras.optimizers.schedules.LearningRateSchedule:
-        """The learning rate by step."""
+        """Returns the learning rate schedule."""
         return self.schedule.new_schedule(steps_per_epoch, self._accumulated)
 
     def new_model(self, num_classes: int | None) -> keras.Model:
-        """The model of the objective, not yet compiled."""
+        """Returns the objective's model, not yet compiled."""
         return self.objective.new_model(self.model, num_classes, self.seed)
 
     def prepare(
@@ -217,7 +217,7 @@ class Recipe:
         self.objective.prepare(model, self.data, data_dir, run_folder)
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
-        """Gives a model the recipe's optimizer, loss and metrics."""
+        """Compiles a model with the recipe's optimizer, loss and metrics."""
         optimizer = self.optimizer.new_optimizer(
             self.learning_rate(steps_per_epoch),
             self.schedule.learning_rate,
@@ -230,11 +230,10 @@ class Recipe:
         )
 
     def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
-        """The callbacks that `fit` needs, which come first.
+        """Returns the callbacks that `fit` needs; put them first.
 
-        With `steps` the run ends at the last one, within an epoch if need be. With
-        `ema_momentum` the averages of the weights replace the weights for each
-        evaluation, and at the end.
+        They end a run of `steps`, possibly within an epoch, and apply the averages of
+        `ema_momentum` for evaluations and at the end.
         """
         callbacks: list[keras.callbacks.Callback] = []
         if self.schedule.steps is not None:
@@ -245,7 +244,7 @@ class Recipe:
         return callbacks
 
     def best_epoch(self) -> BestEpoch | None:
-        """The callback that compares epochs, which comes last; None for none."""
+        """Returns the `BestEpoch` callback, which comes last, or None."""
         schedule, monitor = self.schedule, self.objective.monitor
         if schedule.patience is None and schedule.best is None:
             return None
@@ -257,7 +256,7 @@ class Recipe:
     def datasets(
         self, model: keras.Model, data_dir: str | None = None, start_step: int = 0
     ) -> Datasets:
-        """The batches of the run, `start_step` batches after its start."""
+        """Returns the batches of the run, starting `start_step` batches into it."""
         return self.objective.datasets(
             self.data,
             model,
@@ -268,23 +267,16 @@ class Recipe:
         )
 
     def num_classes(self, data_dir: str | None = None) -> int | None:
-        """Number of classes of the data, or None if the objective has none."""
+        """Returns the number of classes, or None if the objective has none."""
         return self.objective.num_classes(self.data, data_dir)
 
     def class_names(self, data_dir: str | None = None) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the labels, or None if unknown.
-
-        Example:
-
-        >>> from keras_moe.training import load_recipe
-        >>> load_recipe("vmoe_digits").class_names()[:3]
-        ('0', '1', '2')
-        """
+        """Returns the class names in the order of the labels, or None if unknown."""
         return self.objective.class_names(self.data, data_dir)
 
 
 def list_recipes() -> dict[str, str]:
-    """The recipes that ship with the library: their names, with a line about each.
+    """Lists the recipes that ship with the library.
 
     Returns:
         A dict from name to description.
@@ -302,16 +294,13 @@ def list_recipes() -> dict[str, str]:
 
 
 def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
-    """Reads a recipe.
-
-    A TOML file has the settings of each section under its heading, such as
-    `[schedule]`, and `"none"` for None, which TOML lacks. A JSON file has sections as
-    objects.
+    """Loads a recipe.
 
     Args:
-        name_or_path: a name of `list_recipes`, a TOML file, or a JSON file of
-            `Recipe.save`.
-        **overrides: other settings by dotted names or sections, see `Recipe.replace`.
+        name_or_path: a name of `list_recipes`, a TOML file with a table per section and
+            `"none"` for None, or a JSON file of `Recipe.save`.
+        **overrides: settings to change, by dotted name or section; see
+            `Recipe.replace`.
 
     Returns:
         The recipe.
@@ -368,7 +357,7 @@ def _with_none(value):
 
 
 def dotted_names(section: str) -> dict[str, str]:
-    """The dotted name of each setting in a section, by the setting's own name."""
+    """Maps the settings of a section to their dotted names."""
     classes = {
         "data": (ImageData, PairData),
         "model": (ModelConfig,),
@@ -381,7 +370,7 @@ def dotted_names(section: str) -> dict[str, str]:
 
 
 def _changes_by_section(current, overrides) -> dict[str, Any]:
-    """Overrides, with those of each section together."""
+    """Groups overrides by section."""
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
         top, *rest = name.split(".")
@@ -402,7 +391,7 @@ def _changes_by_section(current, overrides) -> dict[str, Any]:
 
 
 def _settings_of(section, value) -> dict[str, Any]:
-    """The settings of a section that is an object or a dict."""
+    """Returns the settings of a section given as an object or a dict."""
     if isinstance(value, Section):
         return value.to_dict()
     if not isinstance(value, Mapping):
@@ -415,7 +404,7 @@ def _settings_of(section, value) -> dict[str, Any]:
 
 
 def _nearest_setting(name, top_level) -> str:
-    """A clause that names the settings that a name may have meant."""
+    """Returns a clause with the settings that a name may have meant."""
     if "." in name:
         dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
         return nearest(name, dotted)
@@ -432,7 +421,7 @@ def _nearest_setting(name, top_level) -> str:
 
 
 def _changed(value, name, path, new):
-    """A setting with another value at a path inside it."""
+    """Returns a setting with another value at a path inside it."""
     if not path:
         return new
     if value is not None and not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Routing while a model trains: the health of the routers, and the use of experts.
+"""Routing during training: health of the routers and usage of the experts.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -37,7 +37,7 @@ from keras_moe.files import write_text
 from keras_moe.processes import batch_devices, predict_batch, process_index
 from keras_moe.training.callbacks import PeriodicCallback, written_if_possible
 
-# The share of tokens whose experts the logs of `UsageRecorder` count.
+# Coverage for the metric `usage/experts` of `UsageRecorder`.
 _COVERED = 0.9
 COLUMNS = (
     "epoch",
@@ -54,41 +54,37 @@ COLUMNS = (
 
 
 class RouterHealth(PeriodicCallback):
-    """Routes a fixed batch of images every so many epochs or steps, and reports.
+    """Routes a fixed batch every few epochs or steps and reports statistics per layer.
 
-    For each layer: the share of assignments of each expert, the entropy of these shares
-    over log E, the share of dead experts (with less than a hundredth of 1/E), the share
-    of tokens without an expert and of dropped choices, and the mean over tokens of the
-    largest gate; see `keras_moe.analysis.routing_statistics`. With muMoE the non-zero
-    coefficients count as assignments.
+    Measures each expert's share of assignments, the entropy of these shares over log E,
+    the fraction of dead experts (share below 0.01 / E), the fractions of tokens without
+    an expert and of dropped choices, and the mean over tokens of the largest gate; see
+    `keras_moe.analysis.routing_statistics`. For muMoE, non-zero coefficients count as
+    assignments.
 
-    The logs, and so the progress line and the history, get those of the worst layer:
-    `router/entropy`, `router/dead`, `router/dropped` (of the choices, or of the tokens
-    if these do not choose), and the mean over layers `router/max_gate`.
+    The logs and the history get the worst layer's `router/entropy`, `router/dead` and
+    `router/dropped`, and `router/max_gate` averaged over layers.
 
-    If a file cannot be written there is a warning, and its metrics are written with the
-    next ones. The first of several processes writes and warns.
+    The primary process writes the files. After a failed write, which only warns, the
+    rows are written next time.
 
     Args:
-        images: (B, height, width, channels), the probe; for models of texts and
-            image-text models their dict of inputs; the same in all processes. A batch
-            of training's size has the capacity of training. Padding that is not routed
-            does not count.
+        images: (B, height, width, channels) probe images, or a dict of inputs for text
+            and image-text models; the same in all processes. Use the training batch
+            size to measure at the training capacity. Unrouted padding does not count.
         every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
         training: whether to route as in training, with its capacity, noise (the same
-            each time) and dropout; or as at inference, where nothing is dropped by
-            default.
-        csv_path: a CSV file with a row for each time and layer; None for none.
-        tensorboard: a folder for TensorBoard's events, which needs tensorboardX; None
-            for none. A resumed run hides the events of the steps that it repeats.
-        min_entropy: entropy below which a warning says that a layer has collapsed.
-        max_share: share of an expert above which it does, with more than two experts.
-        max_dead: share of dead experts above which it does.
+            each time) and dropout, instead of as at inference.
+        csv_path: CSV file with a row per probe and layer, or None.
+        tensorboard: folder for TensorBoard events (needs tensorboardX), or None. A
+            resumed run hides the events of repeated steps.
+        min_entropy: warn that a layer has collapsed below this entropy,
+        max_share: or above this share of one expert, with more than two experts,
+        max_dead: or above this fraction of dead experts.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import RouterHealth
     >>> model = models.from_preset(
@@ -140,7 +136,7 @@ class RouterHealth(PeriodicCallback):
                 )
         self.layers = []
         self._events = None
-        # Rows that TensorBoard does not have yet.
+        # Rows not yet written to TensorBoard.
         self._unwritten = []
         self._of, self._probe = None, None
 
@@ -184,7 +180,7 @@ class RouterHealth(PeriodicCallback):
     def set_state(self, state):
         super().set_state(state)
         self.layers = list(state["layers"])
-        # Without rows of steps that will be repeated.
+        # Drops the rows of steps that will be repeated.
         if not process_index():
             self._write_csv()
 
@@ -227,7 +223,7 @@ class RouterHealth(PeriodicCallback):
             return
         events, self._events = self._events, None
         with written_if_possible(self.tensorboard):
-            # After a failure a new file, which hides what the last one has of them.
+            # After a failure, a new file hides what the last one has of these steps.
             events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
             for row in self._unwritten:
                 events.write(row["step"], _scalars(row))
@@ -235,10 +231,10 @@ class RouterHealth(PeriodicCallback):
 
 
 class _RoutingProbe(keras.Model):
-    """The routing records of a model, as in training if asked for."""
+    """Outputs a model's routing records, optionally in training mode."""
 
     def __init__(self, model, training):
-        # The global policy is not the model's.
+        # The global policy may differ from the model's.
         super().__init__(name="routing_probe", dtype="float32")
         routing = getattr(model, "routing", None)
         if not routing:
@@ -248,7 +244,7 @@ class _RoutingProbe(keras.Model):
             )
         self.records = keras.Model(model.input, routing)
         self.in_training = training
-        # Plain numbers, which Keras need not track.
+        # Plain numbers, so that Keras does not track them.
         self.selected = {name: _num_selected_experts(model, name) for name in routing}
         self.without_padding = [name for name in routing if masks_padding(model, name)]
 
@@ -270,7 +266,7 @@ class _RoutingProbe(keras.Model):
 
 
 def _number_of_examples(inputs):
-    """B of images, or of a dict of arrays."""
+    """Returns B of an array or a dict of arrays."""
     if isinstance(inputs, dict):
         numbers = {len(x) if np.ndim(x) else 0 for x in inputs.values()}
         if len(numbers) == 1 and 0 not in numbers:
@@ -290,7 +286,7 @@ def _number_of_examples(inputs):
 
 def _num_selected_experts(model, name):
     backbone = getattr(model, "backbone", model)
-    # In a head or a token mixer of muMoE all experts are used.
+    # Heads and token mixers of muMoE use all experts.
     if name == "head" or name.endswith("/token_mixer"):
         return None
     block = backbone.get_layer(name)
@@ -313,7 +309,7 @@ def _row(name, figures):
 
 
 def _scalars(row):
-    """The metrics of a row that TensorBoard shows, by tag."""
+    """Returns the metrics of a row for TensorBoard, by tag."""
     name = f"router/{row['layer']}"
     figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
     for expert, share in enumerate(row["expert_shares"]):
@@ -322,10 +318,10 @@ def _scalars(row):
 
 
 class EventFile:
-    """Writes scalars for TensorBoard, at once.
+    """Writes scalars for TensorBoard without delay.
 
-    TensorFlow would take seconds to import, and a GPU; `tensorboardX.SummaryWriter` has
-    a queue, whose content a killed process would lose.
+    TensorFlow's writer would import TensorFlow, and `tensorboardX.SummaryWriter` loses
+    its queue when the process is killed.
     """
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0):
@@ -334,7 +330,7 @@ class EventFile:
         self._scalar = tensorboardx.summary.scalar
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # Names only have seconds: another file of the same second would be replaced.
+        # Names have a resolution of a second, and an existing file would be replaced.
         suffix = f".{os.getpid()}.{time.time_ns() % 10**9}"
         self._writer = tensorboardx.event_file_writer.EventsWriter(
             str(folder / "events"), suffix
@@ -343,7 +339,7 @@ class EventFile:
         self._append(step=first_step, session_log=log(status=log.START))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Appends scalars of a step, by their tags."""
+        """Appends the scalars of a step, by tag."""
         for tag, value in scalars.items():
             self._append(step=step, summary=self._scalar(tag, value))
         self._writer.flush()
@@ -353,7 +349,7 @@ class EventFile:
 
 
 def import_tensorboardx() -> ModuleType:
-    """The package, or an error that says how to install it."""
+    """Imports tensorboardX, or raises an error with the install command."""
     try:
         import tensorboardX
     except ImportError as error:
@@ -365,41 +361,38 @@ def import_tensorboardx() -> ModuleType:
 
 
 class UsageRecorder(PeriodicCallback):
-    """Counts at intervals how much each expert is used, over a window of training.
+    """Counts the usage of each expert over a window of training.
 
-    Each time the next batch of the examples is routed; training is the same with it and
-    without. `usage` is the sum over the window, for
-    `keras_moe.analysis.select_experts`. *LIMoE* ranks the experts to prune by the last
+    At each interval, the next batch of the given examples is routed, which does not
+    affect training. `usage` is the sum over the window, for
+    `keras_moe.analysis.select_experts`. *LIMoE* ranks experts for pruning by the last
     2,500 steps, counted every 50.
 
     The logs and the history get `usage/experts`: the number of experts that serve 90%
     of the tokens, averaged over blocks.
 
     Args:
-        inputs: array or dict of arrays by name, examples to route: those of training
-            count as the paper does, others count what the pruned model will see.
-        groups: integers (B,) or (B, N), the group of each example or token, such as
-            its class or modality; None is one group, or the modalities of a model
-            whose records are by modality.
+        inputs: array or dict of arrays, the examples to route: training data as in the
+            paper, or what the pruned model will see.
+        groups: int (B,) or (B, N), group of each example or token, such as its class;
+            None is one group, or the modalities of models with records per modality.
         group_names: names of the groups; None numbers them.
-        mask: argument of `keras_moe.analysis.expert_usage`.
+        mask: see `keras_moe.analysis.expert_usage`.
         every: number of steps or epochs between counts.
         unit: `"steps"` or `"epochs"`.
         last: length of the window in this unit.
-        batch_size: number of examples that are routed each time. A batch of training's
-            size has the capacity of training.
-        training: whether to route as in training, with its capacity, noise and dropout;
-            or as at inference, where nothing is dropped by default.
-        contributions: argument of `keras_moe.analysis.expert_usage`.
-        path: JSON file that is written when training ends, for `ExpertUsage.load`; None
-            for none.
+        batch_size: number of examples to route each time. Use the training batch size
+            to measure at the training capacity.
+        training: whether to route as in training, with its capacity, noise and dropout,
+            instead of as at inference.
+        contributions: see `keras_moe.analysis.expert_usage`.
+        path: JSON file for `ExpertUsage.load`, written when training ends, or None.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import UsageRecorder
     >>> model = models.from_preset(
@@ -463,14 +456,14 @@ class UsageRecorder(PeriodicCallback):
 
     @property
     def usage(self) -> ExpertUsage:
-        """The use of each expert, summed over the window."""
+        """The usage of each expert, summed over the window."""
         return merged_usage(self._counts)
 
     def measure(self):
         if self._of is not self.model:
             self._of = self.model
             self._probe = UsageProbe(self.model, self.contributions, self.training)
-        # Batches of one size: after the last example comes the first.
+        # Wraps around, so that all batches have one size.
         rows = (self._next + np.arange(self.batch_size)) % self.num_examples
         self._next = int(rows[-1] + 1) % self.num_examples
         if isinstance(self.inputs, dict):

@@ -1,4 +1,4 @@
-"""A run: trains the model of a recipe on its data, and resumes it."""
+"""Runs: train the model of a recipe on its data, and resume."""
 
 import hashlib
 import os
@@ -27,10 +27,10 @@ from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
 
-# A run without checkpoints is repeated from its start to find where it went wrong, if
+# A run without checkpoints is repeated from its start to locate a non-finite value if
 # it has at most this many steps.
 _SHORT_RUN = 1000
-# Settings that may change when a run is extended: its length, and its patience.
+# Settings that may change when a run is extended: its length and patience.
 _EXTENDABLE = (
     "schedule.epochs",
     "schedule.steps",
@@ -43,14 +43,12 @@ class Training(NamedTuple):
     """The result of training.
 
     Attributes:
-        model: the trained model. The `class_names` of its preprocessor are those of the
-            recipe's data, or None if they are unknown.
-        history: lists with a value for each epoch: the loss and metrics of the
-            objective, such as `loss`, `accuracy`, `val_loss` and `val_accuracy` of
-            classification; the `val_` ones are those of the test data.
-        score: the objective's main metric, such as the accuracy of the test images: of
-            the last epoch, or with `best="restore"` in the recipe's schedule of the
-            best one.
+        model: the trained model. Its preprocessor's `class_names` are those of the
+            recipe's data, or None if unknown.
+        history: lists with one value per epoch: the loss and metrics of the objective,
+            such as `loss` and `accuracy`, and with the prefix `val_` for the test data.
+        score: the objective's main metric of the last epoch, or of the best one with
+            `best="restore"` in the schedule.
     """
 
     model: keras.Model
@@ -74,48 +72,46 @@ def train(
 ) -> Training:
     """Trains a model by a recipe.
 
-    The same recipe gives the same weights on one machine and backend: it sets all of
-    Keras's random seeds. With `checkpoint_dir` a run that was interrupted or killed
-    resumes from its newest checkpoint when it is started again, and ends with the same
-    weights and history as one that was not; see `RunCheckpoint`.
+    Sets all of Keras's random seeds, so a recipe gives the same weights again on the
+    same machine and backend. With `checkpoint_dir`, a run that was interrupted or
+    killed resumes from its newest checkpoint when started again, and ends with the
+    same weights and history as an uninterrupted one; see `RunCheckpoint`.
 
-    A loss that is not finite ends the run. The steps since the last checkpoint are
-    then repeated to find the layer in which it began.
+    A non-finite loss ends the run. The steps since the last checkpoint are then
+    repeated to find the layer in which it began.
 
     Args:
         recipe: the settings.
-        datasets: your own data instead of the recipe's. Or a function from the number
-            of steps already made to them, whose `train` starts after as many batches
-            and is infinite; checkpoints need this.
+        datasets: your own data instead of the recipe's. For checkpoints, give a
+            function from the number of past steps to `Datasets` with an infinite
+            `train` that starts after as many batches.
         data_dir: folder of TensorFlow Datasets.
         callbacks: callbacks for `fit`; or a function from the model and the `Datasets`
-            to them, such as `RouterHealth` needs for its images.
-        verbose: argument of `fit`.
-        checkpoint_dir: a folder for the checkpoints of this run.
-        checkpoint_every: steps between checkpoints; None saves at each epoch's end.
-        keep_checkpoints: how many of the newest checkpoints to keep.
-        keep_every: also keeps the checkpoints of all multiples of this step, for
-            branches and soups.
-        resume: whether a run that has checkpoints is resumed; if not, they are deleted.
-        branch_from: a checkpoint of another run from which this one starts; see
-            `RunCheckpoint` and `cooldown_branch`.
-        extend: whether the run in `checkpoint_dir` may continue, also after its end,
-            with a recipe of more `epochs` or `steps`, other `schedule_steps` or more
-            `patience`. It resumes from its newest checkpoint with the learning rate of
-            the longer schedule, with a warning if that differs from before
-            (`schedule_steps` can keep it as it was). If a run of `steps` ended within
-            an epoch, the rest of the epoch is another row of the history.
+            to callbacks, for example to give `RouterHealth` its images.
+        verbose: see `fit`.
+        checkpoint_dir: folder for the checkpoints of this run.
+        checkpoint_every: steps between checkpoints; None saves after each epoch.
+        keep_checkpoints: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints at multiples of this step, for branches and
+            soups.
+        resume: whether to resume from existing checkpoints; otherwise they are deleted.
+        branch_from: checkpoint of another run to start from; see `RunCheckpoint` and
+            `cooldown_branch`.
+        extend: whether the run in `checkpoint_dir` may continue with more `epochs` or
+            `steps`, other `schedule_steps` or more `patience`, even after its end. The
+            learning rate follows the longer schedule, with a warning if it jumps
+            (`schedule_steps` can prevent that). If a run of `steps` ended within an
+            epoch, the rest of that epoch is another row of the history.
 
     Returns:
         A `Training`: the model, the history and the objective's main metric.
 
     Raises:
-        ValueError: if the recipe, model and data do not fit together; if the
-            checkpoints are of another recipe, or all damaged; if an image cannot be
-            read, or with `unreadable="exclude"` others than when the run began; or if
-            the loss is no longer finite.
-        OSError: if the last checkpoint cannot be written; or if another process, which
-            the error names, trains in `checkpoint_dir`, see `run_lock`.
+        ValueError: recipe, model and data do not fit together; the checkpoints belong
+            to another recipe or are all damaged; an image is unreadable, or with
+            `unreadable="exclude"` other images than before; or the loss is not finite.
+        OSError: the last checkpoint cannot be written, or another process trains in
+            `checkpoint_dir`, see `run_lock`.
 
     Example:
 
@@ -163,7 +159,7 @@ def train(
 
 
 def _tokenizer_folder(checkpoint_dir, resume):
-    """Where a trained tokenizer is kept; None for remote runs."""
+    """Returns the folder for a trained tokenizer; None for remote runs."""
     if is_remote(checkpoint_dir):
         return None
     folder = Path(checkpoint_dir)
@@ -173,7 +169,7 @@ def _tokenizer_folder(checkpoint_dir, resume):
 
 
 class _Run:
-    """The model that a recipe starts with, and its batches from any step on."""
+    """The initial model of a recipe, and its batches from any step on."""
 
     def __init__(self, recipe, datasets, data_dir, folder=None):
         self.recipe = recipe
@@ -186,9 +182,9 @@ class _Run:
         self.new_model()
 
     def new_model(self) -> None:
-        """Makes the compiled model at step 0; the last one is dropped."""
+        """Builds the compiled model at step 0 and drops the previous one."""
         recipe = self.recipe
-        # One at a time is in memory.
+        # Only one model at a time is in memory.
         self.model = None
         keras.utils.set_random_seed(recipe.seed)
         if self.own_datasets is None:
@@ -196,13 +192,13 @@ class _Run:
             recipe.prepare(self.model, self.data_dir, self.folder)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
-            # The preset's may not be those of the data.
+            # The preset's names may belong to other data.
             set_class_names(self.model, None)
         self.steps_per_epoch = self.datasets(0).steps_per_epoch
         recipe.compile(self.model, self.steps_per_epoch)
 
     def datasets(self, step: int) -> Datasets:
-        """The batches after so many steps."""
+        """Returns the data after a number of steps."""
         if isinstance(self.own_datasets, Datasets):
             return self.own_datasets
         if step not in self._opened:
@@ -214,7 +210,7 @@ class _Run:
         return self._opened[step]
 
     def batches(self, step: int) -> Iterator[tuple]:
-        """The batches after so many steps, as NumPy arrays, infinitely."""
+        """Yields the batches after a number of steps as NumPy arrays, endlessly."""
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -222,10 +218,10 @@ class _Run:
                 yield x, y, weight
 
     def settings(self) -> dict[str, Any]:
-        """Everything that a run depends on, as its checkpoints keep it.
+        """Returns all that a run depends on, to compare with its checkpoints.
 
-        With `unreadable="exclude"` this includes the images that were left out: whether
-        a file can be read may change, and the batches depend on it.
+        With `unreadable="exclude"` this includes the images left out: files may become
+        readable or unreadable, and the batches depend on it.
         """
         recipe = self.recipe
         settings = recipe.settings()
@@ -253,7 +249,7 @@ def _trained(run, checkpoint, callbacks, verbose) -> Training:
     if checkpoint is not None and checkpoint.changed:
         checkpoint.finished = not _is_extended(run, checkpoint.changed, step)
     if checkpoint is not None and checkpoint.finished:
-        # Averages replace the weights, as at the end of `fit`.
+        # As at the end of `fit`, averages replace the weights.
         run.model.optimizer.finalize_variable_values(run.model.trainable_weights)
         return _result(run, checkpoint, checkpoint.history)
     try:
@@ -270,15 +266,15 @@ def _fit(run, checkpoint, step, callbacks, verbose):
     images, model = run.datasets(step), run.model
     test = images.test
     if keras.distribution.distribution() is not None:
-        # The devices share each batch.
+        # Each batch is split over the devices.
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
     callbacks = _all_callbacks(run, checkpoint, step, callbacks)
     if step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
-        # Makes the metrics' variables, which other backends have before the first step
-        # and whose values are in the checkpoint.
+        # Creates the metrics' variables, which are in the checkpoint and which other
+        # backends create before the first step.
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
     return model.fit(
@@ -307,7 +303,7 @@ def _all_callbacks(run, checkpoint, step, callbacks):
 
 
 def _is_extended(run, before, batches):
-    """Whether a longer run has steps left; warns if the learning rate jumps."""
+    """Whether an extended run has steps left; warns if the learning rate jumps."""
     recipe, steps_per_epoch = run.recipe, run.steps_per_epoch
     old = recipe.replace(**before)
     total, old_total = (x.total_steps(steps_per_epoch) for x in (recipe, old))
@@ -331,7 +327,7 @@ def _is_extended(run, before, batches):
 
 
 def _diagnosis(run, checkpoint, error, verbose):
-    """What went wrong, where it began, and what is left."""
+    """Returns what went wrong, where it began, and which checkpoint is left."""
     origin = None
     good = checkpoint and checkpoint.last
     alone = rank_and_world_size()[1] == 1
@@ -357,7 +353,7 @@ def _result(run, checkpoint, history):
     row = -1
     if run.recipe.schedule.best == "restore":
         if rank_and_world_size()[1] > 1:
-            # Another process may not have written its part of the checkpoint yet.
+            # Other processes may not have written their part of the checkpoint yet.
             warnings.warn(
                 "The model is that of the last epoch, as several processes share "
                 "its weights: train(...) again with these checkpoints, in one "

@@ -1,4 +1,4 @@
-"""The callback that saves a run at regular intervals, and resumes it."""
+"""The callback that saves a run at regular intervals and resumes it."""
 
 import dataclasses
 import importlib
@@ -26,7 +26,7 @@ from keras_moe.training.checkpoints import (
 )
 from keras_moe.training.non_finite import NonFiniteLoss
 
-# Entries of a state without which a run cannot be resumed.
+# State entries required to resume.
 _STATE = {
     "settings",
     "steps_per_epoch",
@@ -39,45 +39,40 @@ _STATE = {
 
 
 class RunCheckpoint(keras.callbacks.Callback):
-    """Saves a run at the end of its epochs, or every so many steps, and resumes it.
+    """Saves a run after each epoch, or every few steps, and resumes it.
 
-    A checkpoint holds the weights, the optimizer's variables, the seeds of layers, the
-    running means of metrics, Python's and NumPy's random states, the history, and the
-    state of other callbacks that have the methods `get_state`, which returns JSON, and
-    `set_state`. A run that resumes from it, with batches from `step` on, continues as
-    if it had never stopped: bit for bit, where the backend is deterministic.
+    A checkpoint holds the weights, the optimizer, the seeds of layers, running metrics,
+    Python's and NumPy's random states, the history, and the state of all callbacks with
+    `get_state` (which returns JSON data) and `set_state`. A run that resumes from it,
+    with batches from `step` on, continues as if it had never stopped: bit for bit, if
+    the backend is deterministic.
 
-    If a checkpoint cannot be written, older ones stay as they are, and the run goes on
-    with a warning; for the last checkpoint of the run it is an error. Weights that are
-    not finite are never saved.
+    A failed write only warns, except for the last checkpoint of the run; older
+    checkpoints stay intact. Non-finite weights are never saved.
 
     Args:
-        folder: folder of the run's checkpoints, and of nothing else. It may be remote,
-            such as `"gs://bucket/run"`.
-        steps_per_epoch: steps in an epoch.
-        every: steps between checkpoints; None saves at the end of each epoch. The end
-            of the run is always saved.
-        keep: how many of the newest checkpoints to keep.
-        keep_every: also keeps the checkpoints of all multiples of this step, for
-            branches and soups.
-        settings: JSON, such as a recipe's `settings()`. A run with other settings is
-            refused.
-        restart: whether to delete the checkpoints that are there, and start over.
-        branch_from: the folder of another run's checkpoint, such as
+        folder: folder for the run's checkpoints only; may be remote, such as
+            `"gs://bucket/run"`.
+        steps_per_epoch: number of steps in an epoch.
+        every: steps between checkpoints; None saves after each epoch. The end of the
+            run is always saved.
+        keep: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints at multiples of this step, for branches and
+            soups.
+        settings: JSON data such as a recipe's `settings()`. Checkpoints with other
+            settings are rejected.
+        restart: whether to delete existing checkpoints and start over.
+        branch_from: folder of another run's checkpoint, such as
             `"runs/long/checkpoints/step-00650000"`. If `folder` has no checkpoint yet,
-            the run resumes from there, whatever the other run's settings, with a new
-            history.
-        best: the callback that compares epochs, one of those in `around`. The
-            checkpoint of the best epoch is then written at its end and kept next to
-            the newest ones, see `restore_best`.
-        may_differ: names of settings that may differ from those of the run; the old
+            the run resumes from there, whatever its settings, with a new history.
+        best: callback in `around` that compares epochs. The best epoch's checkpoint is
+            then written at its end and kept; see `restore_best`.
+        may_differ: names of settings that may differ from the checkpoint's; the old
             values are then in `changed`.
 
     Example:
 
     >>> import tempfile
-    >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.training import RunCheckpoint
     >>> def run(folder, epochs):
     ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -120,21 +115,21 @@ class RunCheckpoint(keras.callbacks.Callback):
         if keep_every is not None:
             check_integer("keep_every", keep_every)
         self.keep_every = keep_every
-        # The form in which a checkpoint gives them back.
+        # As JSON in checkpoints gives them back.
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
         self.branch_from = branch_from
-        # One count of steps for all callbacks of the run.
+        # One step count for all callbacks of the run.
         self.progress = Progress()
         # Whether the run is over.
         self.finished = False
         self.history = {}
         self.last = None
         self.best = best
-        # The step of the best epoch's checkpoint, and its row in the history.
+        # Step of the best epoch's checkpoint, and its row in the history.
         self.best_step, self.best_row = None, None
         self.may_differ = may_differ
-        # Old values of settings that are others now.
+        # Old values of the settings that changed.
         self.changed = {}
         self._restored = None
         self._moved = False
@@ -142,33 +137,33 @@ class RunCheckpoint(keras.callbacks.Callback):
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
-        """Restores a compiled model from the newest checkpoint that is whole.
+        """Restores a compiled model from the newest intact checkpoint.
 
-        Within an epoch, the metrics' running means are restored when `fit` begins. On
-        TensorFlow they do not exist before the first batch: call
-        `model.evaluate(..., steps=1)` once before.
+        Within an epoch, running metrics are restored when `fit` begins. On TensorFlow
+        they do not exist before the first batch: call `model.evaluate(..., steps=1)`
+        first.
 
         Args:
-            model: a model compiled as the run's was.
+            model: a model compiled like the run's.
 
         Returns:
-            The number of steps made: 0 if there is no checkpoint.
+            The number of past steps; 0 without a checkpoint.
 
         Raises:
-            ValueError: if the settings differ, no checkpoint is whole, or the one to
-                start from was not written by a `RunCheckpoint`.
+            ValueError: the settings differ, all checkpoints are damaged, or
+                `branch_from` was not written by a `RunCheckpoint`.
         """
         clean_folder(self.folder, everything=self.restart)
-        # Not looked for: another process may still be deleting them.
+        # Not searched: other processes may still be deleting checkpoints.
         checkpoint = None if self.restart else find_checkpoint(self.folder)
-        # Only once: a run that is restored again keeps its checkpoints.
+        # Only once: restoring again keeps the run's checkpoints.
         self.restart = False
         if checkpoint is None and self.branch_from is None:
             return 0
         if checkpoint is None:
             checkpoint = open_checkpoint(self.branch_from)
             _check_state(checkpoint)
-            # The other run's measurements and position in its epoch are not ours.
+            # Drops the other run's measurements and position within its epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**checkpoint.state, **begun}
             checkpoint = dataclasses.replace(checkpoint, state=state)
@@ -182,21 +177,20 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.progress.step, self.finished = checkpoint.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.best_step, self.best_row = state.get("best") or (None, None)
-        # After its end a run that is extended has the metrics of its last test.
+        # After its end, an extended run has the metrics of its last test.
         self._begins_metrics |= self.finished
         return checkpoint.step
 
     def restore_best(self, model: keras.Model) -> bool:
-        """Restores the weights of the best epoch, once `fit` is over.
+        """Restores the weights of the best epoch after `fit`.
 
-        If there is no best epoch, or its checkpoint is damaged, the model keeps those
-        of the last epoch, with a warning.
+        If that is impossible, warns and leaves the weights of the last epoch.
 
         Args:
-            model: a model compiled as the run's was.
+            model: a model compiled like the run's.
 
         Returns:
-            Whether the model has them.
+            Whether the weights were restored.
         """
         if self.best_step is None:
             warnings.warn(
@@ -211,21 +205,18 @@ class RunCheckpoint(keras.callbacks.Callback):
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
             return False
         checkpoint.restore(_groups(model))
-        # Averages replace the weights, as at the end of `fit`.
+        # As at the end of `fit`, averages replace the weights.
         model.optimizer.finalize_variable_values(model.trainable_weights)
         return True
 
     def around(
         self, callbacks: Sequence[keras.callbacks.Callback]
     ) -> list[keras.callbacks.Callback]:
-        """All callbacks for `fit`, with this one in its place.
+        """Returns all callbacks for `fit`, with this one at the right position.
 
         Args:
-            callbacks: the others, whose state is saved with the run and which count
-                its steps from where it is.
-
-        Returns:
-            What `fit` takes as `callbacks`.
+            callbacks: the other callbacks. Their state is saved with the run, and they
+                share its step count.
         """
         self._callbacks = list(callbacks)
         self.progress.hand_to(self._callbacks)
@@ -237,7 +228,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         return [_First(self), *self._callbacks, self]
 
     def on_epoch_begin(self, epoch, logs=None):
-        # `fit` has reset the metrics just before.
+        # `fit` has just reset the metrics.
         checkpoint, self._restored = self._restored, None
         if checkpoint is None:
             return
@@ -257,13 +248,13 @@ class RunCheckpoint(keras.callbacks.Callback):
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether the steps that have begun are no whole epochs."""
+        """Whether the run is in the middle of an epoch."""
         return self.progress.step % self.steps_per_epoch != 0
 
     def save_if_due(self) -> None:
         """Saves within an epoch, before the next step begins."""
         is_due = self.every and self.progress.step % self.every == 0
-        # Just restored, there is nothing new.
+        # Nothing is new right after restoring.
         if is_due and self.is_within_epoch and self._moved:
             self._save()
         self._moved = True
@@ -305,7 +296,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             warnings.warn(f"{message}. The run goes on without it", stacklevel=2)
         else:
             self.last = path
-            # Not before: the one of the best epoch until now must not be removed.
+            # Not earlier: the previous best epoch's checkpoint must survive until now.
             self.best_step, self.best_row = best
 
     def _check(self, checkpoint: Checkpoint):
@@ -351,11 +342,11 @@ class RunCheckpoint(keras.callbacks.Callback):
 
 
 class _First(keras.callbacks.Callback):
-    """The first of all callbacks: what others do at a step is not yet done.
+    """Runs before all other callbacks.
 
-    It saves within an epoch, and ends the epoch in which a run begins where its steps
-    end, without ending `fit`: all epochs of `fit` have as many steps, and the first may
-    be a part of one.
+    Saves within an epoch, and ends the first epoch of a resumed run early, without
+    ending `fit`: for `fit` all epochs have the same number of steps, and the first may
+    be partial.
     """
 
     def __init__(self, checkpoint: RunCheckpoint):
@@ -364,20 +355,21 @@ class _First(keras.callbacks.Callback):
         self.begins_within_epoch = checkpoint.is_within_epoch
         self.stopped = False
 
-    # At a batch's begin and not at an end: where no callback waits for the logs of
-    # each step, JAX computes ahead.
+    # At the beginning of a batch: if no callback waits for the logs of each step, JAX
+    # computes ahead.
     def on_train_batch_begin(self, batch, logs=None):
         self.checkpoint.save_if_due()
         self.checkpoint.progress.begin_step(batch)
         if self.begins_within_epoch and not self.checkpoint.is_within_epoch:
-            # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
+            # Takes effect after this batch: `fit` leaves the epoch and keeps its
+            # iterator.
             self.stopped = self.model.stop_training = True
             self.begins_within_epoch = False
 
     def on_epoch_begin(self, epoch, logs=None):
         self.checkpoint.progress.begin_epoch(epoch)
 
-    # Any other callback may still stop the run.
+    # Other callbacks may still stop the run.
     def on_epoch_end(self, epoch, logs=None):
         if self.stopped:
             self.stopped = self.model.stop_training = False
@@ -394,7 +386,7 @@ def _check_state(checkpoint):
 
 def _groups(model) -> dict[str, list[Any]]:
     return {
-        # With the states of seeds.
+        # Together with the states of seeds.
         "model": [*model.trainable_variables, *model.non_trainable_variables],
         "optimizer": list(model.optimizer.variables),
     }

@@ -1,4 +1,4 @@
-"""Learning rates: the recipe's section, and schedules with a warm-up and a decay."""
+"""Learning rate schedules with warm-up and decay, and the `schedule` section."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ OPEN_ENDED = ("rsqrt", "constant")
 
 @keras.saving.register_keras_serializable("keras_moe")
 class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises to a peak, falls as a reciprocal square root or stays, and cools down.
+    """Linear warm-up, then reciprocal square root or constant, then linear cooldown.
 
     With w warm-up steps, timescale s and a cooldown of n steps that ends at step T:
 
@@ -30,25 +30,25 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         peak / sqrt(1 + (step - w) / s)          for w <= step <= T - n
         linearly to `final`                      for T - n <= step <= T
 
-    The rate before the cooldown does not depend on T: a run may be extended, or branch
-    off into a cooldown, from any checkpoint.
+    The rate before the cooldown does not depend on T, so a run can be extended, or
+    branch off into a cooldown, from any checkpoint.
 
     Args:
-        peak: the learning rate at the end of the warm-up.
-        total_steps: the last step of the cooldown.
-        warmup_steps: number of steps for which it rises.
+        peak: learning rate at the end of the warm-up.
+        total_steps: last step of the cooldown.
+        warmup_steps: number of warm-up steps.
         timescale: number of steps after the warm-up until the rate is peak / sqrt(2);
             None for a constant rate.
-        cooldown_steps: number of steps for which it falls linearly; 0 for no cooldown.
-        final: the learning rate after the cooldown.
+        cooldown_steps: number of cooldown steps; 0 for no cooldown.
+        final: learning rate after the cooldown.
 
     Call arguments:
-        step: the number of steps that were made before.
+        step: number of past steps.
 
     Reference:
-        *Scaling Vision Transformers*, section 3.5, in the form of the V-MoE release
-        (`big_vision_rsqrt_schedule`). big_vision's own also divides by the square root
-        during the cooldown, which is then not linear.
+        *Scaling Vision Transformers*, section 3.5, as in the V-MoE release
+        (`big_vision_rsqrt_schedule`). big_vision itself keeps dividing by the square
+        root during the cooldown, which is then not linear.
 
     Example:
 
@@ -119,17 +119,17 @@ def warmup_schedule(
     timescale: int = 10_000,
     cooldown_steps: int = 0,
 ) -> keras.optimizers.schedules.LearningRateSchedule:
-    """A schedule with a linear warm-up from 0 and a decay.
+    """Returns a schedule with a linear warm-up from 0 and a decay.
 
     Args:
-        decay: `"cosine"` or `"linear"`, to `final` at the last step; `"rsqrt"`, the
-            reciprocal square root; or `"constant"`.
-        peak: the learning rate at the end of the warm-up.
-        total_steps: the run's.
-        warmup_steps: number of these in which it rises.
-        final: the learning rate after the last step; with `"rsqrt"` and `"constant"`
-            of the cooldown.
-        timescale: timescale of `"rsqrt"`, see `WarmupCooldown`.
+        decay: `"cosine"` or `"linear"` to `final` at the last step, `"rsqrt"`
+            (reciprocal square root) or `"constant"`.
+        peak: learning rate at the end of the warm-up.
+        total_steps: number of steps in the run.
+        warmup_steps: number of warm-up steps.
+        final: learning rate after the last step; with `"rsqrt"` and `"constant"`, after
+            the cooldown.
+        timescale: see `WarmupCooldown`, for `"rsqrt"`.
         cooldown_steps: number of steps in which `"rsqrt"` and `"constant"` fall
             linearly.
 
@@ -156,7 +156,7 @@ def warmup_schedule(
     if decay == "linear":
         falling = total_steps - warmup_steps
         return WarmupCooldown(peak, total_steps, warmup_steps, None, falling, final)
-    # Keras counts the steps of the decay from the end of the warm-up.
+    # Keras counts the decay steps from the end of the warm-up.
     return keras.optimizers.schedules.CosineDecay(
         0.0 if warmup_steps else peak,
         total_steps - warmup_steps,
@@ -167,7 +167,7 @@ def warmup_schedule(
 
 
 def check_warmup(warmup_steps: int, total_steps: int) -> int:
-    """`warmup_steps`, if the learning rate can fall after them."""
+    """Returns `warmup_steps` if steps remain for the decay."""
     if check_integer("warmup_steps", warmup_steps, minimum=0) >= total_steps:
         raise ValueError(
             f"Expected a warm-up shorter than the run of {total_steps} steps; "
@@ -177,7 +177,7 @@ def check_warmup(warmup_steps: int, total_steps: int) -> int:
 
 
 def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
-    """Raises ValueError if a decay does not go with a cooldown, or with its end."""
+    """Validates that a decay allows this cooldown and final rate."""
     if cooldown_steps and decay not in OPEN_ENDED:
         raise ValueError(
             f"Expected cooldown_steps=0 with a decay to the last step; received: "
@@ -194,7 +194,7 @@ def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
 def check_length(
     steps: int, total: int, decay: str, cooldown_steps: int, final: float
 ) -> None:
-    """Raises ValueError if a run continues after its schedule and learns nothing."""
+    """Rejects runs that go on after their schedule with a learning rate of 0."""
     falls = decay not in OPEN_ENDED or cooldown_steps
     if steps < total and falls and not final:
         raise ValueError(
@@ -206,30 +206,31 @@ def check_length(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """The length of a run, its learning rates, and which of its epochs is the best.
+    """The length of a run, its learning rates, and how to choose its best epoch.
 
     A step is an update of the weights, with or without accumulation.
 
     Args:
-        learning_rate: the learning rate at the end of the warm-up.
-        epochs: passes over the training data, or None with `steps`.
+        learning_rate: learning rate at the end of the warm-up.
+        epochs: number of passes over the training data; None if `steps` is given.
         steps: number of steps, instead of `epochs`.
-        warmup_steps: steps in which the learning rate rises linearly from 0.
-        decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step;
-            `"rsqrt"`, a reciprocal square root, or `"constant"`.
+        warmup_steps: number of steps in which the learning rate rises linearly from 0.
+        decay: `"cosine"` or `"linear"` to `final_learning_rate` at the last step,
+            `"rsqrt"` (reciprocal square root) or `"constant"`.
         timescale: number of steps after the warm-up until the learning rate of
             `"rsqrt"` is 0.71 of its peak.
-        cooldown_steps: the last steps, in which the learning rate of `"rsqrt"` or
-            `"constant"` falls linearly to `final_learning_rate`.
-        final_learning_rate: the learning rate after the last step of the schedule.
-        schedule_steps: steps of the schedule, if it is shorter than the run, which then
-            continues with `final_learning_rate`. None for all steps of the run.
-        monitor: a metric of the history by which epochs are compared; None for the
+        cooldown_steps: number of last steps in which `"rsqrt"` or `"constant"` falls
+            linearly to `final_learning_rate`.
+        final_learning_rate: learning rate after the last step of the schedule.
+        schedule_steps: length of the schedule if the run is longer and continues with
+            `final_learning_rate`; None for the entire run.
+        monitor: metric in the history by which epochs are compared; None uses the
             objective's main metric.
         monitor_mode: `"max"` or `"min"`, see `BestEpoch`.
-        patience: epochs without a better one after which the run ends; None for never.
-        best: `"keep"` keeps the checkpoint of the best epoch next to the newest ones;
-            `"restore"` also restores its weights at the end. None for neither.
+        patience: number of epochs without improvement after which the run stops; None
+            never stops it.
+        best: `"keep"` keeps the checkpoint of the best epoch; `"restore"` also
+            restores its weights at the end. None does neither.
 
     Example:
 
@@ -276,21 +277,21 @@ class ScheduleConfig(Section):
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "ScheduleConfig":
-        """A schedule with other settings; `epochs` and `steps` replace each other."""
+        """Returns a changed copy; `epochs` and `steps` replace each other."""
         for name, other in (("epochs", "steps"), ("steps", "epochs")):
             if changes.get(name) is not None:
                 changes.setdefault(other, None)
         return super().replace(**changes)
 
     def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
-        """Updates of the weights in the run, each of `accumulated` batches."""
+        """Returns the number of weight updates, each of `accumulated` batches."""
         batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.steps is not None:
             return self.steps
         return self.epochs * batches // accumulated
 
     def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
-        """Number of epochs that `fit` needs; the last may end early."""
+        """Returns the number of epochs for `fit`; the last may end early."""
         batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.epochs is not None:
             return self.epochs
@@ -299,7 +300,7 @@ class ScheduleConfig(Section):
     def new_schedule(
         self, steps_per_epoch: int, accumulated: int = 1
     ) -> keras.optimizers.schedules.LearningRateSchedule:
-        """The learning rate by step."""
+        """Returns the learning rate schedule."""
         total = self.total_steps(steps_per_epoch, accumulated)
         steps = self.schedule_steps or total
         check_length(

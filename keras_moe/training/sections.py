@@ -1,4 +1,4 @@
-"""Sections of a recipe: settings that a file has under one heading."""
+"""Recipe sections: settings that share a heading in a file."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ from keras_moe.checks import check_argument_names, check_bool, check_dtype
 
 
 class Section:
-    """Base class of a recipe's sections: frozen dataclasses whose values are JSON.
+    """Base class of a recipe's sections: frozen dataclasses with JSON values.
 
-    A subclass checks its settings in `__post_init__`, and calls this class's there.
+    Subclasses validate their settings in `__post_init__` and call `super()` there.
     """
 
     title: ClassVar[str] = "settings"
@@ -25,12 +25,12 @@ class Section:
                         f"Expected {field.name} to be {article}; "
                         f"received: {field.name}={value!r}"
                     )
-            # A copy of our own, the same as if it came from a file.
+            # Copied and normalised, as if it came from a file.
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
-        """Makes a section from the settings of a file."""
+        """Builds a section from the settings of a file."""
         fields = dataclasses.fields(cls)
         owner = f"the section {cls.title!r} of a recipe"
         check_argument_names(settings, [field.name for field in fields], owner)
@@ -48,16 +48,16 @@ class Section:
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, JSON-serialisable, as `from_settings` takes them."""
+        """Returns all settings as JSON data for `from_settings`."""
         return dataclasses.asdict(self)
 
     def replace(self, **changes: Any) -> "Section":
-        """A section with other settings."""
+        """Returns a copy with changed settings."""
         return type(self).from_settings({**self.to_dict(), **changes})
 
 
 def json_copy(name: str, value: Any) -> Any:
-    """A copy of a value as JSON gives it back."""
+    """Returns a copy of a value after a round trip through JSON."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -70,16 +70,15 @@ def json_copy(name: str, value: Any) -> Any:
 class ModelConfig(Section):
     """The model that a recipe trains.
 
-    In a file, and in `to_dict`, the overrides stand next to the preset:
+    In files and in `to_dict`, overrides are on the same level as the preset:
     `{"preset": "vmoe_b16", "num_experts": 8}`.
 
     Args:
-        preset: name that `keras_moe.models.from_preset` takes.
-        dtype: the dtype policy. With `"mixed_float16"` losses are scaled.
-        load_weights: whether training starts from the preset's weights, if it has any,
-            or from initial ones.
+        preset: a name for `keras_moe.models.from_preset`.
+        dtype: dtype policy. `"mixed_float16"` scales the loss.
+        load_weights: whether training starts from the preset's weights, if it has any.
         overrides: arguments that override the preset's, such as `{"num_experts": 8}`.
-            The number of classes follows from the data, and the seed is the recipe's.
+            Classes come from the data and the seed from the recipe.
 
     Example:
 
@@ -100,7 +99,7 @@ class ModelConfig(Section):
         super().__post_init__()
         check_bool("load_weights", self.load_weights)
         check_dtype("dtype", self.dtype)
-        # These follow from the data and from the recipe itself.
+        # These follow from the data and the recipe.
         for name in ("num_classes", "seed"):
             if name in self.overrides:
                 raise ValueError(
@@ -110,7 +109,7 @@ class ModelConfig(Section):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":
-        """Makes the section from the settings of a file, in which others override."""
+        """Builds the section from a file's settings; unknown names are overrides."""
         own = {
             name: settings[name]
             for name in ("preset", "dtype", "load_weights")
@@ -120,17 +119,16 @@ class ModelConfig(Section):
         return super().from_settings({**own, "overrides": overrides})
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A model with other settings.
+        """Returns a copy with changed settings.
 
-        Another `preset` comes with its weights, unless `load_weights=False` is among
-        the changes.
+        A new `preset` loads its weights unless `load_weights=False` is given, too.
         """
         if changes.get("preset", self.preset) != self.preset:
             changes = {"load_weights": True, **changes}
         return super().replace(**changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, JSON-serialisable, as `from_settings` takes them."""
+        """Returns all settings as JSON data for `from_settings`."""
         settings = super().to_dict()
         overrides = settings.pop("overrides")
         return {**settings, **overrides}

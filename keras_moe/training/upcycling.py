@@ -1,4 +1,4 @@
-"""Sparse upcycling: a dense model becomes a mixture of experts of itself.
+"""Sparse upcycling: initialises a mixture of experts from a dense model.
 
 Axes: B batch, N tokens, E experts, K selected experts.
 """
@@ -33,14 +33,14 @@ from keras_moe.training._upcycled import (
 
 # `normalize_gates` of `upcycle`, `mask_padding` of text towers, MoE layers' arguments.
 UPCYCLING_PRESETS = {
-    # *CLIP-UP*, Table 3 and section 2.2; gates are normalised in appendix B.3 alone.
+    # *CLIP-UP*, Table 3 and section 2.2; only appendix B.3 normalises gates.
     "clip_up": {
         "normalize_gates": False,
         "noise_std": 0.0,
         "auxiliary_losses": {"load_balance": 0.01, "router_z": 1e-4},
         "num_selected_experts": 2,
-        # The paper's 2.0 is Switch's convention, C = 2.0 S / E whatever K is; here C is
-        # K times the factor.
+        # The paper's 2.0 follows Switch: C = 2.0 S / E for any K. Here C = K * factor *
+        # S / E.
         "capacity_factor": 1.0,
         "priority": "first_come",
         # Appendix B.3: the text encoder routes padding, which takes up capacity.
@@ -49,7 +49,7 @@ UPCYCLING_PRESETS = {
 }
 
 
-# The dense model decides on these, or arguments of `upcycle` do.
+# Determined by the dense model or by arguments of `upcycle`.
 _NOT_FREE = (
     "moe_layers",
     "num_experts",
@@ -82,60 +82,56 @@ def upcycle(
 ) -> tuple[Any, UpcyclingReport]:
     """Turns a dense model into a mixture of experts.
 
-    Every expert starts as a copy of the dense MLP that it replaces, routers start
-    fresh, and everything else is unchanged. If gates sum to one and no token is
-    dropped, the copies together compute what the MLP did, so that training continues
-    where it was: so it is with token choice and the defaults here. Expert choice leaves
-    tokens out, and soft routing mixes them, which changes the function.
+    Every expert starts as a copy of the MLP that it replaces, routers start from
+    scratch, and all other weights are copied. If gates sum to one and no token is
+    dropped, as with the defaults, the experts together compute what the MLP did, so
+    training continues where it was. Expert choice skips tokens and soft routing mixes
+    them, which changes the function.
 
     Args:
-        dense_model: model without MoE blocks: a `ViTBackbone`, a `MixerBackbone` or an
-            image classifier on one; a `TextBackbone`; a `CLIPBackbone` with two towers,
-            a `LIMoEBackbone` with one for both modalities, or a `ContrastiveModel` on
-            either; or a backbone of KerasHub: `ViTBackbone`, or a `CLIPBackbone` or
-            `SigLIPBackbone`, of which the vision encoder is taken.
-        num_experts: E, at least 2; with muMoE also one number for each level.
-        moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
-        router: a router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
-            all start as the best approximation of the MLP that `rank`
-            can hold (a truncated singular value decomposition); the report has the
-            difference.
-        noise: standard deviation of normal noise on each expert's weights, relative to
-            the standard deviation of the weight, so that experts differ at once. With
-            muMoE, noise on the first level's expert factors.
-        normalize_gates: divide a token's combine weights by their sum after routing.
-            With K = 1 that makes each of them 1, and auxiliary losses alone train the
-            router. None does, unless the preset says otherwise; `"before"` divides
-            before routing.
-        preset: None; or `"clip_up"`, the settings of *CLIP-UP*'s main results: K = 2,
-            gates as they are, capacity factor 1.0 (2.0 as Switch and the paper count,
-            without K), first come first served, no noise, the auxiliary losses load
-            balance (0.01) and z (1e-4), and texts whose padding is routed like any
-            other token (`mask_padding=False`). The function is then not preserved: a
-            token's K gates sum to less than one. Experts (8) and blocks (every other)
-            are the defaults here. Other arguments override it.
-        carry_optimizer: give the new model the state of a compiled dense one's
-            optimizer, too: iterations, and slots, which are tiled as the weights are.
-        images: (B, height, width, channels), at least one, for the report's difference;
-            for texts and image-text models the dict that the backbone takes; None uses
-            four examples of noise.
+        dense_model: a model without MoE blocks: a `ViTBackbone`, `MixerBackbone` or
+            image classifier; a `TextBackbone`; a `CLIPBackbone` (two towers), a
+            `LIMoEBackbone` (one shared tower) or a `ContrastiveModel` on either; or a
+            KerasHub `ViTBackbone`, or the vision encoder of its `CLIPBackbone` or
+            `SigLIPBackbone`.
+        num_experts: E, at least 2; for muMoE optionally a number per level.
+        moe_layers: blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
+        router: a router for `keras_moe.routers.get`; or `"mumoe"`, where every expert
+            starts as the best approximation of the MLP that `rank` can hold (a
+            truncated singular value decomposition).
+        noise: standard deviation of noise added to each expert's weights, relative to
+            that of the weights, to make experts differ. For muMoE, noise on the first
+            level's expert factors.
+        normalize_gates: whether to divide a token's combine weights by their sum after
+            routing; `"before"` divides before routing. With K = 1 normalised gates are
+            all 1, so only auxiliary losses train the router. None means yes, unless the
+            preset differs.
+        preset: `"clip_up"` for the main settings of *CLIP-UP*: K = 2, unnormalised
+            gates, capacity factor 1.0 (2.0 in the paper, which follows Switch and
+            leaves out K), first come first served, no noise, load balance loss (0.01)
+            and z-loss (1e-4), and routed padding in texts (`mask_padding=False`). Gates
+            then sum to less than one, so the function changes. Other arguments override
+            the preset.
+        carry_optimizer: whether to copy the optimizer state of a compiled model, too.
+            Slots are tiled like the weights.
+        images: (B, height, width, channels) images for the report's differences; for
+            text and image-text models a dict of inputs. None uses four examples of
+            noise.
         noise_seed: seed of `noise`.
         towers: towers of a `CLIPBackbone` to upcycle: None for both, a tuple such as
-            `("image",)`, which leaves the other tower as it is, or a dict from tower to
-            arguments that override those here, such as
-            `{"image": {"num_experts": 16}, "text": {}}`. None for models of one tower.
-        **moe_arguments: further arguments of the backbone that concern its MoE
-            layers, such as `num_selected_experts=1`, or `zero_experts=1` for MoE++;
-            the others are the backbone's defaults, whatever the dense model's are.
+            `("image",)`, or a dict with overrides of the arguments per tower, such as
+            `{"image": {"num_experts": 16}, "text": {}}`.
+        **moe_arguments: further MoE arguments of the backbone, such as
+            `num_selected_experts=1`, or `zero_experts=1` for MoE++. Arguments not given
+            have the backbone's defaults.
 
     Returns:
-        `(model, report)`. The dense model is left as it was. The new one is compiled
-        alike, and frozen layers stay frozen. The report of an image-text model has
-        results by modality, too.
+        `(model, report)`: a new model, compiled and frozen like the dense one, and an
+        `UpcyclingReport`.
 
     Raises:
-        ValueError: if the model is not dense or unknown, has low-rank pairs or is
-            quantised, or there is no optimizer to carry over.
+        ValueError: the model is unknown, not dense, quantised or has LoRA adapters; or
+            there is no optimizer state to carry over.
 
     Reference:
         *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
@@ -193,7 +189,7 @@ def upcycle(
 
 
 def _new_blocks(dense_model, sparse_model, overrides):
-    """The names of the blocks that got experts, at least one in each tower."""
+    """Returns the blocks that became sparse, at least one per tower."""
     dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
     blocks = [name for name in sparse.routing if name not in dense.routing]
     for tower, arguments in overrides.items():
@@ -206,7 +202,7 @@ def _new_blocks(dense_model, sparse_model, overrides):
 
 
 def _check_inputs(backbone, inputs):
-    """Raises ValueError unless the inputs fit, with at least one example."""
+    """Validates that the inputs fit and contain at least one example."""
     if isinstance(backbone.input, dict):
         if not isinstance(inputs, dict):
             raise ValueError(
@@ -227,7 +223,7 @@ def _check_inputs(backbone, inputs):
 
 
 def _check_dense(model, towers):
-    """Raises ValueError unless the towers are dense, and weights are plain."""
+    """Validates that the towers are dense, unquantised and without LoRA adapters."""
     routing = getattr(model, "backbone", model).routing
     if sparse := [name for tower in towers for name in _names_of(tower, routing)]:
         raise ValueError(
@@ -245,12 +241,12 @@ def _check_dense(model, towers):
 
 
 def _names_of(tower, names):
-    """The names of a tower's blocks; of all blocks without towers."""
+    """Returns the block names of a tower, or all without towers."""
     return [name for name in names if tower is None or name.startswith(f"{tower}/")]
 
 
 def _as_own(model):
-    """The model itself, or a converted model of KerasHub."""
+    """Returns the model, converted if it is from KerasHub."""
     if registry.is_registered(type(getattr(model, "backbone", model))):
         return model
     if not is_convertible(model):
@@ -259,12 +255,12 @@ def _as_own(model):
             "or SigLIP of KerasHub; received: "
             f"{model if isinstance(model, str) else type(model).__name__}"
         )
-    # Of an image-text model the image tower.
+    # The image tower of an image-text model.
     return convert(model, tower="image")[0]
 
 
 def _sparse_twin(dense_model, overrides, moe_arguments):
-    """A new model like the dense one, but for its MoE blocks."""
+    """Builds a model like the dense one except for its MoE blocks."""
     blueprint = Blueprint.of_model(dense_model)
     families = tower_families(blueprint.backbone)
     config = dict(blueprint.config)
@@ -279,7 +275,7 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
 
 
 def _with_experts(cls, config, arguments):
-    # Without settings of experts that the dense model does not have.
+    # Without expert settings, which the dense model does not have.
     config = {name: value for name, value in config.items() if name != "moe"}
     return apply_overrides(cls, config, arguments)
 
@@ -297,7 +293,7 @@ def _freeze(dense_model, sparse_model):
 
 def _compile(dense_model, sparse_model):
     """Compiles like the dense model, with a new optimizer."""
-    # Keras cannot compile a model with a custom `compile` from a config.
+    # Keras cannot restore a custom `compile` from a config.
     config = dict(dense_model.get_compile_config() or {})
     config.pop("loss", None)
     try:
@@ -314,13 +310,13 @@ def _compile(dense_model, sparse_model):
 
 
 def free_arguments() -> list[str]:
-    """Arguments of a backbone that an upcycled model may take."""
+    """Returns the backbone arguments that may be passed to `upcycle`."""
     names = [name for name in moe_names() if name not in _NOT_FREE]
     return [*names, "mask_padding", "seed"]
 
 
 def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
-    """Overrides that make a dense backbone sparse, by tower."""
+    """Returns the overrides that make a dense backbone sparse, by tower."""
     families = tower_families(backbone)
     if not families:
         if towers is not None:
@@ -348,7 +344,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
         check_argument_names(own, [*_OF_TOWERS, *free_arguments()], "towers")
         overrides[name] = _expert_overrides(families[name], **{**arguments, **own})
         if "seed" not in own:
-            # Each tower derives its seed from the whole model's.
+            # Each tower derives its seed from the model's.
             overrides[name].pop("seed", None)
     return overrides
 
@@ -356,10 +352,10 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
 def _expert_overrides(
     cls, num_experts, moe_layers, router, normalize_gates, preset, **moe_arguments
 ):
-    """Checked overrides of one tower."""
+    """Returns the checked overrides of one tower."""
     check_one_of("router", router, [*ROUTERS, MUMOE])
     is_mumoe = router == MUMOE
-    # One expert is the dense MLP.
+    # A single expert would be the dense MLP.
     if not is_mumoe:
         check_integer("num_experts", num_experts, minimum=2)
     elif total_experts(check_levels(num_experts)) < 2:
@@ -389,7 +385,7 @@ def _expert_overrides(
 
 
 def upcycling_settings(preset: str | None, router: str) -> dict:
-    """Arguments of `upcycle` by the name of a preset."""
+    """Returns the arguments of `upcycle` for a preset."""
     if preset is None:
         return {}
     check_one_of("preset", preset, UPCYCLING_PRESETS)
