@@ -1,4 +1,4 @@
-"""Input pipelines and augmentation. Needs TensorFlow only when a pipeline is built."""
+"""Input pipelines and augmentation. TensorFlow is imported when a pipeline is built."""
 
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits

@@ -1,7 +1,7 @@
-"""Captions of images: their checks, their ids, and the choice of one for each pair.
+"""Captions of images: validation, ids, and choosing one caption per pair.
 
 Features of an example with K captions: "image_ids", int32 (), and "text_ids", int32
-(K,), equal for equal images and captions; and "captions", string (K,), or the stored
+(K,), equal for equal images and captions; and either "captions", string (K,), or stored
 "token_ids", int32 (K, N), with "padding_mask", bool (K, N).
 """
 
@@ -24,21 +24,21 @@ from keras_moe.data._pipeline import key_seed
 from keras_moe.data.reading import attempt, read_or_name, reading_errors
 from keras_moe.templates import PLACE, fill, read_templates
 
-# Names of captions in CSV, JSON and JSONL files, in the order of their precedence.
+# Keys of captions in CSV, JSON and JSONL files, in order of precedence.
 CAPTION_NAMES = ("captions", "caption", "text")
 CHOICES = ("random", "all", "first")
-# The number of the draw of a caption, besides those of an augmentation's steps.
+# Seed number of the caption draw, different from those of augmentation steps.
 _DRAW = -1
 _EXPECTED = "an example with an image, and with captions in UTF-8, none of them empty"
 
 
 class CaptionOptions(NamedTuple):
-    """What a source is asked for that has captions.
+    """Options of a source with captions.
 
     Fields:
         image_shape: shape of the images in the batches.
         every_caption: whether each caption becomes a pair.
-        templates: templates of captions for a source of classes, or None.
+        templates: caption templates for a source of classes, or None.
         data_dir: folder of TensorFlow Datasets.
     """
 
@@ -49,12 +49,12 @@ class CaptionOptions(NamedTuple):
 
 
 class CaptionChoice(NamedTuple):
-    """Chooses one caption of each image: drawn from the image's key, or the first."""
+    """Chooses one caption per image: drawn by the image's key, or the first."""
 
     is_random: bool
 
     def __call__(self, texts: dict[str, Any], key: Any) -> dict[str, Any]:
-        """The caption of a pair, as tensors of TensorFlow."""
+        """Returns the caption of a pair as TensorFlow tensors."""
         import tensorflow as tf
 
         if not self.is_random:
@@ -66,7 +66,7 @@ class CaptionChoice(NamedTuple):
 
 
 def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
-    """The texts of an image without their axis K: one caption, or some as a slice."""
+    """Indexes the caption axis K of all text features."""
     return {
         name: value if name in ("image", "image_ids") else value[which]
         for name, value in texts.items()
@@ -74,7 +74,7 @@ def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
 
 
 class _CaptionTable:
-    """All captions in memory, each different caption with its own id."""
+    """All captions in memory; equal captions share an id."""
 
     def __init__(self, captions: Iterable[tuple[str, ...]]):
         import tensorflow as tf
@@ -89,7 +89,7 @@ class _CaptionTable:
         self._ends = tf.constant(np.concatenate([[0], np.cumsum(self.counts)]), "int64")
 
     def texts(self, row: Any, image_id: Any) -> dict[str, Any]:
-        """The features of the captions in a row."""
+        """Returns the caption features of a row."""
         import tensorflow as tf
 
         some = slice(self._ends[row], self._ends[row + 1])
@@ -101,12 +101,12 @@ class _CaptionTable:
 
 
 def encoded(caption: str) -> bytes:
-    """A caption in UTF-8; bytes that were not are as they were read."""
+    """Encodes a caption as UTF-8 and keeps undecodable bytes."""
     return caption.encode(errors="surrogateescape")
 
 
 def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
-    """The captions of an image, and the fault that makes them useless, or None."""
+    """Returns the captions of an image, and None or why they are unusable."""
     if not isinstance(captions, (list, tuple, np.ndarray)):
         captions = [captions]
     texts = []
@@ -128,9 +128,9 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def _equal_ids(contents: Any) -> Any:
-    """Ids that are equal for equal contents, int32, as tensors of TensorFlow.
+    """Hashes contents to int32 ids that are equal for equal contents.
 
-    Two different contents share an id with probability 1 / 2 ** 31.
+    Two different contents collide with probability 1 / 2 ** 31.
     """
     import tensorflow as tf
 
@@ -149,9 +149,9 @@ def captioned(
     places: Sequence[str] | None = None,
     faults: dict[int, str] | None = None,
 ) -> IndexedExamples:
-    """Examples of captions in memory and of images, of which `read` gives any.
+    """Examples with captions in memory and images from `read`.
 
-    Images that have a `place` are files, which are decoded to three channels.
+    With `place`, images are files, which are decoded to three channels.
     """
     checked, faults = [], dict(faults or {})
     for index, several in enumerate(captions):
@@ -172,7 +172,7 @@ def captioned(
 
 
 def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
-    """Examples of an array of images and a caption, or several, for each."""
+    """Examples from an array of images with one or more captions each."""
     import tensorflow as tf
 
     images = np.asarray(images)
@@ -198,9 +198,9 @@ def captioned_records(
     encoded_channels: int,
     every_caption: bool,
 ) -> Examples:
-    """Examples of record files that have captions, or tokens, with the images.
+    """Examples from record files that hold images with captions or tokens.
 
-    `parse` maps a record to a stored image and a dict of "captions", or of tokens.
+    `parse` maps a record to a stored image and a dict of "captions" or tokens.
     """
     import tensorflow as tf
 
@@ -209,7 +209,7 @@ def captioned_records(
         rows = next(iter(several.values()))
         checks = [tf.debugging.Assert(tf.shape(rows)[0] > 0, ["no caption"])]
         if "captions" in several:
-            # A caption that is not UTF-8 is an error of TensorFlow's.
+            # TensorFlow raises an error for captions that are not UTF-8.
             read = tf.strings.unicode_transcode(rows, "UTF-8", "UTF-8", "strict")
             is_text = tf.strings.length(tf.strings.strip(read)) > 0
             checks += [read, tf.debugging.Assert(tf.reduce_all(is_text), ["empty"])]
@@ -229,14 +229,14 @@ def captioned_records(
         return examples
     indexed = examples.indexed()
     indexed.captions = CaptionInfo(counts=_counts(examples, parse))
-    # The number of the record, where a stream has a hash.
+    # The number of the record instead of the hash that streams use.
     return _with_features(
         indexed, lambda index, read: {**read, "image_ids": tf.cast(index, "int32")}
     )
 
 
 def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
-    """The number of captions of each image, at least 1: none is an error when read."""
+    """Counts each image's captions as at least 1: reading none is an error."""
     import tensorflow as tf
 
     def count(_, item):
@@ -253,7 +253,7 @@ def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
 
 
 def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples:
-    """Examples with the names of their classes as captions, by templates.
+    """Turns class names into captions by templates.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.3.
     """
@@ -281,7 +281,7 @@ def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples
 
 
 def _class_names(examples: Examples) -> tuple[str, ...]:
-    """The names of the classes, each once."""
+    """Returns the class names without duplicates."""
     classes, source = examples.classes, examples.name
     if classes.max_labels is not None:
         raise ValueError(
@@ -310,14 +310,14 @@ def _class_names(examples: Examples) -> tuple[str, ...]:
 
 
 def _with_features(examples: Examples, function: Callable) -> Examples:
-    """Examples with the features that a function of item and features returns."""
+    """Replaces the features of examples by a function of item and features."""
     changed = copy.copy(examples)
     changed.read = lambda item: function(item, examples.read(item))
     return changed
 
 
 def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
-    """An example for each caption of the images that are not excluded."""
+    """Returns one example per caption of the images that are not excluded."""
     import tensorflow as tf
 
     kept = np.delete(np.arange(examples.count), excluded)
@@ -342,7 +342,7 @@ def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
 
 
 def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ...]]:
-    """The captions in the records of the images, none of which is decoded."""
+    """Reads the captions from records without decoding images."""
     import tensorflow as tf
 
     def captions(item):
@@ -367,11 +367,11 @@ def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ..
 def batch_sizes(
     sources: Mapping[str, float], batch_size: int, shards: int
 ) -> dict[str, int]:
-    """The number of pairs that each source of a mixture has in a batch.
+    """Divides a batch among the sources of a mixture by weight.
 
-    Where the weights do not divide a host's batch, the remaining pairs go to the
-    sources with the largest remainders, the first of equal ones: shares differ from
-    those of the weights by less than one pair of each host.
+    If the weights do not divide a host's batch, the remaining pairs go to the largest
+    remainders, the first of equal ones. Every share is within one pair per host of its
+    weight.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.1.
     """
@@ -385,7 +385,7 @@ def batch_sizes(
     shares = {name: own * weight / total for name, weight in weights.items()}
     sizes = {name: int(share) for name, share in shares.items()}
     left = own - sum(sizes.values())
-    # Sorting keeps the order of equal remainders.
+    # Stable sort keeps the order of equal remainders.
     for name in sorted(shares, key=lambda name: sizes[name] - shares[name])[:left]:
         sizes[name] += 1
     if not all(sizes.values()):
@@ -397,7 +397,7 @@ def batch_sizes(
 
 
 def mixed(datasets: list) -> Any:
-    """Batches of several sources, joined: those of the first source come first."""
+    """Concatenates batches of several sources, in the order of the sources."""
     import tensorflow as tf
 
     keys = [sorted(dataset.element_spec[1]) for dataset in datasets]
@@ -413,7 +413,7 @@ def mixed(datasets: list) -> Any:
             key: tf.concat([texts[key] for _, texts in batches], axis=0)
             for key in keys[0]
         }
-        # Ids of one source may be those of other images in another one.
+        # Offsets ids, which different sources may share.
         numbers = tf.concat(
             [
                 tf.cast(texts["image_ids"], "int64") * len(batches) + number

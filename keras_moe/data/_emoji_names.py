@@ -1,13 +1,13 @@
-"""Emoji by their names: their parts, groups, captions by language, and splits.
+"""Emoji by name: parts, groups, captions by language, and splits.
 
-An emoji is a base and modifiers: `woman firefighter: dark skin tone` has two. Unicode
-writes combinations as sequences of code points, in several ways. Taking them apart
-needs no names, so it is the same in every language and style. The package `emoji` has
-the names without their punctuation, which is restored here.
+An emoji is a base with modifiers: `woman firefighter: dark skin tone` has two. Unicode
+writes combinations as sequences of code points, in several ways. Parsing them needs no
+names, so the result is the same in every language and style. The package `emoji` has
+names without punctuation, which is restored here.
 
-Splits are by concept: an emoji, whatever its skin tones. Each concept has a draw that
-follows from the seed and its own code points, so that splits are the same in every
-language and style, and stay when emoji are added.
+Splits are by concept: an emoji regardless of skin tone. Each concept's split follows
+from the seed and its code points, so splits are the same in every language and style
+and stay the same when emoji are added.
 """
 
 import functools
@@ -37,7 +37,7 @@ HAIR = {
     "\U0001f9b2": "bald",
     "\U0001f9b3": "white hair",
 }
-# Signs at the end of a sequence.
+# Symbols at the end of a sequence.
 _SIGNS = {"\u2640": "woman", "\u2642": "man", "\u27a1": "facing right"}
 _PERSON, _CHILD, _FAMILY = "\U0001f9d1", "\U0001f9d2", "\U0001f46a"
 _GENDERS = {"\U0001f468": "man", "\U0001f469": "woman"}
@@ -49,7 +49,7 @@ _MEMBERS = {
     "\U0001f467": "girl",
 }
 _HEART = "\u2764"
-# The signs between two people, and the emoji without a gender.
+# Symbols between two people, and the emoji without a gender.
 _PAIRS = {
     ("\U0001f91d",): f"{_PERSON}{JOINER}\U0001f91d{JOINER}{_PERSON}",
     ("\U0001f430",): "\U0001f46f",
@@ -58,14 +58,14 @@ _PAIRS = {
     (_HEART, "\U0001f48b"): "\U0001f48f",
 }
 _HANDS = _PAIRS["\U0001f91d",]
-# Combinations that have their own code point, or another sequence.
+# Combinations with their own code point, or another sequence.
 _ALIKE = {
     "\U0001f46b": (_HANDS, ("woman", "man")),
     "\U0001f46c": (_HANDS, ("man",)),
     "\U0001f46d": (_HANDS, ("woman",)),
     f"\U0001faf1{JOINER}\U0001faf2": ("\U0001f91d", ()),
 }
-# Looks and people, which English names list after a colon.
+# Appearances and people, which English names list after a colon.
 _LOOKS = re.compile(
     rf" (?=(?:{'|'.join([*SKIN_TONES.values(), *HAIR.values()])}|beard|blond hair)\b)"
 )
@@ -76,14 +76,14 @@ _FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}|\U0001f3f4[\U000e0020-\U000e007f]
 
 
 class Parts(NamedTuple):
-    """An emoji taken apart."""
+    """The base and modifiers of an emoji."""
 
     base: str
     modifiers: tuple[str, ...]
 
 
 def parts_of(emoji: str) -> Parts:
-    """The base and the modifiers of an emoji."""
+    """Splits an emoji into base and modifiers."""
     plain = emoji.replace(EMOJI_STYLE, "")
     tones = tuple(SKIN_TONES[sign] for sign in plain if sign in SKIN_TONES)
     plain = "".join(sign for sign in plain if sign not in SKIN_TONES)
@@ -96,12 +96,12 @@ def parts_of(emoji: str) -> Parts:
 
 
 def code_of(emoji: str) -> str:
-    """The code points of an emoji, such as `"1F469-200D-1F692"`."""
+    """Returns the code points of an emoji, such as `"1F469-200D-1F692"`."""
     return "-".join(f"{ord(sign):04X}" for sign in emoji)
 
 
 def _people(pieces: list[str]) -> tuple[str, tuple[str, ...]]:
-    """The base of pieces without signs at their end, and the people's modifiers."""
+    """Returns the base without final symbols, and the people's modifiers."""
     text = JOINER.join(pieces)
     if text in _ALIKE:
         return _ALIKE[text]
@@ -109,7 +109,7 @@ def _people(pieces: list[str]) -> tuple[str, tuple[str, ...]]:
         return _FAMILY, tuple(_MEMBERS[piece] for piece in pieces)
     first, *between, last = pieces if len(pieces) > 2 else (text, "")
     if tuple(between) in _PAIRS:
-        # Two women are women; people without a gender have no modifier.
+        # Two women become one modifier; people without a gender have none.
         genders = dict.fromkeys(_GENDERS[x] for x in (first, last) if x in _GENDERS)
         return _PAIRS[tuple(between)], tuple(genders)
     if pieces[0] in _GENDERS:
@@ -118,7 +118,7 @@ def _people(pieces: list[str]) -> tuple[str, tuple[str, ...]]:
 
 
 class Emoji(NamedTuple):
-    """An emoji of the set, whatever its style and language."""
+    """An emoji, independent of style and language."""
 
     text: str
     parts: Parts
@@ -128,7 +128,7 @@ class Emoji(NamedTuple):
 
 @functools.cache
 def subgroups() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The group and the bases of each of Unicode's subgroups, in Unicode's order."""
+    """Returns the group and the bases of each Unicode subgroup, in Unicode's order."""
     path = Path(__file__).with_name("emoji_subgroups.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     return {
@@ -140,7 +140,7 @@ def subgroups() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 @functools.cache
 def all_emoji() -> tuple[Emoji, ...]:
-    """All emoji with a known subgroup, in Unicode's order of their bases."""
+    """Returns all emoji with a known subgroup, in Unicode's order of their bases."""
     position = {
         base: (number, subgroup, group)
         for number, (subgroup, group, base) in enumerate(
@@ -164,7 +164,7 @@ def all_emoji() -> tuple[Emoji, ...]:
 
 @functools.cache
 def captions(language: str) -> dict[str, str]:
-    """The captions of all emoji by their text."""
+    """Returns the captions of all emoji by their text."""
     package = _package()
     package.config.load_language(language)
     names = {
@@ -191,17 +191,17 @@ def _package() -> Any:
 
 
 def _plain(name: str) -> str:
-    """A name without colons and underscores."""
+    """Removes colons and underscores from a name."""
     name = unicodedata.normalize("NFC", name).strip(":").replace("_", " ")
     return " ".join(name.replace(",", " ").split())
 
 
 def _punctuated(text: str, names: dict[str, str]) -> str:
-    """A name with a colon before the skin tones and hair."""
+    """Restores the colon before skin tones and hair."""
     name = names[text]
     looks = "".join([*SKIN_TONES, *HAIR])
     plain = re.sub(f"{JOINER}?[{looks}]", "", text)
-    # Without modifiers some bases need a variation selector.
+    # Some bases need a variation selector if they have no modifiers.
     for base in (plain, plain + EMOJI_STYLE, plain.replace(EMOJI_STYLE, "")):
         start = names.get(base, name)
         if name.startswith(f"{start} "):
@@ -210,7 +210,7 @@ def _punctuated(text: str, names: dict[str, str]) -> str:
 
 
 def _english(text: str, names: dict[str, str]) -> str:
-    """A name with Unicode's punctuation."""
+    """Restores Unicode's punctuation of an English name."""
     name = names[text]
     if _FLAG.fullmatch(text):
         return f"flag: {name}"
@@ -223,7 +223,7 @@ def _english(text: str, names: dict[str, str]) -> str:
 
 
 def split_of(parts: Parts, seed: int) -> str:
-    """The split of an emoji, which is that of its concept."""
+    """Returns the split of an emoji, which depends on its concept."""
     tones = SKIN_TONES.values()
     concept = [code_of(parts.base), *(x for x in parts.modifiers if x not in tones)]
     return held_out_split(f"{seed} {' '.join(concept)}".encode())

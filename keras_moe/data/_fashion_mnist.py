@@ -1,7 +1,7 @@
-"""Fashion-MNIST: 70,000 grey images of 28x28 pixels of clothes in 10 classes.
+"""Fashion-MNIST: 70,000 grey 28x28 images of clothes in 10 classes.
 
-The files are those of its authors, in the IDX format of MNIST: big-endian, a magic
-number, the sizes of the axes, and bytes. Without them, TensorFlow Datasets has the set.
+Reads the authors' files in the IDX format of MNIST (big-endian: a magic number, the
+axis sizes, and bytes), or falls back to TensorFlow Datasets.
 """
 
 import gzip
@@ -21,7 +21,7 @@ CLASS_NAMES = (
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
 SPLITS = ("train", "test", "all")
-# The place of the Debian package dataset-fashion-mnist.
+# Path of the Debian package dataset-fashion-mnist.
 DEBIAN = "/usr/share/datasets/fashion-mnist"
 _PREFIXES = {"train": ("train",), "test": ("t10k",), "all": ("train", "t10k")}
 _IMAGES, _LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"
@@ -29,19 +29,19 @@ _CLASSES = Classes(len(CLASS_NAMES), CLASS_NAMES)
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """The classes, which are known without the files."""
+    """Returns the classes, which are known without the files."""
     return _CLASSES
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> Examples:
-    """The examples of a split, of files in `data_dir` or of Debian's, or of TFDS."""
+    """Opens a split from `data_dir`, Debian's files or TensorFlow Datasets."""
     for folder in (data_dir, DEBIAN):
         if folder and Path(folder, _IMAGES.format("train")).is_file():
             return in_memory(*read_pixels(split, Path(folder)), _CLASSES)
     try:
         examples = _tfds.open_labelled("fashion_mnist", split, data_dir)
     except (ImportError, OSError) as error:
-        # Errors of the network have more arguments than a text.
+        # Network errors have further arguments after the text.
         kinds = (ImportError, TimeoutError, OSError)
         raise next(kind for kind in kinds if isinstance(error, kind))(
             f"Expected {_IMAGES.format('train')} and the other files in data_dir, the "
@@ -53,7 +53,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> Examples:
 
 
 def read_pixels(split: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The images (N, 28, 28, 1), uint8, and the labels (N,), int32."""
+    """Reads images (N, 28, 28, 1), uint8, and labels (N,), int32."""
     check_one_of("split", split, SPLITS)
     parts = [
         (
@@ -73,7 +73,7 @@ def read_pixels(split: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_idx(path, rank):
-    """The array of a compressed IDX file of bytes."""
+    """Reads a compressed IDX file of bytes."""
     try:
         data = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

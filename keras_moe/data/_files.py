@@ -1,4 +1,4 @@
-"""Files of sources, none of them outside; cached arrays; and splits of names."""
+"""Files of sources, confined to their folder; cached arrays; and splits by name."""
 
 import glob
 import hashlib
@@ -17,17 +17,16 @@ from rich.progress import track
 from keras_moe.files import locked, new_file
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
-# Seconds to wait for another process that makes arrays: rendering many pictures takes
-# minutes.
+# Seconds to wait for another process that makes the arrays: rendering many pictures
+# takes minutes.
 _PATIENCE = 600
-# The splits of sources that are split by the names of their examples, and the share of
-# the validation and of the test split.
+# Splits drawn from the names of examples, and the shares of validation and test.
 SPLITS = ("train", "validation", "test", "all")
 _HELD_OUT_FRACTION = 0.1
 
 
 def matching_files(source: str, names: str) -> list[Path]:
-    """The files of a source such as "tfrecord:PATH", a folder or a glob; sorted."""
+    """Returns the sorted files of a folder or glob, as in "tfrecord:PATH"."""
     pattern = source.partition(":")[2]
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), names)
@@ -42,9 +41,9 @@ def matching_files(source: str, names: str) -> list[Path]:
 
 
 def files_of_split(source: str, names: str, split: str) -> list[Path]:
-    """Those files that have the split as a word, as "train-00000-of-00008" has.
+    """Returns the files with the split as a word, such as "train-00000-of-00008".
 
-    Files that are named by numbers only, such as img2dataset's, are in every split.
+    Files named by numbers only, such as img2dataset's, belong to every split.
     """
     paths = matching_files(source, names)
     chosen = [path for path in paths if split in re.split(r"[-_.]", path.name)]
@@ -60,7 +59,7 @@ def files_of_split(source: str, names: str, split: str) -> list[Path]:
 
 
 def folders_in(path: Path) -> list[str]:
-    """The names of the folders in a folder, but for hidden ones, sorted."""
+    """Returns the sorted names of the folders in a folder, without hidden ones."""
     return sorted(
         entry.name
         for entry in path.iterdir()
@@ -69,13 +68,13 @@ def folders_in(path: Path) -> list[str]:
 
 
 def leads_outside(name: str) -> bool:
-    """Whether a relative path is none, or may lead out of its folder."""
+    """Whether a path is not relative, or may leave its folder."""
     place = PurePosixPath(name.replace("\\", "/"))
     return place.is_absolute() or ".." in place.parts
 
 
 def image_suffixes() -> tuple[str, ...]:
-    """The suffixes of the files that the installed TensorFlow decodes."""
+    """Returns the file suffixes that the installed TensorFlow decodes."""
     import tensorflow as tf
 
     has_webp = hasattr(tf.io, "decode_webp")
@@ -83,22 +82,22 @@ def image_suffixes() -> tuple[str, ...]:
 
 
 def files_below(folder: Path, root: Path | None = None) -> list[Path]:
-    """All files in a folder and below it, but for hidden ones, sorted.
+    """Returns all regular files below a folder, sorted, without hidden ones.
 
-    Pipes and devices are no files. A link may lead to another place below `root`.
+    Links may lead to other paths below `root`.
     """
     root = os.path.realpath(folder if root is None else root)
     paths, seen, pending = [], set(), [Path(folder)]
     while pending:
         place = pending.pop()
-        # A link may lead to a folder above itself.
+        # A link may lead to a parent folder.
         real = _within(place, root)
         if real in seen:
             continue
         seen.add(real)
         with os.scandir(place) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
-        # The first of several names of one folder is then the same on any machine.
+        # Makes the first of several names of a folder the same on all machines.
         for entry in sorted(shown, key=lambda entry: entry.name, reverse=True):
             if entry.is_dir():
                 pending.append(place / entry.name)
@@ -110,7 +109,7 @@ def files_below(folder: Path, root: Path | None = None) -> list[Path]:
 
 
 def _within(path: str | Path, root: str) -> str:
-    """The real path of a path, if it is below a folder's."""
+    """Resolves a path, if it is below `root`."""
     real = os.path.realpath(path)
     if real != root and not real.startswith(os.path.join(root, "")):
         raise ValueError(
@@ -121,14 +120,14 @@ def _within(path: str | Path, root: str) -> str:
 
 
 def is_file_within(path: Path, root: Path) -> bool:
-    """Whether a path is a file, and no link out of a folder."""
+    """Whether a path is a file, and not a link out of `root`."""
     if path.is_symlink():
         _within(path, os.path.realpath(root))
     return path.is_file()
 
 
 def cache_folder(name: str) -> Path:
-    """A folder below `KERAS_HOME`, or `~/.keras`, which need not exist."""
+    """Returns a folder below `KERAS_HOME` or `~/.keras`, which may not exist."""
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     return home / "keras_moe" / name
 
@@ -138,15 +137,13 @@ def kept_arrays(
     kinds: dict[str, tuple[str, tuple[int, ...]]],
     make: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Arrays of one length from a file, or made and then kept there.
+    """Loads arrays of equal length from a file, or makes and saves them.
 
-    Processes that start together wait for the one that makes them. Where the file
-    cannot be written there is a warning, and the arrays are not kept.
+    Concurrent processes wait for the one that makes them. A failed write only warns.
 
     Args:
         path: path of the file.
-        kinds: names of the arrays with their kind of dtype, and their shape without the
-            first axis.
+        kinds: dtype kind and shape (without the first axis) of each array, by name.
         make: function that makes the arrays.
     """
     if (kept := _read(path, kinds)) is not None:
@@ -156,7 +153,7 @@ def kept_arrays(
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f".{path.name}.lock")
         with locked(lock, f"the pictures in {path}", _PATIENCE):
-            # Another process may have made them while this one waited.
+            # Another process may have made them in the meantime.
             if (kept := _read(path, kinds)) is not None:
                 return kept
             made = make()
@@ -168,14 +165,14 @@ def kept_arrays(
 
 
 def _read(path, kinds):
-    """The arrays of a file, or None if it is missing or damaged."""
+    """Reads the arrays of a file; None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:
             kept = {name: file[name] for name in kinds}
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     except RuntimeError:
-        # Damaged headers may tell of encryption, or of an unknown compression.
+        # Damaged headers may look like encryption or an unknown compression.
         return None
     fits = len({len(array) for array in kept.values()}) == 1 and all(
         (kept[name].dtype.kind, kept[name].shape[1:]) == kind
@@ -185,7 +182,7 @@ def _read(path, kinds):
 
 
 def with_progress(items: Iterable, text: str, total: int) -> Iterable:
-    """Items with a progress bar on the error stream, if that is a terminal."""
+    """Shows a progress bar on the error stream, if that is a terminal."""
     console = Console(stderr=True)
     return track(
         items,
@@ -198,7 +195,7 @@ def with_progress(items: Iterable, text: str, total: int) -> Iterable:
 
 
 def held_out_split(name: bytes) -> str:
-    """The split that a name draws: a tenth is "test", a tenth is "validation"."""
+    """Draws a split from a name: 10% "test", 10% "validation", the rest "train"."""
     draw = int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
     if draw < _HELD_OUT_FRACTION:
         return "test"

@@ -1,13 +1,12 @@
-"""Folders of images, with classes or captions.
+"""Folders of images with classes or captions.
 
-PATH/split/class/name.jpg       one label per image, also in folders below the class's
-PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several
+PATH/split/class/name.jpg       one label per image, also in subfolders of a class
+PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several labels
 PATH/split/captions.csv         a header with the columns "image" and "caption"
 PATH/split/captions.jsonl       {"image": "a.png", "caption": "a cat"}, or "captions"
 
-Paths are relative to PATH/split. Further lines of an image in a file of captions are
-further captions. The column names of Hugging Face's image folders, "file_name" and
-"text", are read, too.
+Paths are relative to PATH/split. An image may have several lines, one per caption. The
+column names of Hugging Face's image folders, "file_name" and "text", work, too.
 """
 
 import csv
@@ -40,7 +39,7 @@ _FILE = DictOf(ListOf(Text()))
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
-    """The classes of all splits together."""
+    """Returns the classes of all splits together."""
     root = _root(path)
     if _is_multi_label(root):
         listed = [_listed(root, split) for split in folders_in(root)]
@@ -54,7 +53,7 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
 
 
 def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
-    """The examples of a split with labels; images stay in their files."""
+    """Opens a split with labels; images stay in their files."""
     import tensorflow as tf
 
     root = _root(path)
@@ -95,10 +94,10 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
-    """The images of all splits, and the paths of those that are listed and missing.
+    """Returns the images of all splits, and the listed paths that are missing.
 
-    Unlike `open_labelled` it accepts a folder that cannot be trained on: some splits
-    may have no images, and labels are not read.
+    Unlike `open_labelled` this works for folders that cannot be trained on: splits may
+    be empty, and labels are not read.
     """
     import tensorflow as tf
 
@@ -121,7 +120,7 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
 
 
 def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
-    """The images in the folders of classes, with the name of the class."""
+    """Returns the images in class folders, with the class name."""
     return [
         (file, [name])
         for name in folders_in(folder)
@@ -145,10 +144,10 @@ def _labelled_files(files, labels, classes) -> IndexedExamples:
 
 
 def _file_reader(files) -> tuple[Callable, Callable]:
-    """Functions from an index to the content of a file and to its path."""
+    """Returns functions from an index to a file's content and to its path."""
     import tensorflow as tf
 
-    # Paths are bytes, since a name need not be UTF-8.
+    # Paths are bytes, because names need not be UTF-8.
     places = tf.constant([os.fsencode(file) for file in files])
 
     def read(index):
@@ -159,7 +158,7 @@ def _file_reader(files) -> tuple[Callable, Callable]:
 
 
 def _is_multi_label(root: Path) -> bool:
-    """Whether the splits have files with labels."""
+    """Whether the splits have label files."""
     with_labels = [s for s in folders_in(root) if (root / s / LABELS).is_file()]
     without = [s for s in folders_in(root) if s not in with_labels]
     if with_labels and without:
@@ -173,9 +172,9 @@ def _is_multi_label(root: Path) -> bool:
 def _listed(
     root: Path, split: str, missing: list[str] | None = None
 ) -> dict[str, list[str]]:
-    """The images of a split with the names of their classes.
+    """Returns the class names of each image of a split.
 
-    Missing ones are left out, and added to the list `missing` unless it is None.
+    Missing images are left out, and added to the list `missing` if given.
     """
     path = root / split / LABELS
     listed = read_json(path, _FILE)
@@ -214,7 +213,7 @@ def _root(path: str) -> Path:
 
 
 def _report_others(folder: Path, used: set[Path]) -> None:
-    """Warns of the files of a split that are not among its images."""
+    """Warns about files of a split that are not used as images."""
     files = files_below(folder, folder.parent)
     others = [x for x in files if x not in used and x != folder / LABELS]
     if not others:
@@ -232,10 +231,9 @@ def _report_others(folder: Path, used: set[Path]) -> None:
 def open_captioned(
     path: str, split: str, options: CaptionOptions
 ) -> IndexedExamples | None:
-    """The examples of a split with captions; None if it has no file of captions.
+    """Opens a split with captions; None without a caption file.
 
-    Images that are named and not there, or there and not named, are faults, and so are
-    lines that cannot be read.
+    Faults are images listed but missing, present but not listed, and unreadable lines.
     """
     splits = sorted(x.name for x in Path(path).glob("*") if _has_captions(path, x.name))
     if not _has_captions(path, split):
@@ -280,7 +278,7 @@ def open_captioned(
 
 
 def _has_captions(path: str, split: str) -> bool:
-    """Whether a split of a folder has a file of captions."""
+    """Whether a split has a caption file."""
     folder = Path(path)
     if not folder.is_dir() or split not in folders_in(folder):
         return False
@@ -288,7 +286,7 @@ def _has_captions(path: str, split: str) -> bool:
 
 
 def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
-    """The captions that a file lists for each image, and the faults of its lines."""
+    """Returns the captions listed for each image, and the faults of lines."""
     text = file.read_bytes().decode("utf-8-sig", errors="surrogateescape")
     lines = _csv_lines if file.suffix == ".csv" else _json_lines
     captions: dict[str, list] = {}
@@ -314,8 +312,8 @@ def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
 
 
 def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | None]]:
-    """The line, the image, the caption and the fault of each row."""
-    # Otherwise a quote that is not closed would take the rest of the file.
+    """Yields line number, image, caption and fault of each row."""
+    # Otherwise an unclosed quote would swallow the rest of the file.
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = list(rows.fieldnames or ())
@@ -341,7 +339,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
 
 
 def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
-    """The line, the image and the caption or captions of each object, and no fault."""
+    """Yields line number, image and captions of each object, and None as fault."""
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

@@ -1,10 +1,10 @@
-"""JSON files that are checked against a description when they are read.
+"""Validates JSON files against a schema while reading them.
 
-A description is made of the classes below, such as
+A schema is built from the classes below, such as
 
     Record({"classes": ListOf(Text(), minimum=1), "count": Integer(0)}, {"classes"})
 
-and `read_json` refuses a file by its name and the first value that does not fit.
+and the errors of `read_json` name the file and the first value that does not fit.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class _Fault(Exception):
-    """A value that does not fit, and where it is."""
+    """A value that does not fit, and its location."""
 
     def __init__(self, expected: Any, place: str, received: Any):
         where = f" at {place}" if place else ""
@@ -24,7 +24,7 @@ class _Fault(Exception):
 
 
 class Integer(NamedTuple):
-    """An integer between `minimum` and `maximum`, no boolean."""
+    """An integer between `minimum` and `maximum`, not a boolean."""
 
     minimum: int
     maximum: int = 2**31 - 1
@@ -39,7 +39,7 @@ class Integer(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A string that can be the name of a file or of a class."""
+    """A string that can name a file or a class."""
 
     def __str__(self):
         return "a string of Unicode characters, not empty"
@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class ListOf(NamedTuple):
-    """A list of `item`s, at least `minimum` of them, with `unique` each once."""
+    """A list of at least `minimum` `item`s, optionally without duplicates."""
 
     item: Any
     minimum: int = 0
@@ -75,7 +75,7 @@ class ListOf(NamedTuple):
 
 
 class DictOf(NamedTuple):
-    """A dict from any names to values that are `value`."""
+    """A dict with any keys and values that match `value`."""
 
     value: Any
 
@@ -91,7 +91,7 @@ class DictOf(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A dict with described values for some names."""
+    """A dict with a schema for each of some keys."""
 
     fields: Mapping[str, Any]
     required: Iterable[str] = ()
@@ -113,7 +113,7 @@ class Record(NamedTuple):
 
 
 class Either(NamedTuple):
-    """A value of one of two descriptions; the second one is for lists."""
+    """A value that matches one of two schemas; the second one is for lists."""
 
     one: Any
     several: ListOf
@@ -132,7 +132,7 @@ class Either(NamedTuple):
 
 
 def read_json(path: Path, description: Any) -> Any:
-    """The value in a JSON file, if it fits the description."""
+    """Reads a JSON file and validates it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -1,9 +1,9 @@
-"""Faster versions of Keras's augmentation layers, inside `tf.data` on a CPU.
+"""Faster versions of Keras's augmentation layers for `tf.data` on CPUs.
 
-On CPUs TensorFlow takes many times as long to select by a broadcast condition, or with
-`tf.where`, as for the arithmetic around it, and several times as long to broadcast over
-three channels as over whole rows of pixels. Images are those of Keras's layers for the
-same seed. Each class can go when Keras's own layer is as fast.
+On CPUs, TensorFlow is many times slower at selecting with a broadcast condition or
+`tf.where` than at arithmetic, and several times slower at broadcasting over three
+channels than over rows of pixels. For the same seed, images equal those of Keras's
+layers. Remove a class when Keras's layer is as fast.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import keras
 
 
 class RandomFlip:
-    """`keras.layers.RandomFlip("horizontal")`, which reverses only what is flipped."""
+    """`keras.layers.RandomFlip("horizontal")` that reverses only the flipped images."""
 
     def __call__(self, images: Any, seed: Any) -> Any:
         import tensorflow as tf
@@ -23,8 +23,8 @@ class RandomFlip:
             return tf.cond(is_flipped, lambda: tf.reverse(images, [1]), lambda: images)
         shape = tf.shape(images)
         is_flipped = tf.random.stateless_uniform([shape[0], 1, 1, 1], seed) <= 0.5
-        # TensorFlow reverses quickly in three dimensions, and selects whole images
-        # quickly where the condition is a vector.
+        # TensorFlow is fast at reversing in three dimensions, and at selecting whole
+        # images by a vector.
         rows = tf.reshape(images, [-1, shape[2], images.shape[3]])
         return tf.raw_ops.Select(
             condition=tf.reshape(is_flipped, [-1]),
@@ -34,9 +34,9 @@ class RandomFlip:
 
 
 class CutMix(keras.layers.CutMix):
-    """`keras.layers.CutMix` that pastes whole pixels, not number by number.
+    """`keras.layers.CutMix` that pastes whole pixels instead of single numbers.
 
-    If Keras renames the method of the mask, only the time changes.
+    If Keras renames the mask's method, only the speed changes.
     """
 
     def _generate_batch_mask(self, images_shape, box_corners):
@@ -52,7 +52,7 @@ class CutMix(keras.layers.CutMix):
         images = tf.cast(images, self.compute_dtype)
         channels = tf.shape(images)[-1]
         others = tf.gather(images, transformation["permutation_order"])
-        # TensorFlow selects rows quickly where the condition is a vector.
+        # TensorFlow is fast at selecting rows by a vector.
         pixels = tf.raw_ops.Select(
             condition=tf.reshape(transformation["batch_masks"][..., 0], [-1]),
             x=tf.reshape(others, [-1, channels]),
@@ -62,7 +62,7 @@ class CutMix(keras.layers.CutMix):
 
 
 class Contrast(keras.layers.RandomContrast):
-    """`keras.layers.RandomContrast` for pixels in [0, 255], whole rows at a time."""
+    """`keras.layers.RandomContrast` for pixels in [0, 255], in whole rows."""
 
     def transform_images(
         self, images: Any, transformation: Any, training: bool = True
@@ -80,9 +80,9 @@ class Contrast(keras.layers.RandomContrast):
 
 
 class ScaledSolarization(keras.layers.Solarization):
-    """Inverts the pixels from a threshold on, which is at least 256 (1 - magnitude).
+    """Inverts pixels above a random threshold of at least 256 (1 - magnitude).
 
-    Keras's own lower bound is not on the scale of its upper bound.
+    In Keras's layer the two bounds of the threshold have different scales.
     """
 
     def __init__(self, magnitude: float, **kwargs):
@@ -111,7 +111,7 @@ class ScaledSolarization(keras.layers.Solarization):
 class AutoContrast(keras.layers.AutoContrast):
     """`keras.layers.AutoContrast` for pixels in [0, 255].
 
-    Keras computes NaN for a channel of one colour, and then selects number by number.
+    Keras computes NaN for channels of one colour and then selects element by element.
     """
 
     def transform_images(
@@ -137,8 +137,8 @@ class AutoContrast(keras.layers.AutoContrast):
 class Equalization(keras.layers.Equalization):
     """`keras.layers.Equalization` for pixels in [0, 255], all channels at once.
 
-    Keras chooses how to count by the backend of the models, not of the pipeline: with
-    JAX it makes a graph of 256 comparisons per channel, 40 times as slow.
+    Keras counts levels by the method of the models' backend instead of the pipeline's:
+    with JAX, 256 comparisons per channel, which takes 40 times as long.
     """
 
     def transform_images(
@@ -166,14 +166,14 @@ class Equalization(keras.layers.Equalization):
         table = tf.clip_by_value(tf.round(table), 0.0, 255.0)
         places = tf.clip_by_value(pixels / 255.0 * last, 0.0, float(last))
         equalized = tf.gather(table, tf.cast(places, "int32"), axis=1, batch_dims=1)
-        # A channel of one level stays as it is.
+        # Channels with a single level stay unchanged.
         several = tf.math.count_nonzero(counts, axis=-1) > 1
         equalized = tf.raw_ops.Select(condition=several, x=equalized, y=pixels)
         return tf.reshape(tf.transpose(equalized), tf.shape(images))
 
 
 def _rows(tf, values, like=None):
-    """Images (..., height, width, channels) as (..., height, 1, width * channels)."""
+    """Reshapes (..., height, width, channels) to (..., height, 1, width * channels)."""
     shape = tf.shape(values if like is None else like)
     width, channels = shape[-2], shape[-1]
     if like is not None:

@@ -1,7 +1,7 @@
-"""The Open Clip Art Library's pictures, as Debian's packages have them.
+"""Pictures of the Open Clip Art Library, as packaged by Debian.
 
-PATH/png/animals/mammals/bull_utrescu_.png     a picture; its first folder is its class
-PATH/svg/animals/mammals/bull_utrescu_.svg     the same, with its title and keywords
+PATH/png/animals/mammals/bull_utrescu_.png     a picture; the first folder is its class
+PATH/svg/animals/mammals/bull_utrescu_.svg     the same with title and keywords
 """
 
 import hashlib
@@ -29,19 +29,19 @@ from keras_moe.data._files import (
 )
 from keras_moe.data.labels import Classes
 
-# The side of the pictures in pixels.
+# Side of the pictures in pixels.
 SIDE = 64
 # Increase it to invalidate older caches.
 _VERSION = 1
-# Series of more pictures are trained on: one of them would be most of a test split.
+# Longer series go to training: one of them would dominate a test split.
 _LONGEST_SERIES = 50
-# A title of more pictures is that of a collection.
+# Titles of more pictures than this describe a collection.
 _MOST_OF_ONE_TITLE = 5
-# The correlation of pixels above which pictures are alike.
+# Correlation of pixels above which pictures are alike.
 _ALIKE = 0.95
-# Pictures that are compared with all others at a time.
+# Number of pictures to compare with all others at a time.
 _BLOCK = 512
-# The number of pictures below which a category is no class.
+# Minimum number of pictures of a class.
 _LEAST_OF_CLASS = 40
 _NO_CLASS = "unsorted"
 # Keywords that do not describe the picture.
@@ -51,7 +51,7 @@ _PLACES = ("", "usr/share/openclipart")
 
 
 class ClipArt(NamedTuple):
-    """Pictures with their captions, in the order of their files."""
+    """Pictures and their captions, in the order of their files."""
 
     images: np.ndarray
     captions: np.ndarray
@@ -60,7 +60,7 @@ class ClipArt(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """The metadata in an SVG, in lower case."""
+    """The metadata of an SVG, in lower case."""
 
     title: str
     keywords: tuple[str, ...]
@@ -68,7 +68,7 @@ class _Description(NamedTuple):
 
 
 def read_clip_art(path: str, split: str) -> ClipArt:
-    """The pictures of a split, which are kept below `KERAS_HOME`, or `~/.keras`."""
+    """Returns the pictures of a split, cached below `KERAS_HOME` or `~/.keras`."""
     check_one_of("split", split, SPLITS)
     root = _root(path)
     files = _files(root / "png", ".png")
@@ -89,7 +89,7 @@ def read_clip_art(path: str, split: str) -> ClipArt:
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
-    """The categories with enough pictures, sorted."""
+    """Returns the sorted categories with enough pictures."""
     files = _files(_root(path) / "png", ".png")
     counts = Counter(name.split("/")[0] for name in files)
     names = tuple(
@@ -101,7 +101,7 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
 
 
 def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
-    """The pictures of a split whose categories are classes, labelled by them."""
+    """Opens a split with labels, without pictures of too small categories."""
     classes = find_classes(path)
     if classes.count < 2:
         raise ValueError(
@@ -117,7 +117,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 def open_captioned(
     path: str, split: str, options: CaptionOptions
 ) -> IndexedExamples | None:
-    """The pictures of a split with captions; None where templates ask for classes."""
+    """Opens a split with captions; None if templates ask for classes."""
     if options.templates is not None:
         return None
     clip_art = read_clip_art(path, split)
@@ -136,9 +136,9 @@ def _root(path: str) -> Path:
 
 
 def _files(folder: Path, suffix: str) -> list[str]:
-    """Files below a folder's folders, as sorted relative paths.
+    """Returns sorted relative paths of the files below a folder's subfolders.
 
-    Links, by which the packages show pictures in several categories, are left out.
+    Links, which show pictures in several categories, are left out.
     """
     found = []
     for place, _, files in os.walk(folder):
@@ -152,7 +152,7 @@ def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
     """Reads all pictures and their metadata, with a progress bar."""
     if not files:
         raise ValueError(f"Expected PNG files in folders below {root / 'png'}")
-    # Pillow warns of palettes, and of sizes below those that it refuses.
+    # Pillow warns of palettes, and of sizes below those that it rejects.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
         pictures = threads.map(lambda name: _picture(root / "png" / name), files)
         images = list(with_progress(pictures, "Reading openclipart", len(files)))
@@ -165,7 +165,7 @@ def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
         is_own = one.title and titles[one.title] <= _MOST_OF_ONE_TITLE
         title = one.title if is_own else _of_file(name, one.artist)
         captions.append(_caption(title, one))
-        # Titles of a series differ in numbers.
+        # Titles of a series differ in numbers only.
         series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
     splits = _splits(files, _joined(series, images))
     categories = [name.split("/")[0] for name in files]
@@ -173,7 +173,7 @@ def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
 
 
 def _picture(path: Path) -> np.ndarray | None:
-    """A picture on white, (64, 64, 3), which keeps its proportions.
+    """Reads a picture as (64, 64, 3) on white, with its proportions.
 
     None if Pillow takes it for a decompression bomb; one has 231 million pixels.
     """
@@ -198,7 +198,7 @@ def _picture(path: Path) -> np.ndarray | None:
 
 
 def _described(path: Path) -> _Description:
-    """The metadata of an SVG, empty where there are none."""
+    """Reads the metadata of an SVG; empty if there is none."""
     title, artist, keywords, above = "", "", [], []
     try:
         for event, element in ElementTree.iterparse(f"{path}.svg", ("start", "end")):
@@ -222,7 +222,7 @@ def _described(path: Path) -> _Description:
 
 
 def _of_file(name: str, artist: str) -> str:
-    """The words of a file's name, whose end may be that of its artist."""
+    """Returns the words of a file name without the artist's name at the end."""
     words = re.split(r"[\W_]+", Path(name).stem.lower())
     words = [word for word in words if word]
     artists = artist.split()
@@ -234,7 +234,7 @@ def _of_file(name: str, artist: str) -> str:
 
 
 def _caption(title: str, description: _Description) -> str:
-    """A title and the keywords that say something else."""
+    """Combines the title with keywords that add something."""
     parts = [title]
     for keyword in description.keywords:
         is_new = keyword not in (*parts, description.artist, *_NO_KEYWORDS)
@@ -244,9 +244,9 @@ def _caption(title: str, description: _Description) -> str:
 
 
 def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
-    """A number for each picture, equal for those of one series or of one look.
+    """Numbers the pictures so that a series or similar pictures share a number.
 
-    What is like a picture of a series belongs to the series, and so on.
+    The relation is transitive: what resembles a picture of a series belongs to it.
     """
     small = images.reshape(len(images), SIDE // 2, 2, SIDE // 2, 2, 3).mean((2, 4))
     pixels = small.reshape(len(images), -1).astype("float32")
@@ -272,7 +272,7 @@ def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
 
 
 def _splits(files: Sequence[str], groups: np.ndarray) -> list[str]:
-    """The split of each picture, which its group has drawn by its first file."""
+    """Draws the split of each group of pictures by its first file."""
     sizes = np.bincount(groups)
     of_group = {}
     for group in np.unique(groups).tolist():

@@ -8,8 +8,8 @@ from keras_moe.data._examples import Examples, Share
 from keras_moe.data.augmentation import RandomResizedCrop, Step
 from keras_moe.data.reading import map_or_name
 
-# Files are read without end in runs of whole passes, of at least so many examples. A
-# run in which nothing can be read ends with an error. Starting one takes milliseconds.
+# Endless reading is done in runs of full passes with at least this many examples. A run
+# in which nothing can be read ends with an error. Starting a run takes milliseconds.
 _EXAMPLES_OF_A_RUN = 20_000
 
 
@@ -19,13 +19,13 @@ class BatchSettings(NamedTuple):
     Fields:
         image_shape: (height, width, channels).
         steps: augmentation.
-        targets: function from the features of an example, without its image, and from
-            its key to what goes with the images in a batch.
+        targets: function from an example's features (without the image) and key to what
+            accompanies the images in a batch.
         share: the host's part.
         shuffle: whether the order is random.
         seed: seed of the order and the augmentation.
-        drop_remainder: whether to drop a last batch that is not full.
-        start_batch: first batch of passes without end; None for a single pass.
+        drop_remainder: whether to drop an incomplete last batch.
+        start_batch: first batch of endless passes; None for a single pass.
     """
 
     image_shape: tuple[int, int, int]
@@ -39,20 +39,20 @@ class BatchSettings(NamedTuple):
 
 
 def batches(examples: Examples, settings: BatchSettings) -> Any:
-    """A `tf.data.Dataset` of batches (images, targets), images in [-1, 1].
+    """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1].
 
-    Each example carries a key of two integers: one for the pass over the data, and one
-    for its position therein. All randomness of an augmentation follows from the key.
+    Each example carries a key of two integers, for the pass over the data and for its
+    position in it, from which all randomness of its augmentation follows.
     """
     import tensorflow as tf
 
-    # Augmentation works on batches from the first step on that mixes labels.
+    # From the first step that mixes labels on, augmentation works on batches.
     first_mixer = [step.mixes_labels for step in settings.steps] + [True]
     per_image = list(enumerate(settings.steps))[: first_mixer.index(True)]
     per_batch = list(enumerate(settings.steps))[len(per_image) :]
-    # A crop comes first only where it sees the image at its full size.
+    # A crop is done while decoding only if it is the first step.
     crop = per_image.pop(0) if per_image and per_image[0][1].crop else None
-    # Steps that need no order are one function: an image is still in the cache.
+    # Steps without random state share one map, while the image is in the cache.
     is_stateless = [step.is_stateless for _, step in per_image] + [False]
     at_once = per_image[: is_stateless.index(False)]
     one_by_one = per_image[len(at_once) :]
@@ -97,11 +97,11 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 
 
 def _pixels(tf, examples, item, stored, key, crop, image_shape):
-    """The pixels of an image at the size of the batch, cropped first if asked for."""
+    """Reads an image at the batch's size, after an optional crop."""
     height, width, channels = image_shape
     number, step = (None, None) if crop is None else crop
     seed = None if crop is None else key_seed(key, number)
-    # A subclass of the crop may have its own call, which sees the whole image.
+    # Subclasses of the crop may override `__call__`, which expects the full image.
     if (
         crop is not None
         and examples.encoded_channels is not None
@@ -124,10 +124,10 @@ def _pixels(tf, examples, item, stored, key, crop, image_shape):
 
 
 class _Passes:
-    """One pass over the examples, or passes without end, in the order of the settings.
+    """One pass over the examples, or endless passes, in the configured order.
 
-    An element is ((position, item), number of the pass). `runs` is a data set of
-    numbers, and `elements` the elements of a run; its `count` is finite for files.
+    An element is ((position, item), number of the pass). `runs` is a dataset of run
+    numbers, and `elements` returns the elements of a run; `count` is finite for files.
     """
 
     def __init__(self, tf: Any, examples: Examples, settings: BatchSettings):
@@ -139,7 +139,7 @@ class _Passes:
         if self.endless:
             first, batches_before = divmod(settings.start_batch, per_pass)
             self.first, self.skipped = first, batches_before * share.batch_size
-            # In memory nothing fails, and one run is enough.
+            # Reading from memory cannot fail, so a single run is enough.
             whole = -(-_EXAMPLES_OF_A_RUN // self.length)
             self.passes = 2**40 if examples.place is None else whole
             self.runs = tf.data.Dataset.range(tf.int64.max)
@@ -148,20 +148,20 @@ class _Passes:
         if not settings.drop_remainder:
             begin, end = share.bounds(rest)
             self.length += end - begin
-        # The number differs in every pass over the data set, and not by process.
+        # The number differs in every pass over the dataset, but not by process.
         self.runs = tf.data.Dataset.random(
             seed=settings.seed, rerandomize_each_iteration=True
         ).take(1)
         self.cardinality = self.length
 
     def count(self, run: Any) -> Any:
-        """The number of elements of a run."""
+        """Returns the number of elements of a run."""
         if not self.endless:
             return self.length
         return self.passes * self.length - self._skipped(run)
 
     def elements(self, run: Any, start: Any) -> Any:
-        """The elements of a run from one of them on."""
+        """Returns the elements of a run from index `start` on."""
         if not self.endless:
             return self._one_pass(run, start)
         start += self._skipped(run)
@@ -182,13 +182,13 @@ class _Passes:
         seed = tf.stack([tf.constant(settings.seed, "int64"), number])
         order = seed if settings.shuffle else None
         dataset = self.examples.pass_over(settings.share, order, start, self.length)
-        # Zipping, since a map here would not run in parallel.
+        # Zipped, because a map here would not run in parallel.
         number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
         return tf.data.Dataset.zip((dataset, number_of_pass))
 
 
 def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable):
-    """`prepare` of all elements of the passes, in parallel and in order."""
+    """Maps `prepare` over all elements, in parallel and in order."""
     passes = _Passes(tf, examples, settings)
 
     def elements(run):
@@ -209,7 +209,7 @@ def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable
 
 def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
     """Applies numbered steps to images or to batches."""
-    # Each has a map, since only those without a random state may run in parallel.
+    # One map per step, because only those without a random state may run in parallel.
     for number, step in steps:
 
         def apply(images, targets, key, step=step, number=number):
@@ -223,14 +223,14 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
 
 
 def key_seed(key: Any, number: int) -> Any:
-    """The seed of a step: steps share the key of an image, but not their seeds."""
+    """Derives the seed of a step from an image's key."""
     import tensorflow as tf
 
     return tf.stack([_mixed(tf, key, "int32"), number])
 
 
 def _mixed(tf, seed, dtype="int64"):
-    """One random number made from the two of a seed."""
+    """Combines two random numbers into one."""
     return tf.random.stateless_uniform([], seed, None, None, dtype)
 
 

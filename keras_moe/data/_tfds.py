@@ -1,8 +1,8 @@
-"""Data sets of TensorFlow Datasets with images, and class labels or captions.
+"""Datasets of TensorFlow Datasets with images, and with class labels or captions.
 
-Several labels are a sequence of classes, or yes or no for each of some attributes.
-Captions are a text, a sequence of texts, as in Flickr30k, or a sequence of dicts with a
-text, as in `coco_captions`.
+Several labels are a sequence of classes, or a boolean for each attribute. Captions are
+a text, a sequence of texts, as in Flickr30k, or a sequence of dicts with a text, as in
+`coco_captions`.
 """
 
 import difflib
@@ -17,22 +17,22 @@ from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
 from keras_moe.data.labels import Classes
 
-# Seconds to wait for the network. An answer takes one; a name server or a proxy that is
-# down takes minutes.
+# Seconds to wait for the network. An answer takes one second; a dead name server or
+# proxy takes minutes.
 PATIENCE = 60
 _CAPTIONS, _TEXT = ("captions", "caption"), ("text", "caption", "raw")
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """The classes, without downloading the data."""
+    """Returns the classes without downloading the data."""
     info = _open_builder(name, data_dir).info
     return _classes(info.features[_features(name, info)[1]])
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples:
-    """The examples of a split with labels.
+    """Opens a split with labels.
 
-    Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
+    Images stay encoded until `decode`, so that shuffling buffers bytes, not pixels.
     """
     builder = _open_builder(name, data_dir)
     import tensorflow_datasets as tfds
@@ -56,7 +56,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples
 
 
 def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples | None:
-    """The examples of a split with captions; None if it has labels only."""
+    """Opens a split with captions; None if it only has labels."""
     import tensorflow as tf
 
     builder = _open_builder(name, options.data_dir)
@@ -97,7 +97,7 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
 
 
 def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
-    """The files of a split; a data set that is not there is downloaded and prepared."""
+    """Returns the files of a split; downloads and prepares the dataset if missing."""
     import tensorflow_datasets as tfds
 
     _prepare(name, builder)
@@ -127,7 +127,7 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
 
 
 def _open_builder(name: str, data_dir: str | None) -> Any:
-    """The builder of a data set, which may not be there yet."""
+    """Returns the builder of a dataset, which may still have to be prepared."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -135,7 +135,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
             'tfds: sources need TensorFlow Datasets: pip install "keras-moe[data]"'
         ) from error
     try:
-        # TensorFlow Datasets may look for a name in several places of the network.
+        # TensorFlow Datasets may look for a name at several network addresses.
         return _answer_of(
             lambda: tfds.builder(name, data_dir=data_dir),
             f"TensorFlow Datasets' search for tfds:{name}",
@@ -153,7 +153,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
             f"received: source='tfds:{name}'{hint if close else ''}"
         ) from error
     except Exception as error:
-        # A namespace such as huggingface: has its own errors.
+        # Namespaces such as huggingface: raise their own errors.
         raise ValueError(
             "Expected a data set that TensorFlow Datasets can open; "
             f"received: source='tfds:{name}' ({type(error).__name__}: {error})"
@@ -161,7 +161,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
 
 
 def _prepare(name: str, builder: Any) -> None:
-    """Downloads a data set that is not there, if the network answers."""
+    """Downloads a missing dataset, if the network answers."""
     if not builder.is_prepared():
         urls = [url for url in builder.url_infos or () if url.startswith("http")]
         if urls:
@@ -171,17 +171,17 @@ def _prepare(name: str, builder: Any) -> None:
     try:
         builder.download_and_prepare()
     except AssertionError as error:
-        # The data are to be downloaded by hand.
+        # The data must be downloaded manually.
         raise ValueError(
             f"Expected tfds:{name} to be prepared; received: {error}"
         ) from error
 
 
 def _answer_of(function: Callable[[], Any], question: str) -> Any:
-    """Returns or raises the result of a function, if it comes in time.
+    """Returns or raises the result of a function if it arrives in time.
 
-    Libraries that look a name up on the network have no time-outs, or multiply them by
-    attempts. A function that is late continues in a thread, and its result is lost.
+    Libraries that look up names on the network have no time-outs, or multiply them by
+    retries. A late function continues in a thread, and its result is ignored.
     """
     done: dict[str, Any] = {}
 
@@ -205,7 +205,7 @@ def _answer_of(function: Callable[[], Any], question: str) -> Any:
 
 
 def _check_reachable(url: str, purpose: str) -> None:
-    """Asks a server for an address once, before many attempts are made."""
+    """Tries an address of a server once, before many retries begin."""
     import requests
 
     try:
@@ -217,7 +217,7 @@ def _check_reachable(url: str, purpose: str) -> None:
 
 
 def _label_numbers(label: Any) -> Any:
-    """The number of a class, or the numbers of several classes, int32."""
+    """Returns one or more class numbers, int32."""
     import tensorflow as tf
 
     if not isinstance(label, dict):
@@ -227,10 +227,10 @@ def _label_numbers(label: Any) -> Any:
 
 
 def _classes(labels: Any) -> Classes:
-    """The classes of a feature: a `ClassLabel`, a sequence of them, or attributes.
+    """Returns the classes of a `ClassLabel`, a sequence of them, or attributes.
 
-    Attributes are sorted by name, since a data set that is read without its code has
-    lost their order; those of CelebA are sorted in any case.
+    Attributes are sorted by name, because a dataset that is read without its code has
+    lost their order; those of CelebA are sorted anyway.
     """
     import tensorflow_datasets as tfds
 
@@ -244,7 +244,7 @@ def _classes(labels: Any) -> Classes:
 
 
 def _features(name: str, info: Any) -> tuple[str, str]:
-    """The keys of the image and of the label, or an error with all features."""
+    """Returns the keys of image and label, or raises an error with all features."""
     import tensorflow_datasets as tfds
 
     features = info.features
@@ -284,7 +284,7 @@ def _are_attributes(feature: Any) -> bool:
 
 
 def _captions(features: Any) -> tuple[str, str | None] | None:
-    """The key of the captions, and of the text in each; None if there are none."""
+    """Returns the key of the captions and of the text in each, or None."""
     import tensorflow_datasets as tfds
 
     if not isinstance(features, tfds.features.FeaturesDict):
@@ -304,6 +304,6 @@ def _captions(features: Any) -> tuple[str, str | None] | None:
 
 
 def _is_text(feature: Any) -> bool:
-    """Whether a feature is one string."""
+    """Whether a feature is a single string."""
     shape = getattr(feature, "shape", None)
     return shape == () and feature.tf_dtype.name == "string"

@@ -60,7 +60,7 @@ TOKENS = {"token_ids": "image/token_ids", "padding_mask": "image/padding_mask"}
 _COUNTS = DictOf(Integer(0, 2**40))
 LABEL_FILE = Record(
     {
-        # More classes are too many for a head or a one-hot vector.
+        # Too many classes for a head or a one-hot vector.
         "classes": Either(Integer(1, 2**24), ListOf(Text(), minimum=1, unique=True)),
         "features": Record({"image": Text(), "label": Text()}),
         "first_label": Integer(-(2**31)),
@@ -80,12 +80,12 @@ CAPTION_FILE = Record(
 
 
 def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
-    """The classes, from the file next to the records."""
+    """Returns the classes from `dataset.json`."""
     return _settings(pattern)[1]
 
 
 def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamples:
-    """The examples of a split with labels; images stay encoded until `decode`."""
+    """Opens a split with labels; images stay encoded until `decode`."""
     import tensorflow as tf
 
     settings, classes = _settings(pattern)
@@ -125,7 +125,7 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
 def open_captioned(
     pattern: str, split: str, options: CaptionOptions
 ) -> Examples | None:
-    """The examples of a split with captions or tokens; None if records have labels."""
+    """Opens a split with captions or tokens; None if records have labels."""
     import tensorflow as tf
 
     path = _sidecar_path(pattern)
@@ -142,7 +142,7 @@ def open_captioned(
     else:
         fields = {key: (names.get(key, TOKENS[key]), "int64") for key in TOKENS}
     files = _split_files(pattern, split, settings.get("counts", {}))
-    # An example without captions has no such feature, or an empty one.
+    # For examples without captions the feature is missing or empty.
     _check_first(files[0].path, {image: "bytes_list"})
     features = {
         image: tf.io.FixedLenFeature([], "string"),
@@ -164,8 +164,8 @@ def open_captioned(
 
 
 def _split_files(pattern: str, split: str, counts: dict[str, int]) -> list[RecordFile]:
-    """The files of a split, with their numbers of records."""
-    # Counts do not hold for files of the same name in other folders.
+    """Returns the files of a split with their numbers of records."""
+    # Counts do not apply to files of the same name in other folders.
     folder = _sidecar_path(pattern).parent
     known = {folder / name: count for name, count in counts.items()}
     files = [
@@ -182,7 +182,7 @@ def _split_files(pattern: str, split: str, counts: dict[str, int]) -> list[Recor
 
 
 def corrupt_files(pattern: str) -> list[str]:
-    """The files that cannot be read to their end."""
+    """Returns the files that cannot be read to the end."""
     import tensorflow as tf
 
     corrupt = []
@@ -196,17 +196,17 @@ def corrupt_files(pattern: str) -> list[str]:
 
 
 def _record_paths(pattern: str) -> list[Path]:
-    """The TFRecord files of a folder or a glob, sorted."""
+    """Returns the sorted TFRecord files of a folder or a glob."""
     return matching_files(f"tfrecord:{pattern}", _NAMES)
 
 
 def _sidecar_path(pattern: str) -> Path:
-    """The path of the file next to the records, which need not exist."""
+    """Returns the path of `dataset.json`, which may not exist."""
     return _record_paths(pattern)[0].parent / SIDECAR
 
 
 def _settings(pattern: str) -> tuple[dict, Classes]:
-    """The content of the file next to the records, and its classes."""
+    """Returns the content of `dataset.json`, and the classes."""
     path = _sidecar_path(pattern)
     if not path.is_file():
         raise ValueError(
@@ -221,7 +221,7 @@ def _settings(pattern: str) -> tuple[dict, Classes]:
 
 
 def _check_first(path: str, fields: dict[str, str]) -> None:
-    """Reads the first record, so that missing features are refused at the door."""
+    """Reads the first record, so that missing features are an early error."""
     import tensorflow as tf
 
     try:

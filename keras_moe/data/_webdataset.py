@@ -1,8 +1,8 @@
-"""Tar files of images and captions, as WebDataset and img2dataset write them.
+"""Tar files of images and captions, as written by WebDataset and img2dataset.
 
-Members that are named alike up to the first dot of the file's name are one example:
-`0007.jpg` with `0007.txt`, or with `0007.json`, which has a "caption". The headers are
-read once, and images at their offsets: order, shards and resumption are those of files.
+Members whose names agree up to the first dot form an example: `0007.jpg` with
+`0007.txt`, or with `0007.json`, which has a "caption". Headers are read once and
+images at their offsets, so order, sharding and resumption work as for files.
 """
 
 import functools
@@ -30,7 +30,7 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
 class _Member(NamedTuple):
-    """The place of a member's content in its tar file."""
+    """The location of a member's content in its tar file."""
 
     offset: int
     size: int
@@ -39,10 +39,9 @@ class _Member(NamedTuple):
 def open_captioned(
     pattern: str, split: str, options: CaptionOptions
 ) -> IndexedExamples:
-    """The examples of a split with captions; images stay in their files.
+    """Opens a split with captions; images stay in their files.
 
-    An image without a caption, a caption without an image, and a file that is cut off
-    are faults.
+    Faults are images without captions, captions without images, and truncated files.
     """
     import tensorflow as tf
 
@@ -95,7 +94,7 @@ def open_captioned(
 
 
 def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
-    """The bytes of a member."""
+    """Reads the bytes of a member."""
     offset, size = (int(bound) for bound in bounds)
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
@@ -105,12 +104,12 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
     return content
 
 
-# Captions, the number of pairs and their batches need the same headers.
+# Captions, the number of pairs and batches all need the same headers.
 @functools.lru_cache(maxsize=4096)
 def _read_index(
     path: Path, size: int, changed: int
 ) -> tuple[dict[str, tuple[_Member | None, Any, str | None]], str | None]:
-    """The image, the captions and the fault of each example; and that of the file."""
+    """Returns the image, captions and fault of each example, and the file's fault."""
     members: dict[str, dict[str, list[_Member]]] = {}
     cut_off, last = None, ""
     with path.open("rb") as file:
@@ -132,7 +131,7 @@ def _read_index(
 
 
 def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]:
-    """The files of an archive; an error of tarfile where it is not whole."""
+    """Yields the files of an archive; raises an error of tarfile if it is truncated."""
     with _read_header(lambda: tarfile.open(fileobj=file, mode="r:")) as archive:
         at = 0
         while (member := _read_header(archive.next)) is not None:
@@ -140,11 +139,11 @@ def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]
             if member.size < 0 or member.offset_data + member.size > end:
                 raise tarfile.ReadError("unexpected end of data")
             at = archive.offset
-            # The list of members would hold all headers of a large file.
+            # The list of members would keep all headers of a large file.
             archive.members = []
             if not member.isdir():
                 yield member
-    # The end of an archive is 1,024 zeros or more, and nothing follows it.
+    # An archive ends with at least 1,024 zeros.
     file.seek(at)
     if file.read(512) != bytes(512):
         raise tarfile.ReadError("no end of the archive")
@@ -154,11 +153,11 @@ def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]
 
 
 def _read_header(read: Callable[[], Any]) -> Any:
-    """What `read` returns; an error of tarfile for a damaged header."""
+    """Calls `read` and turns all errors of damaged headers into errors of tarfile."""
     try:
         return read()
     except (OverflowError, ValueError) as error:
-        # Numbers of sparse files in PAX headers are not checked by tarfile.
+        # tarfile does not check the numbers of sparse files in PAX headers.
         raise tarfile.InvalidHeaderError(f"a damaged header, {error}") from error
 
 
@@ -178,7 +177,7 @@ def _begins_as_tar(file: Any) -> bool:
 def _example(
     file: Any, parts: dict[str, list[_Member]]
 ) -> tuple[_Member | None, Any, str | None] | None:
-    """The image, the captions and the fault of an example, None if it has neither."""
+    """Returns the image, captions and fault of an example; None if it has neither."""
     images = [suffix for suffix in image_suffixes() if suffix in parts]
     text = next((suffix for suffix in _TEXTS if suffix in parts), None)
     if not images and text is None:
@@ -197,7 +196,7 @@ def _example(
 
 
 def _captions(file: Any, member: _Member, suffix: str) -> tuple[Any, str | None]:
-    """The captions in a member, or a fault."""
+    """Reads the captions of a member, or a fault."""
     file.seek(member.offset)
     text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")
     if suffix == ".txt":
@@ -212,14 +211,14 @@ def _captions(file: Any, member: _Member, suffix: str) -> tuple[Any, str | None]
 
 
 def _key_of(name: str) -> tuple[str, str]:
-    """The name of an example and the suffix of its member, from the first dot on."""
+    """Splits a member's name at the first dot into example and suffix."""
     folder, _, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
     return f"{folder}/{stem}" if folder else stem, (dot + suffix).lower()
 
 
 def _check_member(path: Path, member: tarfile.TarInfo) -> None:
-    """Raises ValueError for a member that is no plain file inside the archive."""
+    """Rejects members that are not plain files inside the archive."""
     is_plain = (member.isdir() or member.isreg()) and not member.issparse()
     if leads_outside(member.name) or not is_plain:
         raise ValueError(

@@ -120,7 +120,7 @@ class Objective(Section):
         set_class_names(model, self.class_names(config, data_dir))
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """Returns digests of what `prepare` took from the data, to compare on resume."""
+        """Returns digests of what `prepare` took from the data."""
         return {}
 
     def datasets(
