@@ -490,16 +490,6 @@ def test_a_state_of_its_own_is_warned_of():
         endless(3, augment=noise)
 
 
-def test_fit_takes_steps_of_it():
-    model = keras.Sequential(
-        [keras.Input(GREY), keras.layers.Flatten(), keras.layers.Dense(10)]
-    )
-    model.compile("sgd", "mse")
-    history = model.fit(endless(4), epochs=3, steps_per_epoch=2, verbose=0).history
-    assert len(history["loss"]) == 3
-    assert int(model.optimizer.iterations) == 6
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

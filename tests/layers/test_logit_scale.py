@@ -55,17 +55,3 @@ def test_the_bound_and_the_config():
     plain.build((None, 2))
     assert [weight.name for weight in plain.weights] == ["log_scale"]
     assert list(plain.parameters()) == ["logit_scale"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scale": 0.0}, "scale > 0"),
-        ({"scale": 3.0, "largest_scale": 2.0}, "at most largest_scale=2.0"),
-        ({"bias": float("nan")}, "bias=nan"),
-        ({"bias": "-1"}, "bias='-1'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LogitScale(**arguments)

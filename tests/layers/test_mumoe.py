@@ -460,48 +460,6 @@ def test_learns_with_batch_statistics():
     assert losses[-1] < 0.5 * np.mean((x @ best - y) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MuMoE(0, 4), "units=0"),
-        (lambda: MuMoE(4, 0), "num_experts=0"),
-        (lambda: MuMoE(4, ()), "num_experts=\\(\\)"),
-        (lambda: MuMoE(4, 4, rank=0), "rank=0"),
-        (lambda: MuMoE(4, 4, rank=0.0), "rank=0.0"),
-        (lambda: MuMoE(4, 4, rank=4.0), "rank=4.0"),
-        (lambda: MuMoE(4, 4, edited_outputs=3), "edited_outputs=3"),
-        (lambda: MuMoE(4, 4, "tr", (2, 2, -0.5)), "rank=-0.5"),
-        (lambda: MuMoE(4, 4, "tr", 3), "rank=3"),
-        (lambda: MuMoE(4, (4, 2), "tr", (2, 2, 2)), "rank=\\(2, 2, 2\\)"),
-        (lambda: MuMoE(4, 4, "tucker", 3), "rank=3"),
-        (lambda: MuMoE(4, 4, input_norm=1), "input_norm=1"),
-        (lambda: MuMoE(4, 4, None, 3), "rank=3"),
-        (lambda: MuMoE(4, 4, "svd"), "factorization='svd'"),
-        (lambda: MuMoE(4, 4, normalization="group"), "normalization='group'"),
-        (lambda: MuMoE(4, 4, expert_noise=-1.0), "expert_noise=-1.0"),
-        (lambda: MuMoE(4, 4, edited_outputs=(4,)), "edited_outputs=\\(4,\\)"),
-        (lambda: MuMoE(4, 4, edited_outputs=(1, 1)), "edited_outputs=\\(1, 1\\)"),
-        (
-            lambda: MultilinearExperts(4, (4, 2), rank=2)(
-                np.ones((1, 3), "f"), [np.ones((1, 4), "f")]
-            ),
-            "received: 1",
-        ),
-        (lambda: built().expert_weights([4]), "received: 4"),
-        (lambda: built().expert_weights([(0, 1)]), "received: \\(0, 1\\)"),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def built():
-    experts = MultilinearExperts(4, 4, rank=2)
-    experts.build((None, 3))
-    return experts
-
-
 def test_a_share_is_of_the_inputs_of_the_block():
     block = MuMoEBlock(12, num_experts=3, rank=0.75)
     block.build((None, 5, 9))

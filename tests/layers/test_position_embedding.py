@@ -41,16 +41,6 @@ def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
     )
 
 
-def test_an_unknown_interpolation_is_refused():
-    with pytest.raises(ValueError, match="interpolation='nearest'"):
-        resize_positions(np.zeros((1, 4, 2)), (2, 2), (4, 4), "nearest")
-
-
-def test_a_table_smaller_than_its_grid_is_refused():
-    with pytest.raises(ValueError, match=r"table\.shape=\(1, 3, 2\)"):
-        resize_positions(np.zeros((1, 3, 2)), (2, 2), (4, 4))
-
-
 def test_sincos_by_hand():
     table = sincos_table((2, 3), 8)
     # Row 1, column 2: x = 2, y = 1, frequencies 1 and 1 / 10000.

@@ -11,7 +11,6 @@ from keras_moe.layers import (
     TextPositions,
     TokenEmbedding,
 )
-from keras_moe.routers import TokenChoiceRouter
 from tests.gradients import gradient
 
 to_numpy = ops.convert_to_numpy
@@ -117,26 +116,3 @@ def test_weights_of_longer_texts_load(tmp_path):
     np.testing.assert_array_equal(to_numpy(layers[1].embedding), store["0"][:, :4])
     with pytest.raises(ValueError, match=r"received: \(1, 4, 3\)"):
         layers[0].load_own_variables({"0": to_numpy(layers[1].embedding)})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MaskedPooling("middle"), "pooling='middle'"),
-        (lambda: MaskedPooling("end_of_text", -1), "end_of_text_id=-1"),
-        (lambda: MaskedPooling("last", 3), "end_of_text_id=3"),
-        (lambda: MaskedPooling("end_of_text")(TOKENS), "token_ids=None"),
-        (lambda: MaskedPooling("last")(TOKENS, mask=MASK[:, 1:]), r"\(2, 5\)"),
-        (lambda: TokenEmbedding(0, 4), "vocabulary_size=0"),
-        (lambda: TokenEmbedding(4, 0), "hidden_dim=0"),
-        (lambda: TextPositions(0), "max_length=0"),
-        (lambda: TextPositions(5)(TOKENS), r"shape=\(2, 6, 1\)"),
-        (
-            lambda: TokenChoiceRouter(4, expert_pools=[[0, 1], [1, 2]]),
-            r"expert_pools=\[\[0, 1\], \[1, 2\]\]",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

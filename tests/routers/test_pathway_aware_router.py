@@ -151,54 +151,6 @@ def test_routing_is_float32(dtype):
     np.testing.assert_allclose(to_numpy(routing.logits), expected, rtol=1e-6, atol=3e-7)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PathwayAwareRouter(4, zero_experts=4), "zero_experts=4"),
-        (lambda: PathwayAwareRouter(4, zero_experts=-1), "zero_experts=-1"),
-        (lambda: PathwayAwareRouter(4, constant_experts="auto"), "'auto'"),
-        (lambda: PathwayAwareRouter(4, tau=0), "tau=0"),
-        (lambda: PathwayAwareRouter(4, capacity=3), "capacity=3"),
-        (lambda: PathwayAwareRouter(4, tau=-0.5), "tau=-0.5"),
-        (lambda: PathwayAwareRouter(4, gating_residual=1), "gating_residual=1"),
-        (lambda: PathwayAwareRouter(4, gate_hidden_dim=0), "gate_hidden_dim=0"),
-        (lambda: PathwayAwareRouter(4, logits_norm_std=0), "logits_norm_std=0"),
-        (lambda: PathwayAwareRouter(4, zero_gates="drop"), "zero_gates='drop'"),
-        (
-            lambda: PathwayAwareRouter(4, gating_residual=True)(tokens()),
-            "previous_logits=None",
-        ),
-        (
-            lambda: PathwayAwareRouter(4)(tokens(), previous_logits=tokens(dim=4)),
-            "gating_residual=False",
-        ),
-        (
-            lambda: PathwayAwareRouter(4, gating_residual=True)(
-                tokens(), previous_logits=tokens(dim=5)
-            ),
-            "num_experts=4",
-        ),
-        (
-            lambda: PathwayAwareRouter(4, gating_residual=True)(
-                tokens(), previous_logits=tokens(groups=1, dim=4)
-            ),
-            "\\(1, 40, 4\\)",
-        ),
-        (
-            lambda: get("soft", ExpertTypes(4, zero=1)),
-            "router='soft'",
-        ),
-        (
-            lambda: get("softmax_expert_choice", ExpertTypes(4, copy=1)),
-            "router='softmax_expert_choice'",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_by_name_every_token_choice_router_takes_kinds():
     for name in ("softmax", "sinkhorn", "sparsity_constrained"):
         router = get(f"{name}_token_choice", ExpertTypes(4, 1, 1, 2), tau=0.5)

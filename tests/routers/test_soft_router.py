@@ -130,10 +130,3 @@ def test_a_number_of_slots_serves_any_number_of_tokens():
     model = keras.Model(symbol, moe(symbol)[0])
     for length in (3, 9):
         assert model(np.ones((2, length, 6), "float32")).shape == (2, length, 6)
-
-
-def test_modalities_are_refused():
-    with pytest.raises(ValueError, match="modality_ids"):
-        SoftRouter(2, num_slots=1)(
-            np.ones((1, 2, 3), "float32"), modality_ids=np.zeros((1, 2), "int32")
-        )

@@ -1,0 +1,374 @@
+"""Values that layers, routers, models and losses refuse, with the value received."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import data, evaluation, losses, ops, routers, training
+from keras_moe.layers import (
+    MLP,
+    AttentionPooling,
+    EncoderBlock,
+    Experts,
+    LayerNorm,
+    LogitScale,
+    MaskedPooling,
+    MoE,
+    MoEConfig,
+    MultilinearExperts,
+    MuMoE,
+    PatchEmbedding,
+    PerExpert,
+    PositionEmbedding,
+    SelfAttention,
+    TextPositions,
+    TokenEmbedding,
+    TokenPooling,
+    ZeroComputationExperts,
+    resize_patch_kernel,
+    resize_positions,
+)
+from keras_moe.models import (
+    MixerBackbone,
+    MixerImageClassifier,
+    ViTBackbone,
+    ViTImageClassifier,
+    from_preset,
+)
+from keras_moe.ops import ExpertTypes
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    PathwayAwareRouter,
+    SinkhornAffinity,
+    SoftRouter,
+    SparsityConstrainedAffinity,
+    TokenChoiceRouter,
+)
+from keras_moe.training.optimizers import OPTIMIZERS
+from tests.small_models import SMALL
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+NAN = float("nan")
+GATES = np.ones((1, 6, 4), "float32")
+
+
+def vit(**arguments):
+    return ViTBackbone.from_config({**SMALL, **arguments})
+
+
+def vit_classifier(**arguments):
+    return ViTImageClassifier(**{"backbone": vit(), "num_classes": 3, **arguments})
+
+
+def moe(router=None, experts=2, **arguments):
+    return MoE(router or TokenChoiceRouter(2), Experts(experts, 8), **arguments)
+
+
+def choose(capacity):
+    return ops.token_choice(GATES, GATES, 2, capacity)
+
+
+def mumoe(kind, num_experts=4, **arguments):
+    return MuMoE(4, num_experts, kind, **arguments)
+
+
+def zeros(*shape):
+    return np.zeros(shape, "float32")
+
+
+# What is made, its good arguments, and bad values of others: the error says name=value.
+BAD_VALUES = [
+    (Experts, {"num_experts": 4, "mlp_dim": 16}, {
+        "num_experts": [0], "mlp_dim": [0], "dropout": [1.0], "gated": ["yes"],
+        "seed": [0.5], "shared_initialization": [1],
+    }),
+    (TokenChoiceRouter, {"num_experts": 4}, {
+        "num_experts": [0], "num_selected_experts": [5, 0],
+        "capacity_factor": [0.0, -1], "capacity": [0], "eval_capacity_factor": [0],
+        "capacity_rounding": ["up"], "capacity_multiple_of": [0], "dropless": ["yes"],
+        "priority": ["best", None], "noise_std": [-1.0, "1"], "noisy_combine": [1],
+        "affinity": ["soft"], "combine": ["hard"], "normalize_gates": ["x", 1],
+        "seed": [-1], "num_modalities": [0],
+        "expert_pools": [2, [0, 1], [[0, 1], [1, 2]], [[0, 1], [1, 2, 3]]],
+    }),
+    (TokenChoiceRouter, {"num_experts": 4, "dropless": True}, {"capacity": [2]}),
+    (ExpertChoiceRouter, {"num_experts": 4}, {
+        "evaluation": ["no"], "capacity_factor": [0.0], "capacity": [2],
+        "normalize_gates": ["before"], "eval_capacity_factor": [0],
+        "expert_pools": [[[0, 1], []]],
+    }),
+    (PathwayAwareRouter, {"num_experts": 4}, {
+        "zero_experts": [4, -1], "copy_experts": [-1], "constant_experts": ["auto"],
+        "tau": [0, -0.5], "capacity": [3], "gating_residual": [1],
+        "gate_hidden_dim": [0], "logits_norm_std": [0], "zero_gates": ["drop"],
+    }),
+    (SoftRouter, {"num_experts": 4}, {
+        "num_slots": [0], "noise_std": [NAN], "normalize": [1],
+    }),
+    (SinkhornAffinity, {}, {"iterations": [0, 1e9, 10**9]}),
+    (SparsityConstrainedAffinity, {}, {
+        "solver": ["sgd"], "iterations": [0, 10**9], "learning_rate": [0],
+        "sparse": [1],
+    }),
+    (moe, {}, {
+        "group_size": [0], "dispatcher": ["x"], "input_scale": [0],
+        "router": ["softmax"],
+    }),
+    (choose, {}, {"capacity": [2.5, 0, -1, NAN, True]}),
+    (MuMoE, {"units": 4, "num_experts": 4}, {
+        "units": [0], "num_experts": [0, ()], "rank": [0, 0.0, 4.0],
+        "edited_outputs": [3, (4,), (1, 1)], "input_norm": [1],
+        "factorization": ["svd"], "normalization": ["group"], "expert_noise": [-1.0],
+    }),
+    (mumoe, {"kind": "tr"}, {"rank": [3]}),
+    (mumoe, {"kind": "tr", "num_experts": (4, 2)}, {"rank": [(2, 2, 2)]}),
+    (mumoe, {"kind": "tucker"}, {"rank": [3]}),
+    (mumoe, {"kind": None}, {"rank": [3]}),
+    (PatchEmbedding, {"hidden_dim": 8, "patch_size": 4}, {
+        "patch_size": [0, 4.0, "44", (4, 4, 4), (4, 4.0), True, None],
+        "interpolation": [3], "kernel_initializer": [None],
+    }),
+    (resize_patch_kernel, {"kernel": zeros(2, 2, 1, 1), "patch_size": 4}, {
+        "patch_size": [0], "interpolation": ["nearest"],
+    }),
+    (PositionEmbedding, {"grid": (2, 2)}, {"kind": ["fixed"]}),
+    (TokenPooling, {}, {"pooling": ["max"]}),
+    (MaskedPooling, {"pooling": "last"}, {
+        "pooling": ["middle"], "end_of_text_id": [3],
+    }),
+    (MaskedPooling, {"pooling": "end_of_text"}, {"end_of_text_id": [-1]}),
+    (TokenEmbedding, {"vocabulary_size": 4, "hidden_dim": 4}, {
+        "vocabulary_size": [0], "hidden_dim": [0], "embeddings_initializer": ["glort"],
+    }),
+    (TextPositions, {}, {"max_length": [0]}),
+    (SelfAttention, {"num_heads": 2, "key_dim": 4}, {
+        "query_key_norm": [1, "x"], "seed": [-1],
+    }),
+    (LayerNorm, {}, {"epsilon": [0.0]}),
+    (LogitScale, {}, {"bias": [NAN, "-1"]}),
+    (MLP, {"mlp_dim": 4}, {"seed": [-1]}),
+    (PerExpert, {}, {"initializer": [{"a": 1}]}),
+    (vit, {}, {
+        "expert_mlp_dim": [0], "seed": [-1, 1.5, True, 2**32], "dtype": ["flot32", 3],
+        "kernel_initializer": [3], "query_key_norm": [1], "dropout_rate": [1.0],
+        "position_embedding": ["x"], "activation": ["x"], "normalize_gates": [1],
+        "layer_norm_epsilon": [NAN], "shared_expert_initialization": [1],
+    }),
+    (vit, {"router": "soft"}, {"slot_initializer": ["normall"]}),
+    (vit_classifier, {}, {
+        "head_dtype": ["flot32"], "preprocessor": [3], "multi_label": ["x"],
+    }),
+    (losses.AuxiliaryLoss, {"function": "importance"}, {"weight": [NAN, "x", True]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "name"),
+    [
+        pytest.param(make, {**good, name: value}, name, id=f"{make.__name__}-{name}")
+        for make, good, values in BAD_VALUES
+        for name, bad in values.items()
+        for value in bad
+    ],
+)
+def test_a_bad_value_is_refused_by_its_name(make, arguments, name):
+    with pytest.raises(ValueError, match="Expected") as error:
+        make(**arguments)
+    received = str(error.value).partition("received: ")[2]
+    assert f"{name}={arguments[name]!r}" in received
+
+
+def built():
+    experts = MultilinearExperts(4, 4, rank=2)
+    experts.build((None, 3))
+    return experts
+
+
+def pathway(*shape, gating_residual=True):
+    """A call of a router of four experts with previous logits of a shape."""
+    router = PathwayAwareRouter(4, gating_residual=gating_residual)
+    logits = {"previous_logits": zeros(*shape)} if shape else {}
+    return router(zeros(2, 40, 8), **logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        # Two arguments that do not go together.
+        (lambda: TokenChoiceRouter(4, capacity=2, capacity_factor=1.0), "not both"),
+        (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), r"\[4\]"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
+        (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
+        (
+            lambda: TokenChoiceRouter(4, 1, num_modalities=3, expert_pools=[[0], [1]]),
+            "num_modalities=3",
+        ),
+        (
+            lambda: TokenChoiceRouter(
+                4, combine="affinity", affinity=SinkhornAffinity(tolerance=0.1)
+            ),
+            "tolerance=0.1",
+        ),
+        (lambda: moe(TokenChoiceRouter(4)), "experts.num_experts=2"),
+        (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
+        (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
+        (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
+        (
+            lambda: routers.get("softmax_expert_choice", ExpertTypes(4, copy=1)),
+            "router='softmax_expert_choice'",
+        ),
+        (
+            lambda: moe(
+                TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),
+                4,
+                auxiliary_losses=[losses.AuxiliaryLoss("local_entropy", modality=2)],
+            ),
+            "modality=2",
+        ),
+        (lambda: moe("soft", auxiliary_losses={"router_z": 0.1}), "SoftRouter"),
+        (
+            lambda: moe(
+                TokenChoiceRouter(2, noise_std=0.0), auxiliary_losses={"load": 1.0}
+            ),
+            "noise_std=0.0",
+        ),
+        (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
+        (lambda: moe(auxiliary_losses={"router_z": -1.0}), "weight=-1.0"),
+        (
+            lambda: AttentionPooling(2, 8, query_key_norm_bias=True),
+            "query_key_norm=False",
+        ),
+        (lambda: LogitScale(scale=0.0), "scale > 0"),
+        (lambda: LogitScale(scale=3.0, largest_scale=2.0), "most largest_scale=2.0"),
+        (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
+        (lambda: ZeroComputationExperts(), "zero_experts=0"),
+        (lambda: EncoderBlock(MLP(4), MLP(4), seed=-1), "seed=-1"),
+        # Inputs that do not fit the layer.
+        (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
+        (lambda: moe().build((2, 8)), r"\(2, 8\)"),
+        (lambda: Experts(2, 8).build((1, 3, 4, 8)), "num_experts=2"),
+        (
+            lambda: moe()(zeros(1, 3, 8), previous_logits=zeros(1, 3, 2)),
+            "without gating_residual",
+        ),
+        (pathway, "previous_logits=None"),
+        (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
+        (lambda: pathway(2, 40, 5), "num_experts=4"),
+        (lambda: pathway(1, 40, 4), r"\(1, 40, 4\)"),
+        (
+            lambda: SoftRouter(2, num_slots=1)(
+                zeros(1, 2, 3), modality_ids=np.zeros((1, 2), "int32")
+            ),
+            "modality_ids",
+        ),
+        (lambda: PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)), r"patch_size=\(3, 3\)"),
+        (lambda: PositionEmbedding((2, 2))(zeros(1, 7, 8)), r"\(1, 7, 8\)"),
+        (lambda: AttentionPooling(3, 8)(zeros(1, 4, 8)), "num_heads=3, hidden_dim=8"),
+        (lambda: AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
+        (lambda: AttentionPooling(2.0, 8)(zeros(1, 4, 8)), "num_heads=2.0"),
+        (lambda: MaskedPooling("end_of_text")(zeros(2, 6, 1)), "token_ids=None"),
+        (
+            lambda: MaskedPooling("last")(zeros(2, 6, 1), mask=np.ones((2, 5), bool)),
+            r"\(2, 5\)",
+        ),
+        (lambda: TextPositions(5)(zeros(2, 6, 1)), r"shape=\(2, 6, 1\)"),
+        (
+            lambda: resize_positions(zeros(1, 4, 2), (2, 2), (4, 4), "nearest"),
+            "interpolation='nearest'",
+        ),
+        (
+            lambda: resize_positions(zeros(1, 3, 2), (2, 2), (4, 4)),
+            r"table\.shape=\(1, 3, 2\)",
+        ),
+        (
+            lambda: MultilinearExperts(4, (4, 2), rank=2)(zeros(1, 3), [zeros(1, 4)]),
+            "received: 1",
+        ),
+        (lambda: built().expert_weights([4]), "received: 4"),
+        (lambda: built().expert_weights([(0, 1)]), r"received: \(0, 1\)"),
+        # Models, training and data.
+        (
+            lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}),
+            r"moe_layers=\[\]",
+        ),
+        (lambda: ViTBackbone(moe=MoEConfig(moe_layers=[])), r"moe_layers=\[\]"),
+        (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
+        (lambda: vit(attention_dropout=NAN), "dropout=nan"),
+        (lambda: from_preset("limoe_s16", dtype="int9"), "dtype='int9'"),
+        (lambda: from_preset("vit_digits", load_weights="x"), "load_weights='x'"),
+        (lambda: ViTBackbone.from_preset("vit_digits", load_weights=1), "load_weights"),
+        (lambda: training.WarmupCooldown(NAN, 3), "peak=nan"),
+        (lambda: training.WarmupCooldown(1.0, 3, final=NAN), "final=nan"),
+        (lambda: training.warmup_schedule("cosine", NAN, 3), "peak=nan"),
+        (lambda: training.warmup_schedule("linear", 0.0, 3), "peak=0.0"),
+        (
+            lambda: training.warmup_schedule("cosine", 1.0, 3, final=float("inf")),
+            "final=inf",
+        ),
+        (lambda: OPTIMIZERS["adamw"](NAN), "learning_rate=nan"),
+        (lambda: OPTIMIZERS["adamw"](learning_rate=-1.0), "learning_rate=-1.0"),
+        (lambda: training.PrecisionAt1(sparse_labels=1), "sparse_labels=1"),
+        (lambda: data.load_digits("test", image_shape=(8, 8, 2)), r"\(8, 8, 2\)"),
+        (lambda: data.load("digits", "test", (8, 8, 2), batch_size=2), r"\(8, 8, 2\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "Expected" in str(error.value)
+
+
+@pytest.mark.parametrize("backbone", [None, 3, "vit"])
+def test_a_classifier_wants_its_backbone(backbone):
+    with pytest.raises(ValueError, match="Expected backbone to be a ViTBackbone"):
+        ViTImageClassifier(backbone, 3)
+    with pytest.raises(ValueError, match="Expected backbone to be a MixerBackbone"):
+        MixerImageClassifier(vit(), 3)
+    assert not issubclass(ViTBackbone, MixerBackbone)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mask": np.ones((2, 6), "float32")}, "mask.dtype=float32"),
+        ({"mask": np.ones((2, 5), bool)}, r"mask.shape=\(2, 5\)"),
+        ({"modality_ids": np.zeros((2, 5), "int32")}, "modality_ids.shape"),
+        ({"modality_ids": np.zeros((6,), "int32")}, "modality_ids.shape"),
+        ({"modality_ids": np.zeros((2, 6), "float32")}, "modality_ids.dtype"),
+    ],
+)
+def test_masks_and_modalities_fit_the_tokens(arguments, message):
+    layer = MoE(routers.get("softmax_token_choice", 4, num_modalities=2), Experts(4, 8))
+    tokens = np.ones((2, 6, 8), "float32")
+    ids = {"modality_ids": np.zeros((2, 6), "int32")}
+    with pytest.raises(ValueError, match=message):
+        layer(tokens, **{**ids, **arguments})
+
+
+SCORES = np.array([[0.1, 0.9, 0.3]])
+
+
+@pytest.mark.parametrize("label", [0.5, -1, 2, float("nan")])
+def test_average_precision_wants_zeros_and_ones(label):
+    with pytest.raises(ValueError, match="labels of 0 and 1"):
+        evaluation.average_precision([[0, 1, label]], SCORES)
+
+
+@pytest.mark.parametrize("label", [-7, 3])
+def test_numbers_of_classes_are_in_range(label):
+    labels = np.array([[0, label]])
+    scores = SCORES.astype("float32")
+    with pytest.raises(ValueError, match=str(label)):
+        evaluation.average_precision(labels, scores, sparse_labels=True)
+    for takes in (
+        losses.SparseSigmoidCrossentropy(),
+        training.PrecisionAt1(sparse_labels=True),
+    ):
+        with pytest.raises(ValueError, match=f"received: {label}"):
+            takes(labels, scores)
+    assert np.isfinite(
+        keras.ops.convert_to_numpy(
+            losses.SparseSigmoidCrossentropy()(np.array([[0, -1]]), scores)
+        )
+    )
