@@ -1,4 +1,4 @@
-"""Statistics, views and interventions of experts, and pictures of them (`plots`)."""
+"""Statistics, views and interventions of experts, and plots of them (`plots`)."""
 
 from keras_moe.analysis.ablation import ExpertAblation, ablate_experts, print_ablation
 from keras_moe.analysis.compute import (

@@ -1,4 +1,4 @@
-"""The accuracy that each class loses without each expert.
+"""Accuracy that each class loses without each expert.
 
 Axes: B batch, C classes, E experts, L levels of hierarchy.
 """
@@ -29,14 +29,14 @@ from keras_moe.checks import check_one_of
 from keras_moe.compat import restored
 from keras_moe.ops.expert_types import ExpertTypes
 
-# The name of all MoE blocks together.
+# All MoE blocks together.
 ALL = "all"
-# The end of the name of a block's token mixer.
+# Suffix of the name of a block's token mixer.
 MIXER = "/token_mixer"
-# An expert outputs zeros; or no token chooses it, and its tokens go to others.
+# The expert outputs zeros; or it is not chosen, and its tokens go elsewhere.
 REMOVALS = ("output", "choice")
-# Limits of the pairs of image and expert that are listed together, and of the pairs
-# that a head computes together.
+# Limits for heads: pairs of image and expert that are listed at a time, and pairs
+# that are computed at a time.
 _PAIRS, _ROWS = 2**20, 1024
 
 
@@ -44,12 +44,11 @@ class ExpertAblation(NamedTuple):
     """Accuracies with all experts, and without each.
 
     Attributes:
-        experts: (E,), numbers of the ablated experts, or names such as "zero + copy"
-            for types and for several experts together.
-        counts: (C,), number of images of each class; for multi-label classifiers, of
-            all images.
-        accuracy: (C,), the full model's accuracy for each class.
-        ablated: (E, C), the accuracy for each class without each expert.
+        experts: (E,), the ablated experts: numbers, or names such as "zero + copy" for
+            types and combinations.
+        counts: (C,), images per class; for multi-label classifiers, of all images.
+        accuracy: (C,), accuracy per class of the full model.
+        ablated: (E, C), accuracy per class without each expert.
     """
 
     experts: np.ndarray
@@ -64,16 +63,16 @@ class ExpertAblation(NamedTuple):
 
     @property
     def polysemanticity(self) -> np.ndarray:
-        """(E,), the `class_polysemanticity` of each expert."""
+        """(E,), `class_polysemanticity` of each expert."""
         return class_polysemanticity(self.changes)
 
     @property
     def mean_polysemanticity(self) -> float | None:
-        """The mean over the experts that matter; None if none does."""
+        """Mean over the experts that matter; None if none does."""
         return mean_polysemanticity(self.changes)
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         lists = {name: np.asarray(x).tolist() for name, x in self._asdict().items()}
         return {**lists, "mean_polysemanticity": self.mean_polysemanticity}
 
@@ -88,37 +87,35 @@ def ablate_experts(
     batch_size: int = 32,
     verbose: Any = "auto",
 ) -> ExpertAblation:
-    """Removes experts, each in turn, and measures the accuracy that each class loses.
+    """Removes each expert in turn and measures the accuracy that each class loses.
 
-    `removal="output"` sets an expert's weights to zero and leaves everything else: it
-    asks which classes need the expert's contribution. With `"choice"` no token
-    chooses the expert, and its tokens go to the best of the others, as with
-    `exclude_experts`. Zero, copy and constant experts are removed in this way.
+    `removal="output"` zeroes an expert's weights and changes nothing else, which shows
+    the classes that need its contribution. With `"choice"` its tokens choose the best
+    other expert instead, as in `exclude_experts`; zero, copy and constant experts are
+    always removed this way.
 
-    For a muMoE, in a head, a block or a token mixer, the layers before it run once;
-    then each image is classified again for each expert that has a part in it, many at
-    a time. Each expert of a routed block costs a pass over the images, and with
-    `"choice"` a compilation, too.
+    For a muMoE, the layers before it run once, and only the images in which an expert
+    takes part are classified again. In routed blocks each expert costs a pass over the
+    images, and with `"choice"` also a compilation.
 
-    A prediction is right if the label has the largest output, unless all outputs are
-    equal: otherwise a model without any output would be right about one class.
+    A prediction is right if the label has the largest output. If all outputs are equal
+    it is wrong, so that a model without outputs gets no class right.
 
     Args:
         model: classifier.
         images: (B, height, width, channels).
         labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier,
-            whose accuracy is that of each decision.
-        layer: `"head"` for a muMoE head; the name of an MoE block, such as `"block_1"`,
-            or of a block's token mixer with experts, such as `"block_1/token_mixer"`;
-            or `"all"` for all routed blocks at once.
+            where every decision counts.
+        layer: `"head"` for a muMoE head; an MoE block such as `"block_1"`; a block's
+            token mixer, `"block_1/token_mixer"`; or `"all"` for all routed blocks at
+            once.
         experts: sequence of removals: an expert's number, a type (`"ffn"`, `"zero"`,
-            `"copy"` or `"constant"`) with all its experts, or a tuple of these that are
-            removed together. None removes each expert with weights: all experts, or
-            the FFN experts of MoE++.
-        removal: `"output"`, for experts with weights, or `"choice"`, for token choice
-            routers. None is `"output"` for numbers of experts with weights, and
-            `"choice"` otherwise.
-        batch_size: number of images in a batch.
+            `"copy"` or `"constant"`), or a tuple of these to remove together. None for
+            each expert with weights.
+        removal: `"output"` (only experts with weights) or `"choice"` (only token
+            choice). None is `"output"` for numbers of experts with weights, else
+            `"choice"`.
+        batch_size: images per batch.
         verbose: whether to show a progress bar.
 
     Reference:
@@ -173,7 +170,7 @@ def _check_labels(labels, count, model):
 
 
 def _removals(experts, removal, part):
-    """The removals in turn: their names, and pairs of how and which experts."""
+    """Names of the removals, and pairs of how to remove which experts."""
     expert_types = part.expert_types
     entries = range(expert_types.ffn) if experts is None else experts
     if isinstance(entries, str) or not hasattr(entries, "__iter__"):
@@ -226,13 +223,13 @@ def print_ablation(
     top: int = 10,
     console: Console | None = None,
 ) -> None:
-    """Prints the experts that matter most, and the classes that need them.
+    """Prints the experts that matter most and the classes that need them.
 
     Args:
         ablation: result of `ablate_experts`.
-        class_names: names of the classes; None numbers them.
+        class_names: names of the classes; None for numbers.
         top: number of experts to print.
-        console: a rich console; None prints to the terminal.
+        console: rich console; None for the terminal.
 
     Example:
 
@@ -264,7 +261,7 @@ def print_ablation(
 
 
 class MuMoEPart:
-    """A muMoE in a classifier: its inputs, and the outputs without some experts."""
+    """A classifier split at a muMoE: its inputs, and the outputs without an expert."""
 
     def __init__(self, model: keras.Model, layer: str):
         self.is_head, self.is_mixer = layer == "head", layer.endswith(MIXER)
@@ -279,16 +276,16 @@ class MuMoEPart:
             part = self.layer.token_mixer if self.is_mixer else self.layer.feed_forward
             self.gate = part.router
             self.rest = _rest(model, name)
-        # The largest coefficient of an expert for a token of an image.
+        # Largest coefficient of each expert over the tokens of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """The numbers of experts of each type; all are FFN experts."""
+        """Number of experts of each type; all are FFN experts."""
         return self.gate.expert_types
 
     def without(self, inputs: Any, experts: Any) -> Any:
-        """The classifier's outputs with the weights of one expert zero."""
+        """The classifier's outputs with one expert's weights zeroed."""
         if self.is_head:
             coefficients, _ = self.gate(inputs)
             return self.rest(self.layer.ablated(inputs, coefficients, experts))
@@ -296,7 +293,7 @@ class MuMoEPart:
 
 
 class RoutedPart:
-    """The routed MoE layers of one block of a classifier, or of all."""
+    """The routed MoE layers of one block, or of all."""
 
     def __init__(self, layers: list):
         for layer in layers:
@@ -311,12 +308,12 @@ class RoutedPart:
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """The numbers of experts of each type."""
+        """Number of experts of each type."""
         return self.layers[0].router.expert_types
 
     @contextlib.contextmanager
     def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
-        """Sets the weights of FFN experts of all layers to zero within the context."""
+        """Context in which FFN experts of all layers have zero weights."""
         parts = [
             pair
             for layer in self.layers
@@ -332,7 +329,7 @@ class RoutedPart:
 
 
 def _rest(model, name):
-    """The function from the tokens after a block to the classifier's outputs."""
+    """The function from a block's output tokens to the classifier's outputs."""
     backbone = model.backbone
     blocks = keras.Model(backbone.features[name], backbone.output)
     classifier = keras.Model(model.pooler.input, model.output)
@@ -340,7 +337,7 @@ def _rest(model, name):
 
 
 def ablated_part(model: keras.Model, layer: str) -> Any:
-    """The part of a classifier whose experts are ablated."""
+    """The part of a classifier that `layer` names."""
     if layer == ALL:
         blocks = [moe_block(model, name) for name in _block_names(model) or [ALL]]
         return RoutedPart([block.feed_forward for block in blocks])
@@ -363,7 +360,7 @@ def _block_names(model):
 
 
 def _is_right(outputs, labels, threshold):
-    """1 where the prediction is right: (B,), or (B, C) with several labels."""
+    """1 for right predictions: (B,), or (B, C) for multi-label classifiers."""
     if len(labels.shape) == 2:
         decided = ops.cast(outputs > threshold, "int32")
         return ops.cast(decided == labels, "float32")
@@ -385,17 +382,17 @@ def _threshold(model):
 
 
 def _by_class(right, labels, classes):
-    """The sum of (B, ...) over the images of each class, (C,)."""
+    """Sums (B, ...) over the images of each class, giving (C,)."""
     if labels.ndim == 2:
         return right.sum(axis=0, dtype="float64")
     return np.bincount(labels, weights=right, minlength=classes)
 
 
 class _Scorer(keras.Model):
-    """Decides whether the prediction without an expert is right."""
+    """Computes whether the prediction without an expert is right."""
 
     def __init__(self, classifier, part):
-        # The global dtype policy may have less precision than the model.
+        # The global dtype policy may be less precise than the model's.
         super().__init__(name="scorer", dtype="float32")
         self.classifier, self.part = classifier, part
 
@@ -405,12 +402,12 @@ class _Scorer(keras.Model):
         return _is_right(outputs, labels, _threshold(self.classifier))
 
 
-# Both functions below return the numbers of right predictions (C,), and of those that
-# each removal loses (E, C).
+# Both functions below return the number of right predictions (C,), and how many of
+# them each removal loses (E, C).
 
 
 def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
-    """Classifies each image again for each expert that has a part in it."""
+    """Classifies each image again for each expert that takes part in it."""
     experts = np.array([expert for _, (expert,) in removals])
     classes, levels = model.output.shape[-1], part.gate.num_experts
     before = keras.Model(
@@ -419,10 +416,10 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
     )
     scorer = _Scorer(model, part)
     right, lost = np.zeros(classes), np.zeros((len(experts), classes))
-    # All tokens of many images take much memory; features are short.
+    # Tokens need far more memory than a head's features.
     step, rows_together = batch_size, batch_size
     if part.is_head:
-        # With softmax there are as many pairs as images times experts.
+        # With softmax every expert takes part in every image.
         step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
     bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
     for first in range(0, len(labels), step):
@@ -434,13 +431,13 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
         whole = _is_right(outputs, ops.convert_to_tensor(of_step), _threshold(model))
         whole = ops.convert_to_numpy(whole)
         right += _by_class(whole, of_step, classes)
-        # An image does not change without an expert that has no part in it.
+        # Only experts that take part in an image can change its prediction.
         rows, columns = np.nonzero(predicted["shares"][:, experts])
         for start in range(0, len(rows), rows_together):
             row = rows[start : start + rows_together]
             column = columns[start : start + rows_together]
             place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
-            # All batches have one shape, so that the scorer is compiled once.
+            # Padded to a constant shape, so that the scorer compiles only once.
             padded = np.resize(row, rows_together)
             inputs = (
                 predicted["inputs"][padded],
@@ -456,7 +453,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
 
 
 def _by_passes(model, part, removals, images, labels, batch_size, verbose):
-    """Runs over the images without each group of experts in turn."""
+    """Runs over all images once per removal."""
     classes = model.output.shape[-1]
 
     def right(model):
@@ -474,7 +471,7 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
                 lost.append(before - right(model))
         else:
             with excluded([layer.router for layer in part.layers], experts):
-                # A new model is traced within the context.
+                # A new model, so that it is traced within the context.
                 lost.append(before - right(keras.Model(model.input, model.output)))
         if bar is not None:
             bar.update(number + 1)

@@ -1,4 +1,4 @@
-"""How MoE++ allocates compute: by token and by type of expert.
+"""How MoE++ allocates compute, by token and by expert type.
 
 Axes: B batch, N tokens, E experts, K selected experts.
 """
@@ -15,7 +15,7 @@ from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 
 class TypeLoads(NamedTuple):
-    """The loads of the types of experts in one MoE layer.
+    """Loads of the expert types in one MoE layer.
 
     Attributes:
         shares: fraction of all served assignments by type; sums to 1.
@@ -29,18 +29,18 @@ class TypeLoads(NamedTuple):
 
 
 class RoutingScores(NamedTuple):
-    """The highest and the second-highest gate of each token of one layer.
+    """The two largest gates of each token of one layer.
 
     Attributes:
-        highest: (tokens,).
-        second: (tokens,).
+        highest: (tokens,), the largest gates.
+        second: (tokens,), the second largest gates.
     """
 
     highest: np.ndarray
     second: np.ndarray
 
     def to_dict(self) -> dict:
-        """Means and variances, JSON-serialisable."""
+        """Returns means and variances as a JSON-serialisable dict."""
         return {
             f"{name}_{what}": float(getattr(values, method)())
             for name, values in self._asdict().items()
@@ -54,11 +54,11 @@ def experts_per_token(
     """Counts the experts of a type that served each token, 0 to K.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
-            over blocks is returned.
-        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
-        expert_type: `"ffn"`, `"zero"`, `"copy"` or `"constant"`. FFN experts are the
-            ones that cost compute.
+        routing: `Routing` of arrays (B, N, E), or a dict of these by block to average
+            over.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        expert_type: `"ffn"` (the experts that cost compute), `"zero"`, `"copy"` or
+            `"constant"`.
 
     Returns:
         float64 (B, N).
@@ -89,14 +89,14 @@ def compute_map(
     grid: tuple[int, int],
     expert_type: str = "ffn",
 ) -> np.ndarray:
-    """Arranges `experts_per_token` by the patches' positions in the image.
+    """Arranges `experts_per_token` as a map over the patches of each image.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), or a dict of these by block. N is the
-            number of patches in the grid, plus one for a class token before them.
-        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
-        grid: numbers of patches down and across.
-        expert_type: type of the experts that are counted.
+        routing: as in `experts_per_token`; N is the number of patches, plus one if
+            there is a class token in front.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        grid: number of patches down and across.
+        expert_type: type of experts to count.
 
     Returns:
         float64 (B, rows, columns).
@@ -120,16 +120,16 @@ def load_by_type(
     num_selected_experts: int,
     mask: Any = None,
 ) -> dict[str, TypeLoads]:
-    """Measures the load of each type of expert in each MoE block.
+    """Measures the load of each expert type in each MoE block.
 
     Args:
-        routing: dict from a block to its `Routing` of arrays (B, N, E).
-        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
+        routing: dict from block name to `Routing` of arrays (B, N, E).
+        expert_types: number of experts of each type, `backbone.expert_types`.
         num_selected_experts: K.
-        mask: boolean (B, N), False for tokens that do not count.
+        mask: boolean (B, N), False for tokens to ignore.
 
     Returns:
-        `TypeLoads` by block.
+        Dict from block name to `TypeLoads`.
 
     Reference:
         *MoE++*, Figure 4.
@@ -165,7 +165,7 @@ def type_loads(
     expert_types: ExpertTypes,
     num_selected_experts: int,
 ) -> TypeLoads:
-    """The loads of the types of experts in one MoE layer, by counts of tokens (E,)."""
+    """`TypeLoads` of one MoE layer from counts of served tokens (E,)."""
     by_type = {
         expert_type: float(served[part].sum() / num_tokens)
         for expert_type, part in expert_types.slices().items()
@@ -181,11 +181,11 @@ def type_loads(
 def print_load_by_type(
     loads: dict[str, TypeLoads], console: Console | None = None
 ) -> None:
-    """Prints a table with a row for each MoE block.
+    """Prints a table with one row per MoE block.
 
     Args:
         loads: result of `load_by_type`.
-        console: a rich console; None prints to the terminal.
+        console: rich console; None for the terminal.
 
     Example:
 
@@ -212,7 +212,7 @@ def print_load_by_type(
 
 
 def routing_scores(routing: Any) -> RoutingScores:
-    """Finds the two highest gates of each token, whose variance gating residuals lower.
+    """Finds each token's two largest gates, whose variance gating residuals reduce.
 
     Args:
         routing: `Routing` of arrays (B, N, E), with at least two experts.
@@ -245,7 +245,7 @@ def routing_scores(routing: Any) -> RoutingScores:
 
 
 def _layers(routing, expert_types):
-    """The arrays `dispatched` by block, if they fit."""
+    """The arrays `dispatched` by block, after checking their shapes."""
     if not isinstance(expert_types, ExpertTypes):
         raise ValueError(
             "Expected the ExpertTypes of a model with MoE blocks; "

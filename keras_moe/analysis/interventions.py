@@ -1,4 +1,4 @@
-"""Trained models with experts excluded, rewritten, or favoured.
+"""Interventions in trained models: excluding, editing and steering experts.
 
 Axes: B batch, D hidden, E experts, K selected experts.
 """
@@ -20,9 +20,9 @@ _BLIND_STRENGTH = 2.5
 
 
 def moe_block(model: Any, name: str) -> Any:
-    """The MoE block of a name, in a backbone or a classifier."""
+    """The MoE block with a given name, of a backbone or a classifier."""
     backbone = getattr(model, "backbone", model)
-    # The records of token mixers have the block's name and a slash.
+    # Records of token mixers are named "block_0/token_mixer".
     blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
         raise ValueError(
@@ -44,7 +44,7 @@ def mumoe_head(model: Any) -> Any:
 
 
 def check_images(images: Any) -> Any:
-    """`images`, if they are a non-empty array (B, height, width, channels)."""
+    """Checks that `images` is a non-empty array (B, height, width, channels)."""
     shape = getattr(images, "shape", None)
     if shape is None or len(shape) != 4 or not shape[0]:
         raise ValueError(
@@ -55,20 +55,18 @@ def check_images(images: Any) -> Any:
 
 
 def exclude_experts(model: Any, experts: Any) -> Any:
-    """Returns a new model whose routers never choose some of their experts.
+    """Returns a copy of a model whose routers never choose certain experts.
 
-    The tokens of an excluded expert go to the best of the others, whose gates are a
-    softmax without it. *MoE++* removes its zero experts in this way in Table C and
-    loses accuracy, which zeroing a zero expert's output could not cause. The logits
-    that gating residuals pass on to the next layer are unchanged, and so are those
-    that auxiliary losses read: unless the router is retrained, train such a model with
-    `auxiliary_losses=None`.
+    Their tokens go to the best of the remaining experts, and the softmax is over these.
+    *MoE++* removes its zero experts this way (Table C) and loses accuracy. The logits
+    for gating residuals and auxiliary losses still include all experts, so use
+    `auxiliary_losses=None` to train such a model without retraining its router.
 
     Args:
-        model: backbone or classifier with token choice routers; it is not changed.
-        experts: experts to exclude from every MoE block, in addition to those that
-            already are: an expert's number, a type of experts (`"ffn"`, `"zero"`,
-            `"copy"`, `"constant"`), or a sequence of these. At least K must be left.
+        model: backbone or classifier with token choice routers; not modified.
+        experts: experts to exclude from every MoE block, in addition to those already
+            excluded: a number, a type (`"ffn"`, `"zero"`, `"copy"`, `"constant"`), or a
+            sequence of these. At least K must remain.
 
     Returns:
         A model of the same class, which saves and loads like any other.
@@ -101,7 +99,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
 
 
 def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
-    """The numbers of experts that are given by number or type."""
+    """Resolves numbers and types of experts to expert numbers."""
     if isinstance(experts, str):
         if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
             own = [name for name in EXPERT_TYPES if getattr(expert_types, name)]
@@ -129,9 +127,9 @@ def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
-    """Keeps routers from choosing some experts within the context.
+    """Context in which routers do not choose certain experts.
 
-    Functions that were compiled before the context still choose them.
+    Has no effect on functions that were compiled before.
     """
     with contextlib.ExitStack() as stack:
         for router in routers:
@@ -151,23 +149,23 @@ def edit_expert_logits(
     strength: float | None = None,
     batch_size: int = 32,
 ) -> Any:
-    """Returns a new model with one logit moved for images like a subpopulation's.
+    """Returns a copy of a model that shifts one logit for a subpopulation.
 
-    `strength mean(a)^T a` is added to the logit of `output`, with an image's
-    coefficients a and their mean over the subpopulation: the logit moves for images
-    that use the same experts. Nothing is trained, and using the model needs no
-    attribute. Edits of several outputs, or of one again, add up.
+    Adds `strength mean(a)^T a` to the logit of `output`, where a are an image's
+    coefficients and the mean is over the subpopulation: the logit moves for images that
+    use the same experts. There is no training, and the attribute is not needed at
+    inference. Repeated edits add up.
 
     Args:
-        model: `ImageClassifier` with a muMoE as its final layer; it is not changed.
+        model: `ImageClassifier` with a muMoE as its final layer; not modified.
         subpopulation: training images of the subpopulation, (B, height, width,
-            channels). None uses ones for the mean, which moves all images alike: the
+            channels). None replaces the mean by ones, which moves all images alike: the
             attribute-blind threshold.
-        output: class, or label, whose logit moves.
-        strength: lambda; a negative one lowers the logit. None is the number of
-            experts, or 2.5 without a subpopulation, as in the paper. Choose the best
-            value on validation data.
-        batch_size: number of images in a batch.
+        output: class or label whose logit moves.
+        strength: lambda, negative to lower the logit; choose it on validation data.
+            None for the number of experts, or 2.5 without a subpopulation, as in the
+            paper.
+        batch_size: images per batch.
 
     Returns:
         A model of the same class, which saves and loads like any other.
@@ -202,15 +200,15 @@ def edit_expert_logits(
 
 
 def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
-    """The mean coefficient of each expert of a muMoE head over some images.
+    """Mean coefficients of the experts of a muMoE head over some images.
 
     Args:
         model: `ImageClassifier` with a muMoE head.
         images: (B, height, width, channels).
-        batch_size: number of images in a batch.
+        batch_size: images per batch.
 
     Returns:
-        float64 (E,), which sums to 1 if each image's coefficients do.
+        float64 (E,).
 
     Example:
 
@@ -232,15 +230,14 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
 
 
 def expert_centres(model: Any, block: str) -> np.ndarray:
-    """The cluster centres of a block's experts: the columns of its router's kernel.
+    """Cluster centres of a block's experts: the columns of its router's kernel.
 
-    The nearer a token is to a centre, the larger is the expert's logit. The centre of
-    an expert in several levels is the sum over levels.
+    The closer a token is to a centre, the larger the expert's logit. With several
+    levels, an expert's centre is the sum over levels.
 
     Args:
         model: backbone or classifier.
-        block: name of an MoE block, such as `"block_1"`, whose router has a linear map
-            from tokens to experts.
+        block: MoE block such as `"block_1"`, whose router is linear.
 
     Returns:
         float32 (E, D).
@@ -275,17 +272,16 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
 
 
 def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> Any:
-    """Returns a new model in which every token is pushed towards an expert.
+    """Returns a copy of a model in which tokens are pushed towards an expert.
 
-    The expert's cluster centre, times `strength`, is added to the input of the block's
-    mixture of experts. It becomes part of the offset of the normalisation before it:
-    the new model has no additional weights.
+    Adds the expert's cluster centre, times `strength`, to the input of the block's
+    mixture of experts, as part of the preceding normalisation's offset.
 
     Args:
-        model: backbone or classifier; it is not changed.
-        block: name of an MoE block, such as `"block_1"`.
+        model: backbone or classifier; not modified.
+        block: MoE block such as `"block_1"`.
         expert: number of the expert.
-        strength: factor of the centre; a negative one pushes tokens away.
+        strength: factor on the centre; negative to push tokens away.
 
     Returns:
         A model of the same class, which saves and loads like any other.

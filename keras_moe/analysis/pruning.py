@@ -1,4 +1,4 @@
-"""Which experts do the work, which to keep, and models with only these.
+"""Expert pruning: which experts do the work, and models with only these.
 
 Axes: E experts, K selected experts, U groups of tokens (modalities or classes).
 """
@@ -17,42 +17,41 @@ COVERED = ("tokens", "mass", "first_choices")
 
 
 class CoverageCurve(NamedTuple):
-    """The share of an MoE layer's work that its most used experts do.
+    """The share of an MoE layer's work done by its most used experts.
 
     Attributes:
-        experts: int (E,), numbers of the experts, the most used first.
-        covered: float (E,), share that the first 1, 2, ..., E of them do; the last
-            is 1.
+        experts: int (E,), expert numbers, most used first.
+        covered: float (E,), share covered by the first 1, 2, ..., E of them.
     """
 
     experts: np.ndarray
     covered: np.ndarray
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         return {name: array.tolist() for name, array in self._asdict().items()}
 
     def needed(self, share: float) -> int:
-        """The number of experts that cover a share."""
-        # A sum of shares may miss the share by rounding.
+        """Number of experts needed to cover a share."""
+        # Allows for rounding errors of the sum.
         return int(np.argmax(self.covered >= share - 1e-12)) + 1
 
 
 def expert_scores(
     usage: ExpertUsage, criterion: str = "tokens", groups: Any = None
 ) -> dict[str, np.ndarray]:
-    """Scores each expert by a criterion of pruning.
+    """Scores each expert by a pruning criterion.
 
     Args:
         usage: result of `expert_usage`.
-        criterion: `"tokens"`, the number of tokens that the expert serves; `"mass"`,
-            the sum of its weights in their outputs; or `"reap"`, the mean over these
-            tokens of its weight times the norm of its output, 0 without a token.
-        groups: names of the groups whose tokens count, such as `"text"`, or a list of
-            classes; None counts all.
+        criterion: `"tokens"`, number of tokens served; `"mass"`, sum of the expert's
+            combine weights; or `"reap"`, mean over its tokens of combine weight times
+            output norm (0 without tokens).
+        groups: names of the groups to count, such as `"text"`, or a list of classes;
+            None for all.
 
     Returns:
-        Dict from the name of a block to float64 (E,).
+        Dict from block name to float64 (E,).
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4; *REAP the Experts*,
@@ -91,7 +90,7 @@ def expert_scores(
 
 
 def _rows(usage, groups):
-    """The rows of a usage that belong to some groups."""
+    """Indices of the rows of a usage for some groups."""
     names = list(usage.groups)
     if groups is None:
         return list(range(len(names)))
@@ -111,15 +110,14 @@ def coverage_curves(
 
     Args:
         usage: result of `expert_usage`.
-        by: what is covered: the served `"tokens"`, the `"mass"` of gates in their
-            outputs, or the `"first_choices"` of all tokens, as in the paper's figure.
+        by: the work: `"tokens"` served, `"mass"` of combine weights, or
+            `"first_choices"` of all tokens, as in the paper's figure.
         groups: as in `expert_scores`.
-        criterion: criterion of `expert_scores` that orders the experts; None orders
-            them by `by`, and by `"tokens"` for first choices.
+        criterion: criterion of `expert_scores` that ranks the experts; None ranks by
+            `by` (first choices by `"tokens"`).
 
     Returns:
-        Dict from the name of a block to its `CoverageCurve`. Of equal scores the lower
-        number comes first.
+        Dict from block name to `CoverageCurve`.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, Figure 13.
@@ -159,22 +157,22 @@ def select_experts(
     groups: Any = None,
     minimum: int = 1,
 ) -> dict[str, list[int]]:
-    """Chooses the experts that each MoE block keeps.
+    """Selects the experts that each MoE block keeps.
 
     Args:
         usage: result of `expert_usage`.
-        count: number of experts to keep in each block, or a dict from the names of
-            blocks to numbers; blocks that it leaves out keep all.
-        coverage: share in (0, 1] instead of `count`: each block keeps as few of its
-            best experts as cover it, of tokens, or of gate mass with that criterion.
+        count: number of experts to keep per block, or a dict from block name to number;
+            missing blocks keep all.
+        coverage: share in (0, 1], instead of `count`: each block keeps the fewest
+            experts that cover it, in gate mass if that is the criterion, else in
+            tokens.
         criterion: as in `expert_scores`.
-        groups: as in `expert_scores`: the modality or the classes that the pruned
-            model is for.
+        groups: as in `expert_scores`: the modality or classes that the pruned model is
+            for.
         minimum: smallest number to keep with `coverage`; routers need at least K.
 
     Returns:
-        Dict from the name of a block to the numbers of its experts, for
-        `prune_experts`.
+        Dict from block name to expert numbers, for `prune_experts`.
 
     Example:
 
@@ -230,7 +228,7 @@ def print_coverage(
     Args:
         curves: result of `coverage_curves`.
         shares: shares in (0, 1].
-        console: a rich console; None prints to the terminal.
+        console: rich console; None for the terminal.
 
     Example:
 
@@ -252,14 +250,12 @@ def print_coverage(
 def mask_experts(
     model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
 ) -> Any:
-    """Returns a new model in which some experts serve no token but keep their weights.
+    """Returns a copy of a model that keeps all weights but uses only some experts.
 
-    It computes what `prune_experts` gives in a smaller model; use it to try a choice
-    of experts.
+    Its outputs equal those of `prune_experts`; use it to try out a selection.
 
     Args:
-        model: backbone or task with token choice routers and all of its experts; it is
-            not changed.
+        model: backbone or task with token choice routers, not pruned; not modified.
         kept_experts: as in `prune_experts`.
         method: as in `prune_experts`.
 
@@ -280,38 +276,32 @@ def mask_experts(
 def prune_experts(
     model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
 ) -> Any:
-    """Returns a new, smaller model with the experts that are kept.
+    """Returns a smaller copy of a model with only some of its experts.
 
     | method | gates are the softmax over | a token that prefers a pruned expert |
     |---|---|---|
-    | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
-    | `"router_pred"` | all experts | takes the best kept, with its small gate |
-    | `"router_pred_skip"` | all experts | loses that choice; the residual carries it |
+    | `"router_drop"` | the kept experts | goes to the best kept one |
+    | `"router_pred"` | all experts | goes to the best kept one, with its small gate |
+    | `"router_pred_skip"` | all experts | loses that choice |
 
-    With `"router_drop"` the routers lose their columns of the pruned experts, too. The
-    other two keep all columns, which the softmax needs, and lose only the experts:
-    routing records keep their shapes.
+    *LIMoE* proposes the first two and finds "router-pred" better when many experts are
+    pruned; `"router_pred_skip"` is ours. Routers keep the columns of pruned experts
+    except with `"router_drop"`, and routing records keep their shapes.
 
-    `"router_drop"` and `"router_pred"` are *LIMoE*'s, which finds "router-pred" better
-    when many experts go. `"router_pred_skip"` is ours.
-
-    Every token is served at inference unless a capacity is set. A capacity factor then
-    counts the kept experts, C = S K c / E of these; with `"router_pred_skip"`, which
-    routes as before, all E. The outputs equal those of `mask_experts` either way.
-
-    To train the result, use `"router_drop"`: with the other methods auxiliary losses
-    still balance the load over pruned experts, so `auxiliary_losses=None` is better.
+    A capacity factor counts the kept experts in C = S K c / E, or with
+    `"router_pred_skip"` all E. To train the result, use `"router_drop"`: with the other
+    methods auxiliary losses still balance the load over pruned experts, so set
+    `auxiliary_losses=None`.
 
     Args:
-        model: backbone or task with token choice routers; it is not changed. A model
-            that was pruned by the same method can be pruned further.
-        kept_experts: numbers of the experts to keep, at least K, by the block's name,
-            as `select_experts` gives them; the other blocks stay as they are.
+        model: backbone or task with token choice routers; not modified. A pruned model
+            can be pruned further by the same method.
+        kept_experts: dict from block name to the numbers of the experts to keep, at
+            least K, such as `select_experts` returns; other blocks are unchanged.
         method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
 
     Returns:
-        A model of the same class, which saves and loads like any other; its blocks may
-        differ in their numbers of experts.
+        A model of the same class, which saves and loads like any other.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.

@@ -1,4 +1,4 @@
-"""Statistics of routing records: loads, drops, and the queues before the experts.
+"""Statistics of routing records: loads, drops and expert queues.
 
 Axes: B batch, N tokens, G groups, S group_size, E experts, K selected experts.
 """
@@ -12,36 +12,36 @@ from rich.table import Table
 from keras_moe.checks import check_integer
 from keras_moe.ops import expert_capacity, expert_choice, token_choice
 
-# Limits beyond which a router is unhealthy. An expert with less than this part of an
-# equal share is dead.
+# Limits beyond which a router is unhealthy. An expert is dead if it has less than
+# this part of an equal share.
 DEAD = 0.01
-# A layer has collapsed if the entropy of its loads over log E is below this,
+# A layer has collapsed if the normalised entropy of its loads is below this,
 MIN_ENTROPY = 0.5
-# or if one of more than two experts has a larger share than this,
+# if one of more than two experts has a larger share than this,
 MAX_SHARE = 0.75
-# or if a larger part of its experts is dead than this.
+# or if more than this part of its experts is dead.
 MAX_DEAD = 0.5
 
 
 def entropy(shares: Any) -> Any:
-    """The entropy of shares in nats, where a share of 0 adds nothing."""
+    """Entropy of shares in nats, along the last axis."""
     shares = np.asarray(shares, "float64")
-    # 0.0 is no -0.0.
+    # `0.0 -` avoids a result of -0.0.
     return 0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
 
 
 class RoutingStatistics(NamedTuple):
-    """Statistics of the routing of one MoE layer.
+    """Routing statistics of one MoE layer.
 
     Attributes:
         expert_shares: (E,), fraction of all served assignments by expert; sums to 1.
         dropped_tokens: fraction of tokens that no expert served.
         dropped_choices: fraction of the tokens' K choices that were dropped; None
-            where tokens do not choose.
-        load_entropy: entropy of `expert_shares` over log E: 1 is a balanced load.
+            unless tokens choose.
+        load_entropy: entropy of `expert_shares` over log E; 1 is a balanced load.
         mean_max_gate: mean over tokens of the largest gate.
         affinity_imbalance: largest relative deviation of an expert's total affinity
-            from the mean: 0 for a transport plan with exact marginals.
+            from the mean; 0 for a transport plan with exact marginals.
     """
 
     expert_shares: np.ndarray
@@ -52,21 +52,20 @@ class RoutingStatistics(NamedTuple):
     affinity_imbalance: float
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         return {**self._asdict(), "expert_shares": self.expert_shares.tolist()}
 
 
 def routing_statistics(
     routing: Any, num_selected_experts: int | None = None, mask: Any = None
 ) -> RoutingStatistics:
-    """Measures the load, drops and confidence of a router.
+    """Measures a router's load, drops and confidence.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), which
-            `keras.Model(backbone.input, backbone.routing).predict(images)` returns
-            for each block.
+        routing: `Routing` of arrays (B, N, E), one of those that
+            `keras.Model(backbone.input, backbone.routing).predict(images)` returns.
         num_selected_experts: K; None for expert choice and soft routing.
-        mask: boolean (B, N), False for tokens that do not count.
+        mask: boolean (B, N), False for tokens to ignore.
 
     Example:
 
@@ -113,11 +112,11 @@ def routing_statistics(
 def print_statistics(
     statistics: dict[str, RoutingStatistics], console: Console | None = None
 ) -> None:
-    """Prints a table with a row for each MoE block.
+    """Prints a table with one row per MoE block.
 
     Args:
-        statistics: dict from the name of a block to its `RoutingStatistics`.
-        console: a rich console; None prints to the terminal.
+        statistics: dict from block name to `RoutingStatistics`.
+        console: rich console; None for the terminal.
 
     Example:
 
@@ -149,28 +148,26 @@ def expert_queues(
     examples_per_group: int = 1,
     mask: Any = None,
 ) -> np.ndarray:
-    """Finds each token's position in the queue before each expert.
+    """Finds each token's position in the queue of each expert.
 
-    A position does not depend on the capacity: an expert with room for C tokens serves
-    positions 0 to C - 1, so one call shows the drops at every capacity.
+    An expert with capacity C serves positions 0 to C - 1, so one call gives the drops
+    at every capacity.
 
     Args:
         affinity: (B, N, E), `Routing.affinity` of a record.
-        num_selected_experts: K where tokens choose their experts; None where experts
-            choose their tokens, which then all queue before each expert.
-        priority: order of token choice, as in `keras_moe.ops.token_choice`; or numbers
-            (B, N), of which the smallest goes first.
-        examples_per_group: number of successive examples whose tokens compete; a
-            divisor of B.
+        num_selected_experts: K for token choice; None for expert choice, where all
+            tokens queue for each expert.
+        priority: order of token choice, as in `keras_moe.ops.token_choice`, or numbers
+            (B, N), smallest first.
+        examples_per_group: number of consecutive examples that compete; divides B.
         mask: boolean (B, N), False for tokens that are not routed.
 
     Returns:
-        int32 (B, N, E): 0 for the first in the queue of the expert, -1 for tokens that
-        are not in it.
+        int32 (B, N, E): 0 for the first in an expert's queue, -1 for tokens not in it.
 
     Reference:
-        *Routers in Vision Mixture of Experts*, Algorithms 1 and 2; *LIMoE*,
-        appendix F.5.
+        *Routers in Vision Mixture of Experts*, Algorithms 1 and 2; *LIMoE*, appendix
+        F.5.
 
     Example:
 
@@ -197,7 +194,7 @@ def expert_queues(
     size = examples_per_group * length
     grouped = affinity.reshape(-1, size, num_experts)
     mask = None if mask is None else np.asarray(mask, bool).reshape(-1, size)
-    # At a capacity of S every token has a slot, and slots are positions in the queue.
+    # With capacity S every token gets a slot: its position in the queue.
     if num_selected_experts is None:
         slots = np.array(expert_choice(grouped, grouped, size, mask).token_slots)
         positions = np.where(slots < 0, -1, slots % size)
@@ -209,7 +206,7 @@ def expert_queues(
         )
         slots = np.array(plan.token_slots)
         positions = np.full((*grouped.shape[:2], num_experts + 1), -1, "int32")
-        # Choices of masked tokens go to a column after the last expert's.
+        # Choices of masked tokens go to an extra column, which is dropped.
         experts = np.where(slots < 0, num_experts, slots // size)
         np.put_along_axis(positions, experts, np.where(slots < 0, -1, slots % size), -1)
         positions = positions[..., :-1]
@@ -217,7 +214,7 @@ def expert_queues(
 
 
 def served_at(positions: Any, capacity: Any) -> np.ndarray:
-    """Which tokens of `expert_queues` each expert serves at a capacity."""
+    """Which positions of `expert_queues` are served at a capacity."""
     return (positions >= 0) & (positions < np.asarray(capacity))
 
 
@@ -229,20 +226,19 @@ def dropped_at_capacities(
     examples_per_group: int = 1,
     mask: Any = None,
 ) -> np.ndarray:
-    """Finds the tokens that no expert would serve at some capacity factors.
+    """Finds the tokens that would be dropped at given capacity factors.
 
-    The plan is recomputed from the affinity of a record, which a model at inference
-    gives without noise and usually without any capacity.
+    Routes again from a record's affinity, which at inference has no noise and usually
+    no capacity limit.
 
     Args:
         routing: `Routing` of arrays (B, N, E).
-        capacity_factors: F numbers c; an expert serves c S K / E tokens of a group,
-            rounded up.
-        num_selected_experts: K where tokens choose, None where experts do.
+        capacity_factors: F numbers c, for capacities of c S K / E, rounded up.
+        num_selected_experts: K for token choice, None for expert choice.
         priority: as in `expert_queues`.
         examples_per_group: as in `expert_queues`.
-        mask: boolean (B, N), False for tokens that are not routed; these are not
-            dropped, either.
+        mask: boolean (B, N), False for tokens that are not routed, which do not count
+            as dropped.
 
     Returns:
         Boolean (F, B, N), True for dropped tokens.

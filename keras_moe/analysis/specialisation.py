@@ -1,7 +1,6 @@
-"""Specialisation in classes, and fairness, as functions of accuracies and records.
+"""Specialisation in classes, and fairness.
 
-Axes: E experts, C classes, B batch, N tokens, Y values of the target, A values of the
-sensitive attribute.
+Axes: E experts, C classes, B batch, N tokens, Y target values, A attribute values.
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +11,9 @@ from rich.table import Table
 
 
 def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
-    """The fraction (E, C) of each class's accuracy that is lost without each expert.
+    """Fraction (E, C) of each class's accuracy that is lost without each expert.
 
-    `d_c = (y_c - y_c without the expert) / y_c`: 1 where all is lost, below 0 where the
-    class does better, and 0 for a class without a right prediction.
+    `d_c = (y_c - y_c without the expert) / y_c`; 0 for classes that were never right.
     """
     accuracy, ablated = np.asarray(accuracy, float), np.asarray(ablated, float)
     if accuracy.ndim != 1 or ablated.ndim != 2 or ablated.shape[1] != len(accuracy):
@@ -30,9 +28,9 @@ def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
 
 
 def class_polysemanticity(changes: Any) -> np.ndarray:
-    """Measures how far each expert is from mattering for one class alone.
+    """Measures how far each expert is from mattering for exactly one class.
 
-    `p = |d - 1|_2` with the one-hot vector at the class that loses most: 0 if a single
+    `p = |d - 1|_2`, with the one-hot vector of the class that loses most: 0 if one
     class loses all its accuracy and no other class changes.
 
     Args:
@@ -61,15 +59,13 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
 
 
 def mean_polysemanticity(changes: Any) -> float | None:
-    """The mean `class_polysemanticity` of the experts that matter.
-
-    An expert matters if its ablation changes the accuracy of some class.
+    """Mean `class_polysemanticity` of the experts that change any accuracy.
 
     Args:
         changes: (E, C), `ExpertAblation.changes`.
 
     Returns:
-        The mean, or None if no expert matters.
+        The mean, or None if no expert changes any accuracy.
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 3.
@@ -89,8 +85,8 @@ def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
     """Counts the tokens for which each expert has a large coefficient.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), whose gates are the coefficients.
-        threshold: lowest coefficient that counts, in (0, 1].
+        routing: muMoE `Routing` of arrays (B, N, E); the gates are the coefficients.
+        threshold: smallest coefficient that counts, in (0, 1].
 
     Returns:
         int (E,).
@@ -119,14 +115,14 @@ def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
 
 
 class FairnessMetrics(NamedTuple):
-    """Accuracies by subpopulation, and the metrics computed from them.
+    """Accuracies of subpopulations and fairness metrics.
 
     Attributes:
-        counts: (Y, A), number of images of each subpopulation.
-        accuracies: (Y, A), accuracy of each subpopulation.
+        counts: (Y, A), images per subpopulation.
+        accuracies: (Y, A), accuracy per subpopulation.
         accuracy: accuracy over all images.
-        equality_of_opportunity: largest difference of the true positive rate between
-            attributes; 0 is fair.
+        equality_of_opportunity: largest difference in true positive rate between
+            attribute values; 0 is fair.
         std_bias: standard deviation of the subpopulations' accuracies.
         max_min: lowest accuracy of a subpopulation.
     """
@@ -139,7 +135,7 @@ class FairnessMetrics(NamedTuple):
     max_min: float
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         arrays = {
             "counts": self.counts.tolist(),
             "accuracies": self.accuracies.tolist(),
@@ -150,16 +146,15 @@ class FairnessMetrics(NamedTuple):
 def fairness_metrics(
     predictions: Any, targets: Any, attributes: Any, positive: int = 1
 ) -> FairnessMetrics:
-    """Equality of opportunity, spread and worst case over subpopulations.
+    """Computes equality of opportunity, and spread and minimum of accuracies.
 
-    A subpopulation has one value of the target and one of the attribute; each needs at
-    least one image.
+    A subpopulation is a pair of target and attribute value; each needs an image.
 
     Args:
-        predictions: integers or booleans (B,), the predicted values of the target.
-        targets: (B,), the true values of the target.
-        attributes: (B,), the values of the sensitive attribute, such as 0 and 1.
-        positive: value of the target whose rate equality of opportunity compares.
+        predictions: integers or booleans (B,), predicted values of the target.
+        targets: (B,), true values of the target.
+        attributes: (B,), values of the sensitive attribute, such as 0 and 1.
+        positive: target value whose true positive rate is compared.
 
     Reference:
         *Multilinear Mixture of Experts*, appendix J; *Equality of Opportunity in
@@ -230,13 +225,12 @@ def print_fairness(
     target: tuple[int, int],
     console: Console | None = None,
 ) -> None:
-    """Prints a table with a row for each model, like Table 2 of the paper.
+    """Prints a table with one row per model, like Table 2 of the paper.
 
     Args:
-        metrics: dict from the name of a model to its `FairnessMetrics`.
-        target: subpopulation that an edit was for: the values of the target and of the
-            attribute.
-        console: a rich console; None prints to the terminal.
+        metrics: dict from model name to `FairnessMetrics`.
+        target: subpopulation that was edited: its target and attribute values.
+        console: rich console; None for the terminal.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Patches and words: where experts work, how tokens move on, and what words they are.
+"""Views of tokens: where experts work, flows between layers, and tags of words.
 
 Axes: B batch, N tokens, E and F experts of two layers, U groups of tokens (tags).
 """
@@ -11,15 +11,15 @@ import numpy as np
 
 from keras_moe.analysis.routing import entropy
 
-# Words with their apostrophes and hyphens, and single punctuation marks.
+# Words, with apostrophes and hyphens, and single punctuation marks.
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
-# How SentencePiece writes a space.
+# SentencePiece's space.
 _SPACE = "\u2581"
 SPECIAL, PADDING, UNKNOWN = "special", "padding", "unknown"
 
 
 def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
-    """The values of patches (B, N, ...), without those of a class token before them."""
+    """Values of the patches (B, N, ...), without a class token in front."""
     values, count = np.asarray(values), grid[0] * grid[1]
     tokens = values.shape[1] if values.ndim > 1 else 0
     if tokens not in (count, count + 1):
@@ -34,9 +34,9 @@ class ExpertView(NamedTuple):
     """The patches of one expert.
 
     Attributes:
-        position_shares: (rows, columns), for each position of the grid the fraction of
-            images whose patch there went to this expert.
-        images: indices of the images in which the expert works most.
+        position_shares: (rows, columns), fraction of images whose patch at that
+            position went to this expert.
+        images: indices of the images that use the expert most.
         patches: boolean (len(images), rows, columns), its patches in these images.
     """
 
@@ -48,18 +48,18 @@ class ExpertView(NamedTuple):
 def expert_views(
     routing: Any, grid: tuple[int, int], images_per_expert: int = 8
 ) -> list[ExpertView]:
-    """Finds the positions and the images in which each expert works.
+    """Finds the positions and images in which each expert works.
 
     Images are ranked by the sum of the expert's combine weights over their patches.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), where N is the number of patches in the
-            grid, plus one for a class token before them.
-        grid: numbers of patches down and across.
-        images_per_expert: number of images to choose for each expert.
+        routing: `Routing` of arrays (B, N, E); N is the number of patches, plus one if
+            there is a class token in front.
+        grid: number of patches down and across.
+        images_per_expert: number of images to select per expert.
 
     Returns:
-        A list with an `ExpertView` for each expert.
+        List with one `ExpertView` per expert.
 
     Example:
 
@@ -86,11 +86,11 @@ class FlowStatistics(NamedTuple):
     """How the experts of one layer relate to those of the next.
 
     Attributes:
-        information: share of the uncertainty about a token's expert in the next layer
-            that its expert in this one removes (mutual information over entropy): 0
-            where the two are independent, 1 where one follows from the other.
+        information: mutual information of a token's experts in both layers, over the
+            entropy of the second: 0 if they are independent, 1 if the first determines
+            the second.
         kept_company: probability that two tokens of one expert share an expert in the
-            next layer, too.
+            next layer.
         company_by_chance: the same probability for any two tokens.
     """
 
@@ -100,30 +100,26 @@ class FlowStatistics(NamedTuple):
 
 
 def main_experts(routing: Any) -> np.ndarray:
-    """The expert with the largest weight in each token's output (B, N).
-
-    Tokens that no expert serves have E.
-    """
+    """The expert with the largest weight for each token (B, N); E if not served."""
     served = np.asarray(routing.dispatched) > 0
-    # A served token may have a weight of 0.
+    # A served token may have weight 0.
     weights = np.where(served, np.asarray(routing.combined), -np.inf)
     return np.where(served.any(axis=-1), weights.argmax(axis=-1), served.shape[-1])
 
 
 def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
-    """Counts the tokens that go from each expert to each expert of another layer.
+    """Counts the tokens that move from each expert to each expert of another layer.
 
-    A token counts once in each layer, at the expert with the largest weight in its
-    output.
+    In each layer a token counts for the expert with the largest combine weight.
 
     Args:
         source: `Routing` of arrays (B, N, E) of one layer.
         target: `Routing` of arrays (B, N, F) of a later layer, for the same tokens.
-        mask: boolean (B, N), False for tokens that do not count.
+        mask: boolean (B, N), False for tokens to ignore.
 
     Returns:
-        Integers (E + 1, F + 1). The last row and column are tokens that no expert
-        serves.
+        Integers (E + 1, F + 1); the last row and column are tokens that were not
+        served.
 
     Reference:
         *LIMoE*, Figures 30 and 31.
@@ -190,12 +186,12 @@ def _ratio(part, whole):
 
 
 class TokenTags(NamedTuple):
-    """The tag of each token of captions, in the form `expert_usage` takes groups.
+    """A tag for each caption token, as groups for `expert_usage`.
 
     Attributes:
-        groups: integers (B, N), the index of each token's tag in `group_names`.
+        groups: integers (B, N), indices into `group_names`.
         group_names: the U tags that occur, sorted, then those of `"special"` (start and
-            end), `"padding"` and `"unknown"` that do.
+            end), `"padding"` and `"unknown"` that occur.
     """
 
     groups: np.ndarray
@@ -205,22 +201,20 @@ class TokenTags(NamedTuple):
 def tag_tokens(
     tokenizer: Any, captions: Sequence[str], tag: Callable[[list[str]], Sequence[Any]]
 ) -> TokenTags:
-    """Gives each token of captions the tag of its word, such as its part of speech.
+    """Gives each caption token the tag of its word, such as its part of speech.
 
-    All tokens of a word have its tag; a token that covers several words has the first
-    one's. A token whose text differs from the caption's, such as part of a character,
-    is `"unknown"`, and so are those after it.
+    A token that spans several words gets the first word's tag. Tokens whose text
+    differs from the caption, and those after them, are `"unknown"`.
 
     Args:
         tokenizer: `keras_moe.models.TextTokenizer`, the model's `preprocessor`.
         captions: B strings.
-        tag: function from the words of one caption, with punctuation marks as separate
-            words, to a tag for each. With NLTK's part-of-speech tagger: `lambda
-            words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
+        tag: function from the words of a caption (punctuation separate) to their tags.
+            With NLTK: `lambda words: [tag for _, tag in nltk.pos_tag(words,
+            tagset="universal")]`.
 
     Returns:
-        `TokenTags`, for `keras_moe.analysis.expert_usage(..., modality="text",
-        **tags._asdict())`.
+        `TokenTags`, for `expert_usage(..., modality="text", **tags._asdict())`.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix G.1 and Figure 40.
@@ -251,7 +245,7 @@ def tag_tokens(
                 for has_text, kept in zip(is_text, counts)
             ]
         )
-    # Names that a tagger has, too, are one group.
+    # If the tagger uses one of these names, too, both are one group.
     found, last = {name for row in rows for name in row}, (SPECIAL, PADDING, UNKNOWN)
     names = [*sorted(found.difference(last)), *(name for name in last if name in found)]
     numbers = {name: number for number, name in enumerate(names)}
@@ -267,7 +261,7 @@ def _tags(caption, pieces, tag):
         raise ValueError(
             f"Expected a tag for each of the words {words}; received: {tags}"
         )
-    # Taggers see words as they are written, and tokenizers may lower them.
+    # Taggers get the caption's case, but tokenizers may lower it.
     letters = [(c, name) for word, name in zip(words, tags) for c in word.lower()]
     result, place = [], 0
     for piece in pieces:

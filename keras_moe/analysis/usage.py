@@ -1,4 +1,4 @@
-"""How much each expert is used: in all, by modality, by class, or by any other group.
+"""How much each expert is used, by modality, class or any other group of tokens.
 
 Axes: B batch, N tokens, E experts, U groups of tokens (modalities or classes).
 """
@@ -20,20 +20,20 @@ from keras_moe.files import write_json
 ALL = "all"
 # As `groups`: the second part of each batch.
 LABELS = "labels"
-# Figures that a usage may lack.
+# Fields that may be None.
 OPTIONAL = ("contributions", "first_choices")
 
 
 class BlockUsage(NamedTuple):
-    """The use of the experts of one MoE layer by groups of tokens, as sums.
+    """Usage of the experts of one MoE layer, summed over each group's tokens.
 
     Attributes:
-        tokens: float64 (U, E), numbers of tokens that the experts served.
-        mass: float64 (U, E), sums of the experts' weights in these tokens' outputs.
-        contributions: float64 (U, E), sums of these weights times the norms of the
-            experts' outputs; None if they were not measured.
-        first_choices: float64 (U, E), numbers of tokens whose largest gate was the
-            expert's, served or not; None if they were not counted.
+        tokens: float64 (U, E), number of tokens that the expert served.
+        mass: float64 (U, E), sum of its combine weights.
+        contributions: float64 (U, E), sum of combine weights times norms of its
+            outputs; None if not measured.
+        first_choices: float64 (U, E), number of tokens with the largest gate for the
+            expert, served or not; None if not counted.
     """
 
     tokens: np.ndarray
@@ -43,12 +43,12 @@ class BlockUsage(NamedTuple):
 
 
 class ExpertUsage(NamedTuple):
-    """The use of the experts of a model.
+    """Usage of a model's experts.
 
     Attributes:
-        groups: names of the U groups of tokens, such as modalities or classes; `"all"`
-            if there is one.
-        blocks: dict from the name of an MoE block to its `BlockUsage`.
+        groups: names of the U groups of tokens, such as modalities or classes;
+            `["all"]` for a single group.
+        blocks: dict from block name to `BlockUsage`.
 
     Example:
 
@@ -64,7 +64,7 @@ class ExpertUsage(NamedTuple):
     blocks: dict[str, BlockUsage]
 
     def to_dict(self) -> dict:
-        """A JSON-serialisable dict."""
+        """Returns a JSON-serialisable dict."""
         blocks = {
             name: {
                 field: None if x is None else x.tolist()
@@ -76,7 +76,7 @@ class ExpertUsage(NamedTuple):
 
     @classmethod
     def from_dict(cls, content: dict) -> "ExpertUsage":
-        """Reads the result of `to_dict`."""
+        """Restores the result of `to_dict`."""
         try:
             groups = [str(name) for name in content["groups"]]
             blocks = {}
@@ -99,7 +99,7 @@ class ExpertUsage(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertUsage":
-        """Reads a file that `save` has written."""
+        """Reads a file written by `save`."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:
@@ -110,7 +110,7 @@ class ExpertUsage(NamedTuple):
 
 
 def checked_usage(usage: Any) -> ExpertUsage:
-    """`usage`, if its figures can rank experts."""
+    """Checks shapes and values of a usage."""
     if not isinstance(usage, ExpertUsage) or not usage.blocks or not usage.groups:
         raise ValueError(
             "Expected an ExpertUsage of at least one group and block; "
@@ -145,17 +145,16 @@ def routing_usage(
     mask: Any = None,
     contributions: Any = None,
 ) -> BlockUsage:
-    """Counts the use of experts in one routing record.
+    """Counts the usage of experts in one routing record.
 
     Args:
         routing: `Routing` of arrays (B, N, E).
         groups: integers (B,) or (B, N), the group of each example or token, such as its
-            class or modality; negative ones do not count. None has one group.
-        num_groups: U; None is the largest number in `groups` plus one.
-        mask: boolean (B, N), False for tokens that do not count. First choices need it
-            where padding is not routed.
-        contributions: float (B, N, E), weights of experts times norms of their outputs,
-            or None.
+            class or modality; negative ones are ignored. None for one group.
+        num_groups: U; None for the largest number in `groups` plus one.
+        mask: boolean (B, N), False for tokens to ignore. Needed to count first choices
+            if padding is not routed.
+        contributions: float (B, N, E), combine weights times output norms, or None.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
@@ -208,7 +207,7 @@ def routing_usage(
 
 
 def _owners(groups, mask, shape):
-    """The group of each token (B, N), -1 where it does not count."""
+    """The group of each token (B, N); -1 for tokens to ignore."""
     owners = np.zeros(shape, int) if groups is None else np.asarray(groups)
     if owners.dtype.kind not in "iu" or owners.shape not in (shape, shape[:1]):
         raise ValueError(
@@ -229,10 +228,10 @@ def _owners(groups, mask, shape):
 
 
 def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
-    """Sums the usage of several passes, such as those of several batches.
+    """Sums usages, such as those of several batches.
 
     Args:
-        usages: records of one model, with the same groups.
+        usages: usages of one model with the same groups.
 
     Example:
 
@@ -282,29 +281,26 @@ def expert_usage(
 ) -> ExpertUsage:
     """Counts how much each expert is used, in one pass over data.
 
-    Models of two modalities whose blocks are shared, such as LIMoE, are counted by
-    modality. Other models, and the tokens of one `modality`, have one group unless
-    `groups` divides them.
+    Models with blocks shared by two modalities, such as LIMoE, are counted by modality.
+    Otherwise there is one group, unless `groups` is given.
 
     Args:
-        model: backbone or task with token or expert choice routers; in soft routing
-            and muMoE all experts serve all tokens.
-        inputs: the model's inputs, an array or a dict of arrays by name; or an iterable
-            of batches of these, or of tuples `(inputs, labels)`.
-        groups: integers (B,) or (B, N) for arrays, the group of each example or
-            token, such as its class; the name of an input that has them, such as
-            `"modality_ids"`; or `"labels"`, the second part of each batch. Tokens of
-            negative groups do not count.
+        model: backbone or task with token or expert choice routers.
+        inputs: the model's inputs, an array or a dict of arrays; or an iterable of
+            batches of these or of tuples `(inputs, labels)`.
+        groups: integers (B,) or (B, N), the group of each example or token, such as its
+            class; or the name of an input with these; or `"labels"`, the second part of
+            each batch. Tokens of negative groups are ignored.
         group_names: names of the U groups; None numbers those of an array.
         mask: name of an input (B, N), such as `"padding_mask"`, that is False for
-            tokens that do not count, or a dict from modalities to such names, such as
-            `{"text": "padding_mask"}`; None counts each token that is routed.
-        contributions: whether to measure the norms of experts' outputs, too, which
-            the criterion `"reap"` needs; experts then run twice.
-        batch_size: number of examples in a batch of arrays.
+            tokens to ignore, or a dict from modality to such names. None counts all
+            routed tokens.
+        contributions: whether to also measure output norms, for the criterion `"reap"`;
+            experts then run twice.
+        batch_size: examples per batch of arrays.
         verbose: whether to show a progress bar.
-        modality: `"text"` or `"image"` to count only these tokens of an image-text
-            model; `groups` and `mask` are then those of its tokens.
+        modality: `"text"` or `"image"` to count only that tower's tokens; `groups` and
+            `mask` then refer to these.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
@@ -334,7 +330,7 @@ def expert_usage(
 
 
 def _group_names(groups, group_names):
-    """The names of the groups, or None where they follow from the model."""
+    """Names of the groups; None if they follow from the model."""
     if groups is None:
         if group_names is not None:
             raise ValueError(
@@ -353,7 +349,7 @@ def _group_names(groups, group_names):
 
 
 def _batches(inputs, groups, batch_size):
-    """Pairs of a batch of inputs and its groups."""
+    """Yields batches of inputs with their groups."""
     batch_size = check_integer("batch_size", batch_size)
     arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     if not all(hasattr(array, "shape") for array in arrays.values()):
@@ -415,7 +411,7 @@ def _masks(inputs, mask, modalities):
 
 
 class UsageProbe:
-    """Counts the use of experts in batches of a model's inputs."""
+    """Counts the usage of experts in batches of a model's inputs."""
 
     def __init__(
         self,
@@ -445,7 +441,7 @@ class UsageProbe:
         self._without_padding = {key for key in layers if masks_padding(model, key)}
         self._fields = list(_Counted._fields)
         if check_bool("contributions", contributions):
-            # The context of `count` puts them there.
+            # `measuring_contributions` in `count` puts them there.
             self._fields.append("affinity")
         records = {
             key: {name: getattr(record, name) for name in self._fields}
@@ -460,7 +456,7 @@ class UsageProbe:
         group_names: list[str] | None = None,
         mask: Any = None,
     ) -> ExpertUsage:
-        """The use of experts in one batch."""
+        """The usage of experts in one batch."""
         modalities = list(next(iter(self._keys.values())))
         if modalities != [ALL] and groups is not None:
             raise ValueError(
@@ -486,13 +482,13 @@ class UsageProbe:
                 )
                 for modality, key in keys.items()
             ]
-            # A row for each modality.
+            # One row per modality.
             rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))
             blocks[name] = BlockUsage(*rows)
         return ExpertUsage(group_names or modalities, blocks)
 
     def _mask(self, key, inputs, mask):
-        """The tokens of a record that count, without padding that is not routed."""
+        """Mask of the tokens of a record to count, without unrouted padding."""
         if key not in self._without_padding:
             return mask
         padding = np.asarray(inputs["padding_mask"], bool)
@@ -500,7 +496,7 @@ class UsageProbe:
 
 
 class _Counted(NamedTuple):
-    """The part of a `Routing` that counts."""
+    """The fields of `Routing` that are counted."""
 
     gates: Any
     dispatched: Any
@@ -508,7 +504,7 @@ class _Counted(NamedTuple):
 
 
 class _Records(keras.Model):
-    """Computes the records of a model, at inference or as in training."""
+    """Computes a model's routing records, at inference or as in training."""
 
     def __init__(self, records, in_training):
         # The global dtype policy may differ from the model's.
@@ -520,7 +516,7 @@ class _Records(keras.Model):
 
 
 def masks_padding(model: Any, name: str) -> bool:
-    """Whether the block of a routing record routes texts without their padding."""
+    """Whether the block of a routing record leaves padding of texts unrouted."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(model.input, dict) or name.startswith("image/"):
         return False
@@ -542,10 +538,10 @@ def _moe_layer(backbone, key):
 
 
 def _keys_by_block(layers):
-    """The keys of the records by block and modality.
+    """Keys of the records by block and modality.
 
-    A block that several records share has one for each modality, such as "text" of
-    "text/block_1"; others have the modality "all".
+    A block shared by several records has one per modality, such as "text" for
+    "text/block_1"; other blocks have the modality "all".
     """
     keys = {}
     for key, layer in layers.items():

@@ -1,4 +1,4 @@
-"""Evaluation of frozen models: functions of arrays, and thin drivers for models."""
+"""Evaluation of frozen models: functions of arrays, and drivers for models."""
 
 from keras_moe.evaluation.average_precision import (
     average_precision,

@@ -1,4 +1,4 @@
-"""Features and labels as checked NumPy arrays, and features extracted from a model.
+"""Validates features and labels, and extracts features from a model.
 
 Axes: N examples, F feature dim.
 """
@@ -11,13 +11,13 @@ import numpy as np
 
 from keras_moe.processes import predict_batch
 
-# The number of indices that an error names.
+# Number of indices that an error lists.
 NAMED = 5
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """An array or a tensor of any library as a NumPy array."""
-    # A tensor of the backend may sit on an accelerator or ask for gradients; one of
+    """Converts an array or a tensor of any library to NumPy."""
+    # The backend's tensors may be on an accelerator or require gradients; those of
     # tf.data may belong to another backend.
     if keras.ops.is_tensor(array):
         return keras.ops.convert_to_numpy(array)
@@ -25,18 +25,18 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def non_finite(array: np.ndarray) -> np.ndarray:
-    """The indices along the first axis at which a value is NaN or infinite."""
+    """Indices along the first axis at which a value is NaN or infinite."""
     if array.dtype.kind in "biu":
         return np.array([], "int64")
-    # np.isfinite does not know bfloat16.
+    # np.isfinite does not support bfloat16.
     values = array if array.dtype.kind == "f" else array.astype("float32")
     return np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
 
 
 def check_real(name: str, array: Any) -> np.ndarray:
-    """An array or a tensor as a NumPy array, if its numbers are real."""
+    """Converts to NumPy and checks that numbers are real."""
     array = to_numpy(array)
-    # Extended floats, such as bfloat16, are of kind "V".
+    # bfloat16 is of kind "V".
     if array.dtype.kind not in "fiubV" or array.dtype.names is not None:
         raise ValueError(
             f"Expected {name} of real numbers; received: dtype={array.dtype}"
@@ -45,7 +45,7 @@ def check_real(name: str, array: Any) -> np.ndarray:
 
 
 def check_matrix(name: str, array: Any) -> np.ndarray:
-    """Rows of examples (N, F) as a NumPy array, if there are any."""
+    """Checks that an array is a non-empty matrix (N, F)."""
     array = check_real(name, array)
     if array.ndim != 2 or not array.size:
         raise ValueError(
@@ -56,7 +56,7 @@ def check_matrix(name: str, array: Any) -> np.ndarray:
 
 
 def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
-    """Features as float64 (N, F), if they are finite, and F is `dim` unless None."""
+    """Checks that features (N, F) are finite; returns float64."""
     features = check_matrix(name, features).astype("float64")
     if dim is not None and features.shape[1] != dim:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarr
 def check_labels(
     name: str, labels: Any, length: int | None, num_classes: int | None = None
 ) -> np.ndarray:
-    """Labels as int64 (N,), if they are in range and N is `length` unless None."""
+    """Checks that labels (N,) are integers in range; returns int64."""
     labels = to_numpy(labels)
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not labels.size:
         raise ValueError(
@@ -100,12 +100,12 @@ def check_labels(
 def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The features and labels of all batches; several processes get the same ones."""
+    """Features and labels of all batches, equal in all processes."""
     if not callable(model):
         raise ValueError(
             f"Expected a keras.Model or a callable; received: model={model!r}"
         )
-    # A model's own prediction step is compiled; a call of the model is not.
+    # A model's prediction step is compiled; calling the model is not.
     is_model, size = isinstance(model, keras.Model), 0
     batches, num_batches = _labelled_batches(name, data, batch_size)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
@@ -116,11 +116,11 @@ def extract_features(
                 f"Expected {name} to give batches (images, labels); "
                 f"received: {type(batch).__name__}"
             )
-        # A tensor of tf.data means nothing to a model of another backend.
+        # The tensors of tf.data may belong to another backend.
         images = to_numpy(batch[0])
         bad = non_finite(images)
         bad_images.extend(bad + seen)
-        # All bad images are reported: after the first the others are read, not run.
+        # After the first bad image, the rest is only checked, to report all of them.
         if not bad_images:
             size = max(size, len(images))
             output = predict_batch(model, images, size) if is_model else model(images)
@@ -150,7 +150,7 @@ def extract_features(
 def _labelled_batches(
     name: str, data: Any, batch_size: int
 ) -> tuple[Iterator, int | None]:
-    """An iterator of (images, labels), and how many batches it has if known."""
+    """Iterator of (images, labels), and the number of batches if known."""
     if not (isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "shape")):
         return iterate_batches(name, data)
     images, labels = to_numpy(data[0]), to_numpy(data[1])
@@ -165,7 +165,7 @@ def _labelled_batches(
 
 
 def iterate_batches(name: str, data: Any) -> tuple[Iterator, int | None]:
-    """An iterator of one pass over batches, and how many it has if known."""
+    """Iterator over one pass of batches, and their number if known."""
     if isinstance(data, keras.utils.PyDataset):
         return (data[i] for i in range(data.num_batches)), data.num_batches
     if not isinstance(data, Iterable):
@@ -173,7 +173,7 @@ def iterate_batches(name: str, data: Any) -> tuple[Iterator, int | None]:
             f"Expected {name} to be a tuple of arrays or an iterable of such batches; "
             f"received: {type(data).__name__}"
         )
-    # The cardinality is -1 for a data set that repeats for ever, -2 if not known.
+    # The cardinality is -1 for infinite datasets and -2 if unknown.
     if hasattr(data, "cardinality"):
         length = int(data.cardinality())
     else:

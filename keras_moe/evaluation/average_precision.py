@@ -1,7 +1,7 @@
 """Exact precision@1 and average precision of multi-label classification.
 
-Labels are 0-1 vectors (N, C), or with `sparse_labels=True` numbers of classes (N, L),
-padded with -1. Examples of weight 0, such as those that fill up a batch, do not count.
+Labels are 0-1 vectors (N, C), or class numbers (N, L) padded with -1 if
+`sparse_labels`. Examples of weight 0 do not count.
 
 Axes: N examples, C classes, L labels of an example.
 """
@@ -15,15 +15,13 @@ import numpy as np
 def precision_at_1(
     labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
 ) -> float:
-    """The fraction of examples whose highest score is that of one of their classes.
-
-    An example without labels counts as wrong.
+    """Fraction of examples whose highest score belongs to one of their classes.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) numbers of classes.
+        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
         scores: (N, C), logits or probabilities.
         sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are numbers of classes.
+        sparse_labels: whether labels are class numbers.
 
     Example:
 
@@ -39,16 +37,15 @@ def precision_at_1(
 def average_precision(
     labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
 ) -> np.ndarray:
-    """The average precision of each class: examples ranked by its score.
+    """Average precision of each class, with examples ranked by its score.
 
-    It is the sum over the distinct scores, from the highest on, of the step in recall
-    times the precision there. Equal scores are one step.
+    Sums precision times the step in recall over distinct scores, highest first.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) numbers of classes.
+        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
         scores: (N, C), logits or probabilities.
         sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are numbers of classes.
+        sparse_labels: whether labels are class numbers.
 
     Returns:
         float64 (C,), NaN for classes without examples.
@@ -65,7 +62,7 @@ def average_precision(
     every = np.cumsum(weight[order], axis=0)
     true = weight[order] * np.take_along_axis(labels, order, axis=0)
     hits = np.cumsum(true, axis=0)
-    # The last of equal scores has the sums over all of them.
+    # Sums at the last of equal scores include all of them.
     is_last = np.ones(ranked.shape, bool)
     is_last[:-1] = ranked[:-1] != ranked[1:]
     recalled = np.diff(
@@ -87,16 +84,15 @@ def mean_average_precision(
     sparse_labels: bool = False,
     over: str = "classes",
 ) -> float:
-    """The mean of average precisions, of classes or of examples.
+    """Mean average precision over classes or examples.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) numbers of classes.
+        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
         scores: (N, C), logits or probabilities.
         sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are numbers of classes.
-        over: `"classes"`, all with the same weight, where examples are ranked; or
-            `"examples"`, where classes are ranked, as in mAP@k of JFT. Classes or
-            examples without positives are left out.
+        sparse_labels: whether labels are class numbers.
+        over: `"classes"`, equally weighted, ranking examples; or `"examples"`, ranking
+            classes, as in JFT's mAP@k. Those without positives are left out.
 
     Example:
 
@@ -121,16 +117,16 @@ def mean_average_precision(
 def streamed_average_precision(
     batches: Callable[[], Iterable], num_classes: int, sparse_labels: bool = False
 ) -> np.ndarray:
-    """`average_precision` of batch after batch, without all scores in memory.
+    """`average_precision` over batches, without all scores in memory.
 
-    It reads the batches twice: first it keeps the scores of the positives, which are
-    few; then it counts the examples ranked above each.
+    Reads the batches twice: to collect the scores of the positives, which are few, and
+    to count the examples ranked above each.
 
     Args:
         batches: function that returns an iterable of (labels, scores) or (labels,
-            scores, weights), the arguments of `average_precision`; the same each time.
+            scores, weights), the same in each call.
         num_classes: C.
-        sparse_labels: whether labels are numbers of classes.
+        sparse_labels: whether labels are class numbers.
 
     Returns:
         float64 (C,), NaN for classes without examples.
@@ -153,14 +149,14 @@ def streamed_average_precision(
     order = np.lexsort((at, classes))
     classes, at, weights = classes[order], at[order], weights[order]
     starts = np.searchsorted(classes, np.arange(num_classes + 1))
-    # The weight of the examples from each positive's score up to the next one's.
+    # Weight of the examples between each positive's score and the next one.
     every = np.zeros(len(at))
     present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
     for _, scores, weight in _each(batches, num_classes, sparse_labels):
         columns = np.ascontiguousarray(scores.T)
         for c in present:
             mine = at[starts[c] : starts[c + 1]]
-            # The first of equal scores gets the weight of all of them.
+            # The first of equal scores gets the weight of all.
             rank = np.searchsorted(mine, columns[c], side="right") - 1
             reached = rank >= 0
             rank = np.searchsorted(mine, mine[rank[reached]])
@@ -171,7 +167,7 @@ def streamed_average_precision(
     for c in present:
         part = slice(starts[c], starts[c + 1])
         first = np.searchsorted(at[part], at[part])
-        # The sums go from each score to the highest.
+        # Cumulative sums from the highest score down.
         true = np.cumsum(weights[part][::-1])[::-1][first]
         above = np.cumsum(every[part][::-1])[::-1][first]
         if not (above >= true * (1 - 1e-9)).all():
@@ -184,7 +180,7 @@ def streamed_average_precision(
 
 
 def mean_of_defined(values: np.ndarray) -> float:
-    """The mean of average precisions, without those of absent classes."""
+    """Mean of average precisions without absent classes."""
     if np.isnan(values).all():
         raise ValueError("Expected a class with examples; received: none")
     return float(np.nanmean(values))

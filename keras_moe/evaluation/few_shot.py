@@ -1,8 +1,7 @@
-"""Few-shot linear evaluation of frozen features by ridge regression in closed form.
+"""Few-shot linear evaluation of frozen features by ridge regression.
 
-The protocol of V-MoE and of the vision transformers: draw k training examples per
-class, fit a linear map from standardised features to targets of +-1, and report the
-accuracy of its argmax on the whole test set.
+The protocol of V-MoE and ViT: draw k training examples per class, fit a linear map from
+standardised features to targets of +-1, and report its accuracy on the test set.
 
 Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R rank.
 """
@@ -22,13 +21,13 @@ from keras_moe.evaluation._features import (
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
-# The feature appended to the standardised ones is so large that the penalty, which
-# falls on its weight too, hardly shrinks the bias.
+# Value of the constant feature. It is so large that the penalty, which includes its
+# weight, hardly shrinks the bias.
 BIAS_CONSTANT = 100.0
 STD_EPSILON = 1e-5
-# The grid of the V-MoE configurations.
+# The grid of V-MoE's configurations.
 L2S = tuple(float(l2) for l2 in 2.0 ** np.arange(-10, 20))
-# Test examples that are scored at a time.
+# Number of test examples scored at a time.
 _CHUNK = 8192
 
 
@@ -41,8 +40,8 @@ class FewShotResult(NamedTuple):
         seeds: seeds of the draws.
         l2s: penalties.
         best_l2: (shots,), penalty chosen for each k; see `best_l2`.
-        mean: (shots,), accuracy at the best l2, averaged over the seeds.
-        std: (shots,), its sample standard deviation over the seeds; 0 for one seed.
+        mean: (shots,), accuracy at the best l2, averaged over seeds.
+        std: (shots,), its sample standard deviation over seeds; 0 for one seed.
     """
 
     accuracies: np.ndarray
@@ -54,7 +53,7 @@ class FewShotResult(NamedTuple):
     std: np.ndarray
 
     def table(self, title: str | None = None) -> Any:
-        """A table for `rich.print` with a row for each k."""
+        """A table for `rich.print`, with one row per k."""
         from rich.table import Table
 
         table = Table(title=title)
@@ -65,17 +64,17 @@ class FewShotResult(NamedTuple):
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as lists and numbers that `json` can write."""
+        """Returns a JSON-serialisable dict."""
         return {name: np.asarray(getattr(self, name)).tolist() for name in self._fields}
 
 
 def sample_shots(
     labels: Any, shots: int, num_classes: int, seed: int = 0
 ) -> np.ndarray:
-    """Draws the same number of examples of every class.
+    """Draws k examples of every class.
 
-    The draws of one seed are nested: those of 1 shot are among those of 5. They equal
-    those of V-MoE's evaluator for the same seed.
+    Draws with one seed are nested, those of 1 shot within those of 5, and equal those
+    of V-MoE's evaluator.
 
     Args:
         labels: (N,) integers in [0, num_classes).
@@ -84,7 +83,7 @@ def sample_shots(
         seed: seed of the draw.
 
     Returns:
-        (C * k,) distinct indices into `labels`, class after class.
+        (C * k,) distinct indices into `labels`, ordered by class.
 
     Example:
 
@@ -104,7 +103,7 @@ def sample_shots(
             f"{np.sum(counts < shots)} of {num_classes} classes"
         )
     rng = np.random.default_rng(seed)
-    # All examples of a class are permuted, whatever k is: this nests the draws.
+    # All examples are permuted, whatever k is, so that draws are nested.
     permuted = [
         rng.permutation(np.flatnonzero(labels == c)) for c in range(num_classes)
     ]
@@ -114,18 +113,17 @@ def sample_shots(
 def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
     """Chooses one l2 for each k, over all data sets (or seeds) together.
 
-    In each data set the l2s are ranked by accuracy, and the first l2 with the highest
-    mean rank wins, as in V-MoE's evaluator. There, the ranks of equal accuracies depend
-    on NumPy's sort, which differs between processors; here the earlier l2 ranks higher.
-    The choice reads test accuracies: one l2 for all data sets limits its optimism, and
-    a single fixed l2 avoids it.
+    In each data set l2s are ranked by accuracy, and the l2 with the highest mean rank
+    wins, as in V-MoE's evaluator. Of equal accuracies the earlier l2 ranks higher (in
+    V-MoE that depends on the processor). The choice uses test accuracies; a single
+    fixed l2 avoids the optimism.
 
     Args:
         accuracies: (datasets, shots, L).
         l2s: (L,) penalties.
 
     Returns:
-        (shots,) the chosen penalties.
+        (shots,) chosen penalties.
 
     Example:
 
@@ -140,8 +138,8 @@ def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
             f"last axis; received: accuracies.shape={accuracies.shape}, "
             f"l2s.shape={l2s.shape}"
         )
-    # The axis is reversed and sorts are stable, so that the earlier of two equal
-    # accuracies comes last and has the higher rank.
+    # With the axis reversed and stable sorts, the earlier of two equal accuracies comes
+    # last and ranks higher.
     order = accuracies[..., ::-1].argsort(axis=-1, kind="stable")
     ranks = order.argsort(axis=-1, kind="stable")[..., ::-1]
     return l2s[ranks.mean(axis=0).argmax(axis=-1)]
@@ -165,13 +163,12 @@ def few_shot(
         test_features: (M, F).
         test_labels: (M,) integers in [0, num_classes).
         shots: numbers k of training examples per class.
-        l2s: positive penalties; by default 2^-10, 2^-9, ..., 2^19, the grid of the
-            V-MoE configurations.
-        seeds: seeds of the draws, one draw of the shots for each.
+        l2s: positive penalties; by default V-MoE's 2^-10, ..., 2^19.
+        seeds: seeds of the draws.
         num_classes: C; by default the highest label + 1.
 
     Returns:
-        A `FewShotResult`. The l2 of each k is chosen by `best_l2` over the seeds.
+        A `FewShotResult`, with l2 chosen by `best_l2` over the seeds.
 
     Example:
 
@@ -179,10 +176,7 @@ def few_shot(
     >>> from keras_moe.evaluation import few_shot
     >>> labels = np.arange(40) % 2
     >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]
-    >>> result = few_shot(features, labels, features, labels, shots=(1, 5))
-    >>> result.accuracies.shape
-    (2, 3, 30)
-    >>> result.mean
+    >>> few_shot(features, labels, features, labels, shots=(1, 5)).mean
     array([1., 1.])
     """
     shots = tuple(check_integer("shots", k) for k in shots)
@@ -202,7 +196,7 @@ def few_shot(
     if num_classes is None:
         num_classes = int(max(train_labels.max(), test_labels.max())) + 1
     num_classes = check_integer("num_classes", num_classes)
-    # Refuses bad labels and a k that is too large before the long sweep.
+    # Fails before the long sweep if labels are bad or k is too large.
     check_labels("train_labels", train_labels, None, num_classes)
     check_labels("test_labels", test_labels, None, num_classes)
     sample_shots(train_labels, max(shots), num_classes)
@@ -236,18 +230,17 @@ def few_shot_from_model(
     """Few-shot accuracy of the features that a model extracts; see `few_shot`.
 
     Args:
-        model: `keras.Model`, or any callable, from a batch of images, a NumPy array, to
-            features (batch, F).
-        train_data: tuple of arrays (images, labels), or an iterable of batches of them,
-            such as a `tf.data.Dataset`, which is read once. Labels are integers.
-        test_data: test set of the same form.
-        shots: numbers k of training examples per class.
-        l2s: positive penalties; by default 2^-10, ..., 2^19.
-        seeds: seeds of the draws, one draw of the shots for each.
-        num_classes: C; by default the highest label + 1.
-        batch_size: number of images in a batch of arrays.
-        verbose: 1 for a progress bar for each set, 2 for one line at its end, 0 for
-            nothing.
+        model: `keras.Model` or callable, from a batch of images (NumPy) to features
+            (batch, F).
+        train_data: tuple of arrays (images, labels), or an iterable of such batches,
+            which is read once. Labels are integers.
+        test_data: test set, in the same form.
+        shots: as in `few_shot`.
+        l2s: as in `few_shot`.
+        seeds: as in `few_shot`.
+        num_classes: as in `few_shot`.
+        batch_size: images per batch of arrays.
+        verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
 
     Example:
 
@@ -269,7 +262,7 @@ def few_shot_from_model(
 
 
 def _summarise(accuracies, shots, seeds, l2s) -> FewShotResult:
-    # A seed counts as a data set in the choice of l2, as in V-MoE's evaluator.
+    # Seeds play the part of data sets, as in V-MoE's evaluator.
     chosen = best_l2(accuracies.transpose(1, 0, 2), l2s)
     at_best = np.stack([a[:, l2s == l2][:, 0] for a, l2 in zip(accuracies, chosen)])
     std = at_best.std(axis=1, ddof=1) if len(seeds) > 1 else np.zeros(len(shots))
@@ -293,8 +286,8 @@ class RidgeClassifier(NamedTuple):
     Fields:
         mean: (F,), mean of the training features.
         std: (F,), population standard deviation of the training features + 1e-5.
-        weights: (F + 1, C), or (L, F + 1, C) for several l2. The last row belongs to
-            the constant feature 100.
+        weights: (F + 1, C), or (L, F + 1, C) for several l2. The last row is for the
+        constant feature 100.
     """
 
     mean: np.ndarray
@@ -302,7 +295,7 @@ class RidgeClassifier(NamedTuple):
     weights: np.ndarray
 
     def scores(self, features: Any) -> np.ndarray:
-        """The classifier's outputs for features (N, F): (N, C), or (L, N, C)."""
+        """Scores of features (N, F): (N, C), or (L, N, C)."""
         features = check_features("features", features, self.mean.size)
         return _standardise(features, self.mean, self.std) @ self.weights
 
@@ -313,14 +306,11 @@ def ridge_regression(
     num_classes: int,
     l2: float | Sequence[float],
 ) -> RidgeClassifier:
-    """Fits the linear classifier, in float64 and in closed form.
+    """Fits the linear classifier in closed form, in float64.
 
-    Features become X = [(features - mean) / (std + 1e-5), 100], with the training
-    set's mean and population standard deviation; targets Y are 1 for the label's
-    class and -1 elsewhere. The weights are (X^T X + l2 I)^-1 X^T Y: the weight of the
-    constant feature is penalised like the others. One decomposition, of the smaller of
-    X^T X and X X^T, is used for all values of l2; it is SciPy's, which is faster than
-    NumPy's, where SciPy is installed.
+    With X = [(features - mean) / (std + 1e-5), 100] and targets Y of 1 for the label's
+    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y. One
+    eigendecomposition serves all values of l2 (SciPy's if installed, which is faster).
 
     Args:
         train_features: (N, F).
@@ -329,8 +319,7 @@ def ridge_regression(
         l2: positive penalty, or L of them.
 
     Returns:
-        A `RidgeClassifier` with weights (F + 1, C), or (L, F + 1, C) if `l2` is a
-        sequence.
+        A `RidgeClassifier`, with weights (L, F + 1, C) if `l2` is a sequence.
 
     Example:
 
@@ -338,8 +327,6 @@ def ridge_regression(
     >>> from keras_moe.evaluation import ridge_regression
     >>> features = np.array([[0.0], [1.0], [2.0], [3.0]])
     >>> ridge = ridge_regression(features, [0, 0, 1, 1], num_classes=2, l2=1.0)
-    >>> ridge.weights.shape
-    (2, 2)
     >>> ridge.scores([[0.5], [2.5]]).argmax(-1)
     array([0, 1])
     """
@@ -358,7 +345,7 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: Sequence[float] = L2S,
 ) -> np.ndarray:
-    """Test accuracy of ridge regression on all training examples.
+    """Test accuracies of ridge regression on all training examples.
 
     Args:
         train_features: (N, F).
@@ -369,7 +356,7 @@ def few_shot_accuracies(
         l2s: L positive penalties.
 
     Returns:
-        (L,) accuracies in [0, 1]. The first class with the highest score is predicted.
+        (L,) accuracies in [0, 1]. Of equal scores the first class wins.
 
     Example:
 
@@ -391,8 +378,8 @@ def few_shot_accuracies(
     for start in range(0, len(test_features), _CHUNK):
         labels = test_labels[start : start + _CHUNK]
         x = _standardise(test_features[start : start + _CHUNK], data.mean, data.std)
-        # Either (M, F)(F, R) once and (M, R)(R, C) for each l2, or the weights
-        # (F, R)(R, C) and (M, F)(F, C) for each: many l2 share the first.
+        # Either (M, F)(F, R) once and (M, R)(R, C) per l2, or the weights (F, R)(R, C)
+        # and (M, F)(F, C) per l2. The first pays off with many l2.
         if len(l2s) == 1:
             correct += count_correct(x, weights, labels)
         elif len(x) < len(l2s) * data.num_classes:
@@ -405,7 +392,7 @@ def few_shot_accuracies(
 
 
 def count_correct(left: np.ndarray, right: np.ndarray, labels: np.ndarray) -> int:
-    """The number of rows of `left @ right` with the first maximum at the label."""
+    """Number of rows of `left @ right` with their first maximum at the label."""
     return int(_decide(left, right, labels)[0].sum())
 
 
@@ -414,12 +401,12 @@ def _decide(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether rows of `left @ right` have their first maximum at the label.
 
-    The product is computed in float32, which takes half the time, and the rows that its
-    rounding might decide are computed again in float64: the answer is that of float64.
+    Computes the product in float32, and again in float64 for rows that rounding might
+    change, so that the answer is exact.
     """
     if right.shape[1] == 1:
         return np.ones(len(left), bool), np.full(len(left), np.inf)
-    # Infinite numbers and NaN are computed again, below.
+    # Infinities and NaN are recomputed below.
     with np.errstate(over="ignore", invalid="ignore"):
         scores = left.astype("float32") @ right.astype("float32")
     at_labels = np.arange(len(left)), labels
@@ -427,9 +414,9 @@ def _decide(
     scores[at_labels] = -np.inf
     with np.errstate(invalid="ignore"):
         lead = own - scores.max(axis=1)
-    # A dot product of R terms in float32, of rounded factors and summed in any order,
-    # is wrong by at most (R + 2) u |left| |right|, and two are compared. A tenth more
-    # covers the terms of second order, and the last term numbers below the least.
+    # A float32 dot product of R terms, with rounded factors and in any order, is off by
+    # at most (R + 2) u |left| |right|; two are compared. The extra tenth covers
+    # second-order terms, and `tiny` covers subnormal numbers.
     unit, tiny = np.finfo("float32").eps / 2, np.finfo("float32").tiny
     sizes = np.linalg.norm(left, axis=1)
     bound = unit * sizes * np.linalg.norm(right, axis=0).max() + tiny * (sizes + 1)
@@ -449,11 +436,11 @@ def _counts_of_sweep(
 ) -> np.ndarray:
     """`count_correct(left, right / (eigs + l2), labels)` for each l2: (L,).
 
-    Most rows keep their answer from one l2 to the next: only those are computed again
-    whose margin is smaller than a bound of the change of their scores.
+    Most answers do not change from one l2 to the next: only rows whose margin is below
+    a bound of the change of their scores are computed again.
     """
-    # A positive factor for all scores does not matter: with this one they hardly change
-    # where l2 is far from the eigenvalues. Nor does a number for all classes.
+    # Scaling all scores, or shifting them for all classes, changes no answer. With this
+    # scale, scores hardly change where l2 is far from the eigenvalues.
     typical = np.median(eigs)
     deviations = (right - right.mean(axis=1, keepdims=True)) ** 2
     with np.errstate(over="ignore"):
@@ -463,12 +450,12 @@ def _counts_of_sweep(
     for i in np.argsort(l2s):
         factor = (typical + l2s[i]) / (eigs + l2s[i])
         if before is not None:
-            # The inequality of Cauchy and Schwarz, for both scores of a difference.
+            # Cauchy-Schwarz, for both scores of a difference.
             change = np.abs(factor - before)
             largest = np.sqrt((deviations * change).sum(axis=0).max())
             margin -= 2.001 * np.sqrt(squares @ change)[:, 0] * largest
         before = factor
-        # Infinite numbers and NaN have no margin.
+        # Infinities and NaN have no margin.
         is_open = ~(margin > 0)
         is_correct[is_open], margin[is_open] = _decide(
             left[is_open], right * factor, labels[is_open]
@@ -478,7 +465,7 @@ def _counts_of_sweep(
 
 
 class _Data(NamedTuple):
-    """A training set, standardised."""
+    """A standardised training set."""
 
     mean: np.ndarray  # (F,)
     std: np.ndarray  # (F,)
@@ -497,7 +484,7 @@ def _standardised(features: Any, labels: Any, num_classes: int) -> _Data:
 
 
 def _solve(data: _Data, l2: float) -> np.ndarray:
-    """The weights (F + 1, C) for one l2, which needs no decomposition."""
+    """Weights (F + 1, C) for one l2, without a decomposition."""
     x, penalty = data.x, l2 * np.eye(min(data.x.shape))
     if len(x) >= x.shape[1]:
         product = _targets_product(x, data.labels, data.num_classes)
@@ -508,7 +495,7 @@ def _solve(data: _Data, l2: float) -> np.ndarray:
 
 
 def _decompose(data: _Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A solution for every l2: the weights are `left @ (right / (eigs + l2))`."""
+    """Factors for every l2: the weights are `left @ (right / (eigs + l2))`."""
     x = data.x
     if len(x) >= x.shape[1]:
         # X^T X = V diag(eigs) V^T: the weights are V (eigs + l2)^-1 V^T X^T Y.
@@ -519,13 +506,13 @@ def _decompose(data: _Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         eigs, vectors = _eigh(x @ x.T)
         left = x.T @ vectors
         right = _targets_product(vectors, data.labels, data.num_classes)
-    # Rounding may leave a zero eigenvalue negative and eigs + l2 near nothing.
+    # Rounding may make zero eigenvalues negative.
     return left, np.maximum(eigs, 0.0)[:, None], right
 
 
 def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eigenvalues and eigenvectors of a symmetric matrix."""
-    # NumPy has one of LAPACK's drivers, which takes three times as long at 768.
+    # NumPy's LAPACK driver is three times slower at size 768.
     try:
         from scipy.linalg import eigh
 
@@ -537,10 +524,7 @@ def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _targets_product(
     rows: np.ndarray, labels: np.ndarray, num_classes: int
 ) -> np.ndarray:
-    """rows^T Y, (columns, C), for the targets Y of +-1.
-
-    Y is 2 * one_hot - 1, so that sums of each class's rows replace the matrix product.
-    """
+    """rows^T Y (columns, C) for targets Y = 2 one_hot - 1, from sums by class."""
     order = np.argsort(labels, kind="stable")
     classes, starts = np.unique(labels[order], return_index=True)
     product = np.tile(-rows.sum(axis=0)[:, None], num_classes)
@@ -557,7 +541,7 @@ def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.
 
 
 def check_l2s(l2s: Any) -> np.ndarray:
-    """Penalties as a float64 array, if they are positive and finite."""
+    """Checks that penalties are positive and finite; returns float64."""
     array = np.asarray(l2s, "float64")
     if array.ndim != 1 or not array.size or not np.all((array > 0) & (array < np.inf)):
         raise ValueError(f"Expected positive finite penalties; received: l2s={l2s}")

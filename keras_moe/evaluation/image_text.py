@@ -1,9 +1,8 @@
-"""Evaluation of image-text models, and baselines that they have to beat.
+"""Evaluation of image-text models, and simple baselines.
 
 A model is anything with `encode_images` and `encode_text`, such as
-`keras_moe.models.ContrastiveModel`. Each image and each text is embedded once, and only
-embeddings stay in memory. In several processes all of them evaluate together, with the
-same data.
+`keras_moe.models.ContrastiveModel`. Every image and text is embedded once, and only
+embeddings stay in memory. All processes evaluate together, on the same data.
 
 Axes: N images, M texts, P embedding, B batch, T training images, V words.
 """
@@ -44,17 +43,17 @@ from keras_moe.evaluation.zero_shot import (
 from keras_moe.templates import Template
 
 TEXTS = ("token_ids", "padding_mask")
-# Images that a baseline compares at a time.
+# Number of images that a baseline compares at a time.
 _CHUNK = 256
 _WORD = re.compile(r"\w+")
 
 
 class PairEmbeddings(NamedTuple):
-    """Embeddings of pairs, each image once.
+    """Embeddings of image-text pairs, with each image once.
 
     Fields:
         images: (N, P).
-        texts: (M, P), those of all pairs.
+        texts: (M, P), one per pair.
         image_of_text: int (M,), index of each text's image.
         text_ids: int (M,), equal for equal texts; or None.
     """
@@ -69,9 +68,8 @@ class PairEmbeddings(NamedTuple):
     ) -> RetrievalResult:
         """Recalls; see `keras_moe.evaluation.retrieval`.
 
-        By `text_ids`, a caption of several images belongs to all of them. For COCO's
-        protocol, where only a caption's own image is a hit, use
-        `self._replace(text_ids=None)`.
+        Use `_replace(text_ids=None)` for COCO's protocol, in which a caption matches
+        only its own image.
         """
         return retrieval(
             self.images, self.texts, self.image_of_text, ks, chunk_size, self.text_ids
@@ -82,8 +80,8 @@ class PairEmbeddings(NamedTuple):
     ) -> ContrastiveAccuracyResult:
         """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
 
-        Each image counts once, with its first text: with all texts a batch would have
-        fewer images, and be easier.
+        Uses each image once, with its first text; repeated images would make batches
+        easier.
         """
         _, first = np.unique(self.image_of_text, return_index=True)
         text_ids = None if self.text_ids is None else self.text_ids[first]
@@ -93,17 +91,16 @@ class PairEmbeddings(NamedTuple):
 
 
 def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings:
-    """Embeds the images and the texts of pairs, batch by batch.
+    """Embeds the images and texts of pairs, batch by batch.
 
     Args:
         model: image-text model.
-        pairs: an iterable of batches `(inputs, ids)`, such as one pass of
-            `keras_moe.data.load_pairs` with `captions="all"` and `shuffle=False`, which
-            is read once; or one tuple of arrays. `inputs` is a dict of `"images"` and
-            of `"token_ids"` and `"padding_mask"`, or of `"captions"`; `ids` is a dict
-            with integers `"image_ids"`, equal for pairs of one image, and `"text_ids"`,
-            or None.
-        batch_size: number of images and of texts that are embedded at a time.
+        pairs: iterable of batches `(inputs, ids)`, such as one pass of
+            `keras_moe.data.load_pairs(..., captions="all", shuffle=False)`, or one
+            tuple of arrays. `inputs` is a dict of `"images"` and either `"token_ids"`
+            and `"padding_mask"` or `"captions"`; `ids` is a dict of integers
+            `"image_ids"` and `"text_ids"`, equal for equal images and texts, or None.
+        batch_size: number of images and texts embedded at a time.
 
     Example:
 
@@ -167,19 +164,17 @@ def zero_shot_from_model(
     """Zero-shot accuracy of an image-text model; see `keras_moe.evaluation.zero_shot`.
 
     Args:
-        model: image-text model whose `encode_text` takes captions.
-        images: images (N, height, width, channels); or an iterable of batches
-            `(images, labels)`, such as `keras_moe.data.load`, which is read once.
-        labels: (N,) integers; None if `images` has them.
-        class_names: names, file or set of `keras_moe.evaluation.read_class_names`, in
-            the order of the labels.
-        templates: templates, file or set of `keras_moe.evaluation.read_templates`.
-        ks: values of k; None takes 1, and 5 where there are as many classes.
-        batch_size: number of images and of texts that are embedded at a time.
+        model: image-text model whose `encode_text` accepts captions.
+        images: (N, height, width, channels); or an iterable of batches `(images,
+            labels)`, such as `keras_moe.data.load`, which is read once.
+        labels: (N,) integers; None if `images` includes them.
+        class_names: see `keras_moe.evaluation.read_class_names`.
+        templates: see `keras_moe.evaluation.read_templates`.
+        ks: values of k; None for 1, and 5 if there are that many classes.
+        batch_size: number of images and texts embedded at a time.
         verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
-        class_subset: `"imagenet_a"` or `"imagenet_r"`, the classes of the 1,000 named
-            among which the model chooses; see
-            `keras_moe.evaluation.read_class_subset`. None takes all classes.
+        class_subset: `"imagenet_a"` or `"imagenet_r"` to choose only among its classes
+            (see `keras_moe.evaluation.read_class_subset`); None for all.
 
     Example:
 
@@ -196,7 +191,7 @@ def zero_shot_from_model(
     size = 0
 
     def encode(batch):
-        # A last batch is filled, so that nothing is compiled for it.
+        # The last batch is padded, so that nothing is compiled for it.
         nonlocal size
         size, count = max(size, len(batch)), len(batch)
         batch = np.concatenate([batch, np.repeat(batch[-1:], size - count, axis=0)])
@@ -229,13 +224,13 @@ def encode_classes(
     templates: str | Sequence[Template] = "ours",
     batch_size: int = 64,
 ) -> np.ndarray:
-    """The class embeddings by which an image-text model classifies images.
+    """Embeds classes for zero-shot classification.
 
     Args:
-        model: image-text model whose `encode_text` takes captions.
-        class_names: names of C classes; see `keras_moe.evaluation.read_class_names`.
-        templates: templates; see `keras_moe.evaluation.read_templates`.
-        batch_size: number of texts that are embedded at a time.
+        model: image-text model whose `encode_text` accepts captions.
+        class_names: see `keras_moe.evaluation.read_class_names`.
+        templates: see `keras_moe.evaluation.read_templates`.
+        batch_size: number of texts embedded at a time.
 
     Returns:
         Unit vectors (C, P); see `keras_moe.evaluation.class_embeddings`.
@@ -266,10 +261,10 @@ def retrieval_from_model(
 
     Args:
         model: image-text model.
-        pairs: all pairs of all captions; see `encode_pairs`.
+        pairs: pairs with all captions; see `encode_pairs`.
         ks: values of k.
-        batch_size: number of images and of texts that are embedded at a time.
-        chunk_size: number of embeddings that are compared at a time.
+        batch_size: number of images and texts embedded at a time.
+        chunk_size: number of embeddings compared at a time.
 
     Example:
 
@@ -294,10 +289,10 @@ def contrastive_accuracy_from_model(
 
     Args:
         model: image-text model.
-        pairs: pairs; see `encode_pairs`.
-        contrastive_batch_size: number of images that are compared with each other, each
-            with its first text.
-        batch_size: number of images and of texts that are embedded at a time.
+        pairs: see `encode_pairs`.
+        contrastive_batch_size: number of images to compare with each other, each with
+            its first text.
+        batch_size: number of images and texts embedded at a time.
 
     Example:
 
@@ -310,7 +305,7 @@ def contrastive_accuracy_from_model(
 
 
 class _Encoder:
-    """Collects rows of batches of any sizes, and embeds them in full batches."""
+    """Collects rows from batches of any size, and embeds them in full batches."""
 
     def __init__(self, encode: Callable, batch_size: int):
         self._encode, self._batch_size = encode, batch_size
@@ -339,7 +334,7 @@ class _Encoder:
 
 
 def _joined(first, second):
-    """Rows of two arrays; token ids of two lengths are padded with zeros."""
+    """Concatenates rows, padding shorter token ids with zeros."""
     if first.ndim == 2 and first.shape[1] != second.shape[1]:
         length = max(first.shape[1], second.shape[1])
         first, second = (
@@ -383,13 +378,12 @@ def nearest_caption_embeddings(
     images: Any,
     captions: Sequence[str],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of a baseline that knows only pixels and words.
+    """Embeddings of a nearest-neighbour baseline on pixels and words.
 
-    An image is represented by the caption of the training image nearest to it in
-    pixels, and a caption by its words: `keras_moe.evaluation.retrieval` of the result
-    is the recall of looking up the nearest training image, and then the caption that
-    shares most words with its caption. If test images have near twins among the
-    training images, this is far above chance, and the number that a model has to beat.
+    An image is represented by the words of the nearest training image's caption, in
+    pixel distance, and a caption by its words. If test images have near duplicates in
+    the training set, the retrieval recalls of this baseline are far above chance;
+    compare models with them.
 
     Args:
         train_images: (T, height, width, channels), of any range.
@@ -398,8 +392,7 @@ def nearest_caption_embeddings(
         captions: M strings.
 
     Returns:
-        Image embeddings (N, V) and text embeddings (M, V), float32 unit vectors of
-        words. A caption without letters and digits counts as one word.
+        Image embeddings (N, V) and text embeddings (M, V), float32 unit vectors.
 
     Example:
 
@@ -434,17 +427,17 @@ def kernel_ridge_embeddings(
     width: float = 1.0,
     penalty: float = 0.01,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of a kernel ridge regression from pixels to parts of words.
+    """Embeddings of a kernel ridge regression from pixels to character n-grams.
 
-    A caption is the TF-IDF vector of its runs of two to four letters, and an image is
-    the vector that the regression predicts: `K(X, T) (K(T, T) + penalty I)^-1 Y`, with
-    the training captions' vectors `Y`, the kernel `K(a, b) = exp(-d(a, b) / (width m))`
-    of sums `d` of absolute differences, and the median `m` of the training
-    images'. It takes seconds to fit, and on small sets it is hard to beat.
+    A caption's embedding is the TF-IDF vector of its runs of two to four letters, and
+    an image's is predicted by `K(X, T) (K(T, T) + penalty I)^-1 Y`, with the training
+    captions' vectors `Y` and the kernel `K(a, b) = exp(-|a - b|_1 / (width m))`, m the
+    median distance of training images. Fits in seconds and is a strong baseline on
+    small sets. Needs scikit-learn.
 
     Args:
         train_images: (T, height, width, channels), of any range; time and memory grow
-            with the square of T.
+            with T^2.
         train_captions: T strings.
         images: (N, height, width, channels), of the same range.
         captions: M strings.
@@ -452,11 +445,7 @@ def kernel_ridge_embeddings(
         penalty: penalty of the regression.
 
     Returns:
-        Image embeddings (N, V) and text embeddings (M, V), float32, for
-        `keras_moe.evaluation.retrieval`.
-
-    Raises:
-        ImportError: if scikit-learn is not installed.
+        Image embeddings (N, V) and text embeddings (M, V), float32.
 
     Example:
 
@@ -481,8 +470,8 @@ def kernel_ridge_embeddings(
             'The baseline is scikit-learn\'s: pip install "keras-moe[digits]"'
         ) from error
     vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4))
-    # The inverse frequencies are those of all captions: a test caption may have none of
-    # the parts of the training captions, and is a vector all the same.
+    # Fitted on all captions: a test caption may share no n-gram with the training
+    # captions, and still needs a vector.
     vectors.fit([*train_captions, *captions])
     distances = manhattan_distances(known)
     scale = float(np.median(distances)) * width or 1.0
@@ -496,7 +485,7 @@ def kernel_ridge_embeddings(
 
 
 def _pixels(train_images, train_captions, images, captions):
-    """The rows of training images and of images, if they fit the captions."""
+    """Rows of pixels of training images and images, after checking them."""
     known, pixels = _rows("train_images", train_images), _rows("images", images)
     if known.shape[1] != pixels.shape[1] or len(known) != len(train_captions):
         raise ValueError(
@@ -519,7 +508,7 @@ def _rows(name, images):
             f"Expected {name} (batch, height, width, channels); "
             f"received: {name}.shape={images.shape}"
         )
-    # Enough for sums of squares, of bytes, too.
+    # Wide enough for sums of squares of bytes.
     return images.reshape(len(images), -1).astype("float32")
 
 
@@ -528,7 +517,7 @@ def _words(caption):
 
 
 def _nearest(known, pixels):
-    """The index of the nearest of the known rows, by squared distance."""
+    """Index of the nearest of the known rows, by squared distance."""
     norms = np.sum(np.square(known), axis=1)
     nearest = []
     for first in range(0, len(pixels), _CHUNK):

@@ -1,9 +1,8 @@
-"""Retrieval of texts by images and of images by texts, and contrastive accuracy.
+"""Image-text retrieval in both directions, and contrastive accuracy.
 
-Cosine similarities are exact, so that a tie is a tie on every machine: unit vectors are
-rounded to multiples of 2^-26, by 2^-27 at most. All sums of their products are then
-multiples of 2^-52 below 2, which float64 holds, so that a similarity is the same in any
-order of summation, and with it in any chunk and on any processor.
+Unit vectors are rounded to multiples of 2^-26, so that their products sum exactly in
+float64. Similarities, and with them ties, are then the same on every machine and for
+every chunk size.
 
 Axes: N images, M texts, P embedding, K values of k, B batch.
 """
@@ -23,14 +22,14 @@ BATCH_SIZE = 1024
 
 
 class RetrievalResult(NamedTuple):
-    """Recalls of both directions, and the ranks that they summarise.
+    """Recalls in both directions, and the ranks behind them.
 
     Fields:
-        ks: the values of k.
-        image_to_text: (K,), share of images one of whose own texts is among the k
-            nearest texts.
-        text_to_image: (K,), share of texts whose own image, or one of them, is among
-            the k nearest images.
+        ks: values of k.
+        image_to_text: (K,), share of images with one of their texts among the k
+        nearest.
+        text_to_image: (K,), share of texts with one of their images among the k
+        nearest.
         image_ranks: int (N,), rank from 1 of the best of each image's own texts.
         text_ranks: int (M,), rank from 1 of the best of each text's own images.
     """
@@ -42,7 +41,7 @@ class RetrievalResult(NamedTuple):
     text_ranks: np.ndarray
 
     def figures(self) -> dict[str, float]:
-        """The recalls by name, such as `"image_to_text_r5"`, for logs and JSON."""
+        """The recalls by name, such as `"image_to_text_r5"`."""
         return {
             f"{direction}_r{k}": float(recall)
             for direction in ("image_to_text", "text_to_image")
@@ -51,13 +50,13 @@ class RetrievalResult(NamedTuple):
 
 
 class ContrastiveAccuracyResult(NamedTuple):
-    """How often a pair is found among the pairs of a batch.
+    """How often pairs are matched within a batch.
 
     Fields:
         image_to_text: share of images whose nearest text of the batch is theirs.
         text_to_image: share of texts whose nearest image of the batch is theirs.
-        batch_size: number of pairs in a batch.
-        num_pairs: number of pairs in whole batches, which were counted.
+        batch_size: pairs per batch.
+        num_pairs: number of pairs counted, those in full batches.
     """
 
     image_to_text: float
@@ -67,11 +66,11 @@ class ContrastiveAccuracyResult(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The mean of both directions."""
+        """Mean of both directions."""
         return (self.image_to_text + self.text_to_image) / 2
 
     def figures(self) -> dict[str, float]:
-        """The accuracies by name, for logs and JSON."""
+        """The accuracies by name."""
         return {
             "accuracy": self.accuracy,
             "image_to_text": self.image_to_text,
@@ -89,24 +88,21 @@ def retrieval(
 ) -> RetrievalResult:
     """R@k in both directions by cosine similarity, with any number of texts per image.
 
-    This is the protocol of COCO and Flickr30k: an image is a hit if any of its own
-    texts is among the k nearest, a text if its image is. There, an image's caption is
-    wrong for another image with the same caption. With `text_ids`, texts of one id
-    belong to all images that have one of them; all texts remain candidates.
+    The protocol of COCO and Flickr30k: an image is a hit if one of its texts is among
+    the k nearest, a text if its image is. With `text_ids`, texts with the same id match
+    the images of all of them.
 
-    Of equal similarities the lower index is nearer, so that equal embeddings have the
-    recall of chance. Similarities are computed in chunks and only counted: memory grows
-    with N + M, and with the pairs that `text_ids` make. They are exact, so that ranks
-    do not depend on `chunk_size`.
+    Of equal similarities the lower index ranks first, so that collapsed embeddings have
+    chance recall. Memory grows with N + M, not N M.
 
     Args:
-        image_embeddings: (N, P), of any length other than 0.
-        text_embeddings: (M, P), of any length other than 0.
+        image_embeddings: (N, P), nonzero; need not be unit vectors.
+        text_embeddings: (M, P), nonzero.
         image_of_text: (M,) integers, index of each text's image; None if text i belongs
-            to image i. Each image has at least one text.
-        ks: values of k, none above N or M.
-        chunk_size: number of images and of texts that are compared at a time.
-        text_ids: (M,) integers, equal for equal texts; None if each is its own.
+            to image i. Every image needs a text.
+        ks: values of k, at most N and M.
+        chunk_size: number of images and texts compared at a time.
+        text_ids: (M,) integers, equal for equal texts; or None.
 
     Example:
 
@@ -140,21 +136,21 @@ def contrastive_accuracy(
     image_ids: Any = None,
     text_ids: Any = None,
 ) -> ContrastiveAccuracyResult:
-    """How often the nearest text of a batch is an image's own, and the reverse.
+    """How often images and texts find each other within a batch.
 
-    Batches are consecutive pairs. Chance depends on their size, so an incomplete last
-    batch does not count. Of equal similarities the lower index is nearer, so that a
-    collapsed model has the accuracy of chance; the metric
-    `keras_moe.models.ContrastiveAccuracy` counts a tie as wrong.
+    Batches are consecutive pairs; an incomplete last batch is left out, because chance
+    depends on the batch size. Of equal similarities the lower index is nearer, so that
+    a collapsed model has chance accuracy (`keras_moe.models.ContrastiveAccuracy` counts
+    ties as wrong).
 
     Args:
-        image_embeddings: (M, P), of any length other than 0.
-        text_embeddings: (M, P), those of the same pairs.
+        image_embeddings: (M, P), nonzero.
+        text_embeddings: (M, P), of the same pairs.
         batch_size: B, at most M.
-        image_ids: (M,) integers, equal for pairs of one image: any of its texts is a
-            hit. None if each pair has its own.
-        text_ids: (M,) integers, equal for pairs of one text, any image of which is a
-            hit; or None.
+        image_ids: (M,) integers, equal for pairs with the same image, any of whose
+            texts is a hit; or None.
+        text_ids: (M,) integers, equal for pairs with the same text, any of whose images
+            is a hit; or None.
 
     Example:
 
@@ -205,7 +201,7 @@ def _check_ids(name, ids, length):
 
 
 def _check_owners(image_of_text, num_images, num_texts):
-    """The index of each text's image; each image has one."""
+    """Index of each text's image, after checking that every image has a text."""
     if image_of_text is None:
         if num_images != num_texts:
             raise ValueError(
@@ -225,14 +221,14 @@ def _check_owners(image_of_text, num_images, num_texts):
 
 
 def _own_pairs(owner, text_ids):
-    """The images and the texts that belong together, as two arrays of indices."""
+    """Indices of the images and texts that belong together."""
     texts = np.arange(len(owner))
     if text_ids is None:
         return owner, texts
     _, group = np.unique(
         _check_ids("text_ids", text_ids, len(owner)), return_inverse=True
     )
-    # Each image with all texts of each of its groups, which stand side by side.
+    # Pair each image with all texts of its groups; texts are sorted by group.
     texts, counts = np.argsort(group, kind="stable"), np.bincount(group)
     images, groups = np.unique(np.stack([owner, group]), axis=1)
     lengths = counts[groups]
@@ -242,7 +238,7 @@ def _own_pairs(owner, text_ids):
 
 
 def _ranks(images, texts, image_of_pair, text_of_pair, chunk_size):
-    """The ranks from 1 of the best own text of each image, and the reverse."""
+    """Ranks from 1 of each image's best own text, and the reverse."""
     num_images, num_texts = len(images), len(texts)
     own = np.empty(len(image_of_pair))
     for start in range(0, len(own), chunk_size):
@@ -271,7 +267,7 @@ def _ranks(images, texts, image_of_pair, text_of_pair, chunk_size):
 
 
 def _best(rows, columns, similarities):
-    """Each row's nearest own column, the first of equal ones, and its similarity."""
+    """Each row's nearest own column, and its similarity."""
     order = np.lexsort((columns, -similarities, rows))
     _, first = np.unique(rows[order], return_index=True)
     return columns[order[first]], similarities[order[first]]
@@ -281,7 +277,7 @@ def _best(rows, columns, similarities):
 
 
 def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
-    """Embeddings (N, P) of dim `dim`, if they are finite and none is 0."""
+    """Checks that embeddings (N, P) are finite and nonzero."""
     embeddings = check_matrix(name, embeddings)
     if dim is not None and embeddings.shape[1] != dim:
         raise ValueError(
@@ -302,7 +298,7 @@ def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.n
 def check_ks(
     ks: Any, highest: int | None = None, what: str = "", counts: str = ""
 ) -> tuple[int, ...]:
-    """Values of k from 1 to `highest` as a tuple, at least one."""
+    """Checks that values of k are integers from 1 to `highest`."""
     if not isinstance(ks, (Sequence, np.ndarray)) or isinstance(ks, (str, bytes)):
         raise ValueError(f"Expected ks, a sequence of integers; received: ks={ks!r}")
     ks = tuple(check_integer("ks", k) for k in ks)
@@ -314,7 +310,7 @@ def check_ks(
 
 
 def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
-    """Embeddings of length 1, rounded so that their products are exact; float64."""
+    """Float64 unit vectors, rounded so that their products are exact."""
     embeddings = np.ascontiguousarray(embeddings, "float64")
     units = embeddings / norms(embeddings)[:, None]
     units *= _STEPS
@@ -326,12 +322,12 @@ def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
 def count_before(
     similarities: np.ndarray, own: np.ndarray, own_column: np.ndarray, start: int = 0
 ) -> np.ndarray:
-    """For each row, the number of columns that are ranked before its own.
+    """Number of columns ranked before each row's own.
 
-    Those with a higher similarity, or the same one and a lower number.
+    These have a higher similarity, or the same one and a lower index.
     """
     stop = start + similarities.shape[1]
-    # Where equal ones count, "at least" is "more than the next lower number".
+    # In columns before its own ties count: x >= own is x > the next lower number.
     limit = np.where(own_column >= stop, np.nextafter(own, -np.inf), own)
     is_higher = similarities > limit[:, None]
     count = is_higher.view("uint8").sum(axis=1, dtype="int64")
@@ -344,7 +340,7 @@ def count_before(
 
 
 def norms(embeddings: np.ndarray) -> np.ndarray:
-    """The lengths (N,) of embeddings (N, P)."""
-    # A NaN or an infinity is one of the norm; huge values do not overflow float64.
+    """Norms (N,) of embeddings (N, P)."""
+    # NaN and infinities propagate without a warning.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.sqrt(np.square(embeddings).sum(axis=1))

@@ -1,7 +1,7 @@
-"""Zero-shot classification: images are compared with texts that name the classes.
+"""Zero-shot classification: comparing images with texts that name the classes.
 
-Axes: N images, C classes, S classes of a subset, T templates, P embedding, K values
-of k.
+Axes: N images, C classes, S classes of a subset, T templates, P embedding, K values of
+k.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ TEMPLATES = {
         "{}",
     ),
 }
-# Templates and names of an installed open_clip.
+# Templates and names from an installed open_clip.
 PUBLISHED = {
     "imagenet": "OPENAI_IMAGENET_TEMPLATES",
     "simple": "SIMPLE_IMAGENET_TEMPLATES",
@@ -49,21 +49,17 @@ PUBLISHED_NAMES = {"imagenet": "IMAGENET_CLASSNAMES"}
 
 
 def read_templates(templates: str | os.PathLike | Sequence[Template]) -> tuple:
-    """Reads templates of prompts from a set, a file or a sequence, and checks them.
+    """Reads prompt templates from a set, a file or a sequence.
 
     Args:
-        templates: `"ours"`, six for photos and drawings; `"name"`, the bare name;
-            `"imagenet"`, CLIP's 80, or `"simple"`, 7 of them, from an installed
-            open_clip; one text with a `{}`; a file, JSON with a list of texts or one
-            text a line; or a sequence of texts, each with one `{}`, and of functions
-            from a name to a text.
+        templates: `"ours"` (six for photos and drawings), `"name"` (the bare name), or
+            from an installed open_clip `"imagenet"` (CLIP's 80) or `"simple"` (7 of
+            them); a single text with a `{}`; a file, with a JSON list or one text per
+            line; or a sequence of texts with one `{}` each, and of functions from name
+            to text.
 
     Returns:
-        A tuple of texts and functions.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ImportError: if open_clip is needed and not installed.
+        Tuple of texts and functions.
 
     Example:
 
@@ -82,13 +78,9 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
     """Reads class names, in the order of the labels, from a file or a sequence.
 
     Args:
-        class_names: a file, JSON with a list of names or one name a line; a sequence of
-            names; or `"imagenet"`, OpenAI's names of the 1,000 classes from an
-            installed open_clip, two of which appear twice as published.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ImportError: if open_clip is needed and not installed.
+        class_names: a file, with a JSON list or one name per line; a sequence of names;
+            or `"imagenet"`, OpenAI's names of the 1,000 classes from an installed
+            open_clip (two appear twice, as published).
 
     Example:
 
@@ -124,14 +116,14 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[str]:
-    """The texts of all classes: first all templates of the first class, and so on.
+    """Fills all templates with all class names.
 
     Args:
         class_names: C names.
-        templates: T templates, or anything that `read_templates` takes.
+        templates: T templates, or anything that `read_templates` accepts.
 
     Returns:
-        C * T texts.
+        C * T texts, ordered by class.
 
     Example:
 
@@ -148,7 +140,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
 
 
 def _published(name: str) -> tuple:
-    """A constant of open_clip, without importing the package."""
+    """A constant of open_clip, read without importing the package."""
     package = importlib.util.find_spec("open_clip")
     if package is None:
         raise ImportError(
@@ -166,12 +158,12 @@ def _published(name: str) -> tuple:
 
 
 class ClassSubset(NamedTuple):
-    """Some of ImageNet's 1,000 classes, among which a model chooses.
+    """A subset of ImageNet's 1,000 classes among which a model chooses.
 
     Attributes:
         name: name of the subset, for errors.
-        numbers: int (S,), the numbers of its classes among the 1,000.
-        wordnet_ids: the S names of their folders, such as `"n01498041"`.
+        numbers: int (S,), its class numbers among the 1,000.
+        wordnet_ids: their S WordNet ids, such as `"n01498041"`.
     """
 
     name: str
@@ -181,12 +173,9 @@ class ClassSubset(NamedTuple):
     def indices(
         self, class_names: Sequence[str] | None = None, num_classes: int = NUM_CLASSES
     ) -> np.ndarray:
-        """The index in the subset of each class of a data set, -1 for other classes.
+        """Index in the subset of each class of a data set, -1 for other classes.
 
-        Args:
-            class_names: names of the data's classes, WordNet ids as in TensorFlow
-                Datasets and in the folders; None takes ImageNet's numbers.
-            num_classes: number of the data's classes if they have no names.
+        `class_names` are WordNet ids; None means ImageNet's 1,000 classes.
         """
         index = {name: s for s, name in enumerate(self.wordnet_ids)}
         keys = class_names or ()
@@ -203,12 +192,7 @@ class ClassSubset(NamedTuple):
         return indices
 
     def labels(self, labels: Any, indices: np.ndarray | None = None) -> np.ndarray:
-        """The labels of a data set as labels in the subset.
-
-        Args:
-            labels: (N,) integers, numbers of the data's classes.
-            indices: result of `indices` for the data; None takes ImageNet's numbers.
-        """
+        """Converts labels (N,) of a data set to labels in the subset."""
         indices = self.indices() if indices is None else indices
         labels = check_labels("labels", labels, None, len(indices))
         found = indices[labels]
@@ -221,10 +205,10 @@ class ClassSubset(NamedTuple):
 
 
 def read_class_subset(name: str) -> ClassSubset:
-    """Reads the classes of a variant of ImageNet that has fewer than 1,000.
+    """Reads the classes of an ImageNet variant that has fewer than 1,000.
 
-    On ImageNet-A and ImageNet-R a model that knows all 1,000 classes chooses among
-    their 200 only: its other outputs are left out. ImageNet-V2 has all classes.
+    On ImageNet-A and ImageNet-R, a model for all 1,000 classes chooses only among the
+    variant's 200. ImageNet-V2 has all classes.
 
     Args:
         name: `"imagenet_a"` or `"imagenet_r"`.
@@ -255,10 +239,9 @@ class ZeroShotResult(NamedTuple):
     """Accuracies of a zero-shot classification.
 
     Fields:
-        ks: the values of k.
+        ks: values of k.
         accuracy: (K,), share of images whose class is among the k nearest.
-        per_class: (C,), top-1 accuracy of each class's images; NaN for classes without
-            images.
+        per_class: (C,), top-1 accuracy per class; NaN for classes without images.
         ranks: int (N,), rank from 1 of each image's class.
     """
 
@@ -268,10 +251,7 @@ class ZeroShotResult(NamedTuple):
     ranks: np.ndarray
 
     def figures(self) -> dict[str, float]:
-        """The accuracies by name, such as `"top_5"`, for logs and JSON.
-
-        `"mean_per_class"` is the mean of `per_class` over classes with images.
-        """
+        """The accuracies by name, such as `"top_5"` and `"mean_per_class"`."""
         figures = {f"top_{k}": float(x) for k, x in zip(self.ks, self.accuracy)}
         return {**figures, "mean_per_class": float(np.nanmean(self.per_class))}
 
@@ -279,11 +259,10 @@ class ZeroShotResult(NamedTuple):
 def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
     """Averages the embeddings of each class's prompts.
 
-    Embeddings are divided by their lengths, averaged, and divided by the length of the
-    average, as in CLIP's classifier.
+    Embeddings are normalised, averaged, and normalised again, as in CLIP.
 
     Args:
-        prompt_embeddings: (C, T, P), those of T templates for each class.
+        prompt_embeddings: (C, T, P), with T templates per class.
 
     Returns:
         Unit vectors, float64 (C, P).
@@ -323,15 +302,15 @@ def zero_shot(
     classes: Any,
     ks: Sequence[int] | None = None,
 ) -> ZeroShotResult:
-    """Accuracy of choosing the class whose embedding is nearest to an image's.
+    """Zero-shot accuracy: predicts the class with the nearest embedding.
 
     Of equal cosine similarities the lower class number wins.
 
     Args:
-        image_embeddings: (N, P), of any length other than 0.
+        image_embeddings: (N, P), nonzero.
         labels: (N,) integers in [0, C).
         classes: (C, P), such as those of `class_embeddings`.
-        ks: values of k, none above C. None takes 1, and 5 if there are as many classes.
+        ks: values of k, at most C; None for 1, and 5 if there are that many classes.
 
     Example:
 

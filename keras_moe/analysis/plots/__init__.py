@@ -1,10 +1,9 @@
-"""Pictures of experts and routers, which need matplotlib.
+"""Plots of experts and routers. They need matplotlib.
 
-Every `plot_...` function returns the matplotlib figure that it has drawn, without
-touching pyplot or needing a display, and takes two arguments that are documented only
-here: `path`, where the picture is written in the format of the suffix (`.png` without
-one, nothing with `path=None`), and `title`, the text above the picture. Without
-matplotlib they raise an ImportError: `pip install 'keras-moe[plots]'`.
+Every `plot_...` function returns its matplotlib figure, without using pyplot or a
+display. Two arguments are documented only here: `path`, the file to write, in the
+format of its suffix (default `.png`; nothing is written with `path=None`), and `title`,
+the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'`.
 """
 
 from keras_moe.analysis.plots.experts import (

@@ -1,4 +1,4 @@
-"""Pictures of what experts specialise in, and of their loads and scores."""
+"""Plots of what experts specialise in, and of their loads and scores."""
 
 import os
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_moe.analysis.plots.figure import new_figure, save_figure
 
-# The hatches tell them apart without colours.
+# Hatches distinguish them without colours.
 _TYPES = {
     "ffn": ("FFN", "#0072B2", ""),
     "constant": ("constant", "#009E73", "///"),
@@ -24,19 +24,19 @@ def plot_ablation(
     least_change: float = 0.5,
     title: str = "Accuracy lost without an expert",
 ) -> Any:
-    """Draws the fraction of accuracy that classes lose without an expert.
+    """Plots the fraction of accuracy that classes lose without an expert.
 
-    Each model has a row, with its first experts that matter. Bars below zero are
-    classes that gain; the axis ends at -100%.
+    Each model has a row with its first experts that matter. Bars below zero are classes
+    that gain; the axis ends at -100%.
 
     Args:
-        ablations: dict from the name of a model to its `ExpertAblation`, result of
+        ablations: dict from model name to `ExpertAblation`, the result of
             `keras_moe.analysis.ablate_experts`.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        class_names: names of the classes; None numbers them.
+        class_names: names of the classes; None for numbers.
         experts_per_model: number of columns.
-        least_change: an expert is shown if it changes the accuracy of some class by
-            this much; if there are too few, those with the largest change are shown.
+        least_change: show experts that change the accuracy of a class by this much; if
+            there are too few, those with the largest change.
 
     Reference:
         *Multilinear Mixture of Experts*, Figures 18 and 19.
@@ -77,7 +77,7 @@ def plot_ablation(
                 axis.set_xticks(positions, class_names)
     if class_names is None:
         axes[-1, 0].set_xlabel("class", fontsize=8)
-    # A class of low accuracy may gain several times of it.
+    # A class of low accuracy may gain a multiple of it.
     axes[0, 0].set_ylim(max(-105, min(-5, axes[0, 0].get_ylim()[0])), 105)
     return save_figure(figure, path, title)
 
@@ -87,11 +87,11 @@ def plot_polysemanticity(
     path: str | os.PathLike | None = None,
     title: str = "More experts, each with less to do",
 ) -> Any:
-    """Draws the experts' mean polysemanticity against their number.
+    """Plots the experts' mean polysemanticity against their number.
 
     Args:
-        scores: dict from the name of a model to a dict from the number of experts to
-            the mean polysemanticities of the runs.
+        scores: dict from model name to a dict from number of experts to the mean
+            polysemanticities of the runs.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:
@@ -130,14 +130,14 @@ def plot_expert_load(
     title: str = "Expert load",
     width: float = 7.0,
 ) -> Any:
-    """Draws the number of tokens for which each expert has a large coefficient.
+    """Plots the number of tokens for which each expert has a large coefficient.
 
     Args:
-        loads: dict from the name of a model to its counts (E,), result of
+        loads: dict from model name to counts (E,), the result of
             `keras_moe.analysis.expert_load`.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        threshold: lowest coefficient that was counted, for the axis.
-        width: width of the picture in inches.
+        threshold: smallest coefficient that was counted, for the label.
+        width: width of the figure in inches.
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 22.
@@ -156,7 +156,7 @@ def plot_expert_load(
         load = np.asarray(load)
         experts = np.arange(len(load))
         axis.bar(experts, load, color=[colours[e % len(colours)] for e in experts])
-        # An axis of no load at all would have negative numbers.
+        # Without any load, the axis would include negative numbers.
         axis.set_ylim(0, 1.05 * max(load.max(), 1))
         label = f"{name}; {int((load == 0).sum())} without a token"
         axis.set_title(label, fontsize=8, pad=3, parse_math=False)
@@ -176,16 +176,16 @@ def plot_subpopulations(
     target: tuple[int, int] | None = None,
     title: str = "Accuracy by subpopulation",
 ) -> Any:
-    """Draws accuracies before and after an edit, and their difference.
+    """Plots accuracies before and after an edit, and their difference.
 
     Args:
-        before: `FairnessMetrics` before the edit, result of
+        before: `FairnessMetrics` before the edit, the result of
             `keras_moe.analysis.fairness_metrics`.
-        after: `FairnessMetrics` of the edited model.
+        after: `FairnessMetrics` after the edit.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        target_names: names of the target's values, the rows; None numbers them.
+        target_names: names of the target's values, the rows; None for numbers.
         attribute_names: names of the attribute's values, the columns.
-        target: subpopulation that the edit was for, which gets a frame.
+        target: subpopulation that was edited; it gets a frame.
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 25.
@@ -235,13 +235,13 @@ def plot_load_by_type(
     title: str = "Load of each type of expert",
     width: float = 6.5,
 ) -> Any:
-    """Draws the load of each type of expert in each MoE block.
+    """Plots the load of each expert type in each MoE block.
 
     Args:
-        loads: dict from a block to its `TypeLoads`, result of
+        loads: dict from block name to `TypeLoads`, the result of
             `keras_moe.analysis.load_by_type`.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        width: width of the picture in inches.
+        width: width of the figure in inches.
 
     Reference:
         *MoE++*, Figure 4.
@@ -290,12 +290,11 @@ def plot_routing_scores(
     path: str | os.PathLike | None = None,
     title: str = "Routing scores",
 ) -> Any:
-    """Draws the spread of the two highest gates of tokens.
+    """Plots histograms of the tokens' two largest gates.
 
     Args:
-        scores: dict from the name of a model, such as one with and one without gating
-            residuals, to its `RoutingScores`, result of
-            `keras_moe.analysis.routing_scores`.
+        scores: dict from model name, such as with and without gating residuals, to
+            `RoutingScores`, the result of `keras_moe.analysis.routing_scores`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:

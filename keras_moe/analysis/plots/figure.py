@@ -1,4 +1,4 @@
-"""What all pictures share: figures, images, colours, and files."""
+"""Shared parts of all plots: figures, images, colours and files."""
 
 import hashlib
 import io
@@ -11,16 +11,16 @@ import numpy as np
 
 from keras_moe.files import write_bytes
 
-# Colours that people with any colour vision can tell apart (Okabe and Ito), without
-# black and yellow, which would vanish on a dark or a light page.
+# Okabe and Ito's colours, safe for colour blindness, without black and yellow, which
+# are hard to see on dark or light pages.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# A grey that shows on both a light and a dark page.
+# Visible on light and dark pages.
 GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def new_figure(**kwargs) -> Any:
-    """A figure for files, which needs no display and is unknown to pyplot."""
+    """Makes a figure without pyplot or a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def new_figure(**kwargs) -> Any:
 
 
 def checked_images(images: Any) -> np.ndarray:
-    """Images as an array, if they can be drawn."""
+    """Returns images as an array, after checking that they can be drawn."""
     images = np.asarray(images)
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise ValueError(
@@ -45,20 +45,20 @@ def checked_images(images: Any) -> np.ndarray:
 
 
 def in_colour(image: Any) -> np.ndarray:
-    """An image in [-1, 1] as matplotlib draws it."""
+    """Converts an image in [-1, 1] to RGB in [0, 1]."""
     image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
 def faded(image: Any, chosen: Any) -> np.ndarray:
-    """The image in colour, with pixels faded to blue that are chosen by less than 1."""
+    """Converts an image to RGB, fading pixels to blue where `chosen` is below 1."""
     image, share = in_colour(image), np.asarray(chosen, "float64")[..., None]
     blue = np.array([0.16, 0.24, 0.42])
     return share * image + (1.0 - share) * (0.25 * image + 0.75 * blue)
 
 
 def picture_axes(figure: Any, rows: int, columns: int) -> np.ndarray:
-    """A grid of axes for pictures, without ticks."""
+    """Makes a grid of axes without ticks."""
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_xticks([])
@@ -67,12 +67,12 @@ def picture_axes(figure: Any, rows: int, columns: int) -> np.ndarray:
 
 
 def name_row(axis: Any, name: str) -> None:
-    """Writes a name to the left of a row's first axis."""
+    """Labels a row at its first axis."""
     axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
 
 
 def plain_axis(axis: Any, title: str = "") -> None:
-    """Gives an axis small texts, and no frame at its top and right."""
+    """Gives an axis small labels and removes its top and right frame."""
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -83,7 +83,7 @@ def plain_axis(axis: Any, title: str = "") -> None:
 def save_figure(
     figure: Any, path: str | os.PathLike | None, title: str = "", **layout: Any
 ) -> Any:
-    """Gives a figure its title, lays it out by `tight_layout`, and writes it."""
+    """Adds a title, applies `tight_layout` and writes the figure."""
     if title:
         figure.suptitle(title, fontsize=11)
     figure.tight_layout(**layout)
@@ -91,13 +91,13 @@ def save_figure(
 
 
 def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
-    """Writes a figure in the format of the path's suffix, if there is a path."""
+    """Writes a figure in the format of the path's suffix, unless it is None."""
     if path is None:
         return figure
     kind = Path(path).suffix.removeprefix(".") or "png"
     content = io.BytesIO()
     if kind == "png" and hasattr(figure.canvas, "print_png"):
-        # `savefig` draws twice, for layout engines, which these figures do not have.
+        # `savefig` draws twice, for layout engines, which are not used here.
         figure.canvas.print_png(content)
     else:
         figure.savefig(content, format=kind)
@@ -107,25 +107,25 @@ def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
 
 
 def figure_svg(figure: Any) -> str:
-    """A figure as an SVG element for a page, light or dark.
+    """Renders a figure as an inline SVG element for light and dark pages.
 
-    Text stays text, in the page's font. Black and white become the colours of the
-    page's text and background (the CSS variable `--page`). Ids are unique, so a page
-    can hold several figures. The width is the figure's, as far as there is room.
+    Text uses the page's font; black and white become the page's text and background
+    colours (CSS variable `--page`). Ids are unique, so that a page can hold several
+    figures.
     """
     import matplotlib
 
     content = io.BytesIO()
-    # The salt makes the ids of clip paths the same each time.
+    # The salt makes ids of clip paths reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "keras_moe"}):
         figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
     svg = content.getvalue().decode("utf-8")
     body = svg[svg.index("<svg") :].split(">", 1)[1].strip()
-    # Its styles would be those of the whole page.
+    # Its styles would apply to the whole page.
     body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", body, flags=re.S)
     body = re.sub(r"<!--.*?-->|(?<=>)\s+(?=<)", "", body, flags=re.S)
     prefix = f"f{hashlib.sha256(body.encode()).hexdigest()[:8]}-"
-    # Only tags change: texts, which may be untrusted, stay escaped as they are.
+    # Only tags change; texts, which may be untrusted, stay escaped.
     body = re.sub(r"<[^>]*>", lambda tag: _for_page(tag.group(), prefix), body)
     width, height = figure.get_size_inches()
     return (
@@ -136,7 +136,7 @@ def figure_svg(figure: Any) -> str:
 
 
 def _for_page(tag, prefix):
-    """A tag of matplotlib's SVG in the page's colours and font, with unique ids."""
+    """Rewrites a tag for the page's colours and font, with unique ids."""
     for old, new in (
         ('id="', f'id="{prefix}'),
         ('xlink:href="#', f'href="#{prefix}'),
@@ -146,12 +146,12 @@ def _for_page(tag, prefix):
         ("#ffffff", "var(--page, #ffffff)"),
     ):
         tag = tag.replace(old, new)
-    # The size of a font stays, and its family is the page's.
+    # Keep the font size, drop the family.
     tag = re.sub(r"\bfont: ([^;\"]*?)([\d.]+px) [^;\"]*", r"font-size: \2", tag)
     tag = re.sub(r"\bfont-family: [^;\"]*;?", "", tag)
     return re.sub(r'\b(d|x|y)="[^"]*"', lambda match: _short(match.group()), tag)
 
 
 def _short(coordinates):
-    """Coordinates in hundredths of a point, on one line."""
+    """Truncates coordinates to hundredths of a point, on one line."""
     return re.sub(r"(\.\d\d)\d+", r"\1", " ".join(coordinates.split()))

@@ -1,4 +1,4 @@
-"""Pictures of the images and patches that experts work on."""
+"""Plots of the images and patches that experts work on."""
 
 import os
 from typing import Any
@@ -30,20 +30,18 @@ def plot_expert_images(
     seed: int | None = 0,
     title: str = "Images of each expert",
 ) -> Any:
-    """Draws images that use an expert.
-
-    Each expert has a row, with the coefficient above each image and the label below.
+    """Plots images that use an expert, with their coefficients and labels.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of a muMoE head, with arrays (B, 1, E).
         path: see `keras_moe.analysis.plots`, as for `title`.
         labels: names or numbers of the images' classes (B,), or None.
-        experts: experts to draw; None draws the first ten that have an image.
+        experts: experts to show, one per row; None for the first ten with an image.
         images_per_expert: number of images in a row.
-        threshold: lowest coefficient of an image that is shown.
-        seed: seed of a random choice of images, as in Figure 2; None chooses those with
-            the largest coefficients, as in Figure 17.
+        threshold: smallest coefficient of an image to show.
+        seed: seed of a random choice of images, as in Figure 2; None for those with the
+            largest coefficients, as in Figure 17.
 
     Reference:
         *Multilinear Mixture of Experts*, Figures 2, 16 and 17.
@@ -116,18 +114,18 @@ def plot_expert_patches(
     patches_per_expert: int = 8,
     title: str = "Patches that use an expert most",
 ) -> Any:
-    """Draws the patches that use an expert most, and their images.
+    """Plots the patches that use an expert most, and their images.
 
-    Each expert has two rows: the patches, each of a different image, with their
-    coefficients, and below them the images with the patch in a frame.
+    Each expert has two rows: patches of different images with their coefficients, and
+    the images with these patches framed.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        routing: `Routing` of a block, with arrays (B, N, E). N is the number of patches
-            in the grid, plus one for a class token before them.
-        grid: numbers of patches down and across.
+        routing: `Routing` of a block, with arrays (B, N, E); N is the number of
+            patches, plus one if there is a class token in front.
+        grid: number of patches down and across.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        experts: experts to draw; None draws the first three.
+        experts: experts to show; None for the first three.
         patches_per_expert: number of patches in a row.
 
     Reference:
@@ -181,15 +179,15 @@ def plot_expert_views(
     images_per_expert: int = 8,
     title: str = "What each expert looks at",
 ) -> Any:
-    """Draws the patches that each expert of a layer works on.
+    """Plots the patches that each expert of a layer works on.
 
-    Each expert has a row: a map of the positions in the image where it works, then the
-    images in which it works most, with the patches of other experts faded.
+    Each expert has a row: a map of the positions where it works, then the images that
+    use it most, with the patches of other experts faded.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of the layer, with arrays (B, N, E).
-        grid: numbers of patches down and across.
+        grid: number of patches down and across.
         path: see `keras_moe.analysis.plots`, as for `title`.
         images_per_expert: number of images in a row.
 
@@ -255,15 +253,13 @@ def plot_compute_maps(
     title: str = "Where the model spends compute",
     columns: int = 4,
 ) -> Any:
-    """Draws the number of FFN experts of each patch over its image.
-
-    Each image stands next to the same image with the map over it.
+    """Plots each image next to a map of its patches' number of FFN experts.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        maps: (B, rows, columns), result of `keras_moe.analysis.compute_map`.
+        maps: (B, rows, columns), the result of `keras_moe.analysis.compute_map`.
         path: see `keras_moe.analysis.plots`, as for `title`.
-        num_selected_experts: K, the largest number of FFN experts of a token.
+        num_selected_experts: K, the largest number of FFN experts per token.
         columns: number of images in a row.
 
     Reference:
@@ -299,7 +295,7 @@ def plot_compute_maps(
         heat = overlaid.imshow(counts, extent=extent, **limits)
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
     figure.suptitle(title, fontsize=11)
-    # The margins are in inches, whatever the number of images.
+    # Margins in inches, whatever the number of images.
     figure.subplots_adjust(
         left=0.05 / size[0],
         right=1 - 0.9 / size[0],
@@ -320,13 +316,13 @@ def plot_type_maps(
     path: str | os.PathLike | None = None,
     title: str = "Experts of each type per token",
 ) -> Any:
-    """Draws the number of experts of each type for each patch.
+    """Plots each patch's number of experts of each type.
 
-    Each image has a column, with a row below it for each type, which has its own scale.
+    Images are columns; below each is one map per type, with a scale per type.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        maps: dict from a type to a result (B, rows, columns) of
+        maps: dict from type to (B, rows, columns), results of
             `keras_moe.analysis.compute_map`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
@@ -356,7 +352,7 @@ def plot_type_maps(
     for axis, image in zip(axes[0], images):
         axis.imshow(in_colour(image))
     name_row(axes[0, 0], "image")
-    # The margins are in inches, whatever the number of images.
+    # Margins in inches, whatever the number of images.
     figure.subplots_adjust(
         left=0.9 / width,
         right=1 - 0.9 / width,

@@ -1,4 +1,4 @@
-"""Pictures of training runs."""
+"""Plots of training runs."""
 
 import csv
 import os
@@ -21,12 +21,11 @@ def plot_training_history(
     path: str | os.PathLike | None = None,
     title: str = "Training",
 ) -> Any:
-    """Draws loss and metrics over the epochs.
+    """Plots loss and metrics over epochs, one panel per metric.
 
     Args:
-        history: dict of lists with a value for each epoch, such as `fit(...).history`:
-            "loss" and "accuracy", or another metric, with `"val_"` before the name for
-            those of the test images. Each metric has its own panel.
+        history: dict of lists with one value per epoch, such as `fit(...).history`:
+            "loss", "accuracy" or other metrics, prefixed with `"val_"` for test data.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:
@@ -49,7 +48,7 @@ def plot_training_history(
             values = history.get(key)
             if values is not None:
                 epochs = np.arange(1, len(values) + 1)
-                # A single epoch is a point, and several are a line.
+                # Markers keep a single epoch visible.
                 marker = marker if len(values) < 20 else ""
                 axis.plot(epochs, values, marker=marker, label=label)
         axis.set_title(name, fontsize=9)
@@ -102,7 +101,7 @@ def plot_router_health(
         lines.set_ylim(-0.03, 1.03)
         lines.grid(alpha=0.25)
     grid[0, 0].set_title("load: share of an equal one", fontsize=9)
-    # Next to the lines, which may be anywhere between 0 and 1.
+    # Outside, since the lines may be anywhere between 0 and 1.
     grid[0, 1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     for axis in grid[-1]:
         axis.set_xlabel("step")
@@ -110,9 +109,9 @@ def plot_router_health(
 
 
 def _draw_load(figure, axis, steps, shares):
-    """Draws a heat map, in which 1 is an expert's equal share."""
+    """Draws a heat map of loads, relative to an equal share."""
     relative = shares.T * shares.shape[1]
-    # A cell reaches to the next measurement; the last is as wide as its neighbour.
+    # A cell extends to the next measurement; the last is as wide as the one before.
     last = steps[-1] - steps[-2] if len(steps) > 1 else 1
     edges = np.append(steps, steps[-1] + last)
     rows = np.arange(shares.shape[1] + 1) - 0.5

@@ -1,4 +1,4 @@
-"""Pictures of how much each expert is used, and for which tokens."""
+"""Plots of how much each expert is used, and for which tokens."""
 
 import os
 from typing import Any
@@ -8,9 +8,9 @@ import numpy as np
 from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, save_figure
 from keras_moe.analysis.usage import ExpertUsage
 
-# With yellow, since the pictures' background is white.
+# Yellow is visible here, since the background is white.
 _COLOURS = (*COLOURS, "#F0E442")
-# Lines of a panel that have a name each.
+# Up to this many lines of a panel are all labelled.
 _NUM_NAMES = 6
 
 
@@ -19,14 +19,14 @@ def plot_coverage(
     path: str | os.PathLike | None = None,
     title: str = "Coverage by the experts that are kept",
 ) -> Any:
-    """Draws the coverage by the number of pruned experts.
+    """Plots the coverage against the number of pruned experts.
 
-    There is a panel for each group, such as a modality, and a line for each MoE block;
-    the bold one is their mean.
+    There is a panel per group, such as a modality, and a line per MoE block; the bold
+    line is their mean.
 
     Args:
-        curves: dict from the name of a group to the result of
-            `keras_moe.analysis.coverage_curves` for it.
+        curves: dict from group name to the group's result of
+            `keras_moe.analysis.coverage_curves`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:
@@ -51,7 +51,7 @@ def plot_coverage(
         for shade, (name, curve) in zip(shades, blocks.items()):
             pruned, percent = _points(curve)
             colour = (0.25, 0.42 + 0.38 * shade, 0.85 - 0.2 * shade)
-            # The first and the last of many: the shade says which lie between.
+            # With many lines only the first and last: shades order those in between.
             is_named = len(blocks) <= _NUM_NAMES or shade in (0.0, 1.0)
             label = name if is_named else None
             axis.plot(pruned, percent, color=colour, label=label, lw=1, zorder=2)
@@ -71,7 +71,7 @@ def plot_coverage(
 
 
 def _points(curve):
-    """The numbers of pruned experts, and the percentages that are left."""
+    """Numbers of pruned experts, and the percentages still covered."""
     kept = np.arange(len(curve.covered), -1, -1)
     percent = 100 * np.concatenate([[0.0], np.asarray(curve.covered)])
     return len(curve.covered) - kept, percent[kept]
@@ -82,14 +82,14 @@ def plot_expert_usage(
     path: str | os.PathLike | None = None,
     title: str = "Tokens that each expert serves",
 ) -> Any:
-    """Draws the share of each group's tokens that each expert serves.
+    """Plots the share of each group's tokens that each expert serves.
 
-    There is a panel for each MoE block. Experts are in the order of their share of
-    the first group, so that those of one modality lie together; the dashed line is an
-    equal share.
+    There is a panel per MoE block, with experts ordered by their share of the first
+    group, so that those of one modality lie together. The dashed line is an equal
+    share.
 
     Args:
-        usage: usage by group, result of `keras_moe.analysis.expert_usage`.
+        usage: usage by group, the result of `keras_moe.analysis.expert_usage`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:
@@ -134,7 +134,7 @@ def plot_expert_usage(
 
 
 def _finish_grid(grid, count, columns, label):
-    """Hides the panels that are left over, and names the vertical axes."""
+    """Hides unused panels and labels the vertical axes."""
     for axis in grid[count:]:
         axis.set_axis_off()
     for axis in grid[::columns]:
@@ -146,15 +146,14 @@ def plot_expert_groups(
     path: str | os.PathLike | None = None,
     title: str = "What each expert serves",
 ) -> Any:
-    """Draws which groups the tokens of each expert belong to.
+    """Plots which groups the tokens of each expert belong to.
 
-    There is a panel for each MoE block, with a row for each expert that serves a token,
-    the most used first: its share of all tokens, and how these divide among the groups,
-    in percent.
+    There is a panel per MoE block, with a row per expert that serves tokens, most used
+    first: its share of all tokens, and their percentages by group.
 
     Args:
-        usage: usage by group, such as by the parts of speech of
-            `keras_moe.analysis.tag_tokens`.
+        usage: usage by group, such as by part of speech (see
+            `keras_moe.analysis.tag_tokens`).
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference:
@@ -197,7 +196,7 @@ def plot_expert_groups(
 
 
 def group_table(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The experts that serve tokens, their shares, and these shares by group."""
+    """Experts that serve tokens, their shares, and the split of these by group."""
     totals = tokens.sum(axis=0)
     order = np.argsort(-totals, kind="stable")
     order = order[totals[order] > 0]
