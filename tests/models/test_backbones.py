@@ -1,5 +1,6 @@
 """Every backbone's behaviour, and its weights at another size."""
 
+import json
 import re
 
 import keras
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.layers import resize_patch_kernel, resize_positions
+from keras_moe.layers import MoEConfig, resize_patch_kernel, resize_positions
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
@@ -175,35 +176,70 @@ def test_every_router_works_in_a_mixer():
         model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+# Configs
+
+BLOCKS = {
+    "activation": "gelu",
+    "dropout_rate": 0.1,
+    "stochastic_depth": 0.2,
+    "layer_norm_epsilon": 1e-5,
+    "layer_scale_initial_value": 0.1,
+    "final_norm": False,
+    "rematerialize": True,
+    "seed": 7,
+    "name": "mine",
+    "trainable": False,
+}
+ROUTER = {"name": "sinkhorn_expert_choice", "capacity_factor": 1.5, "noise_std": 0.5}
+OF_IMAGES = {**SIZES, **BLOCKS, "patch_size": (4, 2)}
+OF_TEXTS = {"vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_layers": 2}
+NOT_DEFAULT = {
+    "vit": {
+        **OF_IMAGES,
+        "num_heads": 2,
+        "class_token": False,
+        "position_embedding": "sincos",
+        "position_interpolation": "bicubic",
+        "embedding_norm": True,
+        "query_key_norm": True,
+        "query_key_norm_bias": True,
+        "attention_dropout": 0.2,
+    },
+    "mixer": {**OF_IMAGES, "token_mlp_dim": 6, "token_mixer": "mlp"},
+    "text": {
+        **OF_TEXTS,
+        **BLOCKS,
+        "num_heads": 2,
+        "mlp_dim": 16,
+        "attention_dropout": 0.2,
+        "causal": False,
+        "pooling": "end_of_text",
+        "end_of_text_id": 19,
+        "mask_padding": False,
+        "projection_dim": 4,
+        "projection_bias": True,
+    },
+}
+CLASSES = {"vit": ViTBackbone, "mixer": MixerBackbone, "text": models.TextBackbone}
+
+
+@pytest.mark.parametrize("kind", NOT_DEFAULT)
 def test_every_argument_round_trips(kind):
-    supplied = {
-        **MOE,
-        "router": "sinkhorn_expert_choice",
-        "capacity_multiple_of": 2,
-        "num_selected_experts": 1,
-        "expert_mlp_dim": 5,
-        "capacity_factor": 1.5,
-        "eval_capacity_factor": 2.0,
-        "capacity_rounding": "round",
-        "noise_std": 0.5,
-        "auxiliary_losses": {"router_z": 0.1},
-        "expert_dropout": 0.1,
-        "shared_expert_initialization": False,
-        "dispatcher": "einsum",
-        "activation": "relu",
-        "dropout_rate": 0.1,
-        "layer_norm_epsilon": 1e-5,
-        "layer_scale_initial_value": 0.1,
-        "dtype": "mixed_bfloat16",
-    }
-    backbone = MAKERS[kind](**supplied)
-    again = type(backbone).from_config(backbone.get_config())
-    assert again.get_config() == backbone.get_config()
-    for name, value in {**SIZES, **supplied}.items():
-        if name != "dtype":
-            assert flat_config(backbone)[name] == value, name
+    cls, supplied = CLASSES[kind], NOT_DEFAULT[kind]
+    moe = MoEConfig(moe_layers=[1], num_experts=4, router=ROUTER)
+    backbone = cls(**supplied, moe=moe, dtype="mixed_bfloat16")
+    config = json.loads(json.dumps(backbone.get_config()))
+    # No argument is missing from the list above.
+    assert set(config) - {"moe", "dtype", "pruning"} <= set(supplied)
+    for name, value in supplied.items():
+        assert config[name] == json.loads(json.dumps(value)), name
+    again = cls.from_config(config)
+    assert json.loads(json.dumps(again.get_config())) == config
     assert again.dtype_policy.name == "mixed_bfloat16"
+    assert again.moe == backbone.moe
+    block = again.get_layer("block_1")
+    assert (block.stochastic_depth, block.rematerialize) == (0.2, True)
+    assert block.feed_forward.router.noise_std == 0.5
 
 
 # Features

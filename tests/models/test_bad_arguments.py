@@ -277,6 +277,17 @@ CALLS = [
     (lambda: small_tokenizer(vocabulary_size=514), "vocabulary_size=514"),
     (lambda: small_tokenizer()(["a cat", "a \ud800"]), r"surrogates; .*captions\[1\]"),
     (lambda: TextTokenizer.trained(["a b"], 600), "several letters"),
+    *(
+        (lambda images=images: ImagePreprocessor((8, 8, 3))(images), "Expected images")
+        for images in (
+            "a.png",
+            np.zeros((2, 2)).astype(str),
+            np.zeros(3, "uint8"),
+            np.zeros((1, 2, 3, 4, 3), "uint8"),
+            np.zeros((0, 3, 3), "uint8"),
+            np.zeros((7, 8, 8), "uint8"),
+        )
+    ),
     # Models of pairs
     (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "none of .*mask"),
     (lambda: clip().predict(TEXTS), r"encoder\('text'\) takes texts alone"),

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from keras_moe import models
-from keras_moe.layers import interpolation
 from keras_moe.models import ImagePreprocessor
 
 GENERATOR = np.random.default_rng(0)
@@ -127,22 +126,6 @@ def test_grey_and_colour():
         colour(Image.fromarray(grey.astype("float32")))
 
 
-@pytest.mark.parametrize(
-    "images",
-    [
-        "a.png",
-        np.zeros((2, 2)).astype(str),
-        np.zeros(3, "uint8"),
-        np.zeros((1, 2, 3, 4, 3), "uint8"),
-        np.zeros((0, 3, 3), "uint8"),
-        np.zeros((7, 8, 8), "uint8"),
-    ],
-)
-def test_what_is_no_image_is_refused(images):
-    with pytest.raises(ValueError, match="Expected images"):
-        ImagePreprocessor((8, 8, 3))(images)
-
-
 def test_arguments_round_trip_as_json():
     preprocessor = ImagePreprocessor(
         (8, 4, 3), [0.1, 0.2, 0.3], 0.7, "bicubic", True, 0.9, ["a", "b"]
@@ -182,19 +165,6 @@ def test_a_long_image_takes_no_more_memory_than_its_middle(method):
         assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        interpolation.linear_weights,
-        interpolation.widened_linear_weights,
-        interpolation.cubic_weights,
-    ],
-)
-@pytest.mark.parametrize(("old", "new"), [(37, 20), (20, 37)])
-def test_rows_of_weights_are_those_of_the_whole(weights, old, new):
-    np.testing.assert_array_equal(weights(old, new, 3, 8), weights(old, new)[3:11])
 
 
 def test_bfloat16_is_a_number_and_a_structure_is_none():

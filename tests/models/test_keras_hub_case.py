@@ -38,34 +38,44 @@ def keras_hub_test_case():
 
 
 TestCase = keras_hub_test_case()
-SIZES = {
-    "image_shape": (16, 16, 3),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 1,
-    "mlp_dim": 32,
-    "moe": None,
-}
+SIZES = {"hidden_dim": 16, "num_layers": 1, "mlp_dim": 32}
+IMAGE = {"image_shape": (16, 16, 3), "patch_size": 4, **SIZES}
 MOE = {"moe_layers": [0], "num_experts": 4}
-VIT = {**SIZES, "num_heads": 2}
-MIXER = {**SIZES, "token_mlp_dim": 8}
-BACKBONES = {
-    "vit": (ViTBackbone, VIT, 17),
-    "vmoe": (ViTBackbone, {**VIT, "moe": MOE}, 17),
-    "soft_moe": (
-        ViTBackbone,
-        {**VIT, "moe": {**MOE, "router": "soft"}, "query_key_norm": True},
-        17,
-    ),
-    "mixer": (MixerBackbone, MIXER, 16),
-    "moe_mixer": (MixerBackbone, {**MIXER, "moe": MOE}, 16),
+VIT = {**IMAGE, "num_heads": 2}
+MIXER = {**IMAGE, "token_mlp_dim": 8}
+TEXT = {"vocabulary_size": 20, "max_length": 6, **SIZES, "num_heads": 2}
+SOFT = {"moe": {**MOE, "router": "soft"}, "query_key_norm": True}
+# Classes, arguments and shapes of outputs.
+IMAGE_BACKBONES = {
+    "vit": (ViTBackbone, {**VIT, "moe": None}, (2, 17, 16)),
+    "vmoe": (ViTBackbone, {**VIT, "moe": MOE}, (2, 17, 16)),
+    "soft_moe": (ViTBackbone, {**VIT, **SOFT}, (2, 17, 16)),
+    "mixer": (MixerBackbone, {**MIXER, "moe": None}, (2, 16, 16)),
+    "moe_mixer": (MixerBackbone, {**MIXER, "moe": MOE}, (2, 16, 16)),
 }
 TASKS = {ViTBackbone: ViTImageClassifier, MixerBackbone: MixerImageClassifier}
+PROJECTED = {"projection_dim": 4}
+TOWERS = {"image": {**VIT, "moe": MOE}, "text": TEXT}
+TOKENS = {"tokens": (2, 5, 16), "pooled": (2, 4)}
+PAIRS = {"image_embeddings": (2, 4), "text_embeddings": (2, 4)}
+TEXT_BACKBONES = {
+    "text": (TextBackbone, {**TEXT, **PROJECTED, "moe": None}, TOKENS),
+    "moe_text": (TextBackbone, {**TEXT, **PROJECTED, "moe": MOE}, TOKENS),
+    "clip": (CLIPBackbone, {**TOWERS, **PROJECTED}, PAIRS),
+    "limoe": (LIMoEBackbone, {**VIT, **TEXT, **PROJECTED, "moe": MOE}, PAIRS),
+}
 
 
 def images():
     values = np.random.default_rng(0).normal(size=(2, 16, 16, 3))
     return keras.ops.convert_to_tensor(values, "float32")
+
+
+def texts():
+    token_ids = np.random.default_rng(0).integers(1, 20, (2, 5))
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    arrays = {"token_ids": token_ids, "padding_mask": mask}
+    return {k: keras.ops.convert_to_tensor(x, "int32") for k, x in arrays.items()}
 
 
 class Case(TestCase):
@@ -116,99 +126,46 @@ def case():
     case.doCleanups()
 
 
-@pytest.mark.parametrize("name", BACKBONES)
-def test_backbone(case, name):
-    cls, kwargs, num_tokens = BACKBONES[name]
-    # Runs `run_backbone_test`, too.
+@pytest.mark.parametrize("name", IMAGE_BACKBONES)
+def test_image_backbone_and_task(case, name):
+    cls, kwargs, shape = IMAGE_BACKBONES[name]
+    # Runs `run_backbone_test`, too. It asks for the global image data format
+    # "channels_first"; a transformer takes images with their channels last.
     case.run_vision_backbone_test(
         cls=cls,
         init_kwargs=dict(kwargs),
         input_data=images(),
-        expected_output_shape=(2, num_tokens, 16),
-        # It asks for the global image data format "channels_first"; a transformer
-        # takes images with their channels last. Nor has it maps of several sizes.
+        expected_output_shape=shape,
         run_data_format_check=False,
     )
-
-
-@pytest.mark.parametrize("name", BACKBONES)
-def test_task(case, name):
-    cls, kwargs, _ = BACKBONES[name]
+    converter = keras_hub.layers.ImageConverter(image_size=(16, 16), scale=0.5)
+    preprocessor = keras_hub.models.ImageClassifierPreprocessor(converter)
+    task = {"backbone": cls(**kwargs), "num_classes": 3}
     case.run_task_test(
         cls=TASKS[cls],
-        init_kwargs={
-            "backbone": cls(**kwargs),
-            "num_classes": 3,
-            "preprocessor": keras_hub.models.ImageClassifierPreprocessor(
-                keras_hub.layers.ImageConverter(image_size=(16, 16), scale=0.5)
-            ),
-        },
+        init_kwargs={**task, "preprocessor": preprocessor},
         train_data=(images(), np.array([0, 2])),
         expected_output_shape=(2, 3),
     )
+    for saved, arguments in ((cls, kwargs), (TASKS[cls], task)):
+        case.run_model_saving_test(
+            cls=saved, init_kwargs=arguments, input_data=images()
+        )
 
 
-@pytest.mark.parametrize("name", BACKBONES)
-def test_saving(case, name):
-    cls, kwargs, _ = BACKBONES[name]
-    case.run_model_saving_test(cls=cls, init_kwargs=kwargs, input_data=images())
-    case.run_model_saving_test(
-        cls=TASKS[cls],
-        init_kwargs={"backbone": cls(**kwargs), "num_classes": 3},
-        input_data=images(),
-    )
-
-
-TEXTS = {
-    "vocabulary_size": 20,
-    "max_length": 6,
-    "hidden_dim": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "projection_dim": 4,
-}
-
-
-def texts():
-    token_ids = np.random.default_rng(0).integers(1, 20, (2, 5))
-    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
-    arrays = {"token_ids": token_ids, "padding_mask": mask}
-    return {k: keras.ops.convert_to_tensor(x, "int32") for k, x in arrays.items()}
-
-
-@pytest.mark.parametrize("moe", [None, MOE])
-def test_text_backbone(case, moe):
-    init_kwargs = {**TEXTS, "moe": moe}
-    case.run_backbone_test(
-        cls=TextBackbone,
-        init_kwargs=dict(init_kwargs),
-        input_data=texts(),
-        expected_output_shape={"tokens": (2, 5, 16), "pooled": (2, 4)},
-    )
-    case.run_model_saving_test(
-        cls=TextBackbone, init_kwargs=init_kwargs, input_data=texts()
-    )
-
-
-IMAGE = {**VIT, "moe": MOE}
-TEXT = {name: value for name, value in TEXTS.items() if name != "projection_dim"}
-PAIRS = {
-    "clip": (CLIPBackbone, {"image": IMAGE, "text": TEXT, "projection_dim": 4}),
-    "limoe": (LIMoEBackbone, {**IMAGE, **TEXTS, "moe": MOE}),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_pair_backbone(case, name):
-    cls, init_kwargs = PAIRS[name]
-    pairs = {"images": images(), **texts()}
-    shorter = {k: x if k == "images" else x[:, :3] for k, x in pairs.items()}
+@pytest.mark.parametrize("name", TEXT_BACKBONES)
+def test_backbones_of_texts_and_pairs(case, name):
+    cls, kwargs, shape = TEXT_BACKBONES[name]
+    inputs, others = texts(), {}
+    if cls is not TextBackbone:
+        inputs["images"] = images()
+        shorter = {k: x if k == "images" else x[:, :3] for k, x in inputs.items()}
+        others["variable_length_data"] = [shorter]
     case.run_backbone_test(
         cls=cls,
-        init_kwargs=dict(init_kwargs),
-        input_data=pairs,
-        expected_output_shape={"image_embeddings": (2, 4), "text_embeddings": (2, 4)},
-        variable_length_data=[shorter],
+        init_kwargs=dict(kwargs),
+        input_data=inputs,
+        expected_output_shape=shape,
+        **others,
     )
-    case.run_model_saving_test(cls=cls, init_kwargs=init_kwargs, input_data=pairs)
+    case.run_model_saving_test(cls=cls, init_kwargs=kwargs, input_data=inputs)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from keras_moe import distribution, models
-from keras_moe.layers import MoEConfig
 from keras_moe.models import TextBackbone
 from tests.small_models import with_weights
 from tests.symbolic import symbolic_model
@@ -237,36 +236,6 @@ def test_overrides_by_flat_names():
         models.from_preset("text_tiny", max_lenght=3)
     with pytest.raises(ValueError, match="TextBackbone"):
         models.from_preset("text_tiny", num_classes=3)
-
-
-def test_every_argument_round_trips():
-    kwargs = {
-        "causal": False,
-        "pooling": "end_of_text",
-        "end_of_text_id": 19,
-        "mask_padding": False,
-        "projection_bias": True,
-        "final_norm": False,
-        "activation": "gelu",
-        "dropout_rate": 0.1,
-        "attention_dropout": 0.2,
-        "stochastic_depth": 0.3,
-        "layer_norm_epsilon": 1e-6,
-        "rematerialize": True,
-        "moe": MoEConfig(num_experts=4),
-        "dtype": "mixed_bfloat16",
-    }
-    model = text(**kwargs)
-    config = model.get_config()
-    again = TextBackbone.from_config(config)
-    assert again.get_config() == config
-    for name, value in {**SIZES, **kwargs}.items():
-        if name not in ("moe", "dtype"):
-            assert config[name] == value, name
-    assert again.moe == model.moe
-    block = model.get_layer("block_1")
-    assert (block.stochastic_depth, block.rematerialize) == (0.3, True)
-    assert model.get_layer("block_0").token_mixer._dropout == 0.2
 
 
 @pytest.mark.every_backend

@@ -9,7 +9,7 @@ from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
 from keras_moe.routers import SinkhornAffinity
-from tests.small_models import ONE_BLOCK, SMALL, flat_config
+from tests.small_models import ONE_BLOCK, SMALL
 
 to_numpy = ops.convert_to_numpy
 # The package's own: other tests register further ones.
@@ -18,54 +18,6 @@ ROUTERS = [
     for name, (cls, _) in ALL_ROUTERS.items()
     if cls.__module__.startswith("keras_moe.")
 ]
-
-NOT_DEFAULT = {
-    **SMALL,
-    "patch_size": (4, 2),
-    "class_token": False,
-    "position_embedding": "sincos",
-    "position_interpolation": "bicubic",
-    "embedding_norm": True,
-    "query_key_norm": True,
-    "query_key_norm_bias": True,
-    "final_norm": False,
-    "activation": "relu",
-    "dropout_rate": 0.1,
-    "attention_dropout": 0.2,
-    "stochastic_depth": 0.2,
-    "layer_norm_epsilon": 1e-5,
-    "moe_layers": [0, 1],
-    "router": "sparsity_constrained_token_choice",
-    "combine": "affinity",
-    "affinity": SinkhornAffinity(7),
-    "num_selected_experts": 3,
-    "expert_mlp_dim": 24,
-    "evaluation": "batch_invariant",
-    "eval_capacity_factor": 2.0,
-    "dropless": True,
-    "capacity_rounding": "round",
-    "capacity_multiple_of": 2,
-    "priority": "sum_gates",
-    "noise_std": 0.5,
-    "examples_per_group": 2,
-    "auxiliary_losses": {"router_z": 0.1},
-    "expert_dropout": 0.3,
-    "shared_expert_initialization": False,
-    "dispatcher": "einsum",
-    "zero_experts": 1,
-    "copy_experts": 2,
-    "constant_experts": "auto",
-    "tau": 0.5,
-    "gating_residual": True,
-    "gated_experts": True,
-    "expert_use_bias": False,
-    "expert_activation": "silu",
-    "rematerialize": True,
-    "seed": 3,
-    "dtype": "mixed_bfloat16",
-    "name": "mine",
-    "trainable": False,
-}
 
 
 def images(batch=5, shape=SMALL["image_shape"]):
@@ -88,24 +40,6 @@ def classifier(num_classes=3, **kwargs):
 
 def plain(config):
     return json.loads(json.dumps(config))
-
-
-def test_every_argument_of_the_backbone_round_trips():
-    backbone = ViTBackbone.from_config(NOT_DEFAULT)
-    config = backbone.get_config()
-    flat = flat_config(backbone)
-    # With zero-computation experts a router cannot be pruned.
-    assert {*NOT_DEFAULT, "moe", "pruning", "name"} == {*flat, "name"}
-    for name, value in NOT_DEFAULT.items():
-        if name not in ("dtype", "affinity"):
-            assert plain(flat)[name] == plain(value), name
-    again = ViTBackbone.from_config(plain(config))
-    assert plain(again.get_config()) == plain(config)
-    assert again.dtype_policy.name == "mixed_bfloat16"
-    moe = again.get_layer("block_0").feed_forward
-    assert (moe.router.priority, moe.group_size) == ("sum_gates", 32)
-    assert (moe.router.combine, moe.router.affinity.iterations) == ("affinity", 7)
-    assert moe.router.dropless
 
 
 def test_every_argument_of_the_classifier_round_trips():

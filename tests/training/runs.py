@@ -5,7 +5,7 @@ import itertools
 import keras
 import numpy as np
 
-from keras_moe.training import Datasets, Recipe
+from keras_moe.training import Datasets, Recipe, train
 from keras_moe.training.recipes import SECTIONS, dotted_names
 
 PLACES = {
@@ -84,6 +84,30 @@ def linear_model(multi_label=False):
     model.multi_label, model.output_activation = multi_label, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
+
+
+def quick_run(folder, recipe, *callbacks, every=3, **options):
+    """Trains quietly, with a checkpoint every few steps."""
+    return train(
+        recipe,
+        callbacks=callbacks,
+        verbose=0,
+        checkpoint_dir=folder,
+        checkpoint_every=every,
+        **options,
+    )
+
+
+def arrays_of(trained):
+    """All that training changes, as arrays."""
+    variables = [*trained.model.variables, *trained.model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+
+
+def assert_same_arrays(actual, expected):
+    """Not only close: the CPU computes the same program the same way."""
+    for a, b in zip(arrays_of(actual), arrays_of(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 class Ends(keras.callbacks.Callback):

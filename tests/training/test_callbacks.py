@@ -9,7 +9,15 @@ import pytest
 from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
 from keras_moe.training.callbacks import Progress, ProgressCallback, StopAfterBatches
-from tests.training.runs import Ends, changed, dropout_model, noise, short_recipe
+from tests.training.runs import (
+    Ends,
+    assert_same_arrays,
+    changed,
+    dropout_model,
+    noise,
+    quick_run,
+    short_recipe,
+)
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -100,27 +108,14 @@ class Scores(keras.callbacks.Callback):
         logs["score"] = SCORES[epoch]
 
 
-def run(folder, mine, *callbacks, every=3, **options):
-    return train(
-        mine,
-        callbacks=[Scores(), *callbacks],
-        verbose=0,
-        checkpoint_dir=folder,
-        checkpoint_every=every,
-        **options,
-    )
-
-
-def variables(trained):
-    all_variables = [*trained.model.variables, *trained.model.optimizer.variables]
-    return [to_numpy(variable.value) for variable in all_variables]
+def run(folder, mine, *callbacks, **options):
+    return quick_run(folder, mine, Scores(), *callbacks, **options)
 
 
 def assert_same(actual, expected):
     assert actual.history == expected.history
     assert actual.score == expected.score
-    for a, b in zip(variables(actual), variables(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_arrays(actual, expected)
 
 
 def names(folder):
@@ -327,8 +322,7 @@ def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     mine = recipe(steps=14, **settings)
     actual = run(tmp_path, mine, extend=True)
     whole = train(mine, verbose=0)
-    for a, b in zip(variables(actual), variables(whole), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_arrays(actual, whole)
     # Both parts of the epoch that was cut have a row of their own.
     assert len(actual.history["loss"]) == 3
     assert actual.history["val_loss"][-1] == whole.history["val_loss"][-1]

@@ -1,7 +1,5 @@
 """Greedy soups, and the branches whose checkpoints they mix."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -83,19 +81,8 @@ def test_the_best_of_all_mixtures():
     # as good, and the greedy search finds it.
     points, target = [array(0, 0), array(3, 0), array(0, 9)], (1.0, 0.0)
 
-    def value(mixture):
-        mean = np.mean([points[i][0][:, 0] for i in mixture], axis=0)
-        return -np.square(mean - target).sum()
-
-    mixtures = [
-        mixture
-        for length in (1, 2, 3)
-        for mixture in itertools.combinations_with_replacement(range(3), length)
-    ]
-    best = max(mixtures, key=value)
-    assert best == (0, 0, 1)
     soup = greedy_soup(point_model(), points, closeness(target))
-    assert tuple(sorted(soup.ingredients)) == best
+    assert sorted(soup.ingredients) == [0, 0, 1]
     assert soup.scores[-1] == pytest.approx(0.0, abs=1e-12)
     assert soup.single_scores == pytest.approx((-1.0, -4.0, -82.0))
     # Without replacement there is no third.

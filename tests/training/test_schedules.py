@@ -53,17 +53,6 @@ def test_nothing_jumps_where_parts_meet(decay):
     assert actual[100:] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_branch_leaves_the_run_where_it_starts():
-    run = WarmupCooldown(0.1, 1000, 100, timescale=50, cooldown_steps=100)
-    branch = WarmupCooldown(0.1, 600 + 80, 100, timescale=50, cooldown_steps=80)
-    before = range(0, 601, 25)
-    np.testing.assert_array_equal(rates(branch, before), rates(run, before))
-    start = float(run(600))
-    np.testing.assert_allclose(
-        rates(branch, (620, 640, 680)), [0.75 * start, 0.5 * start, 0.0], rtol=1e-5
-    )
-
-
 def test_long_runs_keep_their_digits():
     # 4M steps are exact in float32.
     schedule = WarmupCooldown(1e-3, 4_000_000, 10_000, 10_000, 50_000)

