@@ -1,14 +1,16 @@
-"""A family and a router from outside have all that the package's own have."""
+"""Families, routers and tasks from outside have all that the package's own have."""
 
 import importlib
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 from keras_moe import distribution, models
 from keras_moe.layers import MoEConfig
-from tests.small_models import images, with_weights
+from keras_moe.models import MoETask, ViTBackbone
+from tests.small_models import SMALL, images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 NAME = "neighbours_tiny"
@@ -76,3 +78,98 @@ def test_its_weights_keep_public_paths():
     assert {"block_1/moe/router/kernel", "block_0/mix/mix/kernel"} <= paths
     with pytest.raises(ValueError, match=r"num_expert=3 \(nearest: num_experts"):
         models.from_preset(NAME, num_expert=3)
+
+
+# A task of another kind: two inputs, and a loss of its own
+
+PHOTOS = images(3, *SMALL["image_shape"])
+TOKEN_IDS = np.array([[1, 2], [3, 0], [4, 1]], "int32")
+
+
+@keras.saving.register_keras_serializable("tests")
+class Matching(MoETask, keras_hub.models.Task):
+    """Whether an image and two words match, as one number."""
+
+    backbone_cls = ViTBackbone
+    task_name = "matching"
+
+    def __init__(self, backbone, vocabulary_size=5, preprocessor=None, **kwargs):
+        self.backbone, self.preprocessor = backbone, preprocessor
+        self.embedding = keras.layers.Embedding(
+            vocabulary_size, backbone.hidden_dim, name="words"
+        )
+        token_ids = keras.Input((2,), name="token_ids", dtype="int32")
+        of_image = keras.ops.mean(backbone(backbone.input), 1)
+        of_text = keras.ops.mean(self.embedding(token_ids), 1)
+        super().__init__(
+            {"images": backbone.input, "token_ids": token_ids},
+            keras.ops.sum(of_image * of_text, -1),
+            {"image": of_image, "text": of_text},
+            backbone.routing,
+            **kwargs,
+        )
+        self.vocabulary_size = vocabulary_size
+
+    def default_loss(self):
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def get_config(self):
+        return {**super().get_config(), "vocabulary_size": self.vocabulary_size}
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    return Matching(ViTBackbone.from_config(SMALL))
+
+
+def inputs(**changes):
+    return {"images": PHOTOS, "token_ids": TOKEN_IDS, **changes}
+
+
+def test_it_trains_with_its_loss_and_has_features_of_both(model):
+    history = model.copy().fit(inputs(), np.array([1, 0, 1]), verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    features = keras.Model(model.input, model.features).predict(inputs(), verbose=0)
+    assert {k: v.shape for k, v in features.items()} == {
+        "image": (3, SMALL["hidden_dim"]),
+        "text": (3, SMALL["hidden_dim"]),
+    }
+    assert set(model.routing) == set(model.backbone.routing)
+
+
+def test_each_input_is_checked_by_its_name(model):
+    with pytest.raises(ValueError, match=r"Expected token_ids of shape \(batch, 2\)"):
+        model.predict(inputs(token_ids=np.zeros((3, 4), "int32")))
+    with pytest.raises(ValueError, match=r"Expected images of shape \(batch, "):
+        model.fit(inputs(images=np.zeros((3, 4, 4, 3))), np.zeros(3))
+    with pytest.raises(ValueError, match="at least one"):
+        model.evaluate(inputs(token_ids=TOKEN_IDS[:0]), np.zeros(3))
+    with pytest.warns(UserWarning, match="127.5"):
+        model.copy().predict(inputs(images=np.full(PHOTOS.shape, 255, "uint8")))
+    nothing = {name: value[:0] for name, value in inputs().items()}
+    assert model.predict(nothing).shape == (0,)
+
+
+def test_presets_keep_it_whole(model, tmp_path):
+    expected = model.predict(inputs(), verbose=0)
+    model.save_to_preset(tmp_path / "matching")
+    again = models.from_preset(str(tmp_path / "matching"))
+    assert type(again) is Matching
+    np.testing.assert_array_equal(again.predict(inputs(), verbose=0), expected)
+    model.save(tmp_path / "matching.keras")
+    again = keras.saving.load_model(tmp_path / "matching.keras")
+    np.testing.assert_array_equal(again.predict(inputs(), verbose=0), expected)
+    described = models.describe(model).parameters
+    assert described == models.describe(model.backbone).parameters
+
+
+def test_pairs_of_low_rank_leave_the_task_trainable(model):
+    adapted = model.copy()
+    adapted.enable_lora(2)
+    names = {weight.path.split("/")[0] for weight in adapted.trainable_weights}
+    assert "words" in names
+    assert all(
+        "lora" in weight.name or weight.path.startswith("words")
+        for weight in adapted.trainable_weights
+    )

@@ -1,4 +1,4 @@
-"""Figures of the routers while a model trains, without an effect on it."""
+"""Figures of routers and experts while a model trains, without an effect on it."""
 
 import csv
 import json
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from keras_moe import models, training
-from tests.small_models import SMALL
+from keras_moe.analysis import ExpertUsage, expert_usage, prune_experts, select_experts
+from tests.small_models import SMALL, with_weights
 
 to_numpy = keras.ops.convert_to_numpy
 IMAGES = np.random.default_rng(0).normal(size=(8, 16, 8, 2)).astype("float32")
@@ -33,17 +34,9 @@ def classifier(**options):
     return made
 
 
-def fit(model, *callbacks, epochs=3, **options):
-    return model.fit(
-        IMAGES,
-        LABELS,
-        batch_size=4,
-        shuffle=False,
-        epochs=epochs,
-        callbacks=callbacks,
-        verbose=0,
-        **options,
-    ).history
+def fit(model, *callbacks, data=(IMAGES, LABELS), batch_size=4, epochs=3):
+    options = {"batch_size": batch_size, "epochs": epochs, "shuffle": False}
+    return model.fit(*data, **options, callbacks=callbacks, verbose=0).history
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -254,3 +247,85 @@ def test_tensorboard_names_the_package_that_it_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"keras_moe\[tensorboard\]"):
         training.RouterHealth(IMAGES[:4], tensorboard=tmp_path)
+
+
+# Usage
+
+SIX, CLASSES = IMAGES[:6], np.array([0, 1, 2, 0, 1, 2])
+SPARSE = (SIX, CLASSES)
+
+
+def sparse_classifier(**changes):
+    model = with_weights(classifier(router="softmax_token_choice", **changes))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def test_the_window_has_the_last_counts_and_training_is_the_same(tmp_path):
+    recorder = training.UsageRecorder(
+        SIX, CLASSES, ["a", "b", "c"], every=2, last=4, batch_size=4,
+        path=tmp_path / "usage.json",
+    )  # fmt: skip
+    model, plain = sparse_classifier(), sparse_classifier()
+    history, expected = (
+        fit(*each, data=SPARSE, batch_size=2, epochs=2)
+        for each in ((model, recorder), (plain,))
+    )
+    assert history["loss"] == expected["loss"]
+    assert [record["step"] for record in recorder.records] == [2, 4, 6]
+    assert 1 <= history["usage/experts"][-1] <= 4
+    usage = recorder.usage
+    assert usage.groups == ["a", "b", "c"]
+    assert usage.to_dict() == ExpertUsage.load(tmp_path / "usage.json").to_dict()
+    assert len(recorder.get_state()["counts"]) == 2
+    kept = select_experts(usage, count=2, groups=["a", "b"])
+    pruned = prune_experts(model, kept)
+    assert pruned.predict(SIX, verbose=0).shape == (6, 3)
+
+
+def test_batches_follow_in_turn_and_count_like_a_pass():
+    model = sparse_classifier()
+    recorder = training.UsageRecorder(
+        SIX, CLASSES, every=1, last=3, batch_size=4, training=False
+    )
+    recorder.set_model(model)
+    for _ in range(3):
+        recorder.measure()
+    # Three batches of four are the six images twice.
+    once = expert_usage(model, SIX, CLASSES, verbose=0).blocks["block_1"]
+    actual = recorder.usage.blocks["block_1"]
+    np.testing.assert_array_equal(actual.tokens, 2 * once.tokens)
+    np.testing.assert_allclose(actual.mass, 2 * once.mass, rtol=1e-5)
+    recorder.measure()
+    assert recorder.usage.blocks["block_1"].tokens.sum() == actual.tokens.sum()
+
+
+def test_a_run_goes_on_from_its_state():
+    model = sparse_classifier()
+    recorders = [
+        training.UsageRecorder(SIX, every=1, last=2, batch_size=4, training=False)
+        for _ in range(2)
+    ]
+    first, second = recorders
+    first.set_model(model)
+    first.measure()
+    first.measure()
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    second.set_model(model)
+    for recorder in recorders:
+        recorder.measure()
+    assert first.usage.to_dict() == second.usage.to_dict()
+
+
+def test_routing_is_that_of_training():
+    # Half of the choices find no slot.
+    model = sparse_classifier(capacity_factor=0.5, noise_std=0.0)
+    totals = []
+    for limits in (False, True):
+        recorder = training.UsageRecorder(SIX, every=1, batch_size=6, training=limits)
+        recorder.set_model(model)
+        recorder.measure()
+        totals.append(recorder.usage.blocks["block_1"].tokens.sum())
+    assert totals[0] == 6 * 9 * 2
+    assert totals[1] < 0.7 * totals[0]
