@@ -40,6 +40,15 @@ def with_weights(model: Any, seed: int = 1) -> Any:
     return model
 
 
+def assert_same_outputs(actual: Any, expected: Any, inputs: Any, **tolerance: float):
+    """Compares what two models predict: bit for bit, unless a tolerance is given."""
+    outputs = [model.predict(inputs, verbose=0) for model in (actual, expected)]
+    if tolerance:
+        np.testing.assert_allclose(*outputs, **tolerance)
+    else:
+        np.testing.assert_array_equal(*outputs)
+
+
 def small_classifier(**kwargs: Any) -> Any:
     """A classifier of three classes with experts, for images of (16, 8, 3)."""
     fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3, **kwargs}

@@ -9,15 +9,9 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models import ImagePreprocessor, ViTBackbone, ViTImageClassifier
+from tests.pair_models import IMAGE
 
-SMALL = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 1,
-    "num_heads": 2,
-    "mlp_dim": 16,
-}
+SMALL = {**IMAGE, "num_layers": 1}
 NAMES = ["ant", "bee", "cat"]
 PHOTOS = np.random.default_rng(0).integers(0, 256, (3, 11, 17, 3), dtype="uint8")
 

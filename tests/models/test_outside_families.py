@@ -10,7 +10,7 @@ import pytest
 from keras_moe import distribution, models
 from keras_moe.layers import MoEConfig
 from keras_moe.models import MoETask, ViTBackbone
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import SMALL, assert_same_outputs, images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 NAME = "neighbours_tiny"
@@ -35,11 +35,7 @@ def test_a_preset_trains_with_any_router(tmp_path, outside):
         model.save_to_preset(tmp_path / router)
         again = models.from_preset(str(tmp_path / router))
         assert type(again) is outside.NeighbourClassifier
-        np.testing.assert_allclose(
-            again.predict(images(), verbose=0),
-            model.predict(images(), verbose=0),
-            atol=1e-5,
-        )
+        assert_same_outputs(again, model, images(), atol=1e-5)
 
 
 def test_it_is_described_and_laid_out():

@@ -12,6 +12,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
 from keras_moe.models.registry import builtin_presets
+from tests.small_models import assert_same_outputs
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -364,9 +365,7 @@ def test_sharded_weights_are_checked_too(tmp_path):
     model.save_to_preset(tmp_path / "shards", max_shard_size=3e-4)
     assert len(list((tmp_path / "shards").glob("model_*.weights.h5"))) > 1
     loaded = models.from_preset(str(tmp_path / "shards"))
-    np.testing.assert_array_equal(
-        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
-    )
+    assert_same_outputs(loaded, model, images())
     with pytest.raises(ValueError, match="moe_layers"):
         models.from_preset(str(tmp_path / "shards"), moe_layers=[0, 2])
 
@@ -403,9 +402,7 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
         loaded = models.from_preset(str(tmp_path / "half"), **kwargs)
         assert loaded.dtype_policy.name == policy
     loaded = models.from_preset(str(tmp_path / "half"))
-    np.testing.assert_array_equal(
-        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
-    )
+    assert_same_outputs(loaded, model, images())
     loaded = models.from_preset(str(tmp_path / "half"), dtype="float32")
     assert loaded.dtype_policy.name == "float32"
 
@@ -474,10 +471,7 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     other = digits_model()
     other.save_to_preset(folder)
     assert os.listdir(tmp_path) == ["preset"]
-    np.testing.assert_array_equal(
-        models.from_preset(str(folder)).predict(images(), verbose=0),
-        other.predict(images(), verbose=0),
-    )
+    assert_same_outputs(models.from_preset(str(folder)), other, images())
 
 
 def test_reading_never_deletes(saved, tmp_path):

@@ -9,7 +9,7 @@ from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
 from keras_moe.routers import SinkhornAffinity
-from tests.small_models import ONE_BLOCK, SMALL
+from tests.small_models import ONE_BLOCK, SMALL, assert_same_outputs
 
 to_numpy = ops.convert_to_numpy
 # The package's own: other tests register further ones.
@@ -280,12 +280,7 @@ def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
     assert int(loaded.optimizer.iterations) == 2
     for one in (model, loaded):
         one.fit(images(4), labels, batch_size=4, shuffle=False, verbose=0)
-    np.testing.assert_allclose(
-        loaded.predict(images(4), verbose=0),
-        model.predict(images(4), verbose=0),
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    assert_same_outputs(loaded, model, images(4), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("class_token", [True, False])
@@ -397,6 +392,4 @@ def test_attention_of_half_precision_is_that_of_float32():
         np.random.default_rng(0).normal(size=(16, 3)) / 4.0
     )
     half.set_weights(exact.get_weights())
-    np.testing.assert_allclose(
-        half.predict(images(), verbose=0), exact.predict(images(), verbose=0), atol=5e-3
-    )
+    assert_same_outputs(half, exact, images(), atol=5e-3)

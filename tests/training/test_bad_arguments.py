@@ -36,6 +36,7 @@ from tests.training.runs import linear_model, short_recipe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
+TWO, THREE = np.zeros((4, 2)), np.zeros((4, 3))
 IMAGES, LABELS = images(6, *SMALL["image_shape"]), np.array([0, 1, 2, 0, 1, 2])
 WHOLE_RUN = {
     "preset": "vmoe_digits",
@@ -49,6 +50,7 @@ WHOLE_RUN = {
 }
 BRANCHED = short_recipe(**WHOLE_RUN)
 COSINE = BRANCHED.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
+LABEL_SETTINGS = {"max_labels": [0, True, "4"], "hierarchy": [3, {"classes": []}]}
 KERNELS = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
 
 
@@ -145,6 +147,20 @@ BAD_VALUES = {
         "ema_momentum": [1.0],
         "groups": [{"match": "head"}],
     },
+    "pairs": {
+        "objective.loss": ["hinge"],
+        "objective.multi_positive": [1],
+        "objective.chunk_size": [0],
+        "objective.similarity_dtype": ["int8"],
+        "objective.tokenizer": [3, ""],
+        "objective.vocabulary_size": [0],
+        "objective.max_length": [2.5],
+        "objective.evaluation_batch_size": [0],
+        "data.source": [{}, {"emoji": 0}, {"emoji": True}, ["emoji"]],
+        "data.captions": ["last"],
+        "data.epoch_size": [0],
+        "data.test_source": [3],
+    },
     "schedule": {"decay": ["stairs"]},
     "Adafactor": {
         "min_dim_size_to_factor": [0],
@@ -156,14 +172,8 @@ BAD_VALUES = {
     },
     "optimizer": {"groups": ["head"]},
     "best epoch": {"mode": ["most"]},
-    "multi-label": {
-        "max_labels": [0, True, "4"],
-        "hierarchy": [3, {"classes": []}],
-    },
-    "recipe of labels": {
-        "max_labels": [0, True, "4"],
-        "hierarchy": [3, {"classes": []}],
-    },
+    "multi-label": LABEL_SETTINGS,
+    "recipe of labels": LABEL_SETTINGS,
     "precision": {"num_classes": [0], "num_bins": [1], "max_logit": [0]},
     "health": {
         "every": [0],
@@ -246,27 +256,11 @@ OTHERS = [
     ("upcycle CLIP", {"towers": {"text": {"moe_layers": []}}}, "moe_layers="),
     ("upcycle CLIP", {"images": PAIRS["images"]}, "to be a dict of"),
     ("upcycle CLIP", {"images": {**PAIRS, "images": IMAGES[:2]}}, "as many"),
-    ("pairs", {"objective.loss": "hinge"}, "loss='hinge'"),
-    ("pairs", {"objective.multi_positive": 1}, "multi_positive=1"),
-    ("pairs", {"objective.chunk_size": 0}, "chunk_size=0"),
-    ("pairs", {"objective.similarity_dtype": "int8"}, "similarity_dtype='int8'"),
-    ("pairs", {"objective.tokenizer": 3}, "tokenizer=3"),
-    ("pairs", {"objective.tokenizer": ""}, "tokenizer=''"),
-    ("pairs", {"objective.vocabulary_size": 0}, "vocabulary_size=0"),
-    ("pairs", {"objective.max_length": 2.5}, "max_length=2.5"),
     (
         "pairs",
         {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
         "vocabulary_size=600 with tokenizer='clip'",
     ),
-    ("pairs", {"objective.evaluation_batch_size": 0}, "evaluation_batch_size=0"),
-    ("pairs", {"data.source": {}}, "source={}"),
-    ("pairs", {"data.source": {"emoji": 0}}, "source={'emoji': 0}"),
-    ("pairs", {"data.source": {"emoji": True}}, "source={'emoji': True}"),
-    ("pairs", {"data.source": ["emoji"]}, r"source=\['emoji'\]"),
-    ("pairs", {"data.captions": "last"}, "captions='last'"),
-    ("pairs", {"data.epoch_size": 0}, "epoch_size=0"),
-    ("pairs", {"data.test_source": 3}, "test_source=3"),
 ]
 
 CALLS = [
@@ -311,22 +305,9 @@ CALLS = [
         r"match='three/.*' .nearest: ",
     ),
     # Metrics, callbacks and objectives
-    (
-        lambda: MeanAveragePrecision(3).update_state(
-            np.zeros((4, 2)), np.zeros((4, 3))
-        ),
-        "sparse_labels=False",
-    ),
-    (
-        lambda: PrecisionAt1().update_state(np.zeros((4, 2)), np.zeros((4, 3))),
-        "sparse_labels=False",
-    ),
-    (
-        lambda: MeanAveragePrecision(3).update_state(
-            np.zeros((4, 2)), np.zeros((4, 2))
-        ),
-        "num_classes=3",
-    ),
+    (lambda: MeanAveragePrecision(3).update_state(TWO, THREE), "sparse_labels=False"),
+    (lambda: PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
+    (lambda: MeanAveragePrecision(3).update_state(TWO, TWO), "num_classes=3"),
     (lambda: PeriodicEvaluation({}), r"at least one evaluator; .*evaluators=\{\}"),
     (lambda: PeriodicEvaluation({"few_shot": 3}), "received: few_shot=3"),
     (

@@ -407,6 +407,7 @@ def run(folder, epochs, end_at=None):
     return model, checkpoint.history
 
 
+@pytest.mark.every_backend
 def test_a_run_resumes_exactly(tmp_path, kind):
     expected, history = run(tmp_path / "whole", 3)
     with pytest.raises(KeyboardInterrupt):

@@ -16,12 +16,13 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 NAMES = tuple("abcdefghij")
 
 
+SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
+
+
 def recipe(**settings):
-    small = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
     plain = {"epochs": 1, "batch_size": 10, "learning_rate": 1e-3}
-    return short_recipe(
-        **{"preset": "vmoe_digits", "model_arguments": small, **plain, **settings}
-    )
+    model = {"preset": "vmoe_digits", "model_arguments": SMALL}
+    return short_recipe(**{**model, **plain, **settings})
 
 
 @pytest.fixture
@@ -66,9 +67,6 @@ def test_names_of_sources(tmp_path):
     assert actual.class_names() == ("odd", *"0123456789")
 
 
-pytest.importorskip("tensorflow")
-
-
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """The one image of ten that cannot be read."""
@@ -85,14 +83,8 @@ def path(tmp_path, monkeypatch):
 
 
 def recipe_of(path, **settings):
-    return short_recipe(
-        preset="vmoe_digits",
-        batch_size=3,
-        learning_rate=1e-2,
-        epochs=1,
-        data=f"folder:{path.parents[2]}",
-        **settings,
-    )
+    source = f"folder:{path.parents[2]}"
+    return recipe(model_arguments={}, batch_size=3, data=source, **settings)
 
 
 def test_an_image_ends_a_run_by_name_or_is_left_out(path):

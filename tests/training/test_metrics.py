@@ -80,14 +80,8 @@ def test_fit_reports_them(sparse_labels):
         ],
     )
     labels = sparse if sparse_labels else dense
-    actual = model.evaluate(
-        logits,
-        labels,
-        sample_weight=weights,
-        batch_size=32,
-        verbose=0,
-        return_dict=True,
-    )
+    options = {"batch_size": 32, "verbose": 0, "return_dict": True}
+    actual = model.evaluate(logits, labels, sample_weight=weights, **options)
     assert actual["precision_at_1"] == pytest.approx(
         precision_at_1(dense, logits, weights)
     )

@@ -44,6 +44,7 @@ def by_path(model):
     return {w.path: keras.ops.convert_to_numpy(w) for w in model.weights}
 
 
+@pytest.mark.every_backend
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("case", golden.cases("14_upcycling/*"))
 def test_reference_upcycling(case):
