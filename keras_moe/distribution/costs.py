@@ -328,11 +328,8 @@ def _flops(towers, model, texts, rematerialize):
 class _DeviceWeights(NamedTuple):
     """The weights of one device.
 
-    Attributes:
-        parameters: number of parameters.
-        state_bytes: bytes of optimizer state.
-        summed_bytes: bytes sent to all-reduce the gradients.
-        expert_devices: number of devices that the experts are split over.
+    `summed_bytes` are sent to all-reduce the gradients; `expert_devices` share the
+    experts.
     """
 
     parameters: int
@@ -416,14 +413,8 @@ def _check_capacity(blocks, batch_devices):
 class Share(NamedTuple):
     """A device's share of the batch.
 
-    Attributes:
-        images: number of images.
-        batch_size: global batch size.
-        sequences: tokens of an image, and of a text that goes with it.
-        grouped: tokens of an image, the unit of a layer's group size.
-        dim: D.
-        model_parallel: number of devices that heads and hidden units are split over.
-        itemsize: bytes per number of the tokens' dtype.
+    `sequences` has the lengths of an image and its text; `grouped` is the image length,
+    the unit of group sizes; `itemsize` the bytes per number.
     """
 
     images: int
@@ -436,7 +427,6 @@ class Share(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Total tokens of the share."""
         return self.images * sum(self.sequences)
 
 

@@ -157,7 +157,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @property
     def hidden_dim(self) -> int:
-        """D."""
+        """Token size D."""
         return self.config.hidden_dim
 
     @classmethod
@@ -216,7 +216,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and D."""
+        """Returns the parts with costs, the number of tokens N, and D."""
         raise NotImplementedError
 
     @classmethod
@@ -280,15 +280,11 @@ class ImageBackbone(MoEBackbone):
     ...
     ...     @classmethod
     ...     def tower(cls, config, dtype=None):
-    ...         def mixer(spec, index):
-    ...             return layers.TokenMLP(8, dtype=dtype, name="token_mlp")
-    ...
-    ...         return models.image_tower(config, dtype, mixer)
-    >>> backbone = PatchMLP(
-    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2, mlp_dim=16
-    ... )
-    >>> backbone.output_shape
-    (None, 4, 8)
+    ...         return models.image_tower(
+    ...             config, dtype, lambda spec, index: layers.TokenMLP(8, dtype=dtype)
+    ...         )
+    >>> PatchMLP(image_shape=(32, 32, 3), patch_size=16, num_layers=1).output_shape
+    (None, 4, 768)
     """
 
     example = "image"
@@ -319,9 +315,8 @@ class ImageBackbone(MoEBackbone):
     def features(self) -> dict:
         """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
 
-        `"tokens"` (B, N, D) is the output, `"pooled"` (B, D) its class token or
-        average, `"grid"` (B, rows, columns, D) its patches in image layout, and
-        `"block_0"`, ... (B, N, D) the tokens after each block.
+        In addition to those of `MoEBackbone`: `"tokens"` (B, N, D), `"pooled"` (B, D),
+        the class token or average, and `"grid"` (B, rows, columns, D), the patches.
         """
         tokens, has_class_token = self.output, self.class_token
         patches = tokens[:, 1:] if has_class_token else tokens
@@ -334,6 +329,5 @@ class ImageBackbone(MoEBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         return cls.tower(config, "float32").parts(config.image_shape)

@@ -41,12 +41,7 @@ _WORDS = (
 
 
 class BytePairs(NamedTuple):
-    """A byte-pair vocabulary.
-
-    Attributes:
-        vocabulary: dict from token to id.
-        merges: pairs of tokens in merge order, each joined by a space.
-    """
+    """Token ids by token, and pairs of tokens in merge order, joined by a space."""
 
     vocabulary: dict[str, int]
     merges: list[str]

@@ -236,7 +236,6 @@ class CLIPBackbone(PairBackbone):
 
     @property
     def block_names(self) -> list[str]:
-        """Block names, image blocks first."""
         return [
             f"{name}/{block}"
             for name in MODALITIES
@@ -255,7 +254,7 @@ class CLIPBackbone(PairBackbone):
 
     @property
     def hidden_dim(self) -> int:
-        """P, the size of the embeddings."""
+        """Embedding size P."""
         return self.config.embedding_size("text")
 
     @property
@@ -272,7 +271,6 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
-        """Creates the blocks of a backbone, unbuilt."""
         config = cls.make_config(config)
         image, text = (backbone_class(family) for family in _TOWERS.values())
         return [
@@ -282,7 +280,6 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and P."""
         config = cls.make_config(config)
         parts, num_tokens = [], 0
         for name, family in tower_families(cls).items():

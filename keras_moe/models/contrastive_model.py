@@ -168,13 +168,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     ) -> None:
         """Configures training; see `MoETask.compile`.
 
-        Args:
-            optimizer: as in `MoETask.compile`.
-            loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
-            metrics: metrics of the output dict, such as `ContrastiveAccuracy`; `"auto"`
-                for none.
-            **kwargs: arguments of `keras.Model.compile`. `weighted_metrics` are treated
-                like `metrics`.
+        `loss` is a `keras_moe.losses.ContrastiveLoss`. `metrics` and `weighted_metrics`
+        read the output dict, like `ContrastiveAccuracy`; `"auto"` means none.
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
@@ -251,7 +246,6 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return super().call(inputs, training=training, mask=mask)
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """Returns a layer by name, such as `"text/block_1"`, or index."""
         if "/" in str(name):
             return self.backbone.get_layer(name)
         return super().get_layer(name, index)
@@ -264,28 +258,22 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Returns the contrastive loss of a batch plus auxiliary losses.
-
-        `y` is None or a dict of ids, see `ContrastiveLoss`.
-        """
+        """Returns the contrastive loss of a batch plus auxiliary losses."""
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
         return sum(self.losses, self.loss(y, outputs, one_weight(sample_weight)))
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
-        """The loss and contrastive metrics."""
         return [*super().metrics, *self._metrics_of_pairs.metrics]
 
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
-        """Updates the metrics with a batch and returns their values by name."""
         self._loss_of_pairs.weigh(one_weight(sample_weight))
         self._metrics_of_pairs.update(y, y_pred, sample_weight)
         return self.get_metrics_result()
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Returns the serialised arguments of `compile`."""
         config = super().get_compile_config()
         # All of them use sample weights.
         metrics = {"metrics": None, "weighted_metrics": self._metrics_of_pairs.config()}
@@ -377,12 +365,10 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return np.concatenate(outputs)
 
     def save_assets(self, dir_path: str) -> None:
-        """Saves the tokenizer's vocabulary into a `.keras` file."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.save_assets(dir_path)
 
     def load_assets(self, dir_path: str) -> None:
-        """Loads the tokenizer's vocabulary from a `.keras` file."""
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.load_assets(dir_path)
 

@@ -421,7 +421,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return default_metrics(loss, self.multi_label, classes, from_logits)
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError for labels out of range for the loss."""
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
@@ -456,7 +455,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         pooling_query_key_norm: bool | None = None,
         **_,
     ) -> list[Part]:
-        """Returns the parts that the task adds, with their costs."""
         check_integer("num_classes", num_classes)
         pooling = check_pooling(pooling, backbone_config.get("class_token", True))
         pooler = pooling_layer(

@@ -165,13 +165,12 @@ class ImagePreprocessor:
     def adapted(
         self, image_shape: tuple | None = None, num_classes: int | None = None
     ) -> "ImagePreprocessor":
-        """Returns a copy for another image size or head.
+        """Returns a copy for another image shape or number of classes.
 
         Args:
-            image_shape: new image shape; None keeps it. Mean and std are averaged if
-                the number of channels changes.
-            num_classes: new number of classes; None keeps it. If it changes, class
-                names are dropped.
+            image_shape: new image shape; mean and std are averaged if its channels
+                change.
+            num_classes: new number of classes; drops class names if it changes.
         """
         changes = {}
         if image_shape is not None:
@@ -200,13 +199,11 @@ class ImagePreprocessor:
             )
 
     def get_config(self) -> dict:
-        """Returns the arguments, JSON-serialisable."""
         config = asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
 
     @classmethod
     def from_config(cls, config: dict) -> "ImagePreprocessor":
-        """Creates a preprocessor from the result of `get_config`."""
         return cls(**config)
 
     def save_to_preset(self, preset_dir: str) -> None:

@@ -187,7 +187,6 @@ class LIMoEBackbone(PairBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         tower, dim = cls.tower(config, "float32"), config.hidden_dim
         max_length = config.max_length
@@ -213,7 +212,6 @@ class LIMoEBackbone(PairBackbone):
 
     @classmethod
     def sequence_lengths(cls, **config) -> tuple[int, ...]:
-        """Lengths of the sequences in an example that attend separately."""
         config = cls.make_config(config)
         return _image_embedding(config, "float32")[1], config.max_length
 

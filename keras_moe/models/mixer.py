@@ -144,15 +144,13 @@ class MixerImageClassifier(ImageClassifier):
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.models import MixerBackbone, MixerImageClassifier
     >>> backbone = MixerBackbone(
     ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
     ...     token_mlp_dim=4, mlp_dim=16,
     ... )
-    >>> classifier = MixerImageClassifier(backbone, num_classes=3)
-    >>> tuple(classifier(np.zeros((4, 8, 8, 3), "float32")).shape)
-    (4, 3)
+    >>> MixerImageClassifier(backbone, num_classes=3).output_shape
+    (None, 3)
     """
 
     backbone_cls = MixerBackbone

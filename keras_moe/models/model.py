@@ -83,7 +83,6 @@ class MoEModel(Exportable, TorchParameters):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns loss and metrics; see `keras.Model.evaluate`."""
         check_training(self, x, y)
         with state_kept(self), announcing("evaluate", (y, *args), kwargs):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
@@ -108,19 +107,16 @@ class MoEModel(Exportable, TorchParameters):
         return make_step(self, "predict_function", super().make_predict_function, force)
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Runs one training step; see `keras.Model.train_on_batch`."""
         check_training(self, x, y)
         with state_kept(self, training=True):
             return self._training_method("train_on_batch")(x, y, *args, **kwargs)
 
     def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns loss and metrics of a batch; see `keras.Model.test_on_batch`."""
         check_training(self, x, y)
         with state_kept(self):
             return self._training_method("test_on_batch")(x, y, *args, **kwargs)
 
     def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs of a batch; see `keras.Model.predict_on_batch`."""
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
@@ -168,7 +164,6 @@ class MoEModel(Exportable, TorchParameters):
     def load_weights(
         self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
     ) -> None:
-        """Loads weights; see `keras.Model.load_weights`."""
         with checked_weights(filepath):
             super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 

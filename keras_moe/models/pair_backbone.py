@@ -35,10 +35,8 @@ class PairEncoder(Exportable, keras.Model):
 class PairBackbone(MoEBackbone):
     """Base class of `CLIPBackbone` (two towers) and `LIMoEBackbone` (one).
 
-    In addition to the methods of `MoEBackbone`, a subclass defines `_encoder`, the
-    model of one modality. Keys of `routing` and `features` and names in `get_layer` are
-    prefixed by modality, such as `"image/block_1"`; for a shared block both names give
-    the same layer.
+    Names in `routing`, `features` and `get_layer` are prefixed by modality, such as
+    `"image/block_1"`; a shared block has both names.
     """
 
     example = "pair"
@@ -84,7 +82,7 @@ class PairBackbone(MoEBackbone):
 
     @property
     def vocabulary_size(self) -> int:
-        """V."""
+        """Number of token ids V."""
         return self._text_config.vocabulary_size
 
     @property

@@ -100,20 +100,16 @@ class ModelSource:
         return other
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Returns a context that adds the source's name to errors."""
         return contextlib.nullcontext()
 
     def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
-        """Returns the weights, or None."""
         return None
 
 
 class TaskConfig(NamedTuple):
-    """Task arguments, and which weights the source does not fill.
+    """Task arguments without the backbone, and which weights are not filled.
 
-    Attributes:
-        config: arguments of the task without its backbone.
-        new_weights: path prefixes of weights that keep their initial values.
+    `new_weights` has the path prefixes of weights that keep their initial values.
     """
 
     config: dict[str, Any]
@@ -301,11 +297,7 @@ class Blueprint:
 
     @classmethod
     def of_model(cls, model: keras.Model) -> "Blueprint":
-        """Creates the blueprint of a model, without its weights.
-
-        Args:
-            model: backbone of a registered family, or a task with one.
-        """
+        """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
             raise ValueError(
@@ -320,7 +312,6 @@ class Blueprint:
         return cls(type(backbone), config, type(model), task_config, None, model.name)
 
     def describe(self) -> Description:
-        """Returns the costs of the model."""
         with self._explained():
             parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
             if self.task is not None:
@@ -361,13 +352,10 @@ class Blueprint:
     def build_with_report(
         self, progress: Callable[[int, int, str], None] | None = None
     ) -> tuple[keras.Model, Any]:
-        """Creates the model; also returns a report on converted weights.
+        """Creates the model; also returns a `ConversionReport` or None.
 
         Args:
             progress: called with (done, total, name) before each converted weight.
-
-        Returns:
-            The model, and a `ConversionReport` or None.
         """
         with self._explained():
             model, report = self._new(), None

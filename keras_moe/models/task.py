@@ -73,7 +73,7 @@ class MoETask(MoEModel):
 
         Args:
             source: preset or published weights.
-            overrides: task arguments that replace the source's.
+            overrides: arguments of the task.
             backbone_config: arguments of the backbone, overrides included.
         """
         return TaskConfig({**source.task_config(), **overrides})
@@ -112,7 +112,6 @@ class MoETask(MoEModel):
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by block name."""
         return self._routing
 
     def get_config(self):
@@ -178,10 +177,7 @@ class MoETask(MoEModel):
         return []
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError if labels do not fit the task; accepts all by default.
-
-        Labels can be anything that `fit` accepts, not only arrays.
-        """
+        """Raises ValueError if labels, of any type that `fit` accepts, do not fit."""
 
     def _check_inputs(self, inputs, labels=None):
         # A KerasHub preprocessor takes other inputs and creates the model's.

@@ -172,7 +172,7 @@ class TextBackbone(MoEBackbone):
 
     @property
     def vocabulary_size(self) -> int:
-        """V."""
+        """Number of token ids V."""
         return self.config.vocabulary_size
 
     @property
@@ -197,7 +197,6 @@ class TextBackbone(MoEBackbone):
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and D."""
         config = cls.make_config(config)
         tower = cls.tower(config, "float32")
         parts, num_tokens, dim = tower.parts((config.max_length,))
@@ -206,12 +205,7 @@ class TextBackbone(MoEBackbone):
 
 
 class TextPooler(NamedTuple):
-    """The unbuilt layers from a text's tokens to one vector.
-
-    Attributes:
-        pooling: `MaskedPooling` or `AttentionPooling`.
-        projection: dense layer on the pooled vector, or None.
-    """
+    """`MaskedPooling` or `AttentionPooling` and an optional projection, unbuilt."""
 
     pooling: keras.layers.Layer
     projection: keras.layers.Dense | None = None
@@ -240,7 +234,6 @@ class TextPooler(NamedTuple):
         )
 
     def __call__(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
-        """Pools tokens."""
         arguments = {} if mask is None else {"mask": mask}
         if getattr(self.pooling, "pooling", None) == "end_of_text":
             arguments["token_ids"] = token_ids
@@ -248,7 +241,6 @@ class TextPooler(NamedTuple):
         return pooled if self.projection is None else self.projection(pooled)
 
     def parts(self, shape: tuple[int, int]) -> list[Part]:
-        """Returns the parts with their costs."""
         parts, cost = [], self.pooling.cost(shape)
         if cost.parameters:
             parts.append(Part("pooler", "MAP", *cost))

@@ -243,13 +243,7 @@ class TextTokenizer:
         return {"token_ids": token_ids, "padding_mask": mask}
 
     def tokens(self, token_ids: Any) -> list[list[str]]:
-        """Returns the readable string of each token id.
-
-        Args:
-            token_ids: integers (B, N).
-
-        Returns:
-            B lists of N strings. Incomplete characters are shown as in the vocabulary.
+        """Returns the readable string of each token id (B, N), as B lists.
 
         Example:
 
@@ -333,7 +327,6 @@ class TextTokenizer:
         return tokenizer
 
     def load_preset_assets(self, preset: str) -> None:
-        """Loads the vocabulary from a preset folder or handle."""
         assets = self.tokenizer.file_assets or ()
         compare_tokenizer(preset)
         with _explained(f"a vocabulary in {' and '.join(assets)} of {preset}"):
@@ -355,7 +348,6 @@ class TextTokenizer:
 
     @classmethod
     def from_config(cls, config: dict) -> "TextTokenizer":
-        """Creates a tokenizer without its vocabulary."""
         tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
         return cls(**{**config, "tokenizer": tokenizer})
 

@@ -72,7 +72,6 @@ class Tower(NamedTuple):
     def __call__(
         self, inputs: Any, mask: Any = None, modality_ids: Any = None
     ) -> TowerOutputs:
-        """Runs the tower."""
         x = inputs
         for layer in self.embedding:
             x = layer(x)
@@ -169,8 +168,7 @@ def image_tower(
     Args:
         config: arguments of the backbone.
         dtype: dtype policy.
-        token_mixer: function of (`EncoderSpec`, block index) that returns the layer
-            that mixes tokens.
+        token_mixer: function of (`EncoderSpec`, block index) that returns a layer.
         final_norm: whether to normalise the last block's tokens.
         **embedding: arguments of `image_embedding`, such as `class_token=True`.
 

@@ -178,13 +178,10 @@ def _visit(hdf5, use):
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The weights of a saved preset.
+    """The weights of a saved preset, from a folder or handle.
 
-    Args:
-        path: folder or handle.
-        has_head: whether to load the task's own weights, too.
-        is_wanted: whether to load weights; False keeps the initial ones.
-        name: name of the preset in messages; defaults to the path.
+    `has_head`: whether to load the task's own weights. `is_wanted`: whether to load
+    any. `name`: name in messages.
     """
 
     path: str
@@ -193,16 +190,13 @@ class SavedWeights:
     name: str | None = None
 
     def fills_backbone(self) -> bool:
-        """Whether `load` sets every weight of the backbone."""
         return self.is_wanted
 
     def fills_head(self) -> bool:
-        """Whether `load` sets every weight of the task's head."""
         wanted = self.is_wanted and self.has_head
         return wanted and check_file_exists(self.path, "task.weights.h5")
 
     def load(self, model: keras.Model, progress: Any = None) -> None:
-        """Loads the weights into a model like the saved one."""
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)
@@ -222,12 +216,10 @@ class SavedWeights:
         return index
 
     def check(self) -> None:
-        """Verifies the checksums of a folder."""
         if self.is_wanted and "://" not in self.path:
             compare_preset(self.path)
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Returns a context that adds the preset's name to errors."""
         return explained(self.path, self.name)
 
     def close(self) -> None:

@@ -52,12 +52,7 @@ _CLIP_EPSILON = 1e-5
 
 
 class KerasHubModel(PublishedTensors):
-    """The weights of a model in memory, or of some of its layers, by path.
-
-    Args:
-        model: a KerasHub model.
-        layers: dict from name prefix to layers; None for the whole model.
-    """
+    """The weights of a KerasHub model, or of some of its layers, by path."""
 
     def __init__(self, model: keras.Model, layers: dict[str, list] | None = None):
         label = f"{type(model).__name__} {model.name!r}"

@@ -30,11 +30,7 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True)
 class Direct:
-    """Copies a tensor, adding leading axes of size 1.
-
-    Args:
-        axes: number of leading axes of size 1 that the tensor lacks.
-    """
+    """Copies a tensor, adding `axes` leading axes of size 1."""
 
     name: str
     axes: int = 0
@@ -69,12 +65,7 @@ class Scalar(Direct):
 
 @dataclass(frozen=True)
 class Vector(Direct):
-    """A PyTorch bias, or one of several stored in one tensor.
-
-    Args:
-        part: index among the stacked biases.
-        parts: number of stacked biases.
-    """
+    """A PyTorch bias, or `part` of several `parts` stacked in one tensor."""
 
     part: int = 0
     parts: int = 1
@@ -98,9 +89,7 @@ class Vector(Direct):
 class Matrix(Vector):
     """A PyTorch kernel (outputs, inputs), or one of several in one tensor.
 
-    Args:
-        inputs: number of the weight's input axes: 1, or 2 (heads, head size) for the
-            output of attention.
+    The weight has one input axis, or 2 (heads, head size) for the output of attention.
     """
 
     inputs: int = 1
@@ -122,11 +111,8 @@ class Matrix(Vector):
 class PatchKernel(Direct):
     """The patch convolution, with the image normalisation folded in.
 
-    Args:
-        torch: whether it is stored as (D, channels, height, width).
-        normalization: `Normalization` of the source's images, or None.
-        patch_size: patch size to resize the kernel to, or None.
-        interpolation: argument of `keras_moe.layers.resize_patch_kernel`.
+    `torch` means a layout of (D, channels, height, width). If `patch_size` is given,
+    the kernel is resized to it.
     """
 
     torch: bool = False
@@ -164,12 +150,7 @@ class PatchKernel(Direct):
 
 @dataclass(frozen=True)
 class PatchBias(PatchKernel):
-    """Bias of the patch convolution: stored bias plus that of normalisation.
-
-    Args:
-        name: name of the kernel.
-        bias: name of the bias, or None.
-    """
+    """Bias of the patch convolution: stored bias plus that of normalisation."""
 
     bias: str | None = None
 
@@ -198,10 +179,8 @@ class PatchBias(PatchKernel):
 class Positions(Direct):
     """A table of position embeddings.
 
-    Args:
-        without_class_token: whether it lacks a row for the class token, which then gets
-            zeros.
-        ids: name of KerasHub's stored position ids, or None.
+    `without_class_token`: it has no row for the class token, which gets zeros. `ids`:
+    name of KerasHub's stored position ids.
     """
 
     without_class_token: bool = False
@@ -235,11 +214,9 @@ class Filled:
     names = ()
 
     def shapes(self, target: tuple) -> dict[str, tuple]:
-        """Returns {}: nothing is read."""
         return {}
 
     def make(self, read: Callable, target: tuple) -> np.ndarray:
-        """Creates the weight."""
         if self.value == "identity":
             return np.eye(*target, dtype="float32")
         return np.zeros(target, "float32")
@@ -346,13 +323,8 @@ def without_projection() -> dict:
 class BlockNames(NamedTuple):
     """Names of a block's parts, without the block's prefix.
 
-    Attributes:
-        norms: norms before attention and before the MLP.
-        mlp: the two MLP layers.
-        queries: queries, keys and values; a single name if they are one matrix.
-        output: output of attention.
-        scales: LayerScale of attention and MLP, optional.
-        query_key_norms: norms of queries and of keys, optional.
+    `norms` and `mlp` have two names, `queries` three (or one for a joint matrix);
+    `scales` (LayerScale) and `query_key_norms` are optional pairs.
     """
 
     norms: tuple[str, str]
@@ -403,18 +375,7 @@ def block_rules(
 
 
 class TowerNames(NamedTuple):
-    """Names of a tower's parts, in a library that numbers blocks from 0.
-
-    Attributes:
-        blocks: prefix of blocks, before the number.
-        block: names of a block's parts.
-        positions: position embeddings.
-        final_norm: final norm.
-        patches: patch embedding of an image tower.
-        class_token: class token, optional.
-        embedding_norm: norm before the first block, optional.
-        tokens: token embedding of a text tower.
-    """
+    """Names of a tower's parts; `blocks` is the prefix before a block's number."""
 
     blocks: str
     block: BlockNames

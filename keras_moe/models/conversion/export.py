@@ -122,15 +122,7 @@ def _is_export(folder, config_name):
 
 
 class ExportedTower(NamedTuple):
-    """A tower to export.
-
-    Attributes:
-        config: arguments of the backbone.
-        values: weight values by path in the backbone, or in its classifier.
-        pooling: pooling of an image tower, or None for a bare backbone.
-        projection_dim: size of an image tower's projection, or None.
-        images: `Normalization` of an image tower's images.
-    """
+    """A tower to export: config, weight values by path, and image settings."""
 
     config: dict
     values: dict[str, np.ndarray]
@@ -219,13 +211,7 @@ def _dividend(quotient, divisor):
 
 
 class ExportedModel(NamedTuple):
-    """A model to export.
-
-    Attributes:
-        towers: dict of `"image"` and `"text"` towers.
-        logits: `"log_scale"` and `"bias"` of an image-text model.
-        preprocessor: `ImagePreprocessor` of the images, or None.
-    """
+    """The towers to export, and an image-text model's logit scale and bias."""
 
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]

@@ -109,13 +109,7 @@ class ConversionReport(NamedTuple):
 class _ImageSizes(NamedTuple):
     """The sizes of an image tower, in the source or in the model.
 
-    Attributes:
-        prefix: prefix of the tower's weight paths.
-        patch_size: (height, width) of a patch.
-        channels: number of image channels.
-        grid: number of patches (rows, columns).
-        class_token: whether there is a class token.
-        interpolation: how to resize positions and patch kernels.
+    `prefix` starts the paths of its weights, `interpolation` resizes them.
     """
 
     prefix: str
@@ -199,11 +193,9 @@ class PublishedWeights:
     load_weights: bool = True
 
     def fills_backbone(self) -> bool:
-        """Whether `load` sets every weight of the backbone."""
         return self.load_weights
 
     def fills_head(self) -> bool:
-        """Whether `load` sets every weight of the task's head."""
         return self.load_weights and not self.new_weights
 
     def load(
@@ -211,15 +203,11 @@ class PublishedWeights:
         model: keras.Model,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> ConversionReport:
-        """Fills a model's weights.
+        """Fills a model's weights; errors name the file and the tensor.
 
         Args:
             model: backbone, or task with one.
             progress: function of (done, total, name), called before each weight.
-
-        Raises:
-            ValueError: if a tensor is missing, unused, not finite or has another shape;
-                names the file and the tensor.
         """
         file, spec = self.file, self.spec
         sizes = _ImageSizes.of(spec.arguments)
@@ -307,11 +295,9 @@ class PublishedWeights:
         """Does nothing: `load` compares names and shapes."""
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Returns an empty context: errors already name the file."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Closes the source."""
         self.file.close()
 
 
