@@ -1,8 +1,8 @@
-"""Augmentation inside the input pipeline: which, in what order, and from which seed.
+"""Augmentation inside the input pipeline: which steps, their order and their seeds.
 
-Every augmentation sees float32 pixels in [0, 255], channels last. Those before the
-first one that mixes labels work on single images (height, width, channels); it and
-those after it work on batches.
+Augmentations see float32 pixels in [0, 255], channels last. Steps before the first
+one that mixes labels work on single images (height, width, channels), the others on
+batches.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from keras_moe.compat import (
 )
 from keras_moe.data import _keras_layers as fast
 
-# The layers of Keras and KerasCV that mix labels.
+# Layers of Keras and KerasCV that mix labels.
 LABEL_MIXERS = {"MixUp", "CutMix", "FourierMix"}
-# The names of augmentations that are such layers.
+# Names of augmentations that are such layers.
 LABEL_MIXING_NAMES = ("mixup", "cutmix")
-# The layers made here do not follow the policy and the data format of the models:
-# bfloat16 has 8 bits, too few for fractions of a pixel value.
+# These layers ignore the models' dtype policy and data format: 8 bits of bfloat16 are
+# too few for fractions of a pixel value.
 PLAIN = {"dtype": "float32", "data_format": "channels_last"}
 
 
 class RandAugment:
     """Applies a few of Keras's transformations, drawn anew for every image.
 
-    The list and the ranges are the paper's, except that colour only fades.
-    `keras.layers.RandAugment` may be used instead; it computes all of its
-    transformations for every image and keeps the results of those that it drew, which
-    takes many times as long, and its default strength rotates by up to 180 degrees.
+    Transformations and ranges are the paper's, except that colour only fades.
+    `keras.layers.RandAugment` also works, but is many times slower, because it computes
+    all transformations for every image, and its default strength rotates by up to 180
+    degrees.
 
     Args:
-        num_ops: number of transformations that are drawn and applied in turn.
+        num_ops: number of transformations to draw and apply in turn.
         magnitude: fraction of the paper's highest magnitude, in [0, 1]; each strength
             is uniform up to that.
 
@@ -62,11 +62,11 @@ class RandAugment:
                 f"Expected a fraction in [0, 1]; received: magnitude={magnitude}"
             )
         self.num_ops, self.magnitude = num_ops, magnitude
-        # The graph of a pipeline cannot make the layers' variables.
+        # The graph of a pipeline cannot create the layers' variables.
         self._layers = _rand_augment_layers(magnitude)
 
     def __call__(self, images: Any, seed: Any) -> Any:
-        """Augments tensors of TensorFlow, inside `tf.data` or a `tf.function`."""
+        """Augments TensorFlow tensors, inside `tf.data` or a `tf.function`."""
         import tensorflow as tf
 
         if len(images.shape) == 4:
@@ -78,7 +78,7 @@ class RandAugment:
             )
         images = tf.cast(images, "float32")
         shape = images.shape
-        # Only RGB has colour to lose.
+        # Only RGB images have colour to lose.
         layers = [
             layer
             for layer in self._layers
@@ -97,23 +97,23 @@ class RandAugment:
                     call_with_seed(layer, images, strength), shape
                 )
 
-            # Only the branch that was drawn is computed; the first is the identity.
+            # Only the drawn branch is computed; the first is the identity.
             branches = [lambda: images, *map(branch, layers)]
             return i + 1, tf.switch_case(chosen[i], branches)
 
-        # A loop in the graph: unrolled, the graph takes several times as long to make.
+        # A loop in the graph, which takes several times as long to build unrolled.
         return tf.while_loop(lambda i, _: i < self.num_ops, apply, (0, images))[1]
 
 
 def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
     """The paper's list without the identity, with its magnitudes at level 10."""
     layers = keras.layers
-    # Grey fills the pixels from outside the image, as in the released code.
+    # Fills pixels from outside the image with grey, as in the released code.
     geometric = {**PLAIN, "fill_mode": "constant", "fill_value": 128.0}
     colour = {**PLAIN, "value_range": (0, 255)}
     shear, shift, blend = 0.3 * magnitude, 100 / 224 * magnitude, 0.9 * magnitude
     bits = 8 - round(4 * magnitude)
-    # One number has another meaning in each layer, hence the pairs. Keras also draws
+    # Pairs, because a single number has another meaning in each layer. Keras also draws
     # the sign of a shear; contrast is in [1 - first, 1 + second].
     return [
         layers.RandomShear(x_factor=(0.0, shear), y_factor=0.0, **geometric),
@@ -124,7 +124,7 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
         layers.RandomBrightness(factor=blend, **colour),
         fast.Contrast(factor=(blend, blend), **colour),
         layers.RandomColorDegeneration(factor=blend, **colour),
-        # One half leaves the image as it is.
+        # 0.5 leaves the image unchanged.
         layers.RandomSharpness(factor=(0.5 - blend / 2, 0.5 + blend / 2), **colour),
         layers.RandomPosterization(factor=(bits, bits), **colour),
         fast.ScaledSolarization(magnitude, **colour),
@@ -134,18 +134,18 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
 
 
 class RandomResizedCrop:
-    """Crops a random part of random shape, and resizes it bilinearly.
+    """Crops a random area with a random aspect ratio and resizes it bilinearly.
 
-    Keras has no such layer. The fraction of the area and the logarithm of the aspect
-    ratio are uniform. The first of ten draws that fits into the image is taken, and if
-    none does, the largest centred crop with the nearest permitted aspect ratio. It
-    reads the image at its full size where it is the first augmentation of a pipeline.
+    The fraction of the area and the logarithm of the aspect ratio are uniform. The
+    first of ten draws that fits into the image is used; otherwise the largest centred
+    crop with the nearest allowed aspect ratio. As first augmentation of a pipeline, it
+    crops from the image at its original size.
 
     Args:
         height: height of the result.
         width: width of the result.
         scale: lowest and highest fraction of the area, in (0, 1].
-        ratio: lowest and highest width / height of the crop, positive.
+        ratio: lowest and highest aspect ratio (width / height), positive.
 
     Reference:
         *Going Deeper with Convolutions*, section 6.
@@ -186,7 +186,7 @@ class RandomResizedCrop:
         self.scale, self.ratio = tuple(scale), tuple(ratio)
 
     def __call__(self, images: Any, seed: Any) -> Any:
-        """Crops tensors of TensorFlow."""
+        """Crops TensorFlow tensors."""
         import tensorflow as tf
 
         channels = images.shape[-1]
@@ -203,24 +203,24 @@ class RandomResizedCrop:
         )
 
     def decode(self, encoded: Any, decode: Any, channels: int, seed: Any) -> Any:
-        """Crops an image file, and decodes no more of it than the crop needs.
+        """Crops an image file and decodes only the part that is needed.
 
-        The result is that of `self(decode(encoded), seed)`, bit for bit. Only JPEG
-        files can be decoded in part; others are decoded whole.
+        Equals `self(decode(encoded), seed)` bit for bit. Files other than JPEG are
+        decoded entirely.
 
         Args:
             encoded: bytes of a JPEG, PNG, GIF or BMP file.
             decode: function from these to pixels (height, width, channels).
-            channels: number of channels that `decode` makes, 1 or 3.
-            seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
+            channels: number of channels that `decode` returns, 1 or 3.
+            seed: (2,) integers, seed of `tf.random.stateless_uniform`.
 
         Returns:
             float32 (height, width, channels) of the crop.
         """
         import tensorflow as tf
 
-        # A draw needs the size of the image: that of a JPEG file is in its header,
-        # and the others are decoded for it.
+        # A draw needs the size of the image, which JPEG files have in their header.
+        # Other files are decoded to find it.
         is_jpeg = tf.io.is_jpeg(encoded)
 
         def header():
@@ -235,7 +235,7 @@ class RandomResizedCrop:
         corner, sides = self._draw(tf, size, [], seed)
 
         def part():
-            # One more pixel at each side is decoded: at the edge of the decoded part
+            # One more pixel on each side is decoded: at the edge of the decoded part,
             # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(corner - 1, 0)
             end = tf.minimum(corner + sides + 1, size)
@@ -248,17 +248,17 @@ class RandomResizedCrop:
         return self._resized(tf, pixels, corner, sides, channels)
 
     def _resized(self, tf, image, corner, sides, channels):
-        """A part of an image, resized: (height, width, channels)."""
+        """Resizes a part of an image to (height, width, channels)."""
         size = tf.pad(sides, [[0, 1]], constant_values=channels)
         part = tf.slice(image, tf.pad(corner, [[0, 1]]), size)
         part = tf.image.resize(part, (self.height, self.width))
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
     def _draw(self, tf, size, shape, seed):
-        """Crops of images of a size (2,): int32 (*shape, 2), top and left, and sides.
+        """Draws crops of images of a size (2,): corners and sides, int32 (*shape, 2).
 
-        The arithmetic has few operations, since each costs more than its numbers: one
-        draw is a row of height, width, and the places of the top and of the left side.
+        All draws are vectorised, since operations cost more than their arithmetic: a
+        draw is a row of height, width, top and left.
         """
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
@@ -268,8 +268,8 @@ class RandomResizedCrop:
         share, log_ratio, places = tf.split(draws, [1, 1, 2], axis=-1)
         mean = tf.sqrt(share * tf.reduce_prod(limits))
         sides = tf.round(mean * tf.exp(log_ratio * [-0.5, 0.5]))
-        # The last candidate is taken if no draw fits: a centred crop, as high and as
-        # wide as the lowest and the highest ratio permit.
+        # The last candidate is used if no draw fits: a centred crop, as high and as
+        # wide as the lowest and the highest ratio allow.
         permitted = tf.reverse(limits, [0]) * [1 / self.ratio[0], self.ratio[1]]
         centred = tf.maximum(tf.round(tf.minimum(limits, permitted)), 1.0)
         centred = tf.pad(centred, [[0, 2]], constant_values=0.5)
@@ -282,20 +282,20 @@ class RandomResizedCrop:
         )
         highest = tf.pad(limits, [[0, 2]], constant_values=1.0)
         fits = tf.reduce_all((draws >= [1.0, 1.0, 0.0, 0.0]) & (draws <= highest), -1)
-        # The numbers fall, since argmax promises nothing about equal ones.
+        # Decreasing numbers, since argmax guarantees nothing about ties.
         order = np.arange(self._NUM_DRAWS + 1, 0, -1, "int32")
         first = tf.argmax(tf.where(fits, order, 0), axis=-1)
         axis = len(shape)
         chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
         sides, places = tf.split(chosen, 2, axis=-1)
         room = limits - sides
-        # A draw is below 1, but its product may round up.
+        # Draws are below 1, but the product may round up.
         corner = tf.minimum(tf.floor(places * (room + 1)), room)
         return tf.cast(corner, "int32"), tf.cast(sides, "int32")
 
 
 class Step(NamedTuple):
-    """One augmentation, ready for the pipeline."""
+    """One augmentation step of the pipeline."""
 
     function: Callable[[Any, Any, Any], tuple[Any, Any]]
     crop: RandomResizedCrop | None
@@ -371,7 +371,7 @@ def _by_name(
 
 
 def _positive(alpha: float) -> float:
-    """Refuses an alpha for which Keras would make images of NaN."""
+    """Rejects an alpha for which Keras would return NaN."""
     if not alpha > 0:
         raise ValueError(f"Expected a positive number; received: alpha={alpha}")
     return alpha
@@ -418,11 +418,10 @@ def _mixes_labels(item: Any) -> bool:
 
 
 def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
-    """Calls a Keras layer in training mode, its randomness taken from a seed tensor.
+    """Calls a Keras layer in training mode with randomness from a seed tensor.
 
-    A layer's own generator is a variable that every call advances: the result for an
-    image would depend on the number of images before it, and parallel calls would race
-    for the variable. A seed per element makes the result a function of its place.
+    The layer's own generator is a variable that every call advances, so results would
+    depend on the number of earlier images, and parallel calls would race for it.
     """
     options = {"training": True} if has_argument(layer.call, "training") else {}
     with _seeded(layer, seed) if seed is not None else contextlib.nullcontext():
@@ -440,10 +439,10 @@ def _seeded(layer: keras.layers.Layer, seed: Any) -> Iterator[None]:
 
 
 class _ElementSeed(keras.random.SeedGenerator):
-    """A generator without state: its seeds follow from a tensor and a count."""
+    """A stateless generator: its seeds follow from a tensor and a count."""
 
     def __init__(self, seed: Any):
-        # super().__init__ would make a variable.
+        # super().__init__ would create a variable.
         self._seed, self._count = seed, 0
 
     def next(self, ordered: bool = True) -> Any:
@@ -454,7 +453,7 @@ class _ElementSeed(keras.random.SeedGenerator):
 
 
 def takes_seeds(layer: keras.layers.Layer) -> bool:
-    """Whether the layer and those inside are Keras's own for `tf.data`."""
+    """Whether the layer and all layers inside are Keras's own for `tf.data`."""
     return all(
         has_seed_generator(part)
         or isinstance(part, (keras.layers.Pipeline, keras.Sequential))
@@ -463,7 +462,7 @@ def takes_seeds(layer: keras.layers.Layer) -> bool:
 
 
 def has_argument(function: Callable, name: str) -> bool:
-    """Whether a function has an argument of a name."""
+    """Whether a function has an argument of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # The function is written in C.

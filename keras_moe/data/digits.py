@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn carries: real images without a download.
+"""The handwritten digits that ship with scikit-learn.
 
 1797 images of 8x8 pixels in 10 classes, from the UCI repository.
 """
@@ -21,16 +21,16 @@ def load_digits(
     test_fraction: float = TEST_FRACTION,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Loads the handwritten digits as arrays.
+    """Loads the handwritten digits as arrays, without a download.
 
-    The split keeps the proportions of the classes. Images are resized bilinearly
-    and repeated over the channels.
+    The split is stratified by class. Images are resized bilinearly and repeated over
+    the channels.
 
     Args:
         split: `"train"`, `"test"` or `"all"`.
         image_shape: (height, width, channels).
-        test_fraction: fraction of the images that are in `"test"`.
-        seed: seed of the split; one seed for "train" and "test" keeps them disjoint.
+        test_fraction: fraction of the images in `"test"`.
+        seed: seed of the split; use the same one for `"train"` and `"test"`.
 
     Returns:
         Images (N, height, width, channels), float32 in [-1, 1], and labels (N,),
@@ -59,7 +59,7 @@ def load_digits(
 def read_pixels(
     split: str, test_fraction: float = TEST_FRACTION, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The images at their own size, (N, 8, 8, 1) in [0, 255], and the labels."""
+    """Returns the original images, (N, 8, 8, 1) in [0, 255], and the labels."""
     if split not in SPLITS:
         raise ValueError(
             f"Expected one of {SPLITS} for the digits; received: split={split!r}"
@@ -93,18 +93,18 @@ def read_pixels(
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """The classes, one for each digit."""
+    """Returns the ten classes."""
     return Classes(NUM_CLASSES, CLASS_NAMES)
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
-    """The examples of a split for a pipeline."""
+    """Opens a split for a pipeline."""
     pixels, labels = read_pixels(split)
     return in_memory(pixels, labels, find_classes(name, data_dir))
 
 
 def check_channels(image_shape: tuple[int, int, int]) -> None:
-    """Raises ValueError unless images have one channel, or three equal ones."""
+    """Validates that images have one or three channels."""
     if image_shape[-1] not in (1, 3):
         raise ValueError(
             "Expected 1 channel, or 3 of equal values, for grey digits; "
@@ -113,9 +113,9 @@ def check_channels(image_shape: tuple[int, int, int]) -> None:
 
 
 def _bilinear(size: int, new_size: int) -> np.ndarray:
-    """The matrix (new_size, size) of bilinear resizing, with pixel centres at a half.
+    """Returns the matrix (new_size, size) of bilinear resizing with half-pixel centres.
 
-    `tf.image.resize` and `keras.ops.image.resize` without antialiasing do the same.
+    Equals `tf.image.resize` and `keras.ops.image.resize` without antialiasing.
     """
     at = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
     low = np.floor(at).astype(int)

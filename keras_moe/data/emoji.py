@@ -1,4 +1,4 @@
-"""Emoji with their names: real pairs of images and text without a download."""
+"""Emoji with their names: real image-text pairs without a download."""
 
 from typing import Any, NamedTuple
 
@@ -23,18 +23,17 @@ EMOJI_CREDIT = (
     "Emoji: OpenMoji, the open-source emoji and icon project (openmoji.org), "
     "CC BY-SA 4.0"
 )
-# The side of the pictures with labels, which a pipeline resizes: its bilinear resizing
-# to 32 pixels is then a mean of four.
+# Side of labelled pictures: resizing them bilinearly to 32 pixels averages four pixels.
 _SIDE = 64
 
 
 class EmojiPairs(NamedTuple):
-    """Pictures of emoji with their captions, in Unicode's order.
+    """Pictures of emoji with captions, in Unicode's order.
 
     Fields:
         images: (N, height, width, 3), uint8, on white.
-        captions: names in the chosen language, each of one emoji, such as `"woman
-            firefighter: dark skin tone"`.
+        captions: unique names in the chosen language, such as `"woman firefighter: dark
+            skin tone"`.
         codes: code points, such as `"1F469-1F3FF-200D-1F692"`.
         subgroups: Unicode's subgroups, such as `"person-role"`.
         groups: Unicode's groups, such as `"People & Body"`.
@@ -59,35 +58,31 @@ def load_emoji(
     language: str = "en",
     seed: int = 0,
 ) -> EmojiPairs:
-    """Loads emoji and their names as pairs of images and captions.
+    """Loads pictures of emoji and their names.
 
-    An emoji is a base, such as a firefighter, and modifiers: gender, hair, direction,
-    skin tones. Splits are made by concept, which is an emoji whatever its skin tones:
-    a tenth of the concepts is in `"validation"`, a tenth in `"test"`, the others are in
-    `"train"`. A woman firefighter may be in `"test"` with all her skin tones while a
-    man firefighter is in `"train"`, and so may an avocado, of which `"train"` has
-    nothing. Splits are the same in every language and style.
+    An emoji is a base, such as a firefighter, with modifiers: gender, hair, direction,
+    skin tones. Splits are made by concept, an emoji regardless of skin tone: a tenth of
+    the concepts is in `"validation"`, a tenth in `"test"`. All skin tones of a woman
+    firefighter may be in `"test"` while a man firefighter is in `"train"`. Splits are
+    the same in every language and style.
 
-    Of emoji that a style draws alike, within 4 of 255 on average, the one with fewest
-    modifiers stays: no picture is in two splits, and no caption names what its picture
-    does not show. Pictures are rendered when a size is first asked for, and are kept
-    below `KERAS_HOME`, or `~/.keras`.
+    If a style draws several emoji alike (within 4 of 255 on average), only the one with
+    the fewest modifiers is kept, so that no picture is in two splits. Pictures are
+    cached below `KERAS_HOME` or `~/.keras`.
 
-    OpenMoji's pictures are under CC BY-SA 4.0: `EMOJI_CREDIT` belongs under every
-    picture that shows them. Noto's are a second style of the same emoji, to evaluate
-    models that were not trained on it.
+    OpenMoji's pictures are under CC BY-SA 4.0: show `EMOJI_CREDIT` with them. Noto
+    draws the same emoji in a second style, to evaluate models on unseen drawings.
 
     Args:
         split: `"train"`, `"validation"`, `"test"` or `"all"`.
         image_shape: (height, width, 3).
-        style: `"openmoji"`, or `"noto"`, whose font is the Debian package
-            `fonts-noto-color-emoji`; it lacks the newest emoji.
+        style: `"openmoji"`, or `"noto"`, which needs the Debian package
+            `fonts-noto-color-emoji` and lacks the newest emoji.
         language: one of ar, de, en, es, fa, fr, id, it, ja, ko, pt, ru, tr and zh.
-        seed: seed of the splits; one seed keeps them disjoint.
+        seed: seed of the splits; use the same one for all of them.
 
     Returns:
-        Images (N, height, width, 3), uint8 in [0, 255], and N entries of each other
-        field of `EmojiPairs`.
+        `EmojiPairs` with N entries per field.
 
     Example:
 
@@ -105,7 +100,7 @@ def load_emoji(
             f"Expected 3 channels for emoji; received: image_shape={tuple(image_shape)}"
         )
     names = captions(language)
-    # Of emoji that are drawn alike the first stays.
+    # Of emoji drawn alike the first is kept.
     by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))
     drawn = pictures(style, [one.text for one in by_modifiers], tuple(image_shape))
     rows = {by_modifiers[p].text: row for row, p in enumerate(drawn.places.tolist())}
@@ -128,12 +123,12 @@ def load_emoji(
 
 
 def find_classes(name: str, data_dir: str | None = None) -> Classes:
-    """The subgroups, which are the classes, in Unicode's order."""
+    """Returns the subgroups as classes, in Unicode's order."""
     return Classes(len(subgroups()), tuple(subgroups()))
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
-    """The emoji of a split, labelled by their subgroups."""
+    """Opens a split of emoji labelled by subgroup."""
     options = _source_options(name)
     side = options.get("size", _SIDE)
     pairs = load_emoji(split, (side, side, 3), options.get("style", STYLES[0]))
@@ -144,7 +139,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExamples:
-    """The emoji of a split with their names, drawn at the size of the batches."""
+    """Opens a split of emoji with names, drawn at the size of the batches."""
     own = _source_options(name)
     size = own.pop("size", None)
     height, width, _ = options.image_shape
@@ -153,7 +148,7 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExa
 
 
 def _source_options(name: str) -> dict[str, Any]:
-    """The options in the name of a source, such as "noto,language=de,size=72"."""
+    """Parses the options in a source's name, such as "noto,language=de,size=72"."""
     options: dict[str, Any] = {}
     for part in filter(None, name.split(",")):
         key, _, value = part.rpartition("=")

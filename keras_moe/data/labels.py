@@ -1,4 +1,4 @@
-"""Classes, their hierarchy, and the labels that batches have."""
+"""Classes, their hierarchy, and labels in batches."""
 
 import graphlib
 import os
@@ -12,7 +12,7 @@ from keras_moe.data._json_schema import DictOf, ListOf, Record, Text, read_json
 from keras_moe.files import write_json
 
 PARENTS = DictOf(ListOf(Text()))
-# A `dataset.json`, which has classes and parents, too, has further names.
+# Keys of `dataset.json` in addition to classes and parents.
 _FILE = Record(
     {"classes": ListOf(Text(), minimum=1, unique=True), "parents": PARENTS},
     required=("classes", "parents"),
@@ -21,15 +21,15 @@ _FILE = Record(
 
 
 class LabelHierarchy:
-    """Classes, each with its parents, such as beagle, dog and animal.
+    """A directed acyclic graph of classes, such as beagle, dog and animal.
 
-    An example of a class also belongs to all classes above it: labels are closed
-    upward. A class may have several parents, and must not be above itself.
+    An example of a class also belongs to all of its ancestors. A class may have several
+    parents.
 
     Args:
         classes: names of the classes, in the order of their numbers.
-        parents: dict from a class to the list of those directly above it. A class that
-            is not in it has none.
+        parents: dict from a class to the list of its parents; may leave out classes
+            without parents.
 
     Example:
 
@@ -75,16 +75,16 @@ class LabelHierarchy:
         self._closed = self._closures()
 
     def _closures(self) -> list[list[int]]:
-        """Each class with all above it: the class itself first, the others sorted."""
+        """Returns for each class the class itself, then its ancestors, sorted."""
         closed: dict[int, set[int]] = {}
-        # Each class comes after those above it.
+        # Ancestors come before their descendants.
         order = graphlib.TopologicalSorter(dict(enumerate(self._above)))
         try:
             for index in order.static_order():
                 above = [closed[other] for other in self._above[index]]
                 closed[index] = {index}.union(*above)
         except graphlib.CycleError as error:
-            # The error lists the circle from below to above.
+            # The error lists the cycle from child to parent.
             names = " -> ".join(self.classes[index] for index in error.args[1][::-1])
             raise ValueError(
                 f"Expected no class above itself; received: {names}"
@@ -95,10 +95,10 @@ class LabelHierarchy:
         ]
 
     def close(self, labels: Sequence[int]) -> list[int]:
-        """The labels and all classes above them, sorted.
+        """Returns the labels with all their ancestors, sorted.
 
         Args:
-            labels: numbers of classes.
+            labels: class numbers.
         """
         for label in labels:
             if not 0 <= label < len(self.classes):
@@ -109,10 +109,9 @@ class LabelHierarchy:
         return sorted({above for label in labels for above in self._closed[label]})
 
     def table(self) -> np.ndarray:
-        """The closure of each class as a table.
+        """Returns an int32 table (classes, most) of each class and its ancestors.
 
-        Returns:
-            int32 (classes, most): a class, then all above it, then -1.
+        Rows are padded with -1.
         """
         most = max(map(len, self._closed))
         table = np.full((len(self._closed), most), -1, "int32")
@@ -121,12 +120,12 @@ class LabelHierarchy:
         return table
 
     def to_dict(self) -> dict:
-        """The arguments of the constructor, JSON-serialisable."""
+        """Returns the constructor's arguments as JSON data."""
         parents = {name: list(above) for name, above in self.parents.items()}
         return {"classes": list(self.classes), "parents": parents}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load` reads, atomically."""
+        """Writes a JSON file for `load`, atomically."""
         write_json(Path(path), self.to_dict())
 
     @classmethod
@@ -134,8 +133,7 @@ class LabelHierarchy:
         """Reads a JSON file with "classes" and "parents".
 
         Args:
-            path: path of a file of `save`, or of the `dataset.json` next to TFRecord
-                files.
+            path: a file written by `save`, or the `dataset.json` of TFRecord files.
         """
         settings = read_json(Path(path), _FILE)
         try:
@@ -151,7 +149,7 @@ class LabelHierarchy:
 
 
 def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
-    """A hierarchy from a hierarchy, from its dict or from the path of its file."""
+    """Returns a hierarchy given as object, dict or path of a file."""
     if isinstance(hierarchy, LabelHierarchy):
         return hierarchy
     if isinstance(hierarchy, (str, os.PathLike)):
@@ -175,9 +173,9 @@ class Classes(NamedTuple):
 
     Fields:
         count: number of classes.
-        names: their names in the order of the labels, or None.
-        max_labels: the most labels of an example; None for one label each, 0 for
-            several of an unknown number.
+        names: names in the order of the labels, or None.
+        max_labels: maximum number of labels of an example; None for single labels, 0 if
+            unknown.
     """
 
     count: int
@@ -186,13 +184,13 @@ class Classes(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """How labels of examples become those of batches.
+    """Converts labels of examples to those of batches.
 
     Fields:
         count: number of classes.
-        max_labels: size of a padded list of labels; None for single labels.
+        max_labels: length of padded labels; None for single labels.
         dense: whether labels become 0-1 vectors.
-        closure: int32 (classes, most), the labels that each class brings, or None.
+        closure: int32 (classes, most) table of ancestors, or None.
     """
 
     count: int
@@ -201,7 +199,7 @@ class Labels(NamedTuple):
     closure: np.ndarray | None
 
     def __call__(self, features: dict[str, Any], key: Any = None) -> Any:
-        """The labels of one example, as tensors of TensorFlow."""
+        """Returns the labels of one example as TensorFlow tensors."""
         import tensorflow as tf
 
         labels = features["label"]
@@ -236,7 +234,7 @@ def make_labels(
     max_labels: int | None,
     dense: bool,
 ) -> Labels:
-    """The labels that the arguments of `keras_moe.data.load` ask for."""
+    """Builds `Labels` from the arguments of `keras_moe.data.load`."""
     if not multi_label:
         if classes.max_labels is not None:
             raise ValueError(
@@ -267,7 +265,7 @@ def make_labels(
 
 
 def _numbers_in(classes: Classes, source: str, hierarchy: LabelHierarchy) -> list[int]:
-    """The numbers that a source's classes have in a hierarchy."""
+    """Maps a source's classes to their numbers in a hierarchy."""
     if classes.names is None:
         if classes.count != len(hierarchy.classes):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Batches of images with labels or captions, from the name of a data set."""
+"""Batches of images with labels or captions, from the name of a dataset."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ from keras_moe.data.sources import open_captioned, open_source
 
 
 class _Loader:
-    """What `load` and `load_pairs` share: checked arguments, and batches by them."""
+    """Shared part of `load` and `load_pairs`: checked arguments and batches."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class _Loader:
         batch_size: int | None = None,
         number: int = 0,
     ) -> Any:
-        """Batches of the examples that are not left out.
+        """Returns batches of the examples that are not left out.
 
         Args:
             examples: examples of a source.
             targets: see `BatchSettings`.
-            batch_size: number of examples in a batch, if a part of a mixture.
-            number: number of the source in a mixture. Sources have their own orders,
-                also where they have equally many examples.
+            batch_size: batch size of a source in a mixture.
+            number: number of the source in a mixture, so that sources of equal length
+                have different orders.
         """
         batch_size = self.batch_size if batch_size is None else batch_size
         self._check_count(examples, batch_size)
@@ -94,7 +94,7 @@ class _Loader:
         return batches(examples, settings)
 
     def _check_count(self, examples: Examples, batch_size: int) -> None:
-        """Raises ValueError unless the examples fill batches of all hosts."""
+        """Validates that the examples fill a batch on all hosts."""
         count, rest = examples.count, examples.count % batch_size
         if (self.options.repeat and count < batch_size) or (
             not self.drop_remainder and 0 < rest < self.share.count
@@ -126,71 +126,64 @@ def load(
     images are repeated over the channels, and RGB becomes luminance if `image_shape`
     has one channel.
 
-    The same arguments give the same batches, given TensorFlow's global seed if one is
-    set. Each pass over the data has another order and another augmentation. Exceptions
-    are layers and callables in `augment` with their own random state.
-
-    With `repeat` the data set is infinite, and batch n follows from the arguments
-    alone, in any process: `start_batch=n` gives, bit for bit, the batches after the
-    first n. Images in memory and folders start there at once; of record files the
-    earlier records are read, but not decoded.
+    Order and augmentation follow from the arguments (and from TensorFlow's global seed,
+    if set) and differ in each pass, except for augmentations with their own random
+    state. With `repeat` the dataset is infinite and batch n can be reproduced in any
+    process: `start_batch=n` skips the first n batches. Images in memory and in folders
+    start there at once; record files are read, but not decoded, up to it.
 
     Args:
-        source: name of the data set:
+        source: name of the dataset:
 
             - `"digits"`: scikit-learn's handwritten digits.
             - `"emoji"`, or `"emoji:noto,size=32"`: OpenMoji's or Noto's drawings, with
               Unicode's subgroups as classes; see `load_emoji`.
-            - `"fashion_mnist"`: the files of the Debian package
-              `dataset-fashion-mnist`, or in `data_dir`, or else TensorFlow Datasets'.
+            - `"fashion_mnist"`: from `data_dir`, the Debian package
+              `dataset-fashion-mnist`, or TensorFlow Datasets.
             - `"openclipart:PATH"`: the drawings of the Debian packages
               `openclipart-png` and `openclipart-svg`, with their categories as classes.
-            - `"tfds:NAME"`: a classification data set of TensorFlow Datasets, such as
+            - `"tfds:NAME"`: a classification dataset of TensorFlow Datasets, such as
               `"tfds:cifar10"`, downloaded if it is not in `data_dir`.
-            - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, next to a
-              `dataset.json` that names the classes; see `write_tfrecords`, and
-              `find_corrupt_files` if records cannot be read.
+            - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, with a
+              `dataset.json` that names the classes; see `write_tfrecords` and
+              `find_corrupt_files`.
             - `"folder:PATH"`: files `PATH/split/class/name.png` (or jpg, bmp, gif; webp
-              from TensorFlow 2.20 on), also in subfolders of a class; or with several
-              labels each in `PATH/split/labels.json`, such as `{"name.png": ["cat",
-              "animal"]}`. A warning counts other files, such as tif.
+              from TensorFlow 2.20 on), also in subfolders of a class. For several
+              labels per image, `PATH/split/labels.json`, such as
+              `{"name.png": ["cat", "animal"]}`. Warns about other files.
         split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
             of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
             a word in the names of TFRecord files, such as
             `train-00000-of-00008.tfrecord`; the name of a folder.
         image_shape: (height, width, channels) of the images.
         batch_size: number of images in a batch, over all shards.
-        augment: random changes of the images:
+        augment: an augmentation, or a sequence applied in order:
 
-            - None: nothing.
-            - `"flip"`: left-right, every second image.
+            - `"flip"`: flips half of the images left-right.
             - `"random_resized_crop"`: `keras_moe.data.RandomResizedCrop`.
             - `"randaugment"`: `keras_moe.data.RandAugment`.
             - `"mixup"`, `"cutmix"`: `keras.layers.MixUp(0.2)`,
               `keras.layers.CutMix()`.
             - `"translation"`, `"rotation"`: by up to a tenth of the image, 0.03 turns.
-            - a dict of a name and its options, such as `{"name": "mixup", "alpha":
-              0.5}`: `alpha` of mixup; `factor` of cutmix, translation and rotation;
-              `num_ops` and `magnitude` of randaugment; `scale` and `ratio` of
+            - a dict of a name and options, such as `{"name": "mixup", "alpha": 0.5}`:
+              `alpha` of mixup; `factor` of cutmix, translation and rotation; `num_ops`
+              and `magnitude` of randaugment; `scale` and `ratio` of
               random_resized_crop.
             - a layer of Keras or KerasCV. All pixels are in [0, 255].
-            - a callable, from images (TensorFlow) to images. If it has an argument
-              `seed`, it gets two integers for `tf.random.stateless_*`. If it has an
-              attribute `mixes_labels = True`, it takes and returns a dict of "images"
-              and one-hot "labels".
-            - a sequence of these, applied in order.
+            - a function of TensorFlow images. An argument `seed` receives two integers
+              for `tf.random.stateless_*`. With an attribute `mixes_labels = True`, the
+              function maps a dict of "images" and one-hot "labels".
 
             Steps before the first one that mixes labels see single images, the others
-            batches. Keras layers draw from a seed per element; KerasCV layers and
-            callables without `seed` use their own random state, one call after the
-            other, in the order of the data.
-        shuffle: whether the order is random; None is True for splits that begin with
+            batches. Keras layers are seeded per element; KerasCV layers and functions
+            without `seed` use their own random state, and run sequentially.
+        shuffle: whether the order is random; None means only for splits that begin with
             "train".
         seed: seed of order and augmentation. The splits of the digits and the emoji do
             not depend on it.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
-            mixing labels makes them so.
-        drop_remainder: whether to drop a last batch that is not full.
+            always true if labels are mixed.
+        drop_remainder: whether to drop an incomplete last batch.
         data_dir: folder of TensorFlow Datasets, or with Fashion-MNIST's files.
         **options: fields of `LoadOptions`: `repeat`, `start_batch`, `shard`,
             `multi_label`, `hierarchy`, `max_labels`, `exclude`, `unreadable`.
@@ -198,7 +191,7 @@ def load(
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
         channels) in [-1, 1]; int32 (batch,) or (batch, max_labels), or float32 (batch,
-        classes). Layers in `augment` may change the size of the images.
+        classes). Layers in `augment` may change the image size.
 
     Example:
 
@@ -244,65 +237,60 @@ def load_pairs(
 ) -> Any:
     """Loads batches of images and captions as a `tf.data.Dataset`, for any backend.
 
-    Order, seeds, shards and resumption are those of `keras_moe.data.load`: with
-    `repeat`, batch n follows from the arguments alone, and `start_batch=n` gives, bit
-    for bit, the batches after the first n.
+    Order, seeds, shards and resumption work as in `keras_moe.data.load`.
 
     Args:
         source: pairs to load:
 
-            - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures of emoji with
-              their names, see `keras_moe.data.load_emoji`; style, language and the side
-              at which they are drawn before they are resized to `image_shape`. The
-              default is OpenMoji's drawings, English, and the size of the images.
+            - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures and names of
+              emoji, see `keras_moe.data.load_emoji`; `size` is the side at which they
+              are drawn before resizing. By default OpenMoji, English, and the size of
+              the images.
             - `"openclipart:PATH"`: drawings of the Debian packages `openclipart-png`
-              and `openclipart-svg`, with captions of their titles and keywords.
-            - `"folder:PATH"`: images in `PATH/split`, and their captions in
-              `captions.csv`, with the columns "image" and "caption", or in
-              `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
-              in each line. An image may have several lines.
+              and `openclipart-svg`, captioned by title and keywords.
+            - `"folder:PATH"`: images in `PATH/split`, with captions in `captions.csv`
+              (columns "image" and "caption") or `captions.jsonl` (an object
+              `{"image": "a.png", "caption": "a cat"}` per line). An image may have
+              several lines.
             - `"webdataset:GLOB"`: uncompressed tar files, or a folder of them, with
               `0007.jpg` and `0007.txt`, or `0007.json` with a "caption".
             - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
               `dataset.json` that names their features.
-            - `"tfds:NAME"`: a data set of TensorFlow Datasets with captions, such as
+            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with captions, such as
               `"tfds:coco_captions"`.
-            - any source of `keras_moe.data.load`, such as `"digits"`: the names of the
-              classes are captions, by `templates`.
+            - any source of `keras_moe.data.load`, such as `"digits"`: class names
+              become captions, by `templates`.
             - a tuple of images in memory, uint8 (images, height, width, channels), and
-              captions: a string, or a sequence of strings, for each image.
+              captions: one or more strings per image.
             - a dict from names to weights, such as `{"tfds:coco_captions": 3,
-              "emoji": 1}`: a mixture, in which each batch has 3 pairs of the first
-              source for each pair of the second. It needs `repeat`.
+              "emoji": 1}`: a mixture in which each batch has 3 pairs of the first
+              source for each pair of the second. Needs `repeat`.
         split: split of the source; a word in the names of tar and record files. Tar
-            files named by numbers only are in every split. Arrays have no splits, so
-            any word will do.
+            files named by numbers only are in every split. Ignored for arrays.
         image_shape: (height, width, channels) of the images.
         batch_size: number of pairs in a batch, over all shards.
-        tokenizer: callable from a string tensor (batch,) to a dict of `"token_ids"` and
+        tokenizer: function from a string tensor (batch,) to a dict of `"token_ids"` and
             `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
             captions as strings.
-        augment: random changes of the images, see `keras_moe.data.load`, but none that
-            mix labels. Captions are unchanged: a flip makes "left" and "right" false.
-        shuffle: whether the order is random; None is True for splits that begin with
+        augment: see `keras_moe.data.load`; must not mix labels. Captions do not change,
+            so a flip makes "left" and "right" wrong.
+        shuffle: whether the order is random; None means only for splits that begin with
             "train".
-        seed: seed of the order, of the captions and of the augmentation.
-        drop_remainder: whether to drop a last batch that is not full.
+        seed: seed of order, captions and augmentation.
+        drop_remainder: whether to drop an incomplete last batch.
         data_dir: folder of TensorFlow Datasets.
         **options: fields of `PairOptions`: `repeat`, `start_batch`, `shard`, `exclude`,
             `unreadable`, `captions`, `templates`.
 
     Returns:
         A `tf.data.Dataset` of `(inputs, ids)`. `inputs` is a dict of `"images"`,
-        float32 (batch, height, width, channels) in [-1, 1], and of `"token_ids"`, int32
+        float32 (batch, height, width, channels) in [-1, 1], and `"token_ids"`, int32
         (batch, tokens), with `"padding_mask"`, bool (batch, tokens); or without a
-        tokenizer of `"captions"`, strings (batch,). `ids` is a dict of `"image_ids"`
-        and `"text_ids"`, int32 (batch,), equal where pairs have one image, or one
-        caption.
+        tokenizer `"captions"`, strings (batch,). `ids` is a dict of `"image_ids"` and
+        `"text_ids"`, int32 (batch,), equal for equal images and captions.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.data import load_pairs
     >>> images = np.zeros((2, 8, 8, 3), "uint8")
     >>> pairs = load_pairs((images, ["a cat", "a dog"]), "test", (8, 8, 3))
@@ -338,7 +326,7 @@ def load_pairs(
 
 
 def _tokenized(dataset, tokenizer):
-    """The inputs and the ids of batches of images and texts."""
+    """Returns (inputs, ids) of batches of images and texts."""
     import tensorflow as tf
 
     if tokenizer is not None and "captions" not in dataset.element_spec[1]:
@@ -365,14 +353,14 @@ def num_examples(
     exclude: Any = (),
     unreadable: str = "raise",
 ) -> int:
-    """Number of examples in a split of a source that `load` knows.
+    """Counts the examples in a split of a source of `load`.
 
     Args:
-        source: name of a source of `load`.
-        split: name of a split of `load`.
+        source: a source of `load`.
+        split: a split of `load`.
         data_dir: folder of TensorFlow Datasets.
-        exclude: examples that are not counted; see `LoadOptions`.
-        unreadable: treatment of images that cannot be read; see `LoadOptions`.
+        exclude: examples not to count; see `LoadOptions`.
+        unreadable: how to treat unreadable images; see `LoadOptions`.
 
     Example:
 
@@ -389,20 +377,19 @@ def num_examples(
 def num_pairs(
     source: Any, split: str, data_dir: str | None = None, **options: Any
 ) -> int:
-    """The number of pairs in a pass of `load_pairs`.
+    """Counts the pairs in a pass of `load_pairs`.
 
     Args:
-        source: source of `load_pairs`.
+        source: a source of `load_pairs`.
         split: split of the source.
         data_dir: folder of TensorFlow Datasets.
         **options: fields of `PairOptions`.
 
     Returns:
-        The number of images, or with `captions="all"` of all captions.
+        The number of images, or of captions with `captions="all"`.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.data import num_pairs
     >>> pairs = np.zeros((2, 8, 8, 3), "uint8"), ["a cat", ["a dog", "a puppy"]]
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
@@ -416,22 +403,21 @@ def num_pairs(
 def load_captions(
     source: Any, split: str, data_dir: str | None = None, **options: Any
 ) -> tuple[str, ...]:
-    """All captions of a source, without its images, such as to train a tokenizer.
+    """Loads all captions of a source without its images, e.g. to train a tokenizer.
 
     Args:
-        source: source of `load_pairs`.
+        source: a source of `load_pairs`.
         split: split of the source.
         data_dir: folder of TensorFlow Datasets.
-        **options: fields of `PairOptions`. Images are not decoded: captions of images
-            that cannot be read count.
+        **options: fields of `PairOptions`. Captions of unreadable images are included,
+            because images are not decoded.
 
     Returns:
-        Captions in the order of the source, one after the other where an image has
-        several. For a source of classes, those of each class once.
+        Captions in the order of the source, all of an image in a row. Each class's
+        captions once for a source of classes.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.data import load_captions
     >>> images = np.zeros((2, 8, 8, 3), "uint8")
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
@@ -454,7 +440,7 @@ def load_captions(
 
 
 def _open_pairs(source, split, options, data_dir, image_shape=None) -> list[Examples]:
-    """The sources of pairs; their size does not matter to numbers and captions."""
+    """Opens the sources of pairs; counts and captions need no image size."""
     _check_split(split)
     _check_tensorflow()
     asked = CaptionOptions(
@@ -468,7 +454,7 @@ def _open_pairs(source, split, options, data_dir, image_shape=None) -> list[Exam
 
 
 def _pairs(examples, source, split, options) -> Examples:
-    """The pairs of a source that are not left out."""
+    """Returns the pairs of a source that are not left out."""
     exclude = options.exclude_of(examples.name, source)
     excluded = left_out(examples, split, exclude, options.unreadable)
     if options.captions != "all":

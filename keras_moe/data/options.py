@@ -16,7 +16,7 @@ from keras_moe.data._examples import Share
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """Where batches begin, which host reads what, and what is left out."""
+    """Shared options: start, sharding and exclusion."""
 
     repeat: bool = False
     start_batch: int = 0
@@ -34,7 +34,7 @@ class _Options:
             )
 
     def share_of(self, batch_size: int) -> Share:
-        """The host's share of batches of a size."""
+        """Returns the host's share of batches of this size."""
         try:
             index, count = self.shard
             index = check_integer("shard[0]", index, minimum=0)
@@ -54,32 +54,29 @@ class LoadOptions(_Options):
     """Options of `load` for long runs, several labels, several hosts and bad images.
 
     Args:
-        repeat: whether to pass over the data endlessly. All batches are then full, and
-            the examples at the end of a pass that do not fill one are left out of it.
-        start_batch: number of the first batch, with `repeat`. Layers and callables with
-            their own random state cannot continue where they were: there is a warning.
-        shard: (index, count), the part of this host among several. All hosts have
-            equally many batches of different examples. From memory and folders, a host
-            reads its rows of the batches that a single host would have; of record files
-            it reads its own part. With a Keras distribution, set
-            `auto_shard_dataset=False`.
+        repeat: whether to repeat the data endlessly. All batches are then full; a pass
+            skips remaining examples that do not fill one.
+        start_batch: number of the first batch, with `repeat`. Warns about augmentations
+            with their own random state, which cannot continue where they were.
+        shard: (index, count) of this host. All hosts have equally many batches of
+            different examples. For data in memory and folders, a host reads its rows of
+            the batches that a single host would have; of record files it reads its own
+            part. With a Keras distribution, set `auto_shard_dataset=False`.
         multi_label: whether examples have several labels: class numbers, sorted and
             padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`, or vectors
             with `one_hot`.
         hierarchy: a `LabelHierarchy`, its dict or the path of its file, with
-            `multi_label`. Examples also get all classes above their own, and labels are
-            those of the hierarchy, which contains the source's classes by name.
+            `multi_label`. Adds all ancestors to the labels, which are then class
+            numbers of the hierarchy. It must contain the source's classes by name.
         max_labels: number of labels of an example after padding, with `multi_label`. By
-            default the largest possible number, if the source knows it.
-        exclude: indices of examples to leave out, in the order of the source; or the
-            path of a JSON file of `write_exclusion` or `keras-moe deduplicate`; or a
-            list of such paths.
-        unreadable: what to do about images that cannot be read or decoded. `"raise"`
-            raises an error that names the file when it reaches the image (see
-            `reading_errors` for its class). `"exclude"` first decodes all images once,
-            and leaves out those that fail, with a warning that counts them; batch n
-            still follows from the arguments while the same images fail.
-            `find_unreadable` and `write_exclusion` do it once for all runs.
+            default the maximum, if the source knows it.
+        exclude: indices of examples to leave out, in the order of the source; or one or
+            more JSON files of `write_exclusion` or `keras-moe deduplicate`.
+        unreadable: how to treat images that cannot be read or decoded. `"raise"` raises
+            an error that names the file (see `reading_errors` for its class).
+            `"exclude"` first decodes all images once, and leaves out those that fail,
+            with a warning. To do that once for all runs, use `find_unreadable` and
+            `write_exclusion`.
 
     Example:
 
@@ -104,21 +101,20 @@ class PairOptions(_Options):
     """Options of `load_pairs`.
 
     Args:
-        repeat: whether to pass over the data endlessly; see `LoadOptions`.
+        repeat: whether to repeat the data endlessly; see `LoadOptions`.
         start_batch: number of the first batch, with `repeat`.
-        shard: (index, count), the part of this host among several; see `LoadOptions`.
-        exclude: indices of images to leave out with all their captions, or files of
-            indices, see `LoadOptions`; for a mixture, a dict from sources to these.
-        unreadable: what to do about images that cannot be read, and captions that are
+        shard: (index, count) of this host; see `LoadOptions`.
+        exclude: images to leave out with all their captions, as in `LoadOptions`; for a
+            mixture, a dict by source.
+        unreadable: how to treat images that cannot be read, and captions that are
             missing, empty or not UTF-8. `"raise"` raises an error that names the image.
             `"exclude"` first reads all images once, and leaves out those that fail with
-            all their captions, with a warning that counts them.
-        captions: which caption of an image with several: `"random"` draws one in each
-            pass, `"first"` takes the first, and with `"all"` each caption makes a pair,
-            and a pass has every pair once.
-        templates: captions for a source of classes, such as `"a photo of a {}."`, with
-            `{}` for the class's name: one, a sequence, or the path of a text file with
-            one per line. The default is `"{}"`.
+            all their captions, with a warning.
+        captions: how to use several captions of an image: `"random"` draws one in each
+            pass, `"first"` always uses the first, `"all"` makes a pair of each.
+        templates: captions for a source of classes, with `{}` for the class name, such
+            as `"a photo of a {}."`: a string, a sequence, or the path of a text file
+            with one per line. The default is `"{}"`.
 
     Example:
 
@@ -135,7 +131,7 @@ class PairOptions(_Options):
         check_one_of("captions", self.captions, CHOICES)
 
     def exclude_of(self, name: str, source: Any) -> Any:
-        """`exclude` of the source `name`, which may be part of a mixture."""
+        """Returns `exclude` for the source `name`, which may be part of a mixture."""
         exclude = self.exclude
         if not isinstance(source, Mapping):
             return exclude
@@ -150,7 +146,7 @@ class PairOptions(_Options):
 
 
 def made_options(kind: type, options: dict[str, Any], owner: str) -> Any:
-    """The options of a function, whose names are checked."""
+    """Builds the options of a function after checking their names."""
     known = [field.name for field in dataclasses.fields(kind)]
     check_argument_names(options, known, owner)
     return kind(**options)

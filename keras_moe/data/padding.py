@@ -20,40 +20,37 @@ def padded(
     num_examples: int | None = None,
     model: keras.Model | None = None,
 ) -> Any:
-    """Full batches for `evaluate` and `validation_data`.
+    """Pads to full batches for `evaluate` and `validation_data`.
 
-    A distribution splits each batch evenly over devices, so the last batch is filled
-    with copies of its last example that have weight 0. Keras divides a batch's loss by
-    B and averages over batches by B, padding included: every real example therefore has
-    weight M / N, and the epoch's loss is that of the N examples. `weighted_metrics`
-    that are averages are exact, too; one that counts, such as `TruePositives`, counts
-    M / N for each example. The `metrics` of `compile` read no weights and would count
-    padding: they are refused if `model` is given. A `ContrastiveModel` weighs pairs in
-    its loss and all its metrics, which are exact but for the batches in which pairs are
-    compared.
+    A distribution splits batches evenly over devices, so the last batch is filled with
+    copies of its last example of weight 0. Keras averages losses over B, padding
+    included, so real examples get weight M / N, which makes the epoch's loss that of
+    the N examples. Averages among `weighted_metrics` are exact, too, but
+    `TruePositives` and the like count M / N per example. Plain `metrics` ignore weights and would count
+    padding: they are rejected if `model` is given. In a `ContrastiveModel`, only the
+    composition of the batches in which pairs are compared changes.
 
-    At inference no image sees another one by default, so padding changes no prediction.
-    With `evaluation="official"` padding competes for capacity within its group:
-    predictions are exact for groups without padding.
+    At inference images do not affect each other by default, so padding changes no
+    prediction. With `evaluation="official"` padding competes for capacity within its
+    group.
 
     Args:
-        x: images, or a structure of arrays; or a `tf.data.Dataset` of batches
-            `(images, labels)` or `(images, labels, sample_weight)`, of any sizes.
-        y: labels, if `x` is made of arrays.
-        sample_weight: (N,) weights, if `x` is made of arrays.
+        x: images or a structure of arrays; or a `tf.data.Dataset` of batches `(images,
+            labels)` or `(images, labels, sample_weight)` of any size.
+        y: labels, if `x` is arrays.
+        sample_weight: (N,) weights, if `x` is arrays.
         batch_size: B, a multiple of the number of devices that share a batch; by
             default that of the dataset, or at most 32 for arrays, rounded up to such a
-            multiple. Each process gives its own examples, in batches for its devices.
-        num_examples: N of a dataset, which is read once to count if N is None.
+            multiple. Each process gives its own examples.
+        num_examples: N of a dataset; None reads it once to count.
         model: model whose compiled metrics are checked.
 
     Returns:
-        A `tf.data.Dataset` of batches `(images, labels, weights)` with float32
-        weights, or of `(images,)` where there are no labels.
+        A `tf.data.Dataset` of batches `(images, labels, weights)` with float32 weights,
+        or of `(images,)` without labels.
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.data import padded
     >>> batches = padded(np.zeros((5, 2, 2, 3)), np.arange(5), batch_size=4)
     >>> _, (images, labels, weights) = batches.as_numpy_iterator()
@@ -72,7 +69,7 @@ def predictions(
     num_examples: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A model's outputs for each example, on several devices, without the padding.
+    """Predicts on several devices and removes the padding.
 
     Args:
         model: any model.
@@ -86,8 +83,6 @@ def predictions(
 
     Example:
 
-    >>> import keras
-    >>> import numpy as np
     >>> from keras_moe.data import predictions
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
     >>> predictions(model, np.ones((5, 2)), batch_size=4, verbose=0).shape
@@ -104,7 +99,7 @@ def predictions(
 
 
 def _padded(x, y, sample_weight, batch_size, num_examples):
-    """The full batches, and N; all examples come before the padding."""
+    """Returns full batches, with padding after all examples, and N."""
     import tensorflow as tf
 
     if isinstance(x, tf.data.Dataset):
@@ -120,7 +115,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
             sizes = x.map(lambda *batch: _size(tf, batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
     elif isinstance(x, keras.utils.PyDataset):
-        # The batches of a PyDataset cannot be cut and filled again.
+        # Batches of a PyDataset cannot be rebatched.
         raise ValueError("Expected arrays or a tf.data.Dataset; received: a PyDataset")
     else:
         if y is None and sample_weight is not None:
@@ -139,7 +134,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
             f"Expected at least one example; received: num_examples={num_examples}"
         )
     processes = process_count()
-    # Each process has a part of the devices, and gives the batches of these.
+    # Each process gives the batches of its own devices.
     devices = max(batch_devices() // processes, 1)
     if batch_size is None:
         batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
@@ -183,7 +178,7 @@ def _filled(tf, dataset, batch_size, num_examples):
         fill_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
     if num_batches > own_batches:
-        # Another process has more: all must make equally many steps.
+        # Another process has more batches, and all must make equally many steps.
         weightless = dataset.take(1).map(
             lambda x, *rest: (x, *rest[:1], *(0.0 * weights for weights in rest[1:]))
         )
@@ -193,7 +188,7 @@ def _filled(tf, dataset, batch_size, num_examples):
 
 
 def _of_all_processes(num_batches, num_examples):
-    """The most batches of a process, and the numbers of examples and processes."""
+    """Returns the largest number of batches, and totals of examples and processes."""
     processes = process_count()
     if processes == 1:
         return num_batches, num_examples, 1

@@ -1,10 +1,10 @@
-"""Reading examples so that an error names the file.
+"""Reading examples with errors that name the file.
 
-TensorFlow's graphs have no exceptions, and its errors seldom name the file. A data set
-can ignore an error, so `attempt` reads one example in its own data set, which then
-continues with an element that raises an error with the file's name. That takes as long
-as decoding several images: `map_or_name` therefore ignores the errors of all examples
-in one data set, and reads only the missing example again.
+TensorFlow graphs have no exceptions, and their errors seldom name the file. A dataset
+can ignore an error, so `attempt` reads one example in a separate dataset, followed by
+an element that raises an error with the file's name. That takes as long as decoding
+several images, so `map_or_name` ignores the errors of all examples in one dataset, and
+reads only the missing example again.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from typing import Any
 
 _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
-# Whether functions that are traced have errors that name a file.
+# Whether traced functions produce errors that name the file.
 _with_names = contextvars.ContextVar("with_names", default=True)
 
 
 def decode_image(encoded: Any) -> Any:
-    """Pixels (height, width, 3), uint8, of an image file; the first frame of a GIF.
+    """Decodes an image file to uint8 (height, width, 3); of GIFs the first frame.
 
-    TensorFlow 2.21 decodes neither animated nor transparent WebP to three channels, and
-    kills the process when asked for four channels of an image with three.
+    TensorFlow 2.21 cannot decode animated or transparent WebP to three channels, and
+    crashes when asked for four channels of an image with three.
     """
     import tensorflow as tf
 
@@ -32,7 +32,7 @@ def decode_image(encoded: Any) -> Any:
 
 
 def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
-    """`function(item)`, or `otherwise(item, specs)` if TensorFlow fails at it."""
+    """Returns `function(item)`, or `otherwise(item, specs)` if TensorFlow fails."""
     import tensorflow as tf
 
     one = tf.data.Dataset.from_tensors({"item": item})
@@ -42,14 +42,14 @@ def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
 
 
 def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -> Any:
-    """`dataset.map(function)`, in parallel and in order, with errors that name files.
+    """`dataset.map(function)`, parallel and in order, with errors that name files.
 
     Args:
-        dataset: data set of `count` elements.
-        count: number of elements, which must be finite: if nothing can be read any
-            more, all remaining elements are tried before the error.
+        dataset: dataset of `count` elements.
+        count: number of elements; finite, since all remaining elements are tried before
+            an error.
         function: function that calls `read_or_name`.
-        again: function from the number of an element to a data set that begins with it.
+        again: function from an element's number to a dataset that begins with it.
     """
     import tensorflow as tf
 
@@ -61,7 +61,7 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
             _with_names.reset(token)
 
     def fail(number):
-        # Reading again, now with names, fails where reading failed.
+        # Reads again, now with names, and fails where reading failed.
         failing = again(number).take(1).map(lambda *element: function(*element))
         expected = "an image that can be read twice"
         failing = failing.map(
@@ -81,20 +81,20 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
     made = done.element_spec[1]
     missing = tf.data.Dataset.from_tensors(tf.constant(-1, "int64"))
     missing = missing.map(lambda number: (number, _zeros(made))).repeat()
-    # An ignored error leaves a gap in the numbers, or elements missing at the end.
+    # Ignored errors leave gaps in the numbers, or missing elements at the end.
     done = done.ignore_errors().concatenate(missing)
     return tf.data.Dataset.zip((tf.data.Dataset.range(count), done)).map(check)
 
 
 def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> Any:
-    """`function(item)`, or an error that names a place."""
+    """Returns `function(item)`, or raises an error that names the location."""
     if not _with_names.get():
         return function(item)
     return attempt(function, item, lambda _, specs: _fail(specs, expected, place))
 
 
 def records_or_name(records: Any, path: Any, count: Any) -> Any:
-    """The first `count` records, with an error that names a file with fewer."""
+    """Returns the first `count` records; names a file that has fewer."""
     import tensorflow as tf
 
     expected = "a TFRecord file with all its records, none of them corrupt"
@@ -105,7 +105,7 @@ def records_or_name(records: Any, path: Any, count: Any) -> Any:
 
 
 def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> Any:
-    """An assertion whose error names a place."""
+    """Asserts a condition with an error that names the location."""
     import tensorflow as tf
 
     about = [f"Expected {expected} in", place, "; received:", received]
@@ -114,12 +114,9 @@ def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> A
 
 @contextlib.contextmanager
 def reading_errors() -> Iterator[None]:
-    """Turns TensorFlow's errors about examples that cannot be read into ValueErrors.
+    """Turns TensorFlow's errors about unreadable examples into ValueErrors.
 
-    Without it the message is the same, but the error is one of TensorFlow's classes.
-
-    Raises:
-        ValueError: with the name of the file, if an example cannot be read.
+    Without it, the errors have the same message but TensorFlow's classes.
 
     Example:
 
@@ -140,7 +137,7 @@ def reading_errors() -> Iterator[None]:
 
 
 def _fail(specs, expected, place):
-    """An error in place of an element of the given structure."""
+    """Raises an error in an element of the given structure."""
     import tensorflow as tf
 
     about = [f"Expected {expected}; received:", place]
@@ -149,7 +146,7 @@ def _fail(specs, expected, place):
 
 
 def _zeros(specs):
-    """A structure of zeros; unknown sizes are 0."""
+    """Returns a structure of zeros; unknown sizes are 0."""
     import tensorflow as tf
 
     return tf.nest.map_structure(

@@ -1,4 +1,4 @@
-"""Writes the TFRecord files of a split, and the file that describes them."""
+"""Writes the TFRecord files of a split, and their `dataset.json`."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ from keras_moe.data._tfrecord import (
 from keras_moe.data.labels import LabelHierarchy
 from keras_moe.files import new_file, write_failed, write_json
 
-# How files of JPEG, PNG, GIF, BMP and WebP begin.
+# Magic bytes of JPEG, PNG, GIF, BMP and WebP.
 _IMAGE_FILE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
 
 
@@ -38,24 +38,20 @@ def write_tfrecords(
     parents: Mapping[str, Sequence[str]] | None = None,
     num_files: int = 1,
 ) -> None:
-    """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
+    """Writes images and labels as TFRecord files for `load("tfrecord:FOLDER", ...)`.
 
-    Older files are replaced when all new ones are written, and stay if that fails.
-    Splits are written one by one, with the same classes.
+    Existing files are replaced only after all new ones are written. Call it once per
+    split, with the same classes.
 
     Args:
-        folder: path of the folder, which need not exist.
-        split: name of the split; the files are `split-00000-of-00002.tfrecord` and so
-            on.
+        folder: path of the folder; created if missing.
+        split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
         examples: iterable of (image, label) or (image, labels): encoded bytes of a JPEG
-            or PNG file, or uint8 (height, width, 1 or 3); the number of a class, or a
-            list of numbers. Either every example has a list, or none.
+            or PNG file, or uint8 (height, width, 1 or 3); a class number each, or a
+            list of them each.
         classes: names of the classes, or their number.
-        parents: dict from a class to those above it; see `LabelHierarchy`.
-        num_files: number of files, to which examples are dealt out in turn.
-
-    Raises:
-        OSError: with the path and the bytes, if a file cannot be written.
+        parents: dict from a class to its parents; see `LabelHierarchy`.
+        num_files: number of files, filled in turn.
 
     Example:
 
@@ -97,7 +93,7 @@ def write_tfrecords(
 
 
 def _write_labelled(parts, examples, num_classes) -> tuple[list[int], int | None]:
-    """Numbers of examples, and the largest one of labels; None for single labels."""
+    """Returns the numbers of examples, and `max_labels` (None for single labels)."""
     most, is_list = 1, None
 
     def records():
@@ -132,25 +128,20 @@ def write_pair_tfrecords(
     num_files: int = 1,
     tokenizer: Callable[[Any], dict] | None = None,
 ) -> None:
-    """Writes images and captions as TFRecord files, which `"tfrecord:FOLDER"` reads.
+    """Writes images and captions as TFRecord files for `load_pairs`.
 
-    Older files are replaced when all new ones are written, and stay if that fails.
-    Splits are written one by one.
+    Existing files are replaced only after all new ones are written. Call it once per
+    split.
 
     Args:
-        folder: path of the folder, which need not exist.
-        split: name of the split; the files are `split-00000-of-00002.tfrecord` and so
-            on.
+        folder: path of the folder; created if missing.
+        split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
         pairs: iterable of (image, caption) or (image, captions): encoded bytes of a
-            JPEG or PNG file, or uint8 (height, width, 1 or 3); a string, or a sequence
-            of strings.
-        num_files: number of files, to which pairs are dealt out in turn.
-        tokenizer: callable from a list of strings to `"token_ids"` and
-            `"padding_mask"`, arrays (captions, tokens), which are stored in place of
-            the captions: `load_pairs` then takes no tokenizer. None stores text.
-
-    Raises:
-        OSError: with the path and the bytes, if a file cannot be written.
+            JPEG or PNG file, or uint8 (height, width, 1 or 3); one or more strings.
+        num_files: number of files, filled in turn.
+        tokenizer: function from a list of strings to `"token_ids"` and
+            `"padding_mask"`, arrays (captions, tokens), to store instead of the
+            captions; `load_pairs` then needs no tokenizer. None stores text.
 
     Example:
 
@@ -193,7 +184,7 @@ def write_pair_tfrecords(
 
 
 def _stored_texts(captions, tokenizer) -> tuple[dict[str, list], dict[str, Any]]:
-    """The features of captions, and what `dataset.json` has about them."""
+    """Returns the features of captions, and their entries in `dataset.json`."""
     if tokenizer is None:
         texts = {CAPTIONS: [encoded(caption) for caption in captions]}
         return texts, {"features": {"image": IMAGE, "captions": CAPTIONS}}
@@ -217,7 +208,7 @@ def _write_split(
     known: dict[str, int],
     write: Callable[[list[str]], tuple[list[int], dict[str, Any]]],
 ) -> None:
-    """Writes the files of a split, which take their places when all are written."""
+    """Writes the files of a split and renames them after all are written."""
     if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
         raise ValueError(
             f"Expected a split of letters and digits; received: split={split!r}"
@@ -227,7 +218,7 @@ def _write_split(
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
     with contextlib.ExitStack() as files:
-        # A glob of the records does not match the files' names until they are whole.
+        # Globs of the records do not match the names of unfinished files.
         parts = [files.enter_context(new_file(folder / name)).name for name in names]
         try:
             counts, settings = write(parts)
@@ -242,7 +233,7 @@ def _write_split(
             for path in folder.iterdir()
             if own.fullmatch(path.name) and path.name not in names
         ]
-        # The new counts are written last, since a process may end in between: files
+        # New counts are written last, in case the process ends in between: files
         # without a count are counted.
         kept = {n: number for n, number in known.items() if not own.fullmatch(n)}
         write_json(folder / SIDECAR, {**settings, "counts": kept})
@@ -253,7 +244,7 @@ def _write_split(
 
 
 def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
-    """Writes records to files in turn, and returns the numbers of records."""
+    """Writes records to files in turn, and returns the number in each."""
     import tensorflow as tf
 
     counts, sizes = [0] * len(parts), [0] * len(parts)
@@ -272,7 +263,7 @@ def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list
     except tf.errors.OpError as error:
         part = next((part for part in parts if part in error.message), None)
         if part is None:
-            # Of the records: they may come from TensorFlow, too.
+            # Applies to records, too: they may come from TensorFlow.
             raise
         reasons = {os.strerror(number): number for number in errno.errorcode}
         reason = error.message.rpartition("; ")[2]
@@ -284,7 +275,7 @@ def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list
 
 
 def _encoded_image(image: Any, number: int) -> bytes:
-    """The bytes of an image file: those that are there, or PNG of an array."""
+    """Returns encoded bytes as they are, and encodes arrays as PNG."""
     import tensorflow as tf
 
     if isinstance(image, bytes):

@@ -1,8 +1,8 @@
-"""Which examples of a split are used: exclusion, unreadable images, duplicates.
+"""Which examples of a split to use: exclusion, unreadable images, duplicates.
 
-An exact hash finds the same pixels in another split. A perceptual hash finds images
-that were resized, compressed again or made brighter: its 64 bits are the low
-frequencies of the grey image that are above their median, and copies differ in few.
+An exact hash finds identical pixels. A perceptual hash finds images that were resized,
+recompressed or brightened: its 64 bits say which low frequencies of the grey image are
+above their median, and copies differ in few of them.
 """
 
 import numbers
@@ -23,11 +23,11 @@ from keras_moe.data.sources import open_source
 from keras_moe.files import write_json
 
 UNREADABLE = ("raise", "exclude")
-# The side of the image that the perceptual hash reads, and its number of frequencies.
+# Side of the image that the perceptual hash reads, and its number of frequencies.
 _SIZE, _FREQUENCIES = 32, 8
-# The standard deviation in grey levels below which there is no structure to compare.
+# Standard deviation in grey levels below which there is no structure to compare.
 _LEAST_DEVIATION = 2.0
-# The number of distances that are held at once.
+# Number of distances to hold in memory.
 _BLOCK = 1 << 22
 _FILE = Record(
     {
@@ -53,13 +53,12 @@ def write_exclusion(
 
     Args:
         path: path of the JSON file.
-        source: name of a source of `keras_moe.data.load`.
-        split: name of a split of the source.
+        source: a source of `keras_moe.data.load`.
+        split: a split of the source.
         count: number of all examples of the split.
-        indices: indices of the examples to leave out, such as `find_unreadable`
-            returns.
-        **notes: further entries of the file, such as the way the examples were chosen;
-            JSON-serialisable.
+        indices: indices of the examples to leave out, for example from
+            `find_unreadable`.
+        **notes: further JSON data for the file, such as how examples were chosen.
 
     Example:
 
@@ -82,14 +81,13 @@ def find_unreadable(
     """Finds the images of a split that cannot be read or decoded, by reading all.
 
     Args:
-        source: name of a source of `keras_moe.data.load`.
-        split: name of a split.
+        source: a source of `keras_moe.data.load`.
+        split: a split of the source.
         data_dir: folder of TensorFlow Datasets.
-        progress: function that is called with the number of images that are done, and
-            the number of all images.
+        progress: called with the number of finished images and the total.
 
     Returns:
-        Sorted indices, int64: for `exclude` of `keras_moe.data.load`, or for
+        Sorted int64 indices, for `exclude` of `keras_moe.data.load` or for
         `write_exclusion`.
 
     Example:
@@ -103,11 +101,11 @@ def find_unreadable(
 
 
 def find_corrupt_files(source: str) -> list[str]:
-    """The files of a source that cannot be read.
+    """Finds the files of a source that cannot be read, by reading all.
 
-    It reads all of them: images are decoded, and TFRecord files are read to their end.
-    Missing images that a `labels.json` names count, too; splits without images do not
-    matter. `find_unreadable` is for the images within TFRecord files.
+    Images are decoded, and TFRecord files are read to the end; for the images within
+    them use `find_unreadable`. Images that a `labels.json` names but are missing count,
+    too.
 
     Args:
         source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
@@ -136,17 +134,17 @@ def excluded_examples(
     exclude: Any = (),
     unreadable: str = "raise",
 ) -> np.ndarray:
-    """The examples that `load` leaves out, for several calls of it.
+    """Computes once which examples `load` leaves out, for several calls of it.
 
     Args:
-        source: name of a source of `keras_moe.data.load`.
-        split: name of a split.
+        source: a source of `keras_moe.data.load`.
+        split: a split of the source.
         data_dir: folder of TensorFlow Datasets.
         exclude: examples to leave out; see `LoadOptions`.
-        unreadable: treatment of images that cannot be read; see `LoadOptions`.
+        unreadable: how to treat unreadable images; see `LoadOptions`.
 
     Returns:
-        Sorted indices, int64, to pass as `exclude` instead of both arguments.
+        Sorted int64 indices, to pass as `exclude` instead of both arguments.
 
     Example:
 
@@ -161,7 +159,7 @@ def excluded_examples(
 def left_out(
     examples: Examples, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:
-    """Sorted indices of the examples that `exclude` and `unreadable` leave out."""
+    """Returns the sorted indices that `exclude` and `unreadable` leave out."""
     check_unreadable(unreadable)
     indices = without_captions(examples, split, exclude, unreadable)
     if unreadable == "raise":
@@ -176,7 +174,7 @@ def left_out(
         f"{len(bad)} of {rest.count} images of {source!r}, split={split!r} "
         f"cannot be read and are left out: {names}{', ...' if len(bad) > 5 else ''}"
     )
-    # With one place, whoever calls, Python shows it once for several calls.
+    # A fixed location makes Python show the warning once for several calls.
     warnings.warn(message, stacklevel=1)
     if len(bad) == rest.count:
         raise ValueError(
@@ -190,7 +188,7 @@ def left_out(
 def without_captions(
     examples: Examples, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:
-    """Sorted indices of `exclude`, and of examples with unusable captions."""
+    """Returns sorted indices of `exclude` and of examples with unusable captions."""
     source, count = examples.name, examples.count
     indices = excluded_indices(exclude, source, split, count)
     info = examples.captions
@@ -214,12 +212,12 @@ def without_captions(
 
 
 def check_unreadable(unreadable: str) -> None:
-    """Raises ValueError unless a treatment of images is known."""
+    """Validates the treatment of unreadable images."""
     check_one_of("unreadable", unreadable, UNREADABLE)
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
-    """The indices of `exclude`, an argument of `load`, sorted and each once."""
+    """Returns the sorted unique indices of `exclude`, an argument of `load`."""
     what = f"exclude={exclude!r:.100}"
     files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
     is_list = isinstance(files, (list, tuple)) and files
@@ -241,7 +239,7 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
 
 
 def _indices(path, source, split, count) -> list[int]:
-    """The indices in a file, if it is for this split."""
+    """Reads the indices of a file, if it is for this split."""
     content = read_json(Path(path), _FILE)
     same = content["split"] == split and content["count"] == count
     if not same or not _may_be(source, content.get("source", source)):
@@ -254,7 +252,7 @@ def _indices(path, source, split, count) -> list[int]:
 
 
 def _may_be(source, other):
-    """Whether two names may be of one data set: folders may have moved."""
+    """Whether two names may refer to the same data: folders may have moved."""
     kinds = [str(name).partition(":")[0] for name in (source, other)]
     return kinds[0] == kinds[1] and (
         kinds[0] in ("folder", "tfrecord") or source == other
@@ -268,7 +266,7 @@ def _text(place: bytes) -> str:
 def _unreadable(
     examples: Examples, progress: Callable | None = None
 ) -> list[tuple[int, bytes]]:
-    """Positions and places of the images that cannot be read or decoded."""
+    """Returns positions and locations of images that cannot be read or decoded."""
     import tensorflow as tf
 
     if examples.place is None:
@@ -276,7 +274,7 @@ def _unreadable(
 
     def checked(position, item):
         def readable(item):
-            # The result depends on the pixels, which would not be decoded otherwise.
+            # Depends on the pixels, which would not be decoded otherwise.
             return tf.size(examples.decode(examples.read(item)["image"])) > 0
 
         is_good = attempt(readable, item, lambda *_: tf.constant(False))
@@ -294,8 +292,8 @@ class ImageHashes(NamedTuple):
     Fields:
         exact: (N,) int64, hashes of shape and pixels.
         perceptual: (N,) uint64, hashes of low frequencies.
-        has_structure: (N,) bool, False for images of one colour all over, whose
-            perceptual hash means nothing.
+        has_structure: (N,) bool, False for images of a single colour, where the
+            perceptual hash is meaningless.
     """
 
     exact: np.ndarray
@@ -312,11 +310,10 @@ def image_hashes(
     """Reads and hashes all images of a split.
 
     Args:
-        source: name of a source of `keras_moe.data.load`.
-        split: name of a split.
+        source: a source of `keras_moe.data.load`.
+        split: a split of the source.
         data_dir: folder of TensorFlow Datasets.
-        progress: function that is called with the number of images that are done, and
-            the number of all images.
+        progress: called with the number of finished images and the total.
 
     Example:
 
@@ -347,22 +344,21 @@ def find_duplicates(
     max_distance: int | None = 3,
     progress: Callable[[int, int], Any] | None = None,
 ) -> np.ndarray:
-    """Finds the images that are also in a reference, such as a validation split.
+    """Finds images that also occur in a reference, such as a validation split.
 
-    All distances are computed, a block at a time: memory does not grow with the data.
+    Computes all distances in blocks of constant memory.
 
     Args:
-        hashes: hashes of the images to look through.
+        hashes: hashes of the images to search.
         reference: hashes of the images to find.
         max_distance: number of bits in which the perceptual hash of a copy may differ,
-            in [0, 32]; None finds the same pixels only. Among 600 handwritten digits,
-            3 finds 99.5% and more of the copies that are resized or saved as JPEG of
-            quality 30, and takes no two different digits for copies.
-        progress: function that is called with the number of images that are done, and
-            the number of all images.
+            in [0, 32]; None finds identical pixels only. Among 600 handwritten digits,
+            3 finds at least 99.5% of the copies that are resized or saved as JPEG of
+            quality 30, and never confuses two digits.
+        progress: called with the number of finished images and the total.
 
     Returns:
-        Sorted indices, int64, into `hashes`: for `exclude` of `keras_moe.data.load`.
+        Sorted int64 indices into `hashes`, for `exclude` of `keras_moe.data.load`.
 
     Example:
 
@@ -397,16 +393,16 @@ def find_duplicates(
 
 
 def _perceptual(tf, pixels):
-    """64 bits of an image (height, width, 1 or 3), and its standard deviation."""
+    """Returns the 64-bit hash of an image, and its standard deviation."""
     if pixels.shape[-1] == 3:
         pixels = tf.image.rgb_to_grayscale(pixels)
-    # Resizing by area counts every pixel, however large the image is.
+    # Resizing by area uses every pixel, however large the image is.
     small = tf.image.resize(pixels, (_SIZE, _SIZE), method="area")[..., 0]
     places = (2 * np.arange(_SIZE) + 1) * np.pi / (2 * _SIZE)
     cosines = np.cos(np.arange(_FREQUENCIES)[:, None] * places).astype("float32")
     low = tf.reshape(cosines @ small @ cosines.T, [-1])
-    # The first is the mean, which brightness changes. The others are odd in number, so
-    # that their median is one of them.
+    # The first is the mean, which changes with brightness. The others are odd in
+    # number, so that their median is one of them.
     others = tf.sort(low[1:])
     return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)
 
@@ -415,21 +411,20 @@ _ONES_OF_16_BITS = np.array([bin(number).count("1") for number in range(1 << 16)
 
 
 def _ones(numbers: np.ndarray) -> np.ndarray:
-    """The number of bits that are set in each uint64."""
+    """Counts the set bits of each uint64."""
     parts = numbers.view("u2").reshape(*numbers.shape, 4)
     return _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")
 
 
 def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
-    """Indices of all examples, among which a subpopulation has `count` places.
+    """Repeats a subpopulation's examples until it has `count` of them.
 
-    The members' numbers of places differ by one at most.
+    Its members are repeated equally often, up to a difference of one.
 
     Args:
         members: boolean (N,), True for examples of the subpopulation.
-        count: number of places of the subpopulation, such as the size of another one;
-            not less than its number of members.
-        seed: seed of the order, and of the members that get one place more.
+        count: desired size of the subpopulation, at least its number of members.
+        seed: seed of the order, and of the members that are repeated once more.
 
     Returns:
         int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
@@ -440,7 +435,6 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
 
     Example:
 
-    >>> import numpy as np
     >>> from keras_moe.data import oversample
     >>> indices = oversample([True, False, False, False], count=3)
     >>> np.bincount(indices).tolist()

@@ -1,4 +1,4 @@
-"""The sources of examples by name, and their classes."""
+"""Sources of examples by name, and their classes."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -25,17 +25,17 @@ from keras_moe.data.labels import Classes
 
 
 class Source(NamedTuple):
-    """A kind of source, opened by what follows the colon in its name.
+    """A kind of source; its functions receive what follows the colon in the name.
 
     Fields:
         classes: function of (name, data_dir) to the classes, without a download; None
-            for a source without labels.
+            for sources without labels.
         labelled: function of (name, split, data_dir) to examples with labels.
         captioned: function of (name, split, `CaptionOptions`) to examples with
-            captions, or to None where there are labels only; None for a source that
-            never has captions.
-        alone: whether the kind by itself is a source, such as "digits".
-        named: whether it is one with a name, such as "tfds:cifar10".
+            captions, or to None if they only have labels; None for kinds without
+            captions.
+        alone: whether the kind is a source without a name, such as "digits".
+        named: whether it is a source with a name, such as "tfds:cifar10".
     """
 
     classes: Callable[[str, str | None], Classes] | None = None
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 
 def _of_module(module: Any, **names: bool) -> Source:
-    """The source that a module's functions open."""
+    """Builds a source from a module's functions."""
     functions = ("find_classes", "open_labelled", "open_captioned")
     return Source(*(getattr(module, name, None) for name in functions), **names)
 
@@ -64,7 +64,7 @@ SOURCES = {
 
 
 def find_source(source: Any) -> tuple[Source, str]:
-    """A kind of source and the name within it, or an error with the likeliest names."""
+    """Returns the kind and the name of a source; errors suggest the nearest names."""
     if isinstance(source, str):
         kind, colon, name = source.partition(":")
         found = SOURCES.get(kind)
@@ -85,7 +85,7 @@ def find_source(source: Any) -> tuple[Source, str]:
 
 
 def open_source(source: str, split: str, data_dir: str | None) -> Examples:
-    """The examples of a split with labels; missing data of `tfds:` are downloaded."""
+    """Opens a split with labels; downloads missing data of `tfds:`."""
     kind, name = find_source(source)
     if kind.labelled is None:
         raise ValueError(
@@ -98,7 +98,7 @@ def open_source(source: str, split: str, data_dir: str | None) -> Examples:
 
 
 def open_captioned(source: Any, split: str, options: CaptionOptions) -> list[Examples]:
-    """The examples of a split with captions, of each source in a mixture."""
+    """Opens a split with captions, for each source of a mixture."""
     sources = list(source) if isinstance(source, Mapping) else [source]
     opened = [_open_captioned(one, split, options) for one in sources]
     if options.templates is not None and not any(x.captions.of_classes for x in opened):
@@ -110,7 +110,7 @@ def open_captioned(source: Any, split: str, options: CaptionOptions) -> list[Exa
 
 
 def has_captions(source: str, split: str, data_dir: str | None) -> bool:
-    """Whether a source has captions, not only names of classes."""
+    """Whether a source has captions and not only class names."""
     (examples,) = open_captioned(source, split, CaptionOptions(data_dir=data_dir))
     return not examples.captions.of_classes
 
@@ -137,14 +137,14 @@ def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Example
 
 
 def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | None:
-    """Names of the classes of a source that `load` knows; downloads nothing.
+    """Returns the class names of a source of `load`, without a download.
 
     Args:
-        source: name of a source of `load`.
+        source: a source of `load`.
         data_dir: folder of TensorFlow Datasets.
 
     Returns:
-        The names in the order of the labels, or None if the source has none.
+        The names in the order of the labels, or None if there are none.
 
     Example:
 
@@ -156,10 +156,10 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
 
 
 def num_classes(source: str, data_dir: str | None = None) -> int:
-    """Number of classes of a source that `load` knows; downloads nothing.
+    """Returns the number of classes of a source of `load`, without a download.
 
     Args:
-        source: name of a source of `load`.
+        source: a source of `load`.
         data_dir: folder of TensorFlow Datasets.
 
     Example:
