@@ -33,7 +33,7 @@ if not _is_program():
     from keras_moe import layers, losses, ops, routers
 
 _CORE = ("layers", "losses", "ops", "routers")
-# These need more than Keras (KerasHub, tf.data, matplotlib): imported at first use.
+# Imported at first use, since they need KerasHub, tf.data or matplotlib.
 _LAZY = (
     "analysis",
     "data",

@@ -1,4 +1,4 @@
-"""Checks of arguments: errors with the expected and the received value."""
+"""Argument checks: errors name the expected and the received value."""
 
 import difflib
 import inspect
@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import numpy as np
 
-# The largest that NumPy and `keras.utils.set_random_seed` accept.
+# The largest seed that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
 
 
 def check_integer(
     name: str, value: Any, minimum: int = 1, maximum: int | None = None
 ) -> int:
-    """`value` as an int, if it is an integer within the bounds."""
+    """Returns `value` as an int; it must be an integer within the bounds."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
         end = "" if maximum is None else f" <= {maximum}"
@@ -28,12 +28,12 @@ def check_integer(
 
 
 def check_seed(name: str, seed: Any) -> int | None:
-    """`seed`, if it is None or an integer that all random generators accept."""
+    """Returns `seed`; it must be None or an integer valid for all random generators."""
     return None if seed is None else check_integer(name, seed, 0, LARGEST_SEED)
 
 
 def check_selected(num_selected_experts: Any, num_experts: int) -> int:
-    """`num_selected_experts` as an int, if it is between 1 and `num_experts`."""
+    """Returns `num_selected_experts` as an int in [1, `num_experts`]."""
     selected = check_integer("num_selected_experts", num_selected_experts)
     if selected > num_experts:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_selected(num_selected_experts: Any, num_experts: int) -> int:
 
 
 def positive_integers(value: Any) -> tuple[int, ...] | None:
-    """`value` as a tuple, or None if it is no sequence of positive integers."""
+    """Returns `value` as a tuple, or None if it is not a sequence of positive ints."""
     try:
         return tuple(check_integer("size", size) for size in value)
     except (TypeError, ValueError):
@@ -52,7 +52,7 @@ def positive_integers(value: Any) -> tuple[int, ...] | None:
 
 
 def check_pair(name: str, value: Any) -> tuple[int, int]:
-    """`value` as two positive integers, for sizes given as one int or a pair."""
+    """Returns `value`, a positive integer or a pair of them, as a pair."""
     values = positive_integers((value, value)) or positive_integers(value)
     if values is None or len(values) != 2:
         raise ValueError(
@@ -63,7 +63,7 @@ def check_pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
-    """`image_shape` as a tuple, if it is (height, width, channels)."""
+    """Returns `image_shape` as a tuple (height, width, channels)."""
     sizes = positive_integers(image_shape)
     if sizes is None or len(sizes) != 3:
         raise ValueError(
@@ -74,7 +74,7 @@ def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
 
 
 def head_size(num_heads: Any, hidden_dim: int) -> int:
-    """The size of each attention head, if `num_heads` divides `hidden_dim`."""
+    """Returns the size of each attention head; `num_heads` must divide `hidden_dim`."""
     if hidden_dim % check_integer("num_heads", num_heads):
         raise ValueError(
             "Expected num_heads to divide hidden_dim; received: "
@@ -84,7 +84,7 @@ def head_size(num_heads: Any, hidden_dim: int) -> int:
 
 
 def check_positive(name: str, value: Any) -> float:
-    """`value` as a float, if it is a positive finite number."""
+    """Returns `value` as a float; it must be positive and finite."""
     if not _is_finite(value) or value <= 0:
         raise ValueError(
             f"Expected {name} to be a finite number, {name} > 0; "
@@ -94,7 +94,7 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def check_number(name: str, value: Any) -> float:
-    """`value` as a float, if it is a finite number."""
+    """Returns `value` as a float; it must be finite."""
     if not _is_finite(value):
         raise ValueError(
             f"Expected {name} to be a finite number; received: {name}={value!r}"
@@ -103,7 +103,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """`value`, if it is a finite number of at least 0."""
+    """Returns `value`; it must be finite and at least 0."""
     if not _is_finite(value) or value < 0:
         raise ValueError(
             f"Expected {name} to be a finite number, {name} >= 0; "
@@ -113,7 +113,7 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_dropout(name: str, rate: float) -> float:
-    """`rate`, if it is a number in [0, 1)."""
+    """Returns `rate`; it must be in [0, 1)."""
     if not _is_finite(rate) or not 0 <= rate < 1:
         raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
     return rate
@@ -125,7 +125,7 @@ def _is_finite(value):
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """`value`, if it is True or False."""
+    """Returns `value`; it must be True or False."""
     if not isinstance(value, bool):
         raise ValueError(
             f"Expected {name} to be True or False; received: {name}={value!r}"
@@ -134,7 +134,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_one_of(name: str, value: Any, allowed: Any) -> Any:
-    """`value`, if it is one of those that are allowed."""
+    """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:
         raise ValueError(
             f"Expected {name} to be one of {tuple(allowed)}; received: {name}={value!r}"
@@ -145,10 +145,10 @@ def check_one_of(name: str, value: Any, allowed: Any) -> Any:
 def check_class_labels(
     labels: Any, num_classes: int, ignored: int | None = None
 ) -> None:
-    """Checks class labels, if they are a NumPy array."""
+    """Validates the range of class labels given as a NumPy array."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
         return
-    # False for NaN.
+    # NaN fails the comparison.
     fits = (labels >= 0) & (labels < num_classes)
     if labels.dtype.kind == "f":
         fits &= labels == np.floor(labels)
@@ -163,7 +163,7 @@ def check_class_labels(
 
 
 def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
-    """`mask` as an array or tensor, if it has a shape, and booleans or integers."""
+    """Returns `mask` as an array or tensor; it must have one of the shapes."""
     if mask is None:
         return None
     mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
@@ -172,14 +172,14 @@ def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
 
 
 def check_ids(name: str, ids: Any, shape: tuple) -> None:
-    """Checks that `ids` has the shape, and integers."""
+    """Validates that `ids` are integers of this shape."""
     if ids is not None:
         ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
         _check_like(name, ids, [shape], ("int", "uint"), "integer")
 
 
 def _check_like(name, value, shapes, kinds, expected):
-    """Checks the kind of dtype and the shape of an array."""
+    """Validates an array's dtype kind and shape."""
     dtype = keras.backend.standardize_dtype(value.dtype)
     fits = any(_fits_shape(value.shape, shape) for shape in shapes)
     if not fits or not dtype.startswith(kinds):
@@ -191,14 +191,14 @@ def _check_like(name, value, shapes, kinds, expected):
 
 
 def _fits_shape(received, expected):
-    # Unknown sizes fit any other.
+    # Unknown sizes match any other.
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )
 
 
 def check_disjoint(name: str, pools: Any) -> None:
-    """Checks that no two sequences have a value in common."""
+    """Validates that no two sequences share a value."""
     values = [value for pool in pools or () for value in {*pool}]
     if len(set(values)) < len(values):
         raise ValueError(
@@ -207,14 +207,14 @@ def check_disjoint(name: str, pools: Any) -> None:
 
 
 def check_path(name: str, path: Any) -> Any:
-    """`path`, if it has no NUL, for which Python's error does not name the path."""
+    """Returns `path`; rejects NUL, for which Python's error does not name the path."""
     if "\0" in str(path):
         raise ValueError(f"Expected a path without NUL; received: {name}={str(path)!r}")
     return path
 
 
 def check_dtype(name: str, dtype: Any) -> Any:
-    """`dtype`, if it is a dtype policy of Keras, its name or config, or None."""
+    """Returns `dtype`; it must be a Keras dtype policy, its name or config, or None."""
     try:
         keras.dtype_policies.get(dtype)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -226,7 +226,7 @@ def check_dtype(name: str, dtype: Any) -> Any:
 
 
 def check_initializer(name: str, value: Any) -> Any:
-    """The initializer that `value` is, or that it names."""
+    """Returns an initializer given as object, name or config."""
     try:
         initializer = keras.initializers.get(value)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -240,7 +240,7 @@ def check_initializer(name: str, value: Any) -> Any:
 
 
 def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
-    """Checks the shapes of an allocation's arguments, and a static capacity."""
+    """Validates the shapes of an allocation's arguments and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
         raise ValueError(
             "Expected affinity and gates of one shape (groups, tokens, experts); "
@@ -257,7 +257,7 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
 
 
 def argument_names(cls: type) -> list[str]:
-    """The names of a constructor's own arguments."""
+    """Returns the names of a constructor's arguments, without inherited ones."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     return [
         parameter.name
@@ -269,9 +269,9 @@ def argument_names(cls: type) -> list[str]:
 def check_argument_names(
     kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
 ) -> None:
-    """Raises ValueError if `kwargs` has a name that is not among `names`.
+    """Raises ValueError if a key of `kwargs` is not among `names`.
 
-    The names in `also` are suggested for a misspelt one, too.
+    Suggestions for misspelt names include those in `also`.
     """
     for name, value in kwargs.items():
         if name not in names:
@@ -282,6 +282,6 @@ def check_argument_names(
 
 
 def nearest(name: str, names) -> str:
-    """A clause with the names that are nearest to `name`, or with all."""
+    """Returns a clause with the names nearest to `name`, or with all names."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

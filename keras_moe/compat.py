@@ -1,9 +1,9 @@
 """Private parts of Keras and KerasHub, and why each is needed.
 
-Nothing else in the package imports from `keras.src` or `keras_hub.src`. Checked with
-Keras 3.15.1 and KerasHub 0.32.0. Functions that need KerasHub import it when they are
-called: the core needs Keras only. `PRIVATE_METHODS` lists the private methods that
-subclasses override or call; a test compares them with the installed versions.
+No other module imports from `keras.src` or `keras_hub.src`. Tested with Keras 3.15.1
+and KerasHub 0.32.0. KerasHub is imported inside functions, because the core needs only
+Keras. `PRIVATE_METHODS` lists the private methods that subclasses override or call; a
+test compares them with the installed versions.
 """
 
 import collections
@@ -17,24 +17,24 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-# Keras passes an implicit mask to calls with one tensor only: a layer with several
-# inputs has to read it from the tensor.
+# Keras passes implicit masks only to calls with one tensor: layers with several inputs
+# have to read them from the tensors.
 from keras.src.backend.common.masking import get_keras_mask
 
-# Inside a layer's call, only `AutocastScope(None)` gives variables in their own dtype,
-# and nothing public tells which scope is active.
+# Within a layer's call, only `AutocastScope(None)` gives variables in their own dtype,
+# and no public function tells which scope is active.
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 
-# Initializers that scale by fans compute them inside their calls.
+# Initializers that scale by fans compute them in their calls.
 from keras.src.initializers.random_initializers import compute_fans
 
-# Keras changes the bases of a class when it builds the first model of it.
+# Keras changes the bases of a class when the first model of it is built.
 from keras.src.models.model import inject_functional_model_class
 
-# Stores copy the arrays that they read, and cannot read into a buffer.
+# Public stores copy the arrays they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 
-# `keras.saving.save_weights` asks this way before it replaces a file.
+# `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
 __all__ = [
@@ -72,7 +72,7 @@ __all__ = [
 
 
 class PrivateMethod(NamedTuple):
-    """A private method of another library that classes of this one override or call."""
+    """A private method of Keras or KerasHub that our classes override or call."""
 
     owner: type
     name: str
@@ -137,26 +137,26 @@ PRIVATE_METHODS = (
 def flatten_layers(
     layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True
 ) -> list[keras.layers.Layer]:
-    """A layer and all that are inside it.
+    """Returns a layer and all layers inside it.
 
-    The public `Model.layers` lists the outermost ones, and a `Layer` has no list.
+    Publicly, `Model.layers` lists only the outermost, and a `Layer` lists none.
     """
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
 
 def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Variable]:
-    """The variables that a layer made itself, without those of layers inside it.
+    """Returns the variables of a layer itself, without those of inner layers.
 
-    The public lists have the variables of all layers inside, too.
+    The public lists include inner layers.
     """
     name = "_trainable_variables" if trainable else "_non_trainable_variables"
     return list(getattr(layer, name))
 
 
 def clear_losses(layer: keras.layers.Layer) -> None:
-    """Clears the losses that `add_loss` added in a layer and in all inside it.
+    """Clears the `add_loss` losses of a layer and of all layers inside it.
 
-    Keras clears them at the beginning of the outermost call only.
+    Keras clears them only when the outermost call begins.
     """
     layer._clear_losses()
 
@@ -165,7 +165,7 @@ def clear_losses(layer: keras.layers.Layer) -> None:
 def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
     """Lets a built layer add weights, such as LoRA adapters.
 
-    Keras locks a layer when it is built, and its own layers unlock themselves.
+    Keras locks layers when they are built; its own layers unlock themselves.
     """
     layer._tracker.unlock()
     try:
@@ -177,19 +177,19 @@ def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
 def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     """Sets a built layer's policy and nothing else.
 
-    The public setter quantises a layer whose new policy is quantised.
+    The public setter quantises the layer if the new policy is quantised.
     """
     layer._dtype_policy = policy
 
 
 def hands_on(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
-    """Whether Keras passes arguments to a layer's `call`, outside of a `RematScope`."""
+    """Whether Keras passes these arguments to `call`, outside of a `RematScope`."""
     takes = layer._call_has_training_arg or "training" not in names
     return takes and layer._remat_mode is None
 
 
 def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
-    """Whether PyTorch has something to run around a layer's call."""
+    """Whether PyTorch hooks run around a layer's call."""
     names = ("forward_pre", "forward", "backward_pre", "backward")
     return layer._compiled_call_impl is not None or any(
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
@@ -198,10 +198,9 @@ def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
 
 
 def is_state_of_steps(name: str) -> bool:
-    """Whether an attribute of a model is what JAX's trainer keeps of its last step.
+    """Whether an attribute of a model is the state that JAX's trainer keeps per step.
 
-    Keras searches each new attribute for layers and weights; this one, which is new at
-    each step, only has arrays.
+    Keras searches new attributes for layers and weights, which this one never has.
     """
     return name == "_jax_state"
 
@@ -209,20 +208,20 @@ def is_state_of_steps(name: str) -> bool:
 def mark_loss_as_built(model: keras.Model) -> None:
     """Marks a compiled model's loss as built.
 
-    `train_on_batch` runs a symbolic step before each real one until Keras's container
-    of the loss is built, which a custom `compute_loss` never calls.
+    Until then, `train_on_batch` runs a symbolic step before each real one; a custom
+    `compute_loss` never builds it.
     """
     model._compile_loss.built = True
 
 
 def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
-    """Gives a compiled model another metric for its loss, a mean over batches."""
-    # Not `setattr`: Keras would track the metric twice.
+    """Replaces the loss metric of a compiled model, a mean over batches."""
+    # `setattr` would make Keras track the metric twice.
     object.__setattr__(model, "_loss_tracker", metric)
 
 
 def has_seed_generator(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is one of Keras's for `tf.data` that draws from a generator.
+    """Whether a layer is a Keras layer for `tf.data` with a random generator.
 
     Their base class, `DataLayer`, is not public.
     """
@@ -233,7 +232,7 @@ def has_seed_generator(layer: keras.layers.Layer) -> bool:
 def replaced_seed_generator(
     layer: keras.layers.Layer, generator: keras.random.SeedGenerator
 ) -> Iterator[None]:
-    """Makes a layer for `tf.data` draw from another generator than its own."""
+    """Replaces the generator of a layer for `tf.data` within the context."""
     # In the instance's dict, where Keras does not track it.
     layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
     try:
@@ -246,29 +245,29 @@ def replaced_seed_generator(
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The averages that an optimizer keeps of its weights, in the weights' order.
+    """Returns the optimizer's averages of the weights, in the weights' order.
 
-    The public `finalize_variable_values` overwrites the weights with them for good.
+    The public `finalize_variable_values` overwrites the weights for good.
     """
     return list(optimizer._model_variables_moving_average)
 
 
 def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """The number of batches that an optimizer has seen.
+    """Returns the variable that counts the batches an optimizer has seen.
 
-    The public `iterations` counts updates, each of several batches with accumulation.
+    The public `iterations` counts updates, which differs with accumulation.
     """
     return optimizer._iterations
 
 
 def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
-    """An optimizer's learning rate, or its schedule; the public one is a number."""
+    """Returns an optimizer's learning rate or schedule; the public one is a number."""
     return optimizer._learning_rate
 
 
 @contextlib.contextmanager
 def restored(variables: list) -> Iterator[list[np.ndarray]]:
-    """Lets variables change within the context, and restores their values after it."""
+    """Lets variables change within the context and restores them on exit."""
     kept = [np.array(keras.ops.convert_to_numpy(v.value)) for v in variables]
     try:
         yield kept
@@ -278,15 +277,15 @@ def restored(variables: list) -> Iterator[list[np.ndarray]]:
 
 
 def variable_layout(variable: keras.Variable) -> Any:
-    """The layout of a variable on devices, or None; no public attribute has it."""
+    """Returns a variable's layout on devices, or None; there is no public attribute."""
     return getattr(variable, "_layout", None)
 
 
-# Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only as a whole.
+# Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only entirely.
 
 
 def get_file(preset: str, name: str) -> str:
-    """The path of a preset's file, which is downloaded where it is remote."""
+    """Returns the path of a preset's file, and downloads remote ones."""
     if os.path.isdir(preset):
         # KerasHub imports TensorFlow before it looks for a folder.
         path = os.path.join(preset, name)
@@ -300,7 +299,7 @@ def get_file(preset: str, name: str) -> str:
 
 
 def check_file_exists(preset: str, name: str) -> bool:
-    """Whether a preset has a file of a name."""
+    """Whether a preset has a file of this name."""
     try:
         get_file(preset, name)
     except FileNotFoundError:
@@ -309,20 +308,20 @@ def check_file_exists(preset: str, name: str) -> bool:
 
 
 def load_json(preset: str, name: str = "config.json") -> dict:
-    """The content of a preset's JSON file."""
+    """Loads a preset's JSON file."""
     with open(get_file(preset, name), encoding="utf-8") as file:
         return json.load(file)
 
 
 def stored_dataset(store: Any, key: str) -> Any | None:
-    """The HDF5 dataset of an array in a store of weights, which is not read yet.
+    """Returns the unread HDF5 dataset of an array in a weights store.
 
-    The public `store[key]` reads it, and copies what it has read.
+    The public `store[key]` reads and copies it.
     """
     group = getattr(store, "_h5_entry_group", None)
     if not isinstance(store, H5IOStore) or key not in group:
         return None
-    # It refuses links and values in other files.
+    # Rejects links and values in other files.
     dataset = safe_get_h5_dataset(group, key)
     return None if "dtype" in dataset.attrs else dataset
 
@@ -333,11 +332,11 @@ _GENERATOR = re.compile(r"(.*/)?seed_generator(?:_\d+)?/(\w+)")
 
 
 class _NoParameters:
-    """The class of other backends, whose models are no modules."""
+    """Base class on other backends, where models are not modules."""
 
 
 class _TorchParameters:
-    """Makes `parameters()` and `state_dict()` of a KerasHub model complete."""
+    """Completes `parameters()` and `state_dict()` of a KerasHub model."""
 
     def _track_variables(self):
         super()._track_variables()
@@ -378,7 +377,7 @@ class _TorchParameters:
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any):
-        # PyTorch calls it for `to`, `cuda`, `double` and the like.
+        # PyTorch calls it for `to`, `cuda`, `double` and so on.
         self._track_all()
         return super()._apply(*args, **kwargs)
 

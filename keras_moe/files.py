@@ -1,8 +1,8 @@
-"""Files and folders that are written whole or not at all, and locks.
+"""Atomic writes of files and folders, and locks.
 
-Content goes to a new name next to its target, is synced to the disk, and then replaces
-the target. File modes follow the umask. A failed write is an OSError that names the
-path and the number of bytes, and leaves the older file or folder as it was.
+Content is written under a new name next to the target, synced to disk, and renamed.
+File modes follow the umask. A failed write raises an OSError with the path and the
+number of bytes, and leaves the existing file or folder intact.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _PATIENCE = 600
 
 
 def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
-    """An error with the file that could not be written, and the bytes that it needs."""
+    """Returns an error with the path and the bytes that could not be written."""
     reason = f"{error.strerror or error}; received: {size:,} bytes to write"
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(Path(path).absolute().parent).free
@@ -44,7 +44,7 @@ def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
 
 
 def check_free_space(path: str | os.PathLike, size: int) -> None:
-    """Raises OSError if the disk has no room for a new file of `size` bytes."""
+    """Raises OSError if the disk has no space for a new file of `size` bytes."""
     free = shutil.disk_usage(Path(path).absolute().parent).free
     if size > free:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -55,7 +55,7 @@ def check_free_space(path: str | os.PathLike, size: int) -> None:
 def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
     """Opens a new file that replaces `path` once everything is written.
 
-    Without room for `size` bytes nothing is written.
+    Writes nothing if there is no space for `size` bytes.
     """
     path = Path(path)
     check_free_space(path, size)
@@ -77,23 +77,23 @@ def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: str | os.PathLike, data: Any) -> None:
-    """Writes a file whole, or leaves the one that is there."""
+    """Writes a file atomically."""
     with new_file(path, memoryview(data).nbytes) as file:
         file.write(data)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a text in UTF-8 as `write_bytes` does."""
+    """Writes UTF-8 text atomically."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes a JSON file, in which NaN and infinities are null, as `write_bytes`."""
+    """Writes JSON atomically; NaN and infinities become null."""
     write_text(path, json_text(value) + "\n")
 
 
 def json_text(value: Any) -> str:
-    """A value as indented JSON, in which NaN and infinities are null."""
+    """Returns indented JSON; NaN and infinities become null."""
     return json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
 
 
@@ -106,7 +106,7 @@ def _without_non_finite(value):
 
 
 def sync_file(path: str | os.PathLike) -> None:
-    """Syncs a file to the disk."""
+    """Syncs a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,14 +115,14 @@ def sync_file(path: str | os.PathLike) -> None:
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Syncs the names in a folder to the disk."""
-    # Windows opens no folders.
+    """Syncs the names in a folder to disk."""
+    # Windows cannot open folders.
     if os.name != "nt":
         sync_file(path)
 
 
 def _sync_tree(path: str | os.PathLike) -> None:
-    """Syncs a folder with everything in it to the disk."""
+    """Syncs a folder and everything in it to disk."""
     for parent, _, names in os.walk(path):
         for name in names:
             file = os.path.join(parent, name)
@@ -132,7 +132,7 @@ def _sync_tree(path: str | os.PathLike) -> None:
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """Returns the SHA-256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_READ_SIZE):
@@ -141,7 +141,7 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
-    """Whether a name is that of a plain file in a folder, and no link or path."""
+    """Whether a name refers to a regular file in a folder, not to a link or path."""
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
         return False
     if re.search(r"[/\\]", name):
@@ -151,8 +151,8 @@ def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
 
 
 def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
-    """The files of a folder that ships with the library, by their names."""
-    # In the wheel the folders are inside the package, in a checkout next to it.
+    """Returns the files of a folder that ships with the library, by name."""
+    # In the wheel these folders are inside the package, in a checkout next to it.
     package = Path(__file__).resolve().parent
     folders = (package / folder, package.parent / folder)
     place = next(path for path in folders if path.is_dir())
@@ -163,16 +163,16 @@ def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
 
 
 class FolderInUse(OSError):
-    """Another process, or thread, holds the lock of a folder."""
+    """Another process or thread holds the lock of a folder."""
 
 
 @contextlib.contextmanager
 def locked(
     path: str | os.PathLike, purpose: str, patience: float = 0.0
 ) -> Iterator[None]:
-    """Holds a lock file, in which the holder writes who it is.
+    """Holds a lock file, which names its holder.
 
-    The system frees the lock of a process that ends or is killed.
+    The system releases the lock when the process ends or is killed.
     """
     path = Path(path)
     lock = filelock.FileLock(path, timeout=patience)
@@ -190,7 +190,7 @@ def locked(
         )
         yield
     finally:
-        # Before the release: afterwards the file may be the next holder's.
+        # Before the release: afterwards the file may belong to the next holder.
         with contextlib.suppress(OSError):
             path.unlink()
         lock.release()
@@ -207,10 +207,10 @@ def _holder(path):
 
 
 def replace_folder(new: str | os.PathLike, target: str | os.PathLike) -> None:
-    """Replaces a folder by a new one, or leaves the one that is there.
+    """Replaces a folder by a new one, or leaves the existing one.
 
-    A process that is killed between the two renames leaves the older folder at
-    `previous_folder`, from which `recover_folder` brings it back.
+    A process killed between the two renames leaves the old folder at
+    `previous_folder`, from which `recover_folder` restores it.
     """
     new, target = Path(new), Path(target)
     previous = previous_folder(target)
@@ -229,7 +229,7 @@ def replace_folder(new: str | os.PathLike, target: str | os.PathLike) -> None:
 
 
 def previous_folder(target: Path) -> Path:
-    """Where `replace_folder` puts the older folder until the new one is in place."""
+    """Returns where `replace_folder` keeps the old folder in the meantime."""
     return target.with_name(f".{target.name}.previous")
 
 
@@ -255,7 +255,7 @@ def new_partial(target: str | os.PathLike) -> Path:
 
 
 def _remove_partials(target: str | os.PathLike) -> None:
-    """Deletes the folders of `new_partial` that killed processes have left."""
+    """Deletes `new_partial` folders left by killed processes."""
     target = Path(target)
     # `new_partial` draws eight hexadecimal digits.
     own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{_PARTIAL}")
@@ -272,10 +272,10 @@ def staged_folder(
     is_own: Callable[[Path], bool],
     finish: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
-    """A new folder to write to, which replaces `folder` once everything is written.
+    """Yields a new folder that replaces `folder` once everything is written.
 
-    If writing fails or is interrupted, `folder` stays as it was. One process at a time
-    writes it, and others wait. Files of `folder` that are not `is_own` are kept.
+    After an error `folder` is unchanged. Only one process at a time writes it, others
+    wait. Files of `folder` that are not `is_own` are kept.
     """
     target = Path(check_path("folder", folder)).expanduser().resolve()
     _check_target(target, kind, is_kind)
@@ -283,7 +283,7 @@ def staged_folder(
     lock = target.with_name(f".{target.name}.saving.lock")
     with locked(lock, f"the {kind} {folder}", _PATIENCE):
         recover_folder(target)
-        # Another process may have written it while this one waited.
+        # Another process may have written it in the meantime.
         _check_target(target, kind, is_kind)
         _remove_partials(target)
         staging = new_partial(target)
@@ -300,7 +300,7 @@ def staged_folder(
         except OSError as error:
             if error.filename is not None:
                 raise
-            # Errors of other libraries do not name the file that was not written.
+            # Errors of other libraries do not name the file.
             size = sum(path.stat().st_size for path in staging.iterdir())
             raise write_failed(error, folder, size) from error
         finally:
@@ -313,7 +313,7 @@ def _check_target(target, kind, is_kind):
     if not target.is_dir():
         raise ValueError(f"Expected a folder; received a file: {target}")
     if Path.cwd().is_relative_to(target):
-        # Replacing it would leave the program in a folder that no longer exists.
+        # Replacing it would leave the program in a deleted folder.
         raise ValueError(
             f"Expected a folder for the {kind} that the program does not run in, since "
             f"the new one replaces it; received: {target}"

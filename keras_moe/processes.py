@@ -1,6 +1,6 @@
-"""The processes of a run: which one this is, how many there are, and collectives.
+"""Ranks of processes, and collectives.
 
-Keras trains in several processes on JAX only, and has no public functions for them.
+Keras trains in several processes only on JAX, and has no public functions for them.
 """
 
 import json
@@ -12,10 +12,9 @@ import numpy as np
 
 
 def process_shard() -> tuple[int, int]:
-    """This process's index, and the number of processes: its `shard` of the data.
+    """Returns the index and the number of processes, as `shard` for data pipelines.
 
-    Returns:
-        JAX's process index and count; (0, 1) with other backends.
+    JAX's process index and count; (0, 1) on other backends.
 
     Example:
 
@@ -31,34 +30,34 @@ def process_shard() -> tuple[int, int]:
 
 
 def process_index() -> int:
-    """The index of this process; process 0 writes what is written once."""
+    """Returns the index of this process; process 0 writes shared files."""
     return process_shard()[0]
 
 
 def process_count() -> int:
-    """The number of processes of this run."""
+    """Returns the number of processes."""
     return process_shard()[1]
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's index among those that share a model, and their number."""
+    """Returns the index and the number of processes that share the model."""
     if keras.distribution.distribution() is None:
         return 0, 1
     return process_shard()
 
 
 def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
-    """Calls a function in each process, and raises in all of them if one fails.
+    """Calls a function in each process and returns all results.
 
-    A process that failed alone would leave the others waiting in the next step. Results
-    are JSON; the processes that share a model call this together.
+    If it fails in one process, all raise; otherwise they would wait for the failed one
+    in the next step. Results are JSON data. Call it in all processes together.
     """
     if rank_and_world_size()[1] == 1:
         return [work()]
     failure = None
     try:
         report = {"result": work()}
-    # Any error: the others wait for this process's report.
+    # Catches everything, since the others wait for this process's report.
     except Exception as error:
         failure = error
         kind = next((x for x, y in _ERRORS.items() if isinstance(error, y)), None)
@@ -74,18 +73,18 @@ def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
     raise _ERRORS.get(failed[0]["kind"], RuntimeError)(message) from failure
 
 
-# Errors that keep their kind in all processes.
+# Errors that keep their type in all processes.
 _ERRORS = {"ValueError": ValueError, "OSError": OSError}
 
 
 def broadcast_from_primary(work: Callable[[], Any]) -> Any:
-    """Calls a function in the first process, and returns its result in all."""
+    """Calls a function in the primary process and returns its result in all."""
     is_primary = rank_and_world_size()[0] == 0
     return checked_all_gather(work if is_primary else lambda: None)[0]
 
 
 def batch_devices() -> int:
-    """The number of devices that share a batch under the current distribution."""
+    """Returns the number of devices that share a batch in the current distribution."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return 1
@@ -94,7 +93,7 @@ def batch_devices() -> int:
 
 
 def gathered_batch(batch: Any) -> Any:
-    """The batch of all processes, from the part that each has."""
+    """Concatenates the processes' parts of a batch."""
     batch = keras.tree.map_structure(np.asarray, batch)
     if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
         # Their bytes are pointers.
@@ -112,10 +111,10 @@ def gathered_batch(batch: Any) -> Any:
 
 
 def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
-    """`model.predict_on_batch`, with whole outputs on each of several processes.
+    """`model.predict_on_batch` that returns the complete outputs in every process.
 
-    With a distribution of Keras the devices of all processes share the batch, and their
-    outputs are gathered; Keras's own `predict` fails there.
+    With a Keras distribution, the devices of all processes share the batch, and
+    Keras's `predict` fails to gather the outputs.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -130,7 +129,7 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
         array = np.concatenate([array, np.repeat(array[-1:], rows - count, axis=0)])
         return placed(array, distribution.get_data_layout(array.shape).backend_layout)
 
-    # Compiled once for each model, and kept with it.
+    # Compiled once per model and stored with it.
     mesh, whole = getattr(model, "_whole_outputs", (None, None))
     if mesh is not distribution.device_mesh:
         mesh, whole = distribution.device_mesh, _WholeOutputs(model)
@@ -142,10 +141,10 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
 
 
 class _WholeOutputs(keras.Model):
-    """A model whose outputs are whole on each device."""
+    """A model with outputs replicated on all devices."""
 
     def __init__(self, model):
-        # The global policy is not the model's.
+        # The global policy may differ from the model's.
         super().__init__(name="whole_outputs", dtype="float32")
         self.inner = model
         self.built = True

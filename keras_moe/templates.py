@@ -1,4 +1,4 @@
-"""Prompt templates: texts with one `{}` for a class name, or functions of the name."""
+"""Prompt templates: strings with one `{}` for the class name, or functions of it."""
 
 import json
 import os
@@ -14,9 +14,9 @@ _PROBE = "\N{BLACK STAR}\N{WHITE STAR}"
 
 
 def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, ...]:
-    """Checks templates: one text with a `{}`, a sequence of texts and functions, or a
-    file with a JSON list of texts or one text a line. `sets` are other names, for
-    errors.
+    """Returns checked templates from a string with `{}`, a sequence of strings and
+    functions, or a file (a JSON list, or one template per line). `sets` are further
+    valid names, for error messages.
     """
     if isinstance(templates, str) and PLACE in templates:
         templates = (templates,)
@@ -44,17 +44,17 @@ def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, 
 
 
 def fill(template: Template, name: str) -> str:
-    """The text of a template for a name."""
+    """Returns the text of a template for a name."""
     if callable(template):
         return template(name)
-    # Not `format`: names and templates may have other braces.
+    # Not `format`, because names and templates may contain other braces.
     return template.replace(PLACE, name)
 
 
 def read_lines(
     path: str | os.PathLike, what: str, sets: Sequence[str] = ()
 ) -> list[str]:
-    """The texts of a file: its lines, or a JSON list."""
+    """Returns the texts of a file: its lines, or a JSON list."""
     path = Path(path).expanduser()
     if not path.is_file():
         known = f", or one of {sorted(sets)}" if sets else ""

@@ -26,9 +26,9 @@ def padded(
     copies of its last example of weight 0. Keras averages losses over B, padding
     included, so real examples get weight M / N, which makes the epoch's loss that of
     the N examples. Averages among `weighted_metrics` are exact, too, but
-    `TruePositives` and the like count M / N per example. Plain `metrics` ignore weights and would count
-    padding: they are rejected if `model` is given. In a `ContrastiveModel`, only the
-    composition of the batches in which pairs are compared changes.
+    `TruePositives` and the like count M / N per example. Plain `metrics` would count
+    padding: they are rejected if `model` is given. Losses and metrics of a
+    `ContrastiveModel` are exact except that pairs are compared in other batches.
 
     At inference images do not affect each other by default, so padding changes no
     prediction. With `evaluation="official"` padding competes for capacity within its
