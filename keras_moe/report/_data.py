@@ -1,4 +1,4 @@
-"""One pass over data of any kind: its examples, checked, and the model's routing.
+"""Reads data of any kind in one pass, with the model's routing of it.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -15,27 +15,27 @@ from keras_moe.report.model import TEXT, ReportedModel, plain_text
 from keras_moe.report.section import Batch
 
 CAPTIONS = "captions"
-# Examples of arrays that are prepared at once.
+# Examples of arrays that are prepared at a time.
 _AT_ONCE = 256
-# Images of models without a preprocessor are in [-1, 1], and standardised ones reach a
-# few times as far; those in 0..255 reach hundreds.
+# Prepared images are in [-1, 1], or standardised and a few times as large; images in
+# 0..255 are far beyond this.
 _FAR = 32.0
-# Floats from here on cannot tell whole numbers apart.
+# Larger floats cannot represent all integers.
 _WHOLE = 2.0**53
 
 
 class Examples(NamedTuple):
     """Some examples of the data."""
 
-    # The model's inputs, arrays by name or one of images.
+    # The model's inputs: a dict of arrays, or an array of images.
     inputs: Any
-    # Objects (B,), texts or None for examples without one; or None.
+    # Object array (B,) of texts, None where missing; or None.
     captions: np.ndarray | None
-    # Integers (B,), -1 for examples without one; or None.
+    # Integers (B,), -1 where missing; or None.
     labels: np.ndarray | None
 
     def rows(self, index: Any) -> "Examples":
-        """The examples of a slice, or of some rows."""
+        """Selects examples by a slice or indices."""
         return Examples(
             *(
                 None if x is None else keras.tree.map_structure(lambda y: y[index], x)
@@ -44,7 +44,7 @@ class Examples(NamedTuple):
         )
 
     def joined(self, other: "Examples") -> "Examples":
-        """The examples of two batches, of which one may lack labels or captions."""
+        """Concatenates two batches, either of which may lack labels or captions."""
         inputs = keras.tree.map_structure(
             lambda a, b: np.concatenate([a, b]), self.inputs, other.inputs
         )
@@ -68,12 +68,12 @@ class Examples(NamedTuple):
 
 
 def array_length(data: Any) -> int | None:
-    """The number of examples of arrays; None for batches, which may have any."""
+    """Number of examples of arrays; None for batches."""
     return _checked_length(data) if _is_arrays(data) else None
 
 
 def all_examples(data: Any, model: ReportedModel, at_once: int) -> Iterator[Examples]:
-    """The examples of data of any kind, as its batches come."""
+    """Yields the examples of data of any kind, in batches of any size."""
     if not _is_arrays(data):
         for batch in _iterable(data):
             yield _examples(batch, model)
@@ -84,15 +84,15 @@ def all_examples(data: Any, model: ReportedModel, at_once: int) -> Iterator[Exam
 
 
 def _is_arrays(data):
-    """Whether data are arrays, and no iterable of batches."""
+    """Whether data are arrays rather than an iterable of batches."""
     if isinstance(data, dict) or hasattr(data, "shape"):
         return True
-    # A pair of arrays is one of images and labels, or captions; a list is of batches.
+    # A tuple is (images, labels) or (images, captions); a list has batches.
     return isinstance(data, tuple) and len(data) > 1 and _is_arrays(data[0])
 
 
 def _checked_length(data):
-    """The number of examples of arrays, which must be the same in all of them."""
+    """Number of examples of arrays, after checking that all agree."""
     sizes = set()
     for part in data if isinstance(data, tuple) else (data,):
         for array in part.values() if isinstance(part, dict) else (part,):
@@ -118,7 +118,7 @@ def _check_sizes(sizes):
 
 
 def _sliced(data, rows):
-    """The same rows of all arrays."""
+    """Slices all arrays alike."""
     if isinstance(data, tuple):
         return tuple(_sliced(part, rows) for part in data)
     if isinstance(data, dict):
@@ -138,7 +138,7 @@ def _iterable(data) -> Iterable:
 
 
 def _examples(batch, model):
-    """The examples of one batch: inputs, `(inputs, labels)`, or with weights."""
+    """The examples of a batch of inputs, `(inputs, labels)` or with weights."""
     inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
     second = others[0] if others else None
     captions = None
@@ -152,14 +152,14 @@ def _examples(batch, model):
     sizes = {len(x) for x in keras.tree.flatten(inputs)}
     _check_sizes(sizes | {len(x) for x in examples[1:] if x is not None})
     if len(others) > 1 and others[1] is not None:
-        # Padding of a last batch has no weight.
+        # Padding of the last batch has weight 0.
         weights = np.asarray(others[1]).reshape(len(others[1]), -1)
         examples = examples.rows(np.flatnonzero(weights.any(axis=1)))
     return examples
 
 
 def _with_texts(inputs, second, model):
-    """The inputs of a model with texts, the captions, and the labels."""
+    """Inputs, captions and labels for a model with texts."""
     captions = None
     if not isinstance(inputs, dict):
         inputs, captions, second = {"images": inputs}, second, None
@@ -187,13 +187,13 @@ def _with_texts(inputs, second, model):
 
 
 def array_of(x: Any) -> np.ndarray:
-    """An array or tensor of any backend as a NumPy array."""
+    """Converts an array or tensor of any backend to NumPy."""
     return np.asarray(keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) else x)
 
 
 def captions_of(captions: Any) -> list[str]:
-    """Captions as strings."""
-    # Strings of TensorFlow become bytes.
+    """Converts captions to strings."""
+    # TensorFlow's strings are bytes.
     captions = captions.numpy() if hasattr(captions, "numpy") else captions
     if isinstance(captions, (str, bytes)) or not hasattr(captions, "__iter__"):
         raise ValueError(
@@ -204,7 +204,7 @@ def captions_of(captions: Any) -> list[str]:
 
 
 def labels_of(labels: Any) -> np.ndarray | None:
-    """The class of each example."""
+    """The class of each example as an integer."""
     if labels is None or isinstance(labels, dict):
         return None
     labels = array_of(labels)
@@ -214,7 +214,7 @@ def labels_of(labels: Any) -> np.ndarray | None:
     if labels.ndim == 1 and kind in "iub":
         return labels.astype("int64")
     if labels.ndim == 1 and kind == "f":
-        # NaN differs from itself, and infinity is too large.
+        # False for NaN, which differs from itself, and for infinity.
         if ((labels == np.round(labels)) & (np.abs(labels) < _WHOLE)).all():
             return labels.astype("int64")
     elif labels.ndim == 2 and kind in "iubf":
@@ -232,9 +232,9 @@ def labels_of(labels: Any) -> np.ndarray | None:
 
 
 def check_inputs(inputs: Any, model: Any) -> None:
-    """Raises ValueError if names, shapes or ranges of inputs do not fit the model.
+    """Checks names, shapes and ranges of inputs before they reach the model.
 
-    On JAX a failed prediction would leave the model without its weights.
+    On JAX, a failed prediction would leave the model without weights.
     """
     expected = model.input
     if not isinstance(expected, dict):
@@ -280,7 +280,7 @@ def _check_range(images, preprocessor):
 
 
 def _largest(preprocessor):
-    """The largest number that a preprocessor makes of pixels, 1 without one."""
+    """Largest value of prepared images; 1 without a preprocessor."""
     mean, std = (getattr(preprocessor, name, None) for name in ("mean", "std"))
     if mean is None or std is None:
         return 1.0
@@ -289,7 +289,7 @@ def _largest(preprocessor):
 
 
 class RoutedData:
-    """The batches of data, each with the model's routing of it."""
+    """The batches of data, each with the model's routing."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class RoutedData:
         self._records = _Records(keras.Model(keras_model.input, _symbols(keras_model)))
 
     def batches(self, data: Any) -> Iterator[Batch]:
-        """The batches of the data with their routing."""
+        """Yields the batches of the data with their routing."""
         for examples in self._sized(data):
             yield self._routed(examples)
             self.num_examples += examples.size
@@ -318,9 +318,9 @@ class RoutedData:
             raise ValueError("Expected at least one example; received: none")
 
     def _sized(self, data):
-        """The examples in batches of the batch size; the last one may be smaller."""
+        """Rebatches examples to the batch size; the last batch may be smaller."""
         left, waiting = self.max_examples, None
-        # Whole batches, and not too few examples at once.
+        # A multiple of the batch size, and not too few examples.
         at_once = self.batch_size * max(_AT_ONCE // self.batch_size, 1)
         for examples in all_examples(data, self.model, at_once):
             if not examples.size:
@@ -384,7 +384,7 @@ class RoutedData:
 
 
 def _symbols(model):
-    """The symbolic records of routing, and the logits of a classifier."""
+    """Symbolic routing records, and the logits of a classifier."""
     routing = {key: record._asdict() for key, record in model.routing.items()}
     symbols = {"routing": routing}
     if hasattr(model, "num_classes"):
@@ -392,8 +392,8 @@ def _symbols(model):
     pooler = getattr(model, "pooler", None)
     if pooler is None or "outputs" not in symbols:
         return symbols
-    # A classifier calls its backbone as a layer, and the records are in the backbone's
-    # graph: both together would compute the backbone twice.
+    # A classifier calls its backbone as a layer, and records are in the backbone's
+    # graph: one model of both would compute the backbone twice.
     after = {"outputs": model.output}
     if "head" in routing:
         after["head"] = routing["head"]
@@ -403,9 +403,9 @@ def _symbols(model):
 
 
 def _without_broken(record):
-    """A record with zeros for tokens that are not finite, and which are: (B, N)."""
+    """Zeroes non-finite tokens; also returns a mask (B, N) of the others."""
     record = {name: np.asarray(x) for name, x in record.items()}
-    # Logits may well be minus infinity, for experts that are gone; and plans of them.
+    # Logits may be minus infinity for removed experts, and affinities of them, too.
     is_finite = ~np.isnan(record["affinity"]).any(axis=-1)
     for name in ("gates", "dispatched", "combined"):
         is_finite &= np.isfinite(record[name]).all(axis=-1)
@@ -417,13 +417,13 @@ def _without_broken(record):
 
 
 def _finite_pixels(images):
-    """Images that can be drawn."""
+    """Replaces non-finite pixels, so that images can be drawn."""
     images = np.asarray(images, "float32")
     return np.nan_to_num(images, nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 class _Records(keras.Model):
-    """The records of a model at inference."""
+    """Computes a model's routing records at inference."""
 
     def __init__(self, records):
         # The global dtype policy may differ from the model's.
@@ -435,7 +435,7 @@ class _Records(keras.Model):
 
 
 def words_of(model: Any, token_ids: Any, mask: Any) -> list[list[str]]:
-    """The strings of tokens, `""` for padding."""
+    """Strings of tokens, `""` for padding."""
     tokenizer = getattr(model, "preprocessor", None)
     if hasattr(tokenizer, "tokens"):
         rows = tokenizer.tokens(token_ids)
@@ -448,7 +448,7 @@ def words_of(model: Any, token_ids: Any, mask: Any) -> list[list[str]]:
 
 
 def _joined_words(model, token_ids, words):
-    """Captions of words, without those that stand for their start and end."""
+    """Captions from words, without start and end tokens."""
     tokenizer = getattr(model, "preprocessor", None)
     special = [getattr(tokenizer, name, None) for name in ("start_id", "end_id")]
     return [

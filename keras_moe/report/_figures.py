@@ -1,7 +1,7 @@
-"""Figures of the report: loads, depths, classes, and queues.
+"""Figures of the report: loads, depths, classes and queues.
 
-Axes: L layers, E experts, U groups of tokens (modalities, types, or classes), Q
-positions of a queue.
+Axes: L layers, E experts, U groups of tokens (modalities, types or classes), Q queue
+positions.
 """
 
 import math
@@ -13,7 +13,7 @@ from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, plain_axi
 from keras_moe.report.model import shortened
 from keras_moe.report.section import evenly_spaced
 
-# Layers with a panel.
+# Largest number of layers with a panel.
 MAX_PANELS = 8
 _WIDTH = 3.6
 _STYLES = ("-", "--", ":", "-.")
@@ -25,9 +25,9 @@ _TYPES = {
     "constant": "#CC79A7",
     "pruned": GREY,
 }
-# More numbers do not fit on an axis.
+# Largest number of tick labels that fit on an axis.
 _NUM_TICKS = 16
-# Cells as one small picture, since paths of thousands would be a large page.
+# Rasterised, since thousands of paths would make a large page.
 _MAP = {"cmap": "cividis", "rasterized": True, "vmin": 0, "vmax": 3}
 
 
@@ -38,7 +38,7 @@ def draw_loads(
     dropped: Any = None,
     capacity: float | None = None,
 ) -> Any:
-    """Draws the share of the work that each expert of a layer does, by modality."""
+    """Plots each expert's share of a layer's work, by modality."""
     figure = new_figure(figsize=(3.5, 2.3))
     axis = figure.subplots()
     positions, width = np.arange(len(types)), 0.84 / len(shares)
@@ -67,7 +67,7 @@ def draw_loads(
     axis.set_xlabel("expert", fontsize=8)
     axis.set_ylabel("% of the work", fontsize=8)
     plain_axis(axis, title)
-    # The legend goes above the bars.
+    # Room for the legend above the bars.
     axis.set_ylim(0, 1.28 * axis.get_ylim()[1])
     style = {**_LEGEND, "columnspacing": 1.0, "handletextpad": 0.4}
     axis.legend(loc="upper left", handlelength=1.2, **style)
@@ -76,22 +76,21 @@ def draw_loads(
 
 
 def draw_load_map(shares: Any, names: list[str], title: str) -> Any:
-    """Draws the shares of the experts of all layers, in units of an equal share."""
+    """Plots the experts' shares in all layers, relative to an equal share."""
     num_experts = max(len(row) for row in shares)
     values = np.full((len(shares), num_experts), np.nan)
     for line, row in zip(values, shares):
         line[: len(row)] = np.asarray(row) * np.isfinite(row).sum()
-    # The words next to the scale take an inch.
+    # The label of the scale needs an inch.
     height = 0.75 + max(0.17 * len(shares), 1.0)
     ticks = _expert_ticks(num_experts)
     return _draw_map(values, names, height, ticks, ticks, "times equal share", title)
 
 
 def draw_class_map(work: Any, names: list[str], title: str) -> Any:
-    """Draws the work of experts by class, in units of the average class.
+    """Plots the experts' work by class, relative to the average class.
 
-    Experts are in the order of the classes that use them most, and those without work
-    are last.
+    Experts are ordered by the class that uses them most; those without work are last.
     """
     work = np.asarray(work)
     known = np.where(np.isnan(work), -1.0, work)
@@ -112,7 +111,7 @@ def draw_class_map(work: Any, names: list[str], title: str) -> Any:
 
 
 def _draw_map(values, names, height, ticks, labels, unit, title, label="expert"):
-    """Draws a map of experts, and a scale from 0 to three times of a unit."""
+    """Plots a heat map of experts with a scale from 0 to 3."""
     figure = new_figure(figsize=(3.5, height))
     axis = figure.subplots()
     image = axis.pcolormesh(values, **_MAP)
@@ -129,7 +128,7 @@ def _draw_map(values, names, height, ticks, labels, unit, title, label="expert")
 
 
 def _expert_ticks(num_experts):
-    """The numbers of experts that fit on an axis."""
+    """Expert numbers to label on an axis."""
     most = _NUM_TICKS if num_experts <= 10 else 9
     steps = (1, 2, 4, 5, 8, *range(10, num_experts + 10, 10))
     step = next(x for x in steps if num_experts <= x * most or x >= num_experts)
@@ -143,7 +142,7 @@ def draw_class_heat(
     label: str,
     diverging: bool = False,
 ) -> Any:
-    """Draws a number for each expert and class (experts, classes), by colour."""
+    """Plots a heat map of values (experts, classes)."""
     values = np.asarray(values, float)
     names = [shortened(name, 12) for name in class_names]
     longest = max(map(len, names))
@@ -172,7 +171,7 @@ def draw_class_heat(
 
 
 class Line(NamedTuple):
-    """A line of `draw_depth`: values by layer, with a band around them or None."""
+    """A line of `draw_depth`: values by layer, with an optional band."""
 
     layers: list[int]
     values: Any
@@ -182,7 +181,7 @@ class Line(NamedTuple):
 
 
 def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
-    """Draws figures in [0, 1] of layers over the depth."""
+    """Plots values in [0, 1] against depth."""
     figure = new_figure(figsize=(3.5, 2.6))
     axis = figure.subplots()
     for name, line in lines.items():
@@ -214,7 +213,7 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
 def draw_queues(
     counts: Any, edges: Any, names: list[str], types: list[str], capacity: str
 ) -> Any:
-    """Draws the positions of tokens in queues (L, types, Q), a panel for each layer."""
+    """Plots histograms of queue positions (L, types, Q), one panel per layer."""
     counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
     layers = evenly_spaced(len(counts), MAX_PANELS)
     figure, axes = _panels(len(layers))
@@ -225,7 +224,7 @@ def draw_queues(
         below = np.zeros(len(edges) - 1)
         for colour, row in zip(COLOURS, share):
             above = below + row
-            # One path for all positions.
+            # A single path for all positions.
             style = {"baseline": below, "fill": True, "linewidth": 0}
             axis.stairs(above, edges, color=colour, **style)
             below = above
@@ -242,9 +241,9 @@ def draw_queues(
 def draw_modalities(
     counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
 ) -> Any:
-    """Draws each modality's choices of each expert, and their drops, by layer.
+    """Plots the choices of each expert and their drops by modality, per layer.
 
-    `counts` has (2, E) by modality: choices, and those that are dropped.
+    `counts` has choices and dropped choices, (2, E), by modality.
     """
     figure, axes = _panels(len(counts))
     for axis, own, room, name in zip(axes, counts, capacities, names):
@@ -269,7 +268,7 @@ def draw_modalities(
 
 
 def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
-    """Draws the largest gates of served and of dropped tokens, by layer."""
+    """Plots histograms of the largest gates of served and dropped tokens."""
     served, dropped = (np.asarray(x, "float64") for x in (served, dropped))
     layers = evenly_spaced(len(served), MAX_PANELS)
     figure, axes = _panels(len(layers))
@@ -289,7 +288,7 @@ def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> 
 
 
 def draw_positions(shares: Any, names: list[str]) -> Any:
-    """Draws how often the patch at each position of images is dropped, by layer."""
+    """Plots how often the patch at each position is dropped, per layer."""
     shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
@@ -313,7 +312,7 @@ def draw_positions(shares: Any, names: list[str]) -> Any:
 
 
 def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) -> Any:
-    """Draws the share of dropped tokens by capacity factor, a line for each layer."""
+    """Plots the share of dropped tokens against the capacity factor, per layer."""
     shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
@@ -336,7 +335,7 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
 
 
 def _panels(count, height=1.15, columns=2, legend=0.42):
-    """A figure with panels, and room in inches for a legend below them."""
+    """Makes a figure with panels, and room in inches for a legend below."""
     columns = max(min(count, columns), 1)
     rows = max(math.ceil(count / columns), 1)
     total = rows * (height + 0.35) + legend
@@ -376,7 +375,7 @@ def _ticks():
 
 
 def _legend(figure, types, words):
-    """Words for the horizontal axis, and a legend below them."""
+    """Adds a label below the panels, and a legend."""
     from matplotlib.patches import Patch
 
     height = figure.get_size_inches()[1]
@@ -387,6 +386,6 @@ def _legend(figure, types, words):
 
 
 def _without_math(legend):
-    """Shows names with dollar signs as they are."""
+    """Shows dollar signs in names literally."""
     for text in legend.get_texts():
         text.set_parse_math(False)

@@ -1,10 +1,9 @@
-"""Markup that sections write: sprites, maps and chips, and routing for the script.
+"""HTML of sections: sprites, maps, word chips, and routing for the page's script.
 
-All untrusted texts are escaped. Maps are drawn in patches of `CELL` units; colours
-repeat, so each patch has the number of its expert, too.
+Untrusted text is escaped. Maps have patches of `CELL` units; colours repeat, so patches
+also show their expert's number.
 
-Axes: N tokens, E experts, K entries that are kept of each token, R rows, C columns,
-T height and width of a tile.
+Axes: N tokens, E experts, K entries kept per token, R rows, C columns, T tile size.
 """
 
 import base64
@@ -19,28 +18,28 @@ from markupsafe import Markup, escape
 
 COLOURS = 8
 CELL = 10
-# Levels of the opacity of a heat map, each of which is one path.
+# Opacity levels of a heat map, each drawn as one path.
 _LEVELS = 5
 _SMALLEST_TILE = 12
 _GAP = 1
-# A packed entry is an unsigned integer: the expert above, then one bit for whether the
-# expert serves the token, then the value as a fraction of the largest.
+# A packed entry is an unsigned integer: the expert in the high bits, one bit for
+# whether it serves the token, and the value as a fraction of the largest.
 VALUE_BITS = 15
 _LARGEST = 2**VALUE_BITS - 1
 
 
-# Sprites: small images in one picture, with words next to its rows.
+# Sprites: many small images in one picture, with labels next to its rows.
 
 
 def drawable(image: np.ndarray) -> np.ndarray:
-    """An image with one channel or three; others have the mean of their channels."""
+    """Averages channels of an image unless it has one or three."""
     if image.shape[-1] in (1, 3):
         return image
     return image.mean(axis=-1, keepdims=True)
 
 
 def tile_of(image: Any, size: int) -> np.ndarray:
-    """An image as a square tile of a sprite."""
+    """Resizes an image to a square tile."""
     image = np.asarray(image, "float32")
     if image.ndim != 3 or not image.size:
         raise ValueError(
@@ -52,19 +51,19 @@ def tile_of(image: Any, size: int) -> np.ndarray:
     pixels = np.broadcast_to(np.round(pixels), (*image.shape[:2], 3)).astype("uint8")
     is_smaller = max(image.shape[:2]) > size
     pillow = _pillow()
-    # Pixels of digits stay squares, and large images are averaged.
+    # Averages large images, and keeps the pixels of small ones sharp.
     method = pillow.Resampling.BOX if is_smaller else pillow.Resampling.NEAREST
     return np.asarray(pillow.fromarray(pixels).resize((size, size), method))
 
 
 def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.ndarray:
-    """A patch as a tile, in the middle of its dimmed surroundings."""
+    """A tile with a patch in the middle of its dimmed surroundings."""
     image = np.asarray(image, "float32")
     height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
     row, column = divmod(int(index), grid[1])
     margins = (height + 1) // 2, (width + 1) // 2
     top, left = row * height, column * width
-    # Grey beyond the image's edge.
+    # Grey beyond the image's border.
     padded = np.pad(image, [(m, m) for m in margins] + [(0, 0)])
     area = padded[top : top + height + 2 * margins[0]]
     area = area[:, left : left + width + 2 * margins[1]]
@@ -75,16 +74,16 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
         for margin, length in zip(margins, (height, width))
     ]
     inside[edges[0] : size - edges[0], edges[1] : size - edges[1]] = True
-    # Dimmed to a grey that is neither black nor white.
+    # Dimmed towards mid-grey.
     dimmed = 0.35 * tile + 0.65 * 128.0
     return np.where(inside[..., None], tile, dimmed).astype("uint8")
 
 
 def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
-    """Tiles (R, C, T, T, 3 or 4) as one picture: its data URI, width and height.
+    """Joins tiles (R, C, T, T, 3 or 4) in a picture: data URI, width and height.
 
-    The picture is WebP if Pillow has it, else PNG. Its quality and then the size of
-    its tiles fall until it is small enough.
+    Uses WebP if Pillow supports it, else PNG. Reduces quality, then tile size, until
+    the picture is small enough.
     """
     tiles = np.asarray(tiles)
     if tiles.ndim != 5 or tiles.shape[-1] not in (3, 4) or not tiles.size:
@@ -118,7 +117,7 @@ def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
 def sprite_figure(
     tiles: Any, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
 ) -> Markup:
-    """A sprite with a name next to each row."""
+    """A sprite with a label next to each row."""
     if len(names) != len(tiles):
         raise ValueError(
             f"Expected a name for each of {len(tiles)} rows; received: {len(names)}"
@@ -133,7 +132,7 @@ def sprite_figure(
 
 
 def _sheet(tiles):
-    """All tiles in one array, with a transparent gap between them."""
+    """Arranges tiles in one array with transparent gaps."""
     rows, columns, size, _, channels = tiles.shape
     step = size + _GAP
     sheet = np.zeros((rows * step - _GAP, columns * step - _GAP, 4), "uint8")
@@ -161,7 +160,7 @@ def _pillow():
 def expert_map(
     experts: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
-    """A map of the expert of each patch, over the image."""
+    """A map of each patch's expert, over the image."""
     paths, numbers = Markup(), Markup()
     for expert, patches in _patches_by_value(experts).items():
         if expert >= 0:
@@ -186,7 +185,7 @@ def expert_map(
 def heat_map(
     values: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
-    """A map of each patch's share in one expert's slots, over the image."""
+    """A map of each patch's share of an expert's slots, over the image."""
     largest = max(float(values.max(initial=0.0)), 1e-9)
     levels = np.rint(values / largest * _LEVELS).astype(int)
     paths = Markup()
@@ -201,7 +200,7 @@ def heat_map(
 
 
 def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
-    """The words of a caption with the expert of each."""
+    """The words of a caption, each with its expert."""
     chips = Markup(" ").join(
         Markup('<span class="chip {}">{}<sub>{}</sub></span>').format(
             f"c{expert % COLOURS}" if expert >= 0 else "none",
@@ -214,7 +213,7 @@ def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
 
 
 def legend(names: Sequence[str]) -> Markup:
-    """The colours of experts, by their names."""
+    """A colour legend of experts."""
     shown = names[: 2 * COLOURS]
     chips = Markup(" ").join(
         Markup('<span class="chip c{}">{}</span>').format(expert % COLOURS, name)
@@ -226,7 +225,7 @@ def legend(names: Sequence[str]) -> Markup:
 
 
 def _counts_in_words(experts):
-    """How many patches each expert has, such as "expert 3: 5 patches"."""
+    """The number of patches per expert, such as "expert 3: 5 patches"."""
     counts = Counter(experts.tolist())
     dropped = counts.pop(-1, 0)
 
@@ -250,14 +249,14 @@ def _map_figure(grid, image, content, alt, title):
 
 
 def _patches_by_value(values):
-    """The indices of each value, in the order of the values."""
+    """Dict from value to the indices of its patches, sorted by value."""
     return {
         value: np.flatnonzero(values == value) for value in sorted({*values.tolist()})
     }
 
 
 def _squares(patches, columns):
-    """A path of patches, in which neighbours in a row are one rectangle."""
+    """An SVG path of patches, merging neighbours in a row."""
     path, runs = "", []
     for patch in patches.tolist():
         row, column = divmod(patch, columns)
@@ -277,16 +276,16 @@ def _squares(patches, columns):
 class TokenRouting(NamedTuple):
     """The experts of one example's tokens in one layer."""
 
-    # (N, E), gates; of soft routers, a token's share of an expert's slots, which sum to
-    # 1 over tokens; of muMoE, coefficients.
+    # (N, E), gates; for soft routers a token's share of an expert's slots, which sums
+    # to 1 over tokens; for muMoE coefficients.
     values: np.ndarray
-    # Boolean (N, E), whether the expert has a part in the token's output.
+    # Boolean (N, E), whether the expert contributes to the token's output.
     served: np.ndarray
-    # (N, E), weights of the experts in the token's output.
+    # (N, E), combine weights.
     weights: np.ndarray
 
     def heaviest(self) -> np.ndarray:
-        """(N,), the expert of largest weight, or -1 of a token that none serves."""
+        """(N,), the expert with the largest weight; -1 if not served."""
         best = np.where(self.served, self.weights, -np.inf).argmax(axis=-1)
         return np.where(self.served.any(axis=-1), best, -1)
 
@@ -306,10 +305,10 @@ def token_routing(record: Any, kind: str, index: int) -> TokenRouting:
 
 
 def pack(routing: TokenRouting, kept: int) -> dict:
-    """The routing as JSON: K entries by token, the heaviest first."""
+    """Packs the routing as JSON, with K entries per token, heaviest first."""
     values, kept = np.nan_to_num(routing.values), min(kept, routing.values.shape[-1])
     largest = float(max(values.max(initial=0.0), 1e-9))
-    # Those that serve by weight, then the others by value.
+    # Serving experts by weight, then the others by value.
     rank = np.where(routing.served, routing.weights, values)
     order = np.lexsort((-rank, ~routing.served), axis=-1)[:, :kept]
     parts = np.clip(np.take_along_axis(values, order, axis=-1) / largest, 0, 1)
@@ -322,7 +321,7 @@ def pack(routing: TokenRouting, kept: int) -> dict:
 
 
 def json_script(name: str, data: Any) -> Markup:
-    """Data for the page's script, in which no text can end the element."""
+    """Data for the page's script, escaped so that no text can end the element."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Markup('<script type="application/json" id="{}">{}</script>').format(
         name, Markup(text)

@@ -1,4 +1,4 @@
-"""The queues before the experts of each layer, at the capacity of training.
+"""Expert queues of each layer at its training capacity.
 
 Axes: B batch, N tokens, S group_size, E experts.
 """
@@ -15,18 +15,17 @@ from keras_moe.ops import heterogeneous_capacity
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import Batch
 
-# A batch may become this many times as large, to make its groups whole.
+# A batch may grow by at most this factor to make its groups whole.
 _MOST_TIMES = 4
-# Bytes of records from which groups are drawn.
+# Bytes of records that wait to be drawn from.
 _BYTES = 1 << 26
 
 
 class ShuffledBatches:
     """Batches of random examples, grouped as in training.
 
-    Data often come class by class, and similar tokens queue before the same experts.
-    Records wait until there are `_BYTES` of them; each batch is drawn from those that
-    wait.
+    Data often come class by class, and similar tokens queue for the same experts.
+    Batches are drawn from up to `_BYTES` of waiting records.
     """
 
     def __init__(self, model: ReportedModel, batch_size: int, seed: int):
@@ -36,7 +35,7 @@ class ShuffledBatches:
         self._waiting, self._drawn, self._record = [], 0, None
 
     def add(self, batch: Batch) -> Iterator[Batch]:
-        """Adds examples, and yields the batches that are drawn then."""
+        """Adds examples, and yields batches once enough are waiting."""
         if not self._keys:
             return
         self._record = type(batch.routing[self._keys[0]])
@@ -47,12 +46,12 @@ class ShuffledBatches:
             yield self._draw()
 
     def rest(self) -> Iterator[Batch]:
-        """The batches of all examples that wait; the last one may be smaller."""
+        """Yields batches of the remaining examples; the last one may be smaller."""
         while self._waiting:
             yield self._draw()
 
     def _row(self, batch, index):
-        """What queues need of an example, copied: no view keeps its whole batch."""
+        """An example's part that queues need, copied so that batches can be freed."""
         rows = {}
         for key in self._keys:
             record = batch.routing[key]
@@ -73,7 +72,7 @@ class ShuffledBatches:
         records, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
         routing, finite = {}, {}
         for key, (affinity, gates, is_finite) in records.items():
-            # Queues read no other field.
+            # Queues use no other field.
             fields = dict.fromkeys(self._record._fields, affinity)
             routing[key] = self._record(**{**fields, "gates": gates})
             finite[key] = is_finite
@@ -82,33 +81,33 @@ class ShuffledBatches:
 
 
 class Queues(NamedTuple):
-    """The queues before the experts of a layer in one batch."""
+    """The expert queues of a layer in one batch."""
 
-    # int32 (B, N, E), result of `expert_queues`.
+    # int32 (B, N, E), the result of `expert_queues`.
     positions: np.ndarray
-    # Number of tokens of a group, S.
+    # S, tokens per group.
     group_tokens: int
     # Boolean (B, N), False for padding that is not routed.
     counts: np.ndarray
-    # float32 (B, N), the largest gate of each token.
+    # float32 (B, N), each token's largest gate.
     gates: np.ndarray
     # Slices of N by modality.
     runs: dict[str, slice]
-    # Number of examples of a group.
+    # Examples per group.
     group_size: int
-    # Number of examples of the batch that fill no group.
+    # Examples of the batch beyond the last whole group.
     left_out: int
 
 
 class LayerQueues:
-    """The queues before the experts of one layer."""
+    """The expert queues of one layer."""
 
     def __init__(self, model: ReportedModel, blocks: list[Block]):
         self.blocks = blocks
         self.name = blocks[0].block
         layer = model.backbone.get_layer(self.name).feed_forward
         self.router, self._group_size = layer.router, layer.group_size
-        # Examples of a group, which the first batch decides.
+        # Examples per group, set by the first batch.
         self._examples = None
         # A pruned layer has fewer experts than its record.
         self.num_experts = layer.router.num_experts
@@ -117,15 +116,15 @@ class LayerQueues:
 
     @property
     def capacity_factor(self) -> float | None:
-        """The capacity factor of training; None without, or with a fixed capacity."""
+        """Capacity factor of training; None without one or with a fixed capacity."""
         return getattr(self.router, "capacity_factor", None)
 
     @property
     def approximation(self) -> str | None:
-        """Why drops of a transport plan are approximate; None where gates decide.
+        """Why drops of a transport plan are approximate; None if gates decide.
 
-        A record has the plan of inference. The plan of training differs if its groups
-        or its capacity do.
+        Records hold the plan of inference, which differs from training's if groups or
+        capacity do.
         """
         affinity = getattr(self.router, "affinity", None)
         if not hasattr(affinity, "iterations"):
@@ -146,11 +145,11 @@ class LayerQueues:
         )
 
     def read(self, batch: Batch) -> Queues:
-        """The queues of a batch, whose tokens compete as in training.
+        """The queues of a batch, with tokens grouped as in training.
 
-        Successive examples fill groups. If the first batch is smaller than a group, it
-        stands for one; examples after the last whole group are left out. All sections
-        share the result.
+        Consecutive examples fill groups; those after the last whole group are left out.
+        A first batch smaller than a group counts as one. The result is cached in the
+        batch.
         """
         return batch.once(("queues", self.name), lambda: self._read(batch))
 
@@ -185,18 +184,18 @@ class LayerQueues:
         return Queues(positions, tokens, counts, largest, runs, per_group, left_out)
 
     def examples_of(self, length: int) -> int | None:
-        """The number of examples whose tokens compete in training; None for a batch."""
+        """Number of examples per training group; None for the whole batch."""
         if self._group_size is None:
             return None
         return max(self._group_size // length, 1)
 
     def capacities(self, group_tokens: int, factor: float | None = None) -> np.ndarray:
-        """The capacity of each expert, integers (E,)."""
+        """Capacity of each expert, integers (E,)."""
         router, kept = self.router, self._kept()
         if factor is None and getattr(router, "capacity", None) is not None:
             return np.where(kept, min(router.capacity, group_tokens), 0)
         factor = factor or self.capacity_factor or 1.0
-        # Expert choice hides its number, which its config has.
+        # Expert choice keeps K private, but its config has it.
         selected = router.get_config().get("num_selected_experts", 1)
         types, multiple_of = router.expert_types, router.capacity_multiple_of
         try:
@@ -215,19 +214,19 @@ class LayerQueues:
                 multiple_of,
             )
         except ValueError:
-            # A single image is too small a group for this factor.
+            # A single example is too small a group for this factor.
             return kept.astype("int64")
         return np.repeat(capacities, [types.ffn, types.zero_computation])
 
     def _kept(self):
-        """The experts that serve any token, boolean (E,); pruning leaves some."""
+        """Mask (E,) of the experts that are not pruned."""
         experts = np.arange(self.num_experts)
         return np.isin(experts, getattr(self.router, "kept_experts", experts))
 
     def _priority(self, shape, runs):
         priority = getattr(self.router, "priority", "first_come")
         if isinstance(priority, str):
-            # Where training draws an order, any order is as good.
+            # Training shuffles, so that any order represents it.
             return "first_come" if priority == "shuffled" else priority
         names = ("image", "text")
         ranks = np.zeros(shape, "float32")
@@ -246,7 +245,7 @@ class Groups:
         self._left_out = dict.fromkeys((layer.name for layer in layers), 0)
 
     def add(self, layer: LayerQueues, queues: Queues) -> None:
-        """Adds a layer's queues of a batch."""
+        """Records the groups of a layer's queues in a batch."""
         self._sizes.setdefault(layer.name, queues.group_size)
         self._tokens[layer.name] = queues.group_tokens // queues.group_size
         self._left_out[layer.name] += queues.left_out
@@ -254,7 +253,7 @@ class Groups:
             self._examples += len(queues.positions) + queues.left_out
 
     def paragraphs(self) -> list[str]:
-        """Sentences on the groups, and on layers whose drops are approximate."""
+        """Sentences on groups, and on layers with approximate drops."""
         alike = _names_by_text(
             (layer.name, self._sentence(layer))
             for layer in self.layers
@@ -288,7 +287,7 @@ class Groups:
 
 
 def _names_by_text(pairs):
-    """The names of layers that have the same text, by text."""
+    """Groups layer names by text."""
     names = {}
     for name, text in pairs:
         names.setdefault(text, []).append(name)
@@ -300,7 +299,7 @@ def _named(names_by_text):
 
 
 def whole_groups(model: ReportedModel, batch_size: int) -> int:
-    """A batch size close to another one in which groups of training are whole."""
+    """A batch size near the given one that makes training groups whole."""
     sizes = set()
     for layer in queues_of_layers(model, ("token_choice", "expert_choice")):
         records = [model.keras_model.routing[block.key] for block in layer.blocks]

@@ -1,4 +1,4 @@
-"""The model that is reported on, with a description of each of its routing records.
+"""The reported model, with a description of each of its routing records.
 
 Axes: E experts, K selected experts.
 """
@@ -11,32 +11,29 @@ import numpy as np
 from keras_moe.analysis.usage import masks_padding
 
 IMAGE, TEXT = "image", "text"
-# The type of experts that a pruned layer has lost, or whose position is empty.
+# Type of experts that a pruned layer has lost.
 PRUNED = "pruned"
-# No encoding of a file can write halves of a surrogate pair.
+# Unpaired surrogates cannot be encoded in files.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Block(NamedTuple):
-    """A routing record of the model.
+    """Description of a routing record.
 
     Attributes:
         key: key of `model.routing`, such as `"block_1"`, `"image/block_3"` or `"head"`.
-        block: name of its layer, without a modality if both share it: `"block_3"` of a
-            shared trunk, `"image/block_3"` of a separate tower.
+        block: name of its layer: `"block_3"` if shared by both modalities,
+            `"image/block_3"` in a separate tower.
         modality: modality of its tokens, `"image"` or `"text"`.
-        kind: one of `"token_choice"`, `"expert_choice"`, `"soft"` and `"mumoe"`.
-        expert_types: type of each of the E experts of the record: `"ffn"`, in MoE++
-            `"zero"`, `"copy"` or `"constant"`, and `"pruned"` for those that are gone.
+        kind: `"token_choice"`, `"expert_choice"`, `"soft"` or `"mumoe"`.
+        expert_types: type of each of the E experts: `"ffn"`, `"zero"`, `"copy"`,
+            `"constant"`, or `"pruned"` for removed ones.
         num_selected_experts: K of token choice, or None.
-        capacity_factor: capacity factor at inference, or None if nothing is dropped.
-        group_size: number of tokens that are routed together at inference; None if
-            each example is a group.
+        capacity_factor: capacity factor at inference; None if nothing is dropped.
+        group_size: tokens per group at inference; None if each example is a group.
         training_capacity_factor: capacity factor in training, or None.
-        pruning: method by which experts are pruned, as in
-            `keras_moe.analysis.prune_experts`, or None.
-        routes_padding: whether padding is routed like any other token, and uses
-            capacity.
+        pruning: method of `keras_moe.analysis.prune_experts`, or None.
+        routes_padding: whether padding is routed and uses capacity.
     """
 
     key: str
@@ -53,7 +50,7 @@ class Block(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether experts serve only some of the tokens."""
+        """Whether each expert serves only some tokens."""
         return self.kind in ("token_choice", "expert_choice")
 
     @property
@@ -68,31 +65,30 @@ class Block(NamedTuple):
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether it routes tokens: neither a head, nor the channels of a mixer."""
+        """Whether it routes tokens, and is neither a head nor a token mixer."""
         return self.key != "head" and not self.key.endswith("/token_mixer")
 
     @property
     def short_key(self) -> str:
-        """The key without a modality."""
+        """The key without its modality."""
         return self.key.removeprefix(f"{self.modality}/")
 
     def expert_name(self, expert: int) -> str:
-        """The number of an expert, with its type if it is no FFN."""
+        """The number of an expert, and its type unless FFN."""
         name = self.expert_types[expert]
         return f"{expert}" if name == "ffn" else f"{expert} {name}"
 
 
 class ReportedModel(NamedTuple):
-    """The model that is reported on.
+    """The model of a report.
 
     Attributes:
         keras_model: model with `routing`.
-        name: name for titles; untrusted text, to be escaped.
-        blocks: its routing records by key, in order of depth.
-        grid: numbers of patches down and across, or None without images.
-        class_names: names of the classes of labels, or None if they have none;
-            untrusted text, to be escaped.
-        modalities: modalities of its inputs, `"image"`, `"text"`, or both.
+        name: name for titles; untrusted, to be escaped.
+        blocks: descriptions of its routing records by key, in order of depth.
+        grid: patches down and across, or None without images.
+        class_names: names of the labels' classes, or None; untrusted, to be escaped.
+        modalities: modalities of its inputs: `"image"`, `"text"`, or both.
     """
 
     keras_model: Any
@@ -108,9 +104,9 @@ class ReportedModel(NamedTuple):
         return getattr(self.keras_model, "backbone", self.keras_model)
 
     def by_layer(self) -> dict[str, dict[str, Block]]:
-        """The records of each layer by modality, in order of depth.
+        """Records by layer and modality, in order of depth.
 
-        A layer that both modalities share has two.
+        Layers shared by both modalities have two.
         """
         layers = {}
         for block in self.blocks.values():
@@ -118,7 +114,7 @@ class ReportedModel(NamedTuple):
         return layers
 
     def of_tokens(self, modality: str) -> list[Block]:
-        """The records whose tokens are patches, or words."""
+        """Records whose tokens are patches or words."""
         if modality == IMAGE and self.grid is None:
             return []
         blocks = self.blocks.values()
@@ -157,12 +153,12 @@ def reported_model(
 
 
 def _shown(name):
-    """A name as pages, pictures and files can hold it."""
+    """A name in a form that pages, pictures and files can hold."""
     return shortened(plain_text(name if isinstance(name, bytes) else str(name)))
 
 
 def plain_text(text: Any) -> str:
-    """A text that files and pictures can hold."""
+    """Text in a form that files and pictures can hold."""
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
     if not isinstance(text, str):
@@ -173,12 +169,12 @@ def plain_text(text: Any) -> str:
 
 
 def shortened(text: str, most: int = 300) -> str:
-    """A text of bounded length, with an ellipsis if it was longer."""
+    """Truncates text, with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _grid(backbone):
-    """The grid of patches, if the model knows it."""
+    """The grid of patches, if the model has one."""
     try:
         return tuple(backbone.grid)
     except (AttributeError, ValueError):
@@ -195,7 +191,7 @@ def _block(model, backbone, key, default):
         return block
     layer = getattr(backbone.get_layer(key), "feed_forward", None)
     router = getattr(layer, "router", None)
-    # The router of a muMoE gives coefficients, and `ablated` removes an expert.
+    # A muMoE has coefficients instead of a router, and `ablated`.
     if router is None or hasattr(layer, "ablated"):
         return block
     side = getattr(router, "side", None)
@@ -203,7 +199,7 @@ def _block(model, backbone, key, default):
     training_capacity_factor = getattr(router, "capacity_factor", None)
     if getattr(router, "dropless", False):
         training_capacity_factor = None
-    # The experts that a pruned layer keeps.
+    # Experts that a pruned layer keeps.
     kept = getattr(router, "kept_experts", None)
     if kept is None:
         counts = router.expert_types._asdict()
@@ -224,7 +220,7 @@ def _block(model, backbone, key, default):
 
 
 def _name_of(backbone, key, layer, keys):
-    """A layer's name, without a modality if both share it."""
+    """A layer's name, without modality if both share it."""
     modality, slash, name = key.partition("/")
     other = f"{TEXT if modality == IMAGE else IMAGE}/{name}"
     if slash and other in keys and backbone.get_layer(other).feed_forward is layer:

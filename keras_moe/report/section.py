@@ -1,4 +1,4 @@
-"""A section of the report, and all that it reads and returns.
+"""Sections of the report, and what they read and return.
 
 Axes: B batch, N tokens, E experts, C capacity.
 """
@@ -13,29 +13,28 @@ from keras_moe.checks import check_integer
 from keras_moe.report.model import Block, ReportedModel
 
 LEVELS = ("good", "notice", "problem")
-# Memory must not grow with the largest label: classes from this one on do not count.
+# Memory must not grow with the largest label: further classes are not counted.
 MAX_CLASSES = 1000
-# Nor with the vocabulary: a tokenizer has fewer words, and others do not count.
+# Nor with the vocabulary; tokenizers have fewer words.
 MAX_WORDS = 65_536
 
 
 class Batch(NamedTuple):
-    """A batch of examples and the model's routing of them, as NumPy arrays.
+    """A batch of examples with the model's routing, as NumPy arrays.
 
     Attributes:
         start: number of its first example in the data.
         images: float32 (B, height, width, channels) in [-1, 1], or None.
         captions: B untrusted texts, to be escaped, or None.
-        words: strings of each caption's tokens, N of them, `""` for padding, or None.
-        masks: boolean (B, N) by modality, True for the tokens that count.
-        labels: integers (B,), or None. Negative ones have no class.
-        routing: `Routing` by key, float32 (B, N, E), with (B, N, E, C) for the logits
-            of soft routers; an image's class token comes first if there is one.
+        words: strings of each caption's N tokens, `""` for padding, or None.
+        masks: boolean (B, N) by modality, True for tokens that count.
+        labels: integers (B,), negative without a class, or None.
+        routing: `Routing` by key, float32 (B, N, E); a soft router's logits are (B, N,
+            E, C). An image's class token, if any, comes first.
         outputs: float32 (B, classes), the logits of a classifier, or None.
-        finite: boolean (B, N) by key, False for tokens whose record has NaN or
-            infinite numbers, for which `routing` has zeros. Keys without such tokens
-            are missing.
-        shared: results that several sections read, by name, or None; see `once`.
+        finite: boolean (B, N) by key, False for tokens with NaN or infinities, which
+            are zeroed in `routing`. Keys without such tokens are missing.
+        shared: cache for results that several sections need, or None; see `once`.
     """
 
     start: int
@@ -55,16 +54,16 @@ class Batch(NamedTuple):
         return len(next(iter(self.routing.values())).dispatched)
 
     def mask_of(self, block: Block) -> np.ndarray:
-        """Boolean (B, N), True for the rows of a record that count and are finite."""
+        """Boolean (B, N), True for tokens of a record that count and are finite."""
         return self._tokens_of(block) & self.finite.get(block.key, True)
 
     def routed_of(self, block: Block) -> np.ndarray:
-        """Boolean (B, N), True for rows that are routed and finite, with padding."""
+        """Like `mask_of`, including padding if it is routed."""
         mask = self._tokens_of(block) | block.routes_padding
         return mask & self.finite.get(block.key, True)
 
     def num_broken(self, block: Block) -> int:
-        """The number of tokens of a record that are not finite."""
+        """Number of non-finite tokens of a record."""
         is_finite = self.finite.get(block.key, np.True_)
         return int((self._tokens_of(block) & ~is_finite).sum())
 
@@ -72,13 +71,13 @@ class Batch(NamedTuple):
         """Boolean (B, N), False for padding."""
         shape = self.routing[block.key].dispatched.shape[:2]
         mask = self.masks.get(block.modality) if block.is_of_tokens else None
-        # Layers that merge tokens have other rows.
+        # Layers that merge tokens have a different number.
         if mask is None or mask.shape != shape:
             return np.ones(shape, bool)
         return np.asarray(mask, bool)
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        """A result that sections share, computed by the first that asks for it."""
+        """Computes a result once for all sections."""
         if self.shared is None:
             return make()
         if name not in self.shared:
@@ -87,13 +86,13 @@ class Batch(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Choices of a report that its sections read.
+    """Options of a report that its sections read.
 
     Attributes:
         num_examples: number of random examples to show one by one.
-        top: number of the best of a kind to show, such as the patches of an expert.
+        top: number of top items to show, such as an expert's patches.
         capacities: capacity factors at which dropped tokens are shown.
-        seed: seed of the choice of examples, and of the groups that queue together.
+        seed: seed of random examples and of groups that queue together.
         examples: numbers of examples to show instead of random ones, counted from 0 in
             the order of the data, or None.
     """
@@ -106,13 +105,13 @@ class Options(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A picture of a section.
+    """A figure of a section.
 
-    Successive figures stand side by side if there is room. Up to 3.6 inches fit a
-    phone; a wider one scrolls there.
+    Consecutive figures stand side by side if there is room. Up to 3.6 inches fit a
+    phone; wider ones scroll.
 
     Attributes:
-        drawing: a matplotlib figure.
+        drawing: matplotlib figure.
         alt: alternative text.
         caption: text below it.
         name: stem of its PNG file, unique in the report.
@@ -125,11 +124,11 @@ class Figure(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a section; cells are escaped, and empty columns are left out.
+    """A table of a section. Cells are escaped, and empty columns are left out.
 
     Attributes:
-        head: titles of the columns.
-        rows: cells by row: texts, numbers, or None for an empty one.
+        head: column titles.
+        rows: rows of cells: texts, numbers, or None for an empty cell.
         caption: text above it.
     """
 
@@ -142,7 +141,7 @@ class Html(NamedTuple):
     """Custom markup of a section.
 
     Attributes:
-        markup: `markupsafe.Markup`, in which every untrusted text is escaped.
+        markup: `markupsafe.Markup` in which all untrusted text is escaped.
     """
 
     markup: Any
@@ -153,7 +152,7 @@ class Finding(NamedTuple):
 
     Attributes:
         level: `"good"`, `"notice"` or `"problem"`.
-        text: a sentence such as `"block_7: 3 of 32 experts get no token."`.
+        text: a sentence, such as `"block_7: 3 of 32 experts get no token."`.
     """
 
     level: str
@@ -164,9 +163,9 @@ class SectionContent(NamedTuple):
     """The content of a section.
 
     Attributes:
-        body: figures, tables, markup, and paragraphs as strings, in reading order.
-        data: JSON-serialisable figures, for `report.json`.
-        findings: findings, which the top of the page repeats.
+        body: figures, tables, markup and paragraphs (strings), in reading order.
+        data: JSON-serialisable results for `report.json`.
+        findings: findings, repeated at the top of the page.
     """
 
     body: list[Figure | Table | Html | str]
@@ -178,14 +177,14 @@ NO_TOKENS = SectionContent(["The data has no tokens that count."], {})
 
 
 class Section(ABC):
-    """A section of the report, which reads the data batch by batch.
+    """Base class of sections, which read the data batch by batch.
 
-    Memory must not grow with the number of examples: a section keeps counts, the best
-    of a kind, or a few examples.
+    Memory must not grow with the number of examples: keep counts, the top items, or a
+    few examples.
 
     Args:
-        model: model that is reported on.
-        options: choices of the report.
+        model: the reported model.
+        options: options of the report.
 
     Example:
 
@@ -201,7 +200,7 @@ class Section(ABC):
     """
 
     title: ClassVar[str]
-    # The end of its address, and its key in report.json.
+    # Fragment of its address, and its key in report.json.
     anchor: ClassVar[str]
     # One or two sentences on how to read it.
     intro: ClassVar[str]
@@ -211,7 +210,7 @@ class Section(ABC):
 
     @classmethod
     def fits(cls, model: ReportedModel) -> bool:
-        """Whether the section says something about a model."""
+        """Whether the section applies to a model."""
         return True
 
     def update(self, batch: Batch) -> None:  # noqa: B027
@@ -226,14 +225,14 @@ class Section(ABC):
 
 
 class LayerSection(Section):
-    """A section that counts by routing record, and has a table with a row for each.
+    """A section that counts per routing record, with a table of one row per record.
 
-    `reads` chooses the records, `new_counts` makes an empty count, and `count` adds a
-    batch to it. `row` gives the cells below `head`.
+    Subclasses define `new_counts` and `count`, which adds a batch to the counts; `head`
+    and `row` for the table; and `reads` to select records.
 
     Args:
-        model: model that is reported on.
-        options: choices of the report.
+        model: the reported model.
+        options: options of the report.
 
     Example:
 
@@ -251,7 +250,7 @@ class LayerSection(Section):
     ...         return SectionContent([self.table("Tokens by layer")], self.counts)
     """
 
-    # Titles of the columns of its table.
+    # Column titles of its table.
     head: ClassVar[Sequence[str]] = ()
 
     def __init__(self, model: ReportedModel, options: Options):
@@ -261,7 +260,7 @@ class LayerSection(Section):
 
     @classmethod
     def fits(cls, model: ReportedModel) -> bool:
-        """Whether it reads any record of a model."""
+        """Whether it reads any record of the model."""
         return any(map(cls.reads, model.blocks.values()))
 
     @classmethod
@@ -271,7 +270,7 @@ class LayerSection(Section):
 
     @abstractmethod
     def new_counts(self, block: Block) -> Any:
-        """Makes an empty count, which `count` changes in place."""
+        """Makes empty counts, which `count` updates in place."""
 
     @abstractmethod
     def count(self, counts: Any, block: Block, batch: Batch) -> None:
@@ -283,21 +282,20 @@ class LayerSection(Section):
             self.count(self.counts[key], block, batch)
 
     def row(self, block: Block, counts: Any) -> list[Any]:
-        """The cells of a record."""
+        """The table cells of a record."""
         raise NotImplementedError
 
     def table(self, caption: str) -> Table:
-        """The table with a row for each record."""
+        """The table with one row per record."""
         rows = [self.row(x, self.counts[key]) for key, x in self.blocks.items()]
         return Table(list(self.head), rows, caption)
 
 
 class Reservoir:
-    """Keeps a few examples of one pass over data whose length is not known.
+    """Reservoir sampling of examples from data of unknown length.
 
-    Every example has the same chance. The choice depends on the seed and the order of
-    the examples, not on how they are batched. `numbers` keeps the examples of these
-    numbers instead.
+    The choice depends on the seed and the order of examples, not on batches. `numbers`
+    selects specific examples instead.
     """
 
     def __init__(
@@ -310,12 +308,12 @@ class Reservoir:
 
     @classmethod
     def of_options(cls, options: Options) -> "Reservoir":
-        """The examples that a report shows one by one."""
+        """Makes the reservoir of the examples that a report shows."""
         size = options.num_examples if options.examples is None else 1
         return cls(size, options.seed, options.examples)
 
     def offer(self, count: int, take: Callable[[int], Any]) -> None:
-        """Offers the next examples; `take` gives one by its index among them."""
+        """Offers the next `count` examples; `take(index)` returns one of them."""
         if self._numbers is not None:
             for number in self._numbers:
                 if self.seen <= number < self.seen + count:
@@ -332,7 +330,7 @@ class Reservoir:
 
     @property
     def kept(self) -> dict[int, Any]:
-        """The examples that are kept, by their numbers, in the order of the data."""
+        """The sampled examples by number, in the order of the data."""
         return dict(sorted(self._slots.values(), key=lambda pair: pair[0]))
 
 
@@ -344,10 +342,10 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 def file_name(name: str) -> str:
-    """A name as a part of a file's name: letters, digits and underscores."""
+    """Converts a name for use in file names: letters, digits and underscores."""
     return "".join(x if x.isalnum() else "_" for x in name)
 
 
 def beyond_classes(number: int) -> str:
-    """A part of a sentence on examples of too many classes."""
+    """Part of a sentence on examples of uncounted classes."""
     return f"{number:,} of classes from number {MAX_CLASSES:,} on"

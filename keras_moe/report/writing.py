@@ -1,7 +1,4 @@
-"""Writes the report on the routing of a model: a page, its pictures, and its figures.
-
-The page is one file of HTML, which loads nothing else.
-"""
+"""Writes the routing report: one HTML file that loads nothing else."""
 
 import contextlib
 import json
@@ -30,10 +27,10 @@ from keras_moe.report.section import (
 )
 
 PAGE, DATA = "report.html", "report.json"
-# The largest page: what many mail programs send, and phones show at once.
+# Page size that mail programs still send and phones show quickly.
 MAX_BYTES = 2_000_000
 _FOLDER = Path(__file__).parent
-# Dots per inch of pictures: 3.5 inches are wide enough for a model card.
+# Dots per inch of PNG files: 3.5 inches are wide enough for a model card.
 _DPI = 160
 
 
@@ -44,8 +41,8 @@ class Report(NamedTuple):
         page: path of `report.html`.
         data: path of `report.json`.
         pictures: paths of its figures as PNG files, in reading order.
-        findings: findings in plain words, those of the page.
-        num_examples: number of examples that it read.
+        findings: findings in plain words, as on the page.
+        num_examples: number of examples read.
     """
 
     page: Path
@@ -70,31 +67,30 @@ def write_report(
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
 
-    The page is a single file that any browser shows without a network. The data is read
-    once, batch by batch, and memory does not grow with it.
+    The page is a single offline HTML file. Data is read once, batch by batch, and
+    memory does not grow with it.
 
     Args:
-        model: backbone or task with experts, with its weights.
-        data: images as the model takes them, an array (B, height, width, channels), or
-            the dict of a model with texts; a tuple of arrays `(images, labels)` or
-            `(images, captions)`, or a dict with `"images"` and `"captions"` for a
-            model with a tokenizer; or batches of any of these, such as
-            `keras_moe.data.load` and `keras_moe.data.load_pairs` give.
-        folder: new folder for the report, or that of an older one, which it replaces.
-        name: name of the model for the title; None is the model's own.
-        class_names: names of all classes of labels; None uses the preprocessor's, and
-            numbers for classes beyond them.
-        batch_size: number of examples that are routed at once; it may become smaller,
-            or up to four times as large, to keep groups of training whole.
-        max_examples: number of examples after which the report ends; None reads all.
-        sections: sections in reading order; None is
+        model: backbone or task with experts.
+        data: images (B, height, width, channels) as the model expects them, or the
+            input dict of a model with texts; a tuple `(images, labels)` or `(images,
+            captions)`, or a dict of `"images"` and `"captions"` for a model with a
+            tokenizer; or batches of these, such as `keras_moe.data.load` or
+            `keras_moe.data.load_pairs`.
+        folder: folder of the report; an older report there is replaced.
+        name: model name for the title; None for the model's own.
+        class_names: names of the labels' classes; None for the preprocessor's.
+        batch_size: examples per batch; may shrink, or grow up to four times, to keep
+            training groups whole.
+        max_examples: number of examples to read; None for all.
+        sections: sections in reading order; None for
             `keras_moe.report.sections.SECTIONS`. Those that do not fit the model are
             left out.
-        options: choices of its sections; None is `Options()`.
+        options: options of the sections; None for `Options()`.
         verbose: whether to show a progress bar.
 
     Raises:
-        OSError: if it cannot be written. An older report is untouched then.
+        OSError: if the report cannot be written; an older one stays untouched.
 
     Example:
 
@@ -123,14 +119,14 @@ def write_report(
         )
     sections = [section(reported, options) for section in chosen]
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    # So that tokens of a batch compete as they do in training.
+    # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(reported, check_integer("batch_size", batch_size))
     routed = RoutedData(reported, at_once, max_examples, bar and bar.update)
     _read(routed, data, sections, class_names is not None)
     checked_numbers(options.examples, routed.num_examples)
     contents = [(section, section.finish()) for section in sections]
     findings = [finding for _, content in contents for finding in content.findings]
-    # Problems first, and otherwise in reading order.
+    # Problems first, otherwise in reading order.
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     facts = {
@@ -156,7 +152,7 @@ def write_report(
 
 
 def _read(routed, data, sections, has_names):
-    """Reads the data once, in its order and in random groups."""
+    """Reads the data once, both in order and in random groups."""
     model = routed.model
     shuffled = ShuffledBatches(model, routed.batch_size, sections[0].options.seed)
     for batch in routed.batches(data):
@@ -178,7 +174,7 @@ def _read(routed, data, sections, has_names):
 
 
 def checked_numbers(examples: Any, count: int | None) -> None:
-    """Raises ValueError unless numbers of examples are different and below `count`."""
+    """Checks that example numbers are distinct and below `count`."""
     if examples is None:
         return
     if isinstance(examples, (str, bytes)) or not isinstance(examples, Iterable):
@@ -200,7 +196,7 @@ def checked_numbers(examples: Any, count: int | None) -> None:
 
 
 def _write_pictures(contents, folder):
-    """Writes the figures, and returns the names of their files."""
+    """Writes the figures as PNG, and returns their file names."""
     names = []
     for _, content in contents:
         for item in content.body:
@@ -222,7 +218,7 @@ def _is_report(folder):
 
 
 def _is_own(folder):
-    """A function that tells whether a file belongs to the report in a folder."""
+    """A predicate for the files in a folder that belong to its report."""
     names = {PAGE, DATA}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         text = (Path(folder).expanduser() / DATA).read_text(encoding="utf-8")
@@ -232,14 +228,14 @@ def _is_own(folder):
 
 
 def _is_picture(name):
-    """Whether it is a name that pictures of reports have."""
+    """Whether a name has the form of a report's picture."""
     return isinstance(name, str) and name.endswith(".png") and name == Path(name).name
 
 
 def page_html(
     name: str, contents: list[tuple[Section, SectionContent]], facts: dict[str, Any]
 ) -> str:
-    """The page: its title, its sections with their content, and facts at the top."""
+    """The page: title, summary, and sections."""
     jinja2 = import_jinja2()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -265,7 +261,7 @@ def page_html(
         for section, content in contents
     ]
     values = {"name": name, "sections": parts, "css": css, "script": script}
-    # Problems are read first.
+    # Problems first.
     values |= {"levels": LEVELS[::-1], "version": __version__}
     page, left_out = template.render(facts=facts, **values), 0
     while (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:
@@ -278,7 +274,7 @@ def page_html(
 
 
 def _leave_out(sections, excess):
-    """Replaces the largest pictures by a sentence, and returns their number."""
+    """Replaces the largest figures by a sentence, and returns their number."""
     parts = [part for section in sections for part in section["parts"]]
     pieces = [piece for part in parts for piece in part.get("figures", [part])]
     number = 0
@@ -298,7 +294,7 @@ def _markup(piece):
 
 
 def import_jinja2() -> Any:
-    """Jinja2, which the page needs."""
+    """Imports Jinja2, which the page needs."""
     try:
         import jinja2
     except ImportError as error:
@@ -309,7 +305,7 @@ def import_jinja2() -> Any:
 
 
 def _cell_text(cell):
-    """A cell of a table as text."""
+    """A table cell as text."""
     if isinstance(cell, bool) or not isinstance(cell, (int, float)):
         return cell
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.4g}"
@@ -323,7 +319,7 @@ def _is_number(cell):
 
 
 def _parts(body):
-    """The parts of a section as the template takes them; figures in rows."""
+    """The template's view of a section's parts, with figures in rows."""
     parts = []
     for item in body:
         if isinstance(item, Figure):
@@ -340,7 +336,7 @@ def _parts(body):
 
 
 def _table(table):
-    """A table as the template takes it, without columns that are empty."""
+    """The template's view of a table, without empty columns."""
     columns = zip(*table.rows) if table.rows else [()] * len(table.head)
     columns = [
         (title, column)

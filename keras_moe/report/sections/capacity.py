@@ -1,6 +1,6 @@
-"""What the capacity of training, or another one, drops: tokens, and patches of images.
+"""What a capacity drops: tokens in training, and patches at other factors.
 
-Axes: B batch, N tokens, E experts, T types of tokens, Q positions of a queue.
+Axes: B batch, N tokens, E experts, T types of tokens, Q queue positions.
 """
 
 import numpy as np
@@ -31,10 +31,10 @@ from keras_moe.report.section import (
     evenly_spaced,
 )
 
-# From three capacities on all positions are one bin.
+# Positions beyond three capacities share the last bin.
 _EDGES = np.linspace(0.0, 3.0, 25)
 _GATES = np.linspace(0.0, 1.0, 21)
-# The types of tokens, in the order of the counts below.
+# Types of tokens, in the order of the counts below.
 _TYPES = ("image patches", "class token", "text tokens")
 _MANY_DROPS = 0.1
 _FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -43,27 +43,27 @@ _TILE, _BYTES = 56, 90_000
 
 
 class _Counts:
-    """The counts of one layer."""
+    """Counts of one layer."""
 
     def __init__(self, num_experts, num_patches):
         self.queues = np.zeros((3, len(_EDGES) - 1), "int64")
-        # By type of token: choices, those beyond the capacity, tokens, dropped tokens.
+        # By token type: choices, choices beyond the capacity, tokens, dropped tokens.
         self.totals = np.zeros((3, 4), "int64")
-        # By range of gates: served and dropped tokens.
+        # Served and dropped tokens, by range of gates.
         self.gates = np.zeros((2, len(_GATES) - 1), "int64")
         self.gate_sums = np.zeros((3, 2))
-        # By expert: choices, and those beyond the capacity.
+        # By expert: choices, and choices beyond the capacity.
         self.experts = np.zeros((2, num_experts), "int64")
-        # By position in images: tokens, and dropped ones.
+        # By position in images: tokens, and dropped tokens.
         self.patches = np.zeros((2, num_patches), "int64")
-        # By modality and expert: choices, and those beyond the capacity.
+        # By modality and expert: choices, and choices beyond the capacity.
         self.modalities = {}
-        # By expert: the capacities of all groups together.
+        # Sum of the capacities of all groups, by expert.
         self.room = np.zeros(num_experts, "int64")
 
 
 class Priorities(Section):
-    """The section on priorities."""
+    """The section on queues and priorities."""
 
     title = "Priorities and the capacity cut"
     anchor = "priorities"
@@ -96,7 +96,7 @@ class Priorities(Section):
         served = served_at(queues.positions, capacities)
         cut = chosen & ~served
         dropped = ~served.any(axis=-1)
-        # The middle of a position: the last before the cut is before the line.
+        # Middles of positions, so that the last served one is below the capacity.
         middles = (queues.positions + 0.5) / np.maximum(capacities, 1e-9)
         bins = np.searchsorted(_EDGES, middles, side="right") - 1
         bins = np.clip(bins, 0, len(_EDGES) - 2)
@@ -127,12 +127,12 @@ class Priorities(Section):
             counts.patches += [patches.sum(axis=0), (gone & patches).sum(axis=0)]
 
     def _runs(self, queues):
-        """Pairs of a type of token and its slice of the tokens."""
+        """Yields token types with their slices of the tokens."""
         for modality, run in queues.runs.items():
             if modality != "image":
                 yield 2, run
                 continue
-            # Without a grid, a class token cannot be told apart.
+            # Without a grid, a class token cannot be recognised.
             first = 0
             if self.num_patches:
                 first = max(run.stop - run.start - self.num_patches, 0)
@@ -223,7 +223,7 @@ class Priorities(Section):
         return [*figures, *self._modalities(names), *self._positions(names, left_out)]
 
     def _modalities(self, names):
-        """The choices of each modality, of layers that several modalities share."""
+        """Figures of each modality's choices, for layers shared by modalities."""
         shared = [x for x in range(len(names)) if len(self.counts[x].modalities) > 1]
         if not shared:
             return []
@@ -245,7 +245,7 @@ class Priorities(Section):
         return [Figure(drawing, alt, caption, "priorities_modalities")]
 
     def _positions(self, names, left_out):
-        """Where in images patches are dropped, if any is."""
+        """Figures of where in images patches are dropped, if any are."""
         shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
         if not self.num_patches or not np.any(shares):
             return []
@@ -296,7 +296,7 @@ def _data(layer, counts, present):
 
 
 class DroppedPatches(Section):
-    """The section on drops."""
+    """The section on dropped patches."""
 
     title = "Dropped patches at several capacities"
     anchor = "dropped-patches"
@@ -310,11 +310,12 @@ class DroppedPatches(Section):
         super().__init__(model, options)
         self.layers = _layers_of_images(model)
         self.groups = Groups(self.layers)
-        # A line has few marks, however many factors the layers have.
+        # At most four marks, however many factors the layers have.
         marked = {layer.capacity_factor for layer in self.layers} - {None}
         self.marked = sorted(marked)[:4]
         self.factors = sorted({*_FACTORS, *options.capacities, *self.marked})
-        # By layer and factor: tokens of images, dropped ones, choices, dropped ones.
+        # By layer and factor: tokens of images, dropped tokens, choices, dropped
+        # choices.
         self.counts = np.zeros((len(self.layers), len(self.factors), 4), "int64")
         self.drawn = evenly_spaced(len(self.layers), _MOST_LAYERS)
         self.tiles: dict[int, np.ndarray] = {}
@@ -344,12 +345,12 @@ class DroppedPatches(Section):
                 self.counts[number, column] += [int(x.sum()) for x in numbers]
 
     def _served(self, layer, queues, factor):
-        """The tokens of images that each expert serves, boolean (B, N, E)."""
+        """Which image tokens each expert serves, boolean (B, N, E)."""
         capacities = layer.capacities(queues.group_tokens, factor)
         return served_at(queues.positions, capacities)[:, queues.runs["image"]]
 
     def _draw(self, batch, layer):
-        """Tiles (factors, images, T, T, 3) of images of the first batch."""
+        """Tiles (factors, images, T, T, 3) for images of the first batch."""
         queues = layer.read(batch)
         most = max(self.options.num_examples, 1)
         chosen = evenly_spaced(len(queues.positions), most)
@@ -357,7 +358,7 @@ class DroppedPatches(Section):
         for factor in sorted(self.options.capacities, reverse=True):
             served = self._served(layer, queues, factor)
             patches = of_patches(served, self.model.grid).sum(axis=-1)
-            # If experts choose, one that chooses a patch is enough.
+            # With expert choice, one expert that selects the patch is enough.
             share = np.minimum(patches, 1)
             if layer.chooses:
                 share = patches / layer.selected

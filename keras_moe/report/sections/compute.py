@@ -1,4 +1,4 @@
-"""Where an MoE++ spends its compute: by type of expert, patch, word and layer.
+"""Where MoE++ spends compute, by expert type, patch, word and layer.
 
 Axes: B batch, N tokens, E experts, K selected experts.
 """
@@ -34,23 +34,22 @@ from keras_moe.report.section import (
     file_name,
 )
 
-# Numbers of images in a figure, of layers whose scores are drawn, and of examples that
-# these scores are of.
+# Images in a figure, layers with histograms of scores, and examples in these.
 _IMAGES, _PANELS, _SCORED = 3, 4, 64
-# Fewer choices than this of experts without compute save next to nothing.
+# With a smaller share, experts without compute save next to nothing.
 _LEAST_SHARE = 0.05
 _FIELDS = ("highest_mean", "second_mean", "highest_variance", "second_variance")
 
 
 class _Counts:
-    """The counts of one layer."""
+    """Counts of one layer."""
 
     def __init__(self, block):
         counts = (block.expert_types.count(name) for name in EXPERT_TYPES)
         self.block, self.expert_types = block, ExpertTypes(*counts)
         self.selected = block.num_selected_experts or 1
         self.served, self.tokens = np.zeros(self.expert_types.total), 0
-        # Sums and sums of squares of the two highest gates.
+        # Sums and sums of squares of the two largest gates.
         self.moments = np.zeros((2, 2))
 
     @property
@@ -60,14 +59,14 @@ class _Counts:
 
     @property
     def score_moments(self):
-        """Means and variances of the two highest gates, by name."""
+        """Means and variances of the two largest gates, by name."""
         mean, square = self.moments / max(self.tokens, 1)
         variance = np.maximum(square - mean**2, 0.0)
         return dict(zip(_FIELDS, (*mean.tolist(), *variance.tolist())))
 
 
 class Compute(LayerSection):
-    """Which tokens FFN experts serve, and which the experts that cost nothing."""
+    """The section on which tokens use FFN experts, and which use free ones."""
 
     title = "Where compute goes"
     anchor = "compute"
@@ -92,10 +91,10 @@ class Compute(LayerSection):
 
     def __init__(self, model: ReportedModel, options: Options):
         super().__init__(model, options)
-        # Sums of images, and of experts by type and patch, over the examples whose
-        # tokens are finite in all layers.
+        # Sums of images, and of experts by type and patch, over the examples with
+        # finite tokens in all layers.
         self._maps, self._image, self._complete = 0.0, 0.0, 0
-        # Words with their number, and the sum of their FFN experts.
+        # By word: its number of tokens, and of their FFN experts.
         self._words = defaultdict(lambda: [0, 0.0])
         self._examples = Reservoir.of_options(options)
         self._scores = Reservoir(_SCORED, options.seed)
@@ -194,7 +193,7 @@ class Compute(LayerSection):
         )
 
     def _score_figures(self):
-        """Histograms of the two highest gates in some layers."""
+        """Histograms of the two largest gates in some layers."""
         kept, keys, figures = list(self._scores.kept.values()), list(self.blocks), []
         for key in [keys[index] for index in evenly_spaced(len(keys), _PANELS)]:
             gates = np.concatenate([example[key] for example in kept])
@@ -260,7 +259,7 @@ class Compute(LayerSection):
         return order[: 4 * self.options.top]
 
     def _word_parts(self):
-        """The most frequent words, each with its mean number of FFN experts."""
+        """The most frequent words, with their mean number of FFN experts."""
         if not self._words:
             return []
         words = sorted(self._top_words(), key=lambda pair: -pair[1][1] / pair[1][0])
@@ -305,5 +304,5 @@ class Compute(LayerSection):
 
 
 def _two_highest(record):
-    """The two highest gates of each token, (B, N, 2)."""
+    """The two largest gates of each token, (B, N, 2)."""
     return -np.partition(-record.gates, 1, axis=-1)[..., :2]

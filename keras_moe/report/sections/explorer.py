@@ -1,4 +1,4 @@
-"""One example's routing, drawn over its image and its words.
+"""The routing of single examples, drawn over images and words.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -34,19 +34,19 @@ from keras_moe.report.section import (
     evenly_spaced,
 )
 
-# Characters of the page for the script's data, and for the maps that need no script.
+# Characters of the page for the script's data, and for maps without the script.
 DATA_BUDGET, MAPS_BUDGET = 160_000, 110_000
-# An entry of a token has four bytes, which are 16 / 3 characters of base64.
+# An entry has four bytes, 16 / 3 characters in base64.
 _ENTRIES = DATA_BUDGET * 3 // 16
 _LAYERS, _EXPERTS = 12, 8
-# The chooser has the others.
+# Number of static maps; the chooser shows the rest.
 _MAPS = 36
-# The largest side of an image in pixels, and bytes of its file and of all files.
+# Largest image side in pixels, and bytes per image file and in total.
 _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 
 
 class Example(NamedTuple):
-    """The parts of an example that drawings need."""
+    """What drawings need of an example."""
 
     # (height, width, channels) in [-1, 1], or None.
     image: np.ndarray | None
@@ -67,7 +67,7 @@ class Example(NamedTuple):
 
 
 class Explorer(Section):
-    """Which expert each patch and word of an example goes to, layer by layer."""
+    """The section on each patch's and word's expert, layer by layer."""
 
     title = "One example, layer by layer"
     anchor = "explorer"
@@ -119,7 +119,7 @@ class Explorer(Section):
         return SectionContent(body, {"examples": _routing_data(examples)})
 
     def _choice(self, shown):
-        """A sentence on which examples these are."""
+        """A sentence on how the examples were chosen."""
         seen = self._reservoir.seen
         if self.options.examples is None:
             return f"{shown} of {seen:,} examples, drawn with seed {self.options.seed}."
@@ -139,7 +139,7 @@ class Explorer(Section):
         return ", ".join(parts)
 
     def _pictures(self, examples):
-        """The images, once for all maps of them."""
+        """The images, once for all their maps."""
         if self.model.grid is None:
             return Markup("")
         rows, columns = self.model.grid
@@ -254,7 +254,7 @@ def _routing_data(examples):
 def kept_example(
     model: ReportedModel, keys: list[str], batch: Batch, index: int
 ) -> Example:
-    """The parts of an example that drawings need, as copies."""
+    """Copies what drawings need of an example."""
     words, counts = None, None
     if batch.words is not None:
         counts = np.array([word != "" for word in batch.words[index]])
@@ -286,13 +286,13 @@ def kept_example(
 
 
 def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
-    """A square picture of an image, as a data URI; maps give it its shape."""
+    """An image as a square data URI; maps restore its shape."""
     tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
     return sprite(tile[None, None], max_bytes)[0]
 
 
 def _within_budget(examples, blocks):
-    """The examples that the page has room for, and the entries kept of a token."""
+    """The examples that fit on the page, and the entries kept per token."""
     experts = {key: block.num_experts for key, block in blocks.items()}
     least = {
         key: min(block.num_experts, block.num_selected_experts or 2)
@@ -316,7 +316,7 @@ def _within_budget(examples, blocks):
 
 
 def _soft_maps(routing, grid, image, layer):
-    """Maps of the experts whose slots look at the fewest patches."""
+    """Maps of the experts whose slots focus on the fewest patches."""
     most = np.argsort(-routing.values.max(axis=0), kind="stable")[:_EXPERTS]
     maps = Markup("")
     for expert in sorted(most.tolist()):

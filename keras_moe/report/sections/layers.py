@@ -1,4 +1,4 @@
-"""The model's layers: their costs, and how decided their routers are by depth.
+"""The model's layers: costs, and entropy and confidence of routers by depth.
 
 Axes: B batch, N tokens, E experts, T tokens that count.
 """
@@ -27,9 +27,9 @@ KINDS = {
     "soft": "experts take mixtures of tokens",
     "mumoe": "muMoE: all experts, weighted",
 }
-# Bins of the histograms of largest gates, from which quartiles are read.
+# Bins of the histograms from which quartiles of largest gates are read.
 NUM_BINS = 200
-# A router whose median gate is below this number of equal shares hardly chooses.
+# A router hardly chooses if its median gate is below this times 1 / E.
 UNSURE = 1.2
 
 
@@ -76,12 +76,12 @@ class Overview(Section):
         return Table(head, rows, "Layers with experts")
 
     def _description(self):
-        """The costs, if the model knows them."""
+        """The costs, if the model can describe them."""
         describe = getattr(self.model.keras_model, "describe", None)
         try:
             return None if describe is None else describe()
         except ValueError:
-            # A custom family may have no costs.
+            # Custom model families may have no costs.
             return None
 
 
@@ -94,12 +94,12 @@ def _at_inference(block):
 
 
 def _gflops(flops):
-    """Text of 1e9 operations, for small and large models alike."""
+    """Formats GFLOPs of small and large models."""
     return f"{flops / 1e9:,.2f}" if flops >= 1e8 else f"{flops / 1e9:.6f}"
 
 
 def _costs(description):
-    """The table of costs, with one row for successive parts that are alike."""
+    """The table of costs; consecutive parts with equal costs share a row."""
     groups = []
     for part in description.parts:
         stem = re.sub(r"\d+", "#", part.name)
@@ -121,20 +121,20 @@ def _costs(description):
 
 
 class Entropies(NamedTuple):
-    """Entropies of one routing record, over log E."""
+    """Entropies of a routing record, over log E."""
 
-    # Mean over tokens of the entropy of a token's gates.
+    # Mean entropy of each token's gates.
     local: float
-    # Entropy of the mean of all tokens' gates.
+    # Entropy of the mean gates.
     global_: float
-    # `local` of the weights in the outputs, after the dispatch.
+    # `local` of the combine weights, after the dispatch.
     local_after: float
-    # `global_` of the tokens that experts served.
+    # `global_` of the tokens served.
     global_after: float
 
 
 class EntropySums:
-    """The sums of a record from which its entropies follow."""
+    """Accumulates the entropies of a record."""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -167,7 +167,7 @@ class EntropySums:
 
 
 def _normalised(rows):
-    """Rows of sum 1, and which rows had a positive one."""
+    """Normalises rows to sum 1; also returns which had a positive sum."""
     rows = np.maximum(np.asarray(rows, "float64"), 0.0)
     sums = rows.sum(axis=-1, keepdims=True)
     return rows / np.where(sums > 0, sums, 1.0), sums[..., 0] > 0
@@ -236,10 +236,9 @@ class RoutingEntropies(LayerSection):
 
 
 def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
-    """The names of layers by depth, and the depth of each record.
+    """Layer names by depth, and the depth of each record.
 
-    Towers of two modalities share depths, by the numbers of their blocks: one tower may
-    have fewer than the other.
+    The towers of two modalities share depths, by block number.
     """
     short = {key: block.short_key for key, block in model.blocks.items()}
     names = list(dict.fromkeys(short.values()))
@@ -301,7 +300,7 @@ class Confidence(LayerSection):
 
 
 def quantiles(counts: np.ndarray, parts: tuple[float, ...]) -> list[float]:
-    """Quantiles of numbers in [0, 1] from their histogram."""
+    """Quantiles of values in [0, 1] from their histogram."""
     total = counts.sum()
     if not total:
         return [0.0] * len(parts)

@@ -1,4 +1,4 @@
-"""The work of each expert: by layer, modality and class, and which could go.
+"""The work of each expert, by layer, modality and class, and experts to prune.
 
 Axes: B batch, N tokens, E experts, K selected experts, T tokens that count, U classes.
 """
@@ -26,13 +26,13 @@ from keras_moe.report.section import (
     file_name,
 )
 
-# Layers of a deep model with their own pictures, and with maps of classes.
+# Layers with separate figures, and with maps of classes.
 MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
-# Classes that are drawn.
+# Classes in a figure.
 MAX_DRAWN = 30
-# Fractions of dropped choices from which on they are a notice, or a problem.
+# Fractions of dropped choices that are a notice and a problem.
 DROPS = (0.01, 0.1)
-# Fractions of the work for which the needed experts are counted.
+# Fractions of the work for which the experts needed are counted.
 COVERED = (0.9, 0.95, 0.99)
 
 
@@ -57,7 +57,7 @@ class LayerCounts:
 
     @classmethod
     def together(cls, name: str, parts: list["LayerCounts"]) -> "LayerCounts":
-        """The counts of a layer that several modalities share."""
+        """Adds up the counts of a layer shared by several modalities."""
         total = cls(parts[0].block._replace(key=name))
         for part in parts:
             for field in ("tokens", "unserved", "broken", "served", "mass", "demand"):
@@ -66,25 +66,22 @@ class LayerCounts:
 
     @property
     def work(self) -> np.ndarray:
-        """(E,), what the experts do: their tokens, or weights if all serve all."""
+        """(E,), tokens served, or total weights if experts serve all tokens."""
         return self.served if self.block.is_sparse else self.mass
 
     @property
     def shares(self) -> np.ndarray:
-        """(E,), the fractions of the work that the experts do; sum 1."""
+        """(E,), fractions of the work."""
         return self.work / max(self.work.sum(), 1e-12)
 
     @property
     def dropped(self) -> float:
-        """The fraction of the tokens' choices that no expert served."""
+        """Fraction of the tokens' choices that were not served."""
         return float(1.0 - self.served.sum() / max(self.demand.sum(), 1.0))
 
     @property
     def entropy(self) -> float:
-        """The entropy of the shares over log E; 1 is a balanced load.
-
-        E counts the experts that are there.
-        """
+        """Entropy of the shares over log E, without pruned experts; 1 is balanced."""
         number = int(self.block.is_present.sum())
         if number < 2:
             return 1.0
@@ -92,20 +89,20 @@ class LayerCounts:
 
 
 def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
-    """The experts that tokens chose, (T, E) of 0 and 1, whether they served or not."""
+    """The experts that tokens chose, (T, E) of 0 and 1, served or not."""
     served = record.dispatched[counts]
     if block.kind != "token_choice" or block.capacity_factor is None:
         return served
     affinity, is_present = record.affinity[counts], block.is_present
     if block.pruning not in (None, "router_pred_skip"):
-        # Tokens take the best of the others.
+        # Tokens choose the best of the remaining experts.
         affinity = np.where(is_present, affinity, -np.inf)
     chosen = np.argsort(-affinity, axis=1, kind="stable")
     chosen = chosen[:, : block.num_selected_experts or 1]
     result = np.zeros_like(served)
     np.put_along_axis(result, chosen, 1.0, axis=1)
-    # Routers may choose by another rule, and what they serve was chosen. A choice of a
-    # pruned expert is lost, and not dropped by a capacity.
+    # Served choices count, in case a router chooses by another rule. A choice of a
+    # pruned expert is lost, not dropped by a capacity.
     return np.maximum(np.where(is_present, result, 0.0), served)
 
 
@@ -130,10 +127,10 @@ class Loads(LayerSection):
 
     def __init__(self, model: ReportedModel, options: Options):
         super().__init__(model, options)
-        # Work (U, E) by key, which grows with the largest label.
+        # Work (U, E) by key; grows with the largest label.
         self._by_class = {}
         self._num_beyond, self._num_without, self._has_labels = 0, 0, False
-        # Examples, and those whose outputs are not finite.
+        # Number of examples, and of those with non-finite outputs.
         self._outputs = np.zeros(2, "int64")
 
     def new_counts(self, block: Block) -> LayerCounts:
@@ -253,9 +250,9 @@ class Loads(LayerSection):
         )
 
     def _capacity(self, records):
-        """The capacity factor of a layer's picture, if all experts have the same."""
+        """The capacity factor of a layer, if it is the same for all experts."""
         block = next(iter(records.values()))
-        # Those of MoE++ differ by type, and those of pruned layers by method.
+        # In MoE++ it differs by type, in pruned layers by method.
         same = len(records) == 1 and len({*block.expert_types}) == 1
         if block.kind != "token_choice" or not same:
             return None
@@ -266,7 +263,7 @@ class Loads(LayerSection):
         present = np.flatnonzero(totals)
         if len(present) < 2:
             return []
-        # The most frequent classes, in the order of their numbers.
+        # The most frequent classes, in order of their numbers.
         largest = np.argsort(-totals[present], kind="stable")[:MAX_DRAWN]
         chosen = np.sort(present[largest])
         names = [self.model.class_name(int(label)) for label in chosen]
@@ -321,7 +318,7 @@ class Loads(LayerSection):
 
 
 def _drops(counts):
-    """Tokens without an expert and dropped choices, None if there cannot be any."""
+    """Tokens without an expert, and dropped choices; None if not applicable."""
     return (
         counts.unserved if counts.block.is_sparse else None,
         counts.dropped if counts.block.kind == "token_choice" else None,
@@ -329,7 +326,7 @@ def _drops(counts):
 
 
 def relative_work(table: np.ndarray) -> np.ndarray:
-    """Work by class and expert, over that of the average class."""
+    """Work by class and expert, relative to the average class."""
     totals = table.sum(axis=1, keepdims=True)
     shares = table / np.where(totals > 0, totals, 1.0)
     means = shares.mean(axis=0)
@@ -346,7 +343,7 @@ def _range_text(counts):
 
 
 def health_findings(layers: list[LayerCounts]) -> list[Finding]:
-    """Findings on layers that are unhealthy, or one that says that none is."""
+    """Findings on unhealthy layers, or a single good one."""
     findings = []
     for counts in layers:
         key = counts.block.key
@@ -423,7 +420,7 @@ def _findings_of(counts):
 
 
 def _experts(numbers):
-    """The first experts of many by number."""
+    """Lists the first few expert numbers."""
     texts = [str(number) for number in numbers[:8]]
     if len(numbers) > len(texts):
         texts.append(f"and {len(numbers) - len(texts)} more")
@@ -431,7 +428,7 @@ def _experts(numbers):
 
 
 class Pruning(LayerSection):
-    """The section on experts that could go."""
+    """The section on experts that could be pruned."""
 
     title = "Experts that could go"
     anchor = "pruning"

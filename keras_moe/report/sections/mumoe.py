@@ -1,4 +1,4 @@
-"""muMoE's experts: coefficients by class, load, and the classes that need them.
+"""muMoE's experts: coefficients by class, loads, and the classes that need them.
 
 Axes: B batch, N tokens, E experts, U classes.
 """
@@ -25,24 +25,24 @@ from keras_moe.report.section import (
     file_name,
 )
 
-# The lowest coefficient with which an expert serves a token.
+# Smallest coefficient with which an expert serves a token.
 THRESHOLD = 0.5
-# Bounds of the cost: experts of a layer that are ablated, images, bytes of these, and
-# classifications of an image without an expert, at least and at most.
+# Limits of the cost: ablated experts per layer, images, bytes of images, and least and
+# most classifications of an image without an expert.
 _EXPERTS, _IMAGES, _BYTES = 16, 256, 2**26
 _LEAST_PAIRS, _MOST_PAIRS = 2_048, 12_288
 _CLASSES = 20
-# Tokens that are classified at once without an expert.
+# Number of tokens classified at a time without an expert.
 _TOKENS = 2**13
 
 
 class _Counts:
-    """The counts of one layer."""
+    """Counts of one layer."""
 
     def __init__(self, num_experts):
         self.load, self.total = np.zeros(num_experts, int), np.zeros(num_experts)
         self.tokens = 0
-        # Sums (U, E) of the mean coefficients of images, by class.
+        # Sums (U, E) of the images' mean coefficients, by class.
         self.by_class = np.zeros((0, num_experts))
 
     @property
@@ -51,12 +51,12 @@ class _Counts:
 
     @property
     def experts(self):
-        """The experts with the largest coefficients, in their order."""
+        """The experts with the largest coefficients, ascending."""
         return np.sort(np.argsort(-self.total, kind="stable")[:_EXPERTS])
 
 
 class MuMoEExperts(LayerSection):
-    """Which experts a class uses, and which classes need an expert."""
+    """The section on which experts a class uses, and which classes need an expert."""
 
     title = "muMoE's experts"
     anchor = "mumoe"
@@ -79,9 +79,9 @@ class MuMoEExperts(LayerSection):
 
     def __init__(self, model: ReportedModel, options: Options):
         super().__init__(model, options)
-        # Only these layers have classes, so that many layers need no more memory.
+        # Only these layers have classes, which bounds memory for deep models.
         self._detailed = _detailed(self.blocks)
-        # Images by class.
+        # Number of images by class.
         self._images = np.zeros(0, int)
         self._reservoir, self._examples, self._num_beyond = None, 0, 0
 
@@ -103,7 +103,7 @@ class MuMoEExperts(LayerSection):
         self._num_beyond += int((labels >= MAX_CLASSES).sum())
         is_known = (labels >= 0) & (labels < MAX_CLASSES)
         for key in self._detailed:
-            # An image without any finite token has no mean.
+            # Images without finite tokens have no mean.
             is_known &= batch.mask_of(self.blocks[key]).any(axis=1)
         known = np.flatnonzero(is_known)
         if not len(known):
@@ -180,7 +180,7 @@ class MuMoEExperts(LayerSection):
         return [self.model.class_name(label) for label in chosen.tolist()]
 
     def _chosen_classes(self):
-        """The classes with most images, in their order."""
+        """The classes with the most images, ascending."""
         order = np.argsort(-self._images, kind="stable")[:_CLASSES]
         return np.sort(order[self._images[order] > 0])
 
@@ -217,7 +217,7 @@ class MuMoEExperts(LayerSection):
                 "Experts were not ablated, which needs a classifier, images and labels."
             ]
         per_image = sum(len(self.counts[key].experts) for key in self._detailed)
-        # At most the cost of reading the data twice, if that is not small.
+        # At most about the cost of reading the data twice, within the limits.
         pairs = min(max(2 * self._examples, _LEAST_PAIRS), _MOST_PAIRS)
         kept = list(self._reservoir.kept.values())[: max(pairs // per_image, 1)]
         images = np.stack([image for image, _ in kept])
@@ -227,7 +227,7 @@ class MuMoEExperts(LayerSection):
             try:
                 ablation = self._ablation(key, images, labels)
             except ValueError as error:
-                # The outputs of a broken model are not finite, for example.
+                # For example, a broken model has non-finite outputs.
                 text = f"{key}: experts could not be ablated. {error}"
                 findings.append(Finding("problem", text))
                 continue
@@ -244,7 +244,7 @@ class MuMoEExperts(LayerSection):
 
     def _ablation(self, key, images, labels):
         counts = self.counts[key]
-        # Many small images at once, and few of many tokens, which need memory.
+        # Batches with many small images, or a few with many tokens.
         tokens = max(counts.tokens // max(self._examples, 1), 1)
         return ablate_experts(
             self.model.keras_model,
@@ -292,7 +292,7 @@ class MuMoEExperts(LayerSection):
 
 
 def _detailed(blocks):
-    """The head, the last block and the last token mixer, as far as they exist."""
+    """The head, the last block and the last token mixer, if they exist."""
     heads = [key for key in blocks if key == "head"]
     mixers = [key for key in blocks if key.endswith("/token_mixer")]
     of_tokens = [key for key, block in blocks.items() if block.is_of_tokens]

@@ -1,6 +1,6 @@
-"""The patches and the words with the largest weight of each expert.
+"""The patches and words with the largest weight for each expert.
 
-Axes: B batch, N tokens, E experts, X shown experts, T height and width of a tile.
+Axes: B batch, N tokens, E experts, X shown experts, T tile size.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ _MOST_CONTEXTS = 4
 
 
 class BestPatches:
-    """The patches with the largest weights for each expert, each of another image.
+    """The patches with the largest weights for each expert, from different images.
 
-    It shows all experts, or the busiest of the first batch. Memory is that of the
-    tiles: X times their number for an expert.
+    Covers all experts, or the busiest of the first batch; memory is bounded by the
+    tiles.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BestPatches:
         most: int = _MOST_EXPERTS,
     ):
         self.grid, self.count, self.size, self.most = grid, count, size, most
-        # Numbers of the shown experts; the first batch decides.
+        # Numbers of the shown experts, set by the first batch.
         self.experts = self.weights = self.examples = self.tiles = None
 
     def update(self, weights: Any, images: Any, start: int = 0) -> None:
@@ -56,7 +56,7 @@ class BestPatches:
         weights = weights[..., self.experts]
         best, patches = weights.max(axis=1), weights.argmax(axis=1)
         for row in range(len(self.experts)):
-            # Equal weights leave the first image where it is.
+            # Of equal weights the first image stays.
             candidates = np.concatenate([self.weights[row], best[:, row]])
             order = np.argsort(-candidates, kind="stable")[: self.count]
             if order.max() < self.count:
@@ -77,7 +77,7 @@ class BestPatches:
 
 
 def _busiest(weights, most):
-    """The numbers of the experts with the largest weights (..., E), ascending."""
+    """The experts with the largest total weights, ascending."""
     load = np.asarray(weights).reshape(-1, weights.shape[-1]).sum(axis=0)
     return np.sort(np.argsort(-load, kind="stable")[:most])
 
@@ -85,30 +85,30 @@ def _busiest(weights, most):
 class Word(NamedTuple):
     """A top word of an expert."""
 
-    # String of the token; untrusted text.
+    # String of the token; untrusted.
     word: str
-    # Weight in the output, or lift over the base rate.
+    # Combine weight, or lift over the base rate.
     score: float
-    # Words around it; untrusted text.
+    # Words around it; untrusted.
     context: str
-    # Number of times that the expert served it.
+    # How often the expert served it.
     count: int
 
 
 class BestWords:
-    """The words with the largest weights for each expert, and those it gets too often.
+    """Words with the largest weights for each expert, and over-represented ones.
 
-    It shows all experts, or the busiest of the first batch. Memory grows with the
-    number of different words, up to `MAX_WORDS`.
+    Covers all experts, or the busiest of the first batch. Memory grows with the number
+    of distinct words, up to `MAX_WORDS`.
     """
 
     def __init__(self, count: int = 8, most: int = _MOST_EXPERTS, window: int = 3):
         self.count, self.most, self.window = count, most, window
-        # Numbers of the shown experts; the first batch decides.
+        # Numbers of the shown experts, set by the first batch.
         self.experts = None
-        # For each expert a dict from a word to its weight and context.
+        # For each expert, weight and context by word.
         self._best: list[dict[str, tuple[float, str]]] = []
-        # The numbers of words, and by number how often each expert, and all, get it.
+        # Word numbers, and how often each expert, and all together, got the word.
         self._numbers: dict[str, int] = {}
         self._served, self._all = np.zeros((0, 0)), np.zeros(0)
         self.uncounted = 0
@@ -132,7 +132,7 @@ class BestWords:
             self._keep_best(best, weights[:, expert], strings, words, rows, places)
 
     def by_weight(self, row: int) -> list[Word]:
-        """The different words of largest weight."""
+        """The distinct words with the largest weights."""
         ranked = sorted(self._best[row].items(), key=lambda item: -item[1][0])
         return [
             Word(word, weight, context, self._times(word, row))
@@ -140,13 +140,13 @@ class BestWords:
         ]
 
     def by_lift(self, row: int, min_count: int = 3) -> list[Word]:
-        """The words whose share of the expert's tokens most exceeds that of all."""
+        """The words most over-represented among the expert's tokens."""
         served, totals = self._served[:, row], self._all
         base = totals / max(totals.sum(), 1.0)
         own = served / max(served.sum(), 1.0)
         lift = np.divide(own, base, out=np.zeros_like(own), where=base > 0)
         lift = np.where((served >= min_count) & (lift > 1.0), lift, 0.0)
-        # Words that no other expert gets have the same lift: frequent ones go first.
+        # Words that only this expert gets have equal lift: frequent ones first.
         order = np.lexsort((-served, -lift))[: self.count]
         words = list(self._numbers)
         return [
@@ -165,7 +165,7 @@ class BestWords:
         self.uncounted += int((numbers < 0).sum())
         known = numbers >= 0
         if (missing := len(self._numbers) - len(self._all)) > 0:
-            # Doubles the room, so that growth costs little.
+            # At least doubles, for amortised growth.
             missing = max(missing, len(self._all))
             self._all = np.pad(self._all, (0, missing))
             self._served = np.pad(self._served, ((0, missing), (0, 0)))
@@ -279,15 +279,15 @@ class TopTokens(Section):
 
 
 def _shown(model, modality):
-    """The blocks that are shown, of those whose tokens are patches or words."""
+    """The blocks to show, of those whose tokens are patches or words."""
     blocks = model.of_tokens(modality)
     return [blocks[index] for index in evenly_spaced(len(blocks), _MOST_LAYERS)]
 
 
 def _weights(record, block):
-    """The weight of each expert for each token, (B, N, E)."""
+    """Weight of each expert for each token, (B, N, E)."""
     if block.kind == "soft":
-        # The expert's slots are mixtures of tokens; these are the tokens' shares.
+        # An expert's slots mix tokens; these are the tokens' shares.
         return record.dispatched
     if block.kind == "mumoe":
         return np.maximum(record.gates, 0.0)

@@ -1,4 +1,4 @@
-"""How tokens move from the experts of one layer to those of the next.
+"""How tokens move between the experts of consecutive layers.
 
 Axes: E experts of a layer.
 """
@@ -26,14 +26,14 @@ _MAX_RIBBONS = 300
 _DEEP = 6
 _WIDTH = 3.6
 _BAR = 0.15
-# Not pure black or white, which a page would turn into its own colours.
+# Not pure black or white, which a page replaces by its own colours.
 _DARK, _LIGHT = "#101010", "#fefefe"
 _INKS = (_LIGHT, _DARK, _LIGHT, _DARK, _DARK, _LIGHT, _LIGHT)
 _INK = dict(zip((*COLOURS, GREY), _INKS))
 
 
 class ExpertTransitions(Section):
-    """The section on transitions between the experts of successive layers."""
+    """The section on transitions between experts of consecutive layers."""
 
     title = "Expert transitions"
     anchor = "transitions"
@@ -120,7 +120,7 @@ class ExpertTransitions(Section):
 
 
 def _paths(model):
-    """The sparse blocks of each modality that has at least two of them."""
+    """The sparse blocks of each modality with at least two."""
     paths = {}
     for block in model.blocks.values():
         if block.is_sparse:
@@ -143,26 +143,26 @@ def _largest(diagram, names):
 class Node(NamedTuple):
     """The tokens of one expert in one layer."""
 
-    # Number of the expert; `"rest"` for all small experts, `"none"` for tokens that no
-    # expert serves.
+    # Number of the expert; `"rest"` for all small experts, `"none"` for unserved
+    # tokens.
     name: str
     # Lower end, in a column from 0 to 1.
     bottom: float
-    # Share of the layer's tokens, scaled to what gaps leave of the column.
+    # Share of the layer's tokens, scaled to leave room for gaps.
     height: float
 
 
 class Ribbon(NamedTuple):
-    """The tokens that go from one node to a node of the next layer."""
+    """The tokens that move from one node to a node of the next layer."""
 
-    # The layer that they leave, and the numbers of both nodes.
+    # The source's layer, and the numbers of both nodes.
     layer: int
     source: int
     target: int
-    # Lower ends at the source and at the target.
+    # Lower ends at source and target.
     start: float
     stop: float
-    # Widths at the source and at the target, whose layer may have more gaps.
+    # Widths at source and target, whose layers may have different gaps.
     height: float
     end_height: float
 
@@ -170,11 +170,11 @@ class Ribbon(NamedTuple):
 class MainFlows(NamedTuple):
     """An alluvial diagram."""
 
-    # The nodes of each layer, from the top down.
+    # Nodes of each layer, top to bottom.
     columns: list[list[Node]]
-    # The ribbons, the broadest first.
+    # Ribbons, widest first.
     ribbons: list[Ribbon]
-    # Share of the tokens that these carry, averaged over the steps.
+    # Share of the tokens in these ribbons, averaged over steps.
     shown: float
 
 
@@ -187,7 +187,7 @@ def main_flows(
 ) -> MainFlows:
     """Lays out the largest flows of tokens through experts.
 
-    Nodes stand next to those that their tokens come from, so that few ribbons cross.
+    Nodes are placed near those that their tokens come from, to avoid crossings.
     """
     flows = [np.asarray(each, "float64") for each in flows]
     totals = [flows[0].sum(axis=1), *(each.sum(axis=0) for each in flows)]
@@ -222,7 +222,7 @@ def main_flows(
 
 
 def _merged(total, max_experts, min_share):
-    """Names of nodes with their experts: the largest, the rest, and none."""
+    """Node names with their experts: the largest, the rest, and none."""
     experts, unserved = total[:-1], total[-1]
     large = np.argsort(-experts, kind="stable")[:max_experts]
     large = sorted(e for e in large if experts[e] >= min_share * max(total.sum(), 1.0))
@@ -245,10 +245,10 @@ def _matrix(groups, size):
 
 
 def _placed(groups, shares, order, gap):
-    """The nodes from the top down, with gaps between them."""
+    """Nodes from top to bottom, with gaps between them."""
     room = 1.0 - gap * (len(groups) - 1)
     nodes, top = [], 1.0
-    # The small experts and unserved tokens come last.
+    # The rest and unserved tokens come last.
     for number in sorted(order, key=lambda node: groups[node][0] in (REST, UNSERVED)):
         height = float(shares[number]) * room
         top -= height
@@ -258,7 +258,7 @@ def _placed(groups, shares, order, gap):
 
 
 def _ribbons(layer, step, sources, targets):
-    """Pairs of a share and its ribbon; at each node they leave and arrive in order."""
+    """Pairs of share and ribbon; at each node ribbons are stacked in order."""
     shares = np.maximum(step.sum(axis=1), 1e-12), np.maximum(step.sum(axis=0), 1e-12)
     scale = np.array([node.height for node in sources]) / shares[0]
     out = np.array([node.bottom + node.height for node in sources])
@@ -276,17 +276,16 @@ def _ribbons(layer, step, sources, targets):
 
 
 def draw_flows(flows: MainFlows, names: list[str]) -> Any:
-    """Draws an alluvial diagram: layers side by side, ribbons between their experts.
+    """Plots an alluvial diagram: layers side by side, ribbons between experts.
 
-    Rows of up to five layers fit a phone; each row begins with the last layer of the
-    row above.
+    Rows of up to five layers fit a phone; each row repeats the last layer above.
     """
     count = len(flows.columns)
     # Rows of equal length and scale.
     rows = max(-(-(count - 1) // (LAYERS_IN_A_ROW - 1)), 1)
     steps = max(-(-(count - 1) // rows), 1)
     starts = range(0, max(count - 1, 1), steps)
-    # Room for the name of the smallest node.
+    # Room for the label of the smallest node.
     height = min(4.4, max(2.4, 0.23 * max(map(len, flows.columns))))
     figure = new_figure(figsize=(_WIDTH, (height + 0.35) * len(starts)))
     axes = figure.subplots(len(starts), 1, squeeze=False)[:, 0]
@@ -297,7 +296,7 @@ def draw_flows(flows: MainFlows, names: list[str]) -> Any:
         top=1 - 0.28 / (height + 0.35) / len(starts),
         hspace=0.4 / height,
     )
-    # Names are wider than bars.
+    # Labels are wider than bars.
     margin = 0.4 if steps > 2 else 0.25 if steps > 1 else 0.15
     bar = _BAR / (0.98 * _WIDTH) * (steps + 2 * margin)
     for axis, start in zip(axes, starts):
@@ -324,7 +323,7 @@ def _colour(name):
 
 
 def _draw_node(axis, place, bar, node, points):
-    """Draws a bar, and its name if the bar is high enough in points."""
+    """Draws a bar, labelled if it is high enough in points."""
     from matplotlib.patches import Rectangle
 
     colour, is_unserved = _colour(node.name), node.name == UNSERVED
@@ -350,7 +349,7 @@ def _draw_node(axis, place, bar, node, points):
 
 
 def _draw_ribbons(axis, ribbons, place, bar, colour):
-    """Draws the ribbons of one node as one path, which needs a third of the bytes."""
+    """Draws a node's ribbons as one path, for a third of the bytes."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
