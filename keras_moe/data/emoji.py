@@ -81,9 +81,6 @@ def load_emoji(
         language: one of ar, de, en, es, fa, fr, id, it, ja, ko, pt, ru, tr and zh.
         seed: seed of the splits; use the same one for all of them.
 
-    Returns:
-        `EmojiPairs` with N entries per field.
-
     Example:
 
     ```python

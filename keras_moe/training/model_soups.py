@@ -61,9 +61,6 @@ def greedy_soup(
         replacement: whether a checkpoint may be added more than once.
         max_ingredients: maximum number of ingredients.
 
-    Returns:
-        A `Soup`.
-
     Reference:
         *LIMoE*, appendix A.3; *Model soups*, section 2.
     Example:

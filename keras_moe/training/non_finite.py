@@ -125,17 +125,12 @@ def locate_non_finite(
     Example:
 
     >>> from keras_moe.training import locate_non_finite
-    >>> model = keras.Sequential(
-    ...     [
-    ...         keras.Input((1,)),
-    ...         keras.layers.Dense(1, name="first", kernel_initializer="ones"),
-    ...         keras.layers.Activation("exponential", name="second"),
-    ...     ]
-    ... )
+    >>> layer = keras.layers.Activation("exponential", name="exp")
+    >>> model = keras.Sequential([keras.Input((1,)), layer])
     >>> model.compile("sgd", "mse")
     >>> images = np.full((2, 1), 1000.0)
     >>> locate_non_finite(model, images, images)
-    NonFinite(what='output', where='second')
+    NonFinite(what='output', where='exp')
     """
     bad = first_non_finite_weight(model)
     if bad is not None:

@@ -49,7 +49,7 @@ class Objective(Section):
     Example:
 
     >>> import dataclasses
-    >>> from keras_moe.training import Monitor, Objective, Recipe, register_objective
+    >>> from keras_moe.training import Monitor, Objective, register_objective
     >>> @register_objective("brightness")
     ... @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Brightness(Objective):
@@ -59,15 +59,8 @@ class Objective(Section):
     ...         return {"num_classes": 1}
     ...     def loss_and_metrics(self, model, data):
     ...         return "mse", ["mae"]
-    >>> recipe = Recipe(
-    ...     "mine",
-    ...     data={"batch_size": 8},
-    ...     model={"preset": "vmoe_digits", "load_weights": False},
-    ...     schedule={"learning_rate": 1e-3, "epochs": 1},
-    ...     objective={"name": "brightness", "scale": 2.0},
-    ... )
-    >>> recipe.objective
-    Brightness(scale=2.0)
+    >>> Brightness(scale=2.0).replace(scale=3.0)
+    Brightness(scale=3.0)
     """
 
     title = "objective"

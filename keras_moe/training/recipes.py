@@ -65,8 +65,6 @@ class Recipe:
     >>> learning_rate = recipe.learning_rate(steps_per_epoch=40)
     >>> [round(float(learning_rate(step)), 6) for step in (0, 40, 80)]
     [0.001, 0.0005, 0.0]
-    >>> recipe.replace(schedule={"epochs": 3}, seed=1).total_steps(40)
-    120
     """
 
     name: str
@@ -301,9 +299,6 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
             `"none"` for None, or a JSON file of `Recipe.save`.
         **overrides: settings to change, by dotted name or section; see
             `Recipe.replace`.
-
-    Returns:
-        The recipe.
 
     Example:
 

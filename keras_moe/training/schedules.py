@@ -133,9 +133,6 @@ def warmup_schedule(
         cooldown_steps: number of steps in which `"rsqrt"` and `"constant"` fall
             linearly.
 
-    Returns:
-        The schedule.
-
     Example:
 
     >>> from keras_moe.training import warmup_schedule
