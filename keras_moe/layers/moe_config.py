@@ -400,9 +400,9 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     """Indices of the blocks whose feed-forward layer is a mixture of experts.
 
     Args:
-        moe_layers: None for a dense network; indices, negative ones counting from the
-            end; `"every_n"` for blocks n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5,
-            ...); or `"last_n"` for the last n of `"every_2"`.
+        moe_layers: None for a dense network; indices from 0; `"every_n"` for blocks
+            n - 1, 2 n - 1, ... (`"every_2"` is 1, 3, 5, ...); or `"last_n"` for the
+            last n of `"every_2"`.
         num_layers: number of blocks.
 
     Returns:
