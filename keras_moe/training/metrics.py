@@ -170,6 +170,8 @@ class MeanAveragePrecision(keras.metrics.Metric):
             ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
             for counts in (self.positives, self.examples)
         )
+        # From the highest bin down: AP = sum over bins b of precision(b) positives(b),
+        # divided by all positives; precision(b) counts all examples in bins >= b.
         hits, every = ops.cumsum(positives, axis=1), ops.cumsum(examples, axis=1)
         precision = ops.where(every > 0, hits / ops.maximum(every, 1e-30), 0.0)
         total = hits[:, -1]

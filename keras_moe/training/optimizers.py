@@ -321,6 +321,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         index = self._get_variable_index(variable)
         gradient = ops.cast(gradient, "float32")
         step = ops.cast(self.iterations + 1, "float32")
+        # b = min(1 - t^-0.8, 0.999)
         beta = ops.minimum(1 - step**-self.beta_2_exponent, self.beta_2_cap)
         squares = ops.square(gradient) + self.epsilon
 
@@ -333,12 +334,14 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         if axes is None:
             update = gradient * ops.rsqrt(moved(states[0], squares))
         else:
+            # u = g / sqrt(r c / mean(r))
             rows, columns = axes
             by_row = moved(states[0], ops.mean(squares, columns, keepdims=True))
             by_column = moved(states[1], ops.mean(squares, rows, keepdims=True))
             by_row = by_row / ops.mean(by_row, rows, keepdims=True)
             update = gradient * ops.rsqrt(by_row) * ops.rsqrt(by_column)
         if self.momentum:
+            # m = 0.9 m + 0.1 u
             state = self._first_moments[index]
             kept = self.momentum * ops.cast(state, "float32")
             # The update itself is not rounded (optax also rounds 0.9 m).
