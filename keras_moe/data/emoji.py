@@ -121,6 +121,7 @@ def load_emoji(
 
 def find_classes(name: str, data_dir: str | None = None) -> Classes:
     """Returns the subgroups as classes, in Unicode's order."""
+    _source_options(name)
     return Classes(len(subgroups()), tuple(subgroups()))
 
 

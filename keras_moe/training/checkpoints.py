@@ -401,6 +401,10 @@ def _read(path):
             ]
             for group, entries in content["variables"].items()
         }
-        return Checkpoint(path, int(content["step"]), dict(content["state"]), variables)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        step, state = int(content["step"]), dict(content["state"])
+        # A copy under another name would stand in for a step of its run.
+        if _STEP.fullmatch(path.name) and step != _step_of(path):
+            raise ValueError(f"it is of step {step}")
+        return Checkpoint(path, step, state, variables)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"its state is damaged: {error!r}") from error

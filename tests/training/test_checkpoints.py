@@ -168,6 +168,8 @@ def test_names_outside_the_folder_are_refused(tmp_path, group):
         '{"step": [1], "state": {}, "variables": {}, "sha256": {}}',
         '{"step": 1, "state": 5, "variables": {}, "sha256": {}}',
         '{"step": 1, "state": {}, "variables": {}, "sha256": 5}',
+        '{"step": 1, "state": {}, "variables": {}, "sha256": {}}',
+        '{"step": Infinity, "state": {}, "variables": {}, "sha256": {}}',
     ],
 )  # fmt: skip
 def test_states_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
