@@ -185,6 +185,9 @@ def locked(
         ) from error
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     try:
+        if path.stat().st_nlink > 1:
+            # Its other name may be of a file that must not be overwritten.
+            raise OSError(errno.EMLINK, "Expected no hard link as a lock", str(path))
         path.write_text(
             f"process {os.getpid()} on host {socket.gethostname()}, since {now}"
         )

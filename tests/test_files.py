@@ -271,3 +271,12 @@ def test_files_are_written_in_one_way():
 )
 def test_a_planted_writer_is_seen(source, writes):
     assert writes_by_itself(source) == writes
+
+
+def test_a_hard_link_is_no_lock(tmp_path):
+    other, lock = tmp_path / "other", tmp_path / ".lock"
+    other.write_text("precious")
+    lock.hardlink_to(other)
+    with pytest.raises(OSError, match="no hard link"), locked(lock, "the folder"):
+        pass
+    assert other.read_text() == "precious"
