@@ -348,7 +348,6 @@ class _DeviceWeights(NamedTuple):
 
 
 def _device_weights(towers, model, layouts, state_of_shape):
-    """Counts the weights of one device."""
     # Block weights, which a layout may split, by path; all others as one vector.
     shapes = {}
     for tower in towers:
@@ -383,7 +382,6 @@ def _ring(num_devices):
 
 
 def _factored(shape):
-    """Size of Adafactor's second moment for a shape."""
     size = math.prod(shape)
     rows, columns = [1, 1, *sorted(shape)][-2:]
     if rows < FACTORED_FROM:

@@ -42,7 +42,6 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
 def save_pairs(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Saves only the low-rank adapters."""
     pairs = low_rank_pairs(backbone)
     if not pairs:
         raise ValueError(

@@ -91,12 +91,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def tower(cls, config: EncoderConfig, dtype: Any = None) -> Tower:
-        """Creates the layers of a backbone, unbuilt.
-
-        Args:
-            config: a `config_class`.
-            dtype: dtype policy.
-        """
+        """Creates the unbuilt layers of a backbone from a `config_class`."""
         raise NotImplementedError
 
     @classmethod
@@ -199,13 +194,9 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """Returns a config that fits saved weights; raises ValueError if none does.
+        """Adapts `config` to saved weights; raises ValueError if impossible.
 
         A soft router keeps its number of slots when the image or patch size changes.
-
-        Args:
-            saved: config of the saved weights.
-            config: config of the new model.
         """
         return config_for_slots(cls, saved, config)
 

@@ -41,7 +41,6 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:
-    """Raises ValueError if the task does not support this backbone."""
     backbone_cls = backbone_cls or keras_hub.models.Backbone
     if not isinstance(backbone, backbone_cls):
         raise ValueError(
@@ -227,7 +226,6 @@ def bias_value(head_bias: Any, num_classes: int) -> float:
 
 
 def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
-    """Returns the loss for `compile(loss="auto")`."""
     return (SigmoidCrossentropy if multi_label else _SPARSE)(from_logits=from_logits)
 
 
@@ -271,7 +269,6 @@ def _crossentropy(loss):
 def default_metrics(
     loss: Any, multi_label: bool, num_classes: int, from_logits: bool
 ) -> list:
-    """Returns the metrics for `compile(metrics="auto")`."""
     is_sparse = any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss))
     if multi_label and not is_sparse:
         return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]

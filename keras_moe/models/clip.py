@@ -87,7 +87,6 @@ class CLIPConfig:
         check_pooling(self.image_pooling, self.image.class_token)
 
     def _tower(self, name, family):
-        """Returns the config of a tower."""
         tower = getattr(self, name)
         if isinstance(tower, keras.Model):
             tower = tower.arguments
@@ -296,7 +295,6 @@ class CLIPBackbone(PairBackbone):
 
 
 def _copy_weights(source, target, modality):
-    """Copies the weights of a backbone, layer by layer."""
     for layer in source.layers:
         weights = [w for w in layer.weights if "seed_generator" not in w.path]
         if not weights:
@@ -348,7 +346,6 @@ def _tower_backbone(config, modality, dtype):
 
 
 def _encoder_model(backbone, embedding, modality):
-    """Wraps a tower as one model with all its outputs."""
     outputs = {
         "embedding": embedding,
         "routing": backbone.routing,

@@ -54,7 +54,6 @@ def copied(
 
 
 def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
-    """Returns a model's config with other router arguments."""
     config = model.get_config()
     towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
     towers = [tower for tower in towers.values() if tower["moe"] is not None]

@@ -20,7 +20,6 @@ from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
 def check_images(images: Any, image_shape: tuple) -> None:
-    """Checks the shape of an image array."""
     _check_shape("images", images, image_shape)
     dtype = str(getattr(images, "dtype", ""))
     if "complex" in dtype:
@@ -101,7 +100,6 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
 def check_training(
     model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
 ) -> None:
-    """Checks the arrays for training or evaluation."""
     model._check_inputs(inputs, labels)
     for name, value in _arrays(inputs):
         if tuple(value.shape)[:1] == (0,):
@@ -116,7 +114,6 @@ def check_training(
 
 
 def check_prediction(model: keras.Model, inputs: Any) -> None:
-    """Checks the inputs of `predict`."""
     if inputs is None:
         raise ValueError("Expected images or a dataset of them; received: None")
     model._check_inputs(inputs)
@@ -148,7 +145,6 @@ def _symbolic_inputs(model, inputs) -> Iterator[tuple[keras.KerasTensor, Any]]:
 
 
 def _arrays(inputs) -> Iterator[tuple[str, Any]]:
-    """Yields the arrays among the inputs with their names."""
     named = inputs if isinstance(inputs, dict) else {"images": inputs}
     yield from ((name, value) for name, value in named.items() if is_array(value))
 

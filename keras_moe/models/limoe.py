@@ -221,7 +221,6 @@ def _image_embedding(config, dtype):
 
 
 def _layers(cls, config, dtype):
-    """Creates all layers of a backbone, unbuilt."""
     tower = cls.tower(config, dtype)
     layers = [
         *_image_embedding(config, dtype)[0],

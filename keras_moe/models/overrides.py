@@ -116,7 +116,6 @@ def tower_families(cls: type) -> dict[str, type]:
 
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
-    """Returns the nested config of a tower."""
     if not isinstance(config, dict):
         raise ValueError(
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
@@ -166,7 +165,6 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
 
 
 def _tower_configs(cls, config, shared, overrides):
-    """Returns the towers' configs after shared and per-tower overrides."""
     towers = {name: config.get(name) or {} for name in tower_families(cls)}
     with_experts = [name for name, tower in towers.items() if tower.get("moe")]
     for name, family in tower_families(cls).items():

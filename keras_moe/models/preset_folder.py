@@ -36,7 +36,6 @@ _TOKENIZER_FILE = re.compile(r"(text_)?tokenizer\.json|assets/tokenizer/\w[\w.-]
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a file name is one of a preset's weights."""
     return any(path.match(pattern) for pattern in WEIGHTS_FILES)
 
 
@@ -77,7 +76,6 @@ def _tokenizer_checksums(folder):
 
 
 def shard_names(path: Path, content: Any) -> list[str]:
-    """Returns the shard names of an index."""
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict):
         raise ValueError(

@@ -240,7 +240,6 @@ def _by_name(name, classes, kind):
 
 
 def backbone_names() -> list[str]:
-    """Returns the names of registered backbones."""
     return sorted(_BACKBONES)
 
 
@@ -281,7 +280,6 @@ def takes(cls: type, argument: str) -> bool:
 
 
 def builtin_presets() -> dict[str, dict]:
-    """Returns the built-in presets by name."""
     return copy.deepcopy(_read_presets())
 
 
@@ -307,5 +305,4 @@ def _with_sizes(config, variant):
 
 
 def register_builtin_presets() -> None:
-    """Registers the built-in presets."""
     register_presets(_read_presets())

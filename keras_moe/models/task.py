@@ -69,12 +69,9 @@ class MoETask(MoEModel):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        """Returns the task's arguments from a source and overrides.
+        """Returns the task's arguments from its source and overrides.
 
-        Args:
-            source: preset or published weights.
-            overrides: arguments of the task.
-            backbone_config: arguments of the backbone, overrides included.
+        `backbone_config` has the arguments of the backbone, overrides included.
         """
         return TaskConfig({**source.task_config(), **overrides})
 
@@ -86,8 +83,8 @@ class MoETask(MoEModel):
 
         Args:
             backbone_config: arguments of the backbone.
-            num_tokens: number of the backbone's tokens.
-            dim: size of a token.
+            num_tokens: N.
+            dim: D.
             **config: arguments of the task.
         """
         return []

@@ -129,7 +129,6 @@ class Tower(NamedTuple):
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
-        """All layers in order."""
         norms = () if self.final_norm is None else (self.final_norm,)
         return (*self.embedding, *self.blocks, *norms)
 
@@ -234,7 +233,6 @@ def image_embedding(
 
 
 def text_inputs() -> dict[str, keras.KerasTensor]:
-    """Returns symbolic text inputs by name."""
     return {
         "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
         "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),

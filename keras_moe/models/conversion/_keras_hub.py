@@ -168,7 +168,6 @@ def _spec(model, encoder, around, names):
 
 
 def _full_names(names):
-    """Maps names without the model's prefix to full names."""
     full = {}
     for name in names:
         if match := re.search(rf"(?:^|[_/])((?:{_ROOTS}).*)$", name):
@@ -194,7 +193,6 @@ def _attention(path, name):
 
 
 def _block(path, block, names):
-    """Returns the rules of an encoder block."""
     first, second, attention, hidden, output = (f"{block}/{name}" for name in names)
     return {
         **_hub_norm(f"{path}/mixer_norm", f"{first}/"),

@@ -22,14 +22,14 @@ class ConversionSpec:
 
     Args:
         scheme: naming scheme, such as `"ViT (timm)"`.
-        backbone: class name, such as `"ViTBackbone"`.
+        backbone: class name.
         arguments: arguments of the backbone.
         rules: dict from weight path to rule.
         task_arguments: arguments of the classifier; None without a head.
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
-        preprocessing: arguments of `ImagePreprocessor` without the image shape; None if
-            unknown.
+        preprocessing: arguments of `ImagePreprocessor` without the image shape, if
+            known.
     """
 
     scheme: str

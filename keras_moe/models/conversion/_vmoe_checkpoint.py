@@ -180,7 +180,6 @@ class VMoECheckpoint(PublishedTensors):
 
 
 def shard_path(prefix: str, number: int, count: int) -> str:
-    """Returns the path of a shard."""
     return f"{prefix}.data-{number:05d}-of-{count:05d}"
 
 
@@ -330,7 +329,6 @@ class _Headers:
 
     @property
     def where(self):
-        """File and tensor, for messages."""
         return f"{self._path}, {self.name!r}" if self.name else str(self._path)
 
     def _wrong(self, expected, byte):
@@ -366,7 +364,6 @@ class _Headers:
         return self._length(f"msgpack's {kind}", small, 0xF0, {wide: 2, wide + 1: 4})
 
     def text(self):
-        """Reads a short string."""
         length = self._length("a name", 0xA0, 0xE0, {0xD9: 1, 0xDA: 2, 0xDB: 4})
         if length > 1000:
             raise ValueError(
@@ -375,13 +372,11 @@ class _Headers:
         return self._take(length).decode("utf-8", "replace")
 
     def skip_bool(self):
-        """Skips a boolean."""
         byte = self._take(1)[0]
         if byte not in (0xC2, 0xC3):
             raise self._wrong("a bool", byte)
 
     def expect_pair(self):
-        """Reads the header of an array of two."""
         if self.size("array") != 2:
             raise ValueError(
                 f"Expected pairs of pieces and slice in {self.where}; received others"
