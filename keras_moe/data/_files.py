@@ -68,7 +68,7 @@ def folders_in(path: Path) -> list[str]:
 
 
 def leads_outside(name: str) -> bool:
-    """Whether a path is not relative, or may leave its folder."""
+    """Whether a name is not a relative path, or may leave its folder."""
     place = PurePosixPath(name.replace("\\", "/"))
     return place.is_absolute() or ".." in place.parts
 

@@ -79,9 +79,9 @@ class RouterHealth(PeriodicCallback):
         csv_path: CSV file with a row per probe and layer, or None.
         tensorboard: folder for TensorBoard events (needs tensorboardX), or None. A
             resumed run hides the events of repeated steps.
-        min_entropy: warn that a layer has collapsed below this entropy,
-        max_share: or above this share of one expert, with more than two experts,
-        max_dead: or above this fraction of dead experts.
+        min_entropy: entropy below which to warn that a layer has collapsed.
+        max_share: share of one expert above which to warn, with more than two experts.
+        max_dead: fraction of dead experts above which to warn.
 
     Example:
 
