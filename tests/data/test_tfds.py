@@ -157,16 +157,6 @@ def test_grey_and_colour(data_dir):
         read("tfds:insects", 2)
 
 
-def test_augmentation_and_batches(insects):
-    steps = ["random_resized_crop", "flip", "mixup"]
-    options = {"batch_size": 8, "augment": steps, "drop_remainder": True}
-    images, labels = arrays(insects("train", **options))
-    assert images.shape == (24, 6, 6, 3)
-    assert labels.shape == (24, 4)
-    np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
-    assert same((images, labels), arrays(insects("train", **options)))
-
-
 def test_num_classes(data_dir):
     assert num_classes("tfds:insects", data_dir=data_dir) == 4
     # Known without the data.

@@ -566,13 +566,7 @@ def case(request, monkeypatch):
     )
     router.build(arrays["inputs/x"].shape)
     router.kernel.assign(arrays["params/dense/kernel"])
-    noise = arrays["inputs/noise_unit_normal"]
-
-    def normal(shape, stddev, **kwargs):
-        assert tuple(shape) == noise.shape
-        return ops.convert_to_tensor(noise) * stddev
-
-    monkeypatch.setattr(keras.random, "normal", normal)
+    set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
     return router, arrays, config, training
 
 
