@@ -73,11 +73,11 @@ test = images, labels = data.load_digits("test", (16, 16, 1))
 # %%
 model = models.from_preset("moepp_digits")
 kinds, moe = model.backbone.expert_types, model.backbone.moe
-K = moe.router_arguments["num_selected_experts"]
+K, tau = (moe.router_arguments[name] for name in ("num_selected_experts", "tau"))
 for kind, count in kinds._asdict().items():
     print(f"{kind:>8}: {count} experts")
 _, accuracy = model.evaluate(*test, verbose=0)
-print(f"K = {K}, tau = {moe.tau}, test accuracy {accuracy:.1%}")
+print(f"K = {K}, tau = {tau}, test accuracy {accuracy:.1%}")
 
 # %% [markdown]
 # ## Compute maps
@@ -208,7 +208,7 @@ for name, accuracies in zip(ablation.experts, ablation.ablated):
 # %%
 TAUS, EPOCHS = ((0.1,), 1) if SMALL else ((0.1, 0.75, 3.0), 5)
 print(f"{'tau':>5}{'FFN experts per token':>24}{'test accuracy':>16}")
-print(f"{moe.tau:>5g}{spent:>24.2f}{accuracy:>16.1%}, as it comes")
+print(f"{tau:>5g}{spent:>24.2f}{accuracy:>16.1%}, as it comes")
 for tau in TAUS:
     other = models.from_preset("moepp_digits", tau=tau)
     other.compile(keras.optimizers.Adam(2e-3))

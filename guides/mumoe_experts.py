@@ -272,8 +272,8 @@ print(f"{members.sum()} of {len(members)} images are inverted and 5 or above.")
 
 model = models.ViTImageClassifier(
     models.ViTBackbone(
-        (16, 16, 1), patch_size=4, hidden_dim=64, num_layers=2, num_heads=4,
-        mlp_dim=128, seed=0,
+        image_shape=(16, 16, 1), patch_size=4, hidden_dim=64, num_layers=2,
+        num_heads=4, mlp_dim=128, seed=0,
     ),
     num_classes=5,
     multi_label=True,
