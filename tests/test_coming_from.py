@@ -18,8 +18,6 @@ TINY = {"num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 16}
 IMAGE = {"image_shape": (32, 32, 3), "patch_size": 16}
 TEXT = {"vocabulary_size": 520, "max_length": 12}
 
-pytestmark = pytest.mark.backend_free
-
 
 def small(preset, **overrides):
     """A preset of the page with the sizes of a test."""

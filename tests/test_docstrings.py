@@ -33,14 +33,16 @@ def _module_name(path: Path) -> str:
 # Examples of these folders run on each backend; the others put layers together,
 # and once is enough.
 OF_EACH_BACKEND = ("ops", "losses", "routers", "layers")
+
+
+def _marks(path: Path) -> list:
+    folder = path.relative_to(PACKAGE).parts[0]
+    return [pytest.mark.every_backend] if folder in OF_EACH_BACKEND else []
+
+
 # Read from the text, so that collecting imports nothing.
 WITH_EXAMPLES = [
-    pytest.param(
-        _module_name(path),
-        marks=()
-        if path.relative_to(PACKAGE).parts[0] in OF_EACH_BACKEND
-        else pytest.mark.backend_free,
-    )
+    pytest.param(_module_name(path), marks=_marks(path))
     for path in sorted(PACKAGE.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
@@ -85,7 +87,6 @@ def complaints(name: str, thing: object) -> list[str]:
     return missing
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("folder", DOCUMENTED)
 def test_public_names_are_documented(folder):
     module = importlib.import_module(f"keras_moe.{folder}")
@@ -96,7 +97,6 @@ def test_public_names_are_documented(folder):
     assert missing == []
 
 
-@pytest.mark.backend_free
 def test_complaints():
     def bare(x):
         return x

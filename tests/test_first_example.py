@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import keras
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.dealt_to("jax")
 def test_the_first_example_runs(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
@@ -48,7 +46,6 @@ import keras_moe
 """
 
 
-@pytest.mark.backend_free
 def test_a_backend_that_is_not_installed_is_named(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", MISSING],

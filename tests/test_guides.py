@@ -40,7 +40,6 @@ BACKENDS = {
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 
 
-@pytest.mark.backend_free
 @each_guide
 def test_a_notebook_is_its_source(guide):
     source = guides.read_source(guide)
@@ -52,7 +51,6 @@ def test_a_notebook_is_its_source(guide):
     assert guides.complaints(notebook) == []
 
 
-@pytest.mark.backend_free
 @each_guide
 def test_making_a_notebook_again_changes_no_byte(guide, tmp_path, monkeypatch):
     """Neither the times of files nor who ran it: its content decides."""
@@ -68,7 +66,6 @@ def test_making_a_notebook_again_changes_no_byte(guide, tmp_path, monkeypatch):
     assert made.read_bytes() == committed
 
 
-@pytest.mark.backend_free
 @each_guide
 def test_pictures_have_texts(guide):
     notebook = nbformat.read(guide.with_suffix(".ipynb"), 4)
@@ -85,7 +82,6 @@ def test_pictures_have_texts(guide):
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.backend_free
 @each_guide
 def test_a_guide_installs_what_it_needs_first(guide):
     first = guides.code_cells(guides.read_source(guide))[0].source
@@ -114,7 +110,6 @@ def test_a_guide_runs(name, tmp_path, monkeypatch):
     assert printed.getvalue()
 
 
-@pytest.mark.backend_free
 def test_every_guide_has_a_notebook_a_backend_and_a_line():
     names = {path.stem for path in GUIDES}
     assert names == {path.stem for path in (ROOT / "guides").glob("*.ipynb")}
@@ -127,7 +122,6 @@ def test_every_guide_has_a_notebook_a_backend_and_a_line():
     assert re.findall(r"^guides/(\w+)$", contents, re.M) == links
 
 
-@pytest.mark.backend_free
 def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkeypatch):
     monkeypatch.setattr(guides, "GUIDES", tmp_path)
     source = tmp_path / "one.py"
@@ -167,7 +161,6 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
     assert guides.main(["one", "--check"]) == 1
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("source", "outputs", "complaint"),
     [
@@ -193,7 +186,6 @@ def test_outputs_that_must_not_be_committed(source, outputs, complaint):
     assert all(complaint in line for line in lines)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -208,7 +200,6 @@ def test_comments_are_no_code(source, code):
     assert guides.without_comments(source) == code
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("source", "pictures", "text"),
     [
@@ -236,7 +227,6 @@ def test_a_picture_has_the_text_of_its_cell(source, pictures, text):
         assert output.metadata["image/png"]["alt"] == text
 
 
-@pytest.mark.backend_free
 def test_pictures_shrink_to_a_palette():
     picture = Image.linear_gradient("L").resize((2400, 600)).convert("RGBA")
     file = io.BytesIO()
@@ -248,7 +238,6 @@ def test_pictures_shrink_to_a_palette():
     assert guides.with_palette(small) == small
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("address", "path"),
     [

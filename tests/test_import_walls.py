@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "keras_moe"
 
-pytestmark = pytest.mark.backend_free
-
 # The parts of keras_moe that a folder may import, besides its own modules.
 CORE = ("ops", "losses", "routers", "layers")
 ALLOWED = {

@@ -8,8 +8,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.mark.parametrize("command", [["format", "--check"], ["check"]], ids=" ".join)
 def test_ruff(command):

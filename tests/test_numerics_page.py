@@ -5,14 +5,11 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import pytest
 
 from keras_moe import models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
-
-pytestmark = pytest.mark.backend_free
 
 
 def test_the_snippets_run(capsys):

@@ -17,8 +17,6 @@ ROWS = [
     if line.startswith("|") and not line.startswith(("| in the paper", "|---"))
 ]
 
-pytestmark = pytest.mark.backend_free
-
 
 def code(cell: str) -> list[str]:
     """The words in backticks."""

@@ -17,8 +17,6 @@ MEBIBYTE = 2**20
 # Folders beside the package whose files the wheel has inside it.
 SHIPPED = ("presets", "recipes")
 
-pytestmark = pytest.mark.backend_free
-
 
 def repository_files() -> list[Path]:
     """Returns the files that git tracks, or would track if they were added."""

@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 import keras_moe
-
-pytestmark = pytest.mark.backend_free
 
 # Refuses the libraries that are its arguments, and imports every folder of keras_moe.
 PROGRAM = """

@@ -9,8 +9,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture(scope="module")
 def restructured():

@@ -63,6 +63,11 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
     """
     before = moe_config(moe) or MoEConfig(moe_layers=None)
     fields, router = before.to_dict(), changes.get("router")
+    if router is None and "router" in changes:
+        raise ValueError(
+            "Expected router to be a name, a dict of a name and arguments, or a "
+            "Router; received: router=None"
+        )
     is_mumoe = (before.router if router is None else router) == MUMOE
     if is_mumoe != isinstance(before, MuMoEConfig):
         fields = {name: fields[name] for name in _OF_EVERY_MIXTURE}
@@ -92,11 +97,14 @@ def _with_router(before, fields, router, arguments):
         _, named = router_class(name)
         shared = {*_OF_EVERY_ROUTER} - {*named}
         kept = {k: v for k, v in kept.items() if k in shared}
-    kept = {k: v for k, v in kept.items() if k in changed.router_arguments}
+    known = changed.router_arguments
+    kept = {k: v for k, v in kept.items() if k in known and k not in arguments}
     for group in _EXCLUSIVE:
         if any(arguments.get(name) for name in group):
             kept = {k: v for k, v in kept.items() if k not in group}
-    return changed.replace(router={"name": name, **kept, **own, **arguments})
+    # None restores the default of the router's class.
+    given = {k: v for k, v in arguments.items() if v is not None or k not in known}
+    return changed.replace(router={"name": name, **kept, **own, **given})
 
 
 def override_names(cls: type) -> list[str]:

@@ -43,7 +43,9 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
     if received not in (expected, None):
         old = {"num_experts": before.num_experts, **before.router_arguments}
         new = {"num_experts": now.num_experts, **now.router_arguments}
-        changed = [f"{name}={new[name]!r}" for name in new if new[name] != old[name]]
+        changed = [
+            f"{name}={new[name]!r}" for name in new if new[name] != old.get(name)
+        ]
         raise ValueError(
             f"Expected arguments that keep the {expected} slots of each expert, which "
             f"are weights of a soft router; received: {', '.join(changed)}, which make "

@@ -17,8 +17,6 @@ from tests.published import (
     timm_folder,
 )
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def convert(program):

@@ -6,8 +6,6 @@ from keras_moe.data import num_examples
 
 pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def run(program):

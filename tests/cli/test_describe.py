@@ -10,8 +10,6 @@ from keras_moe.models.overrides import override_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def describe(program):

@@ -33,14 +33,12 @@ def test_one_device():
     assert set_devices(args, "vmoe_digits", 8, {"num_experts": 4}) is not None
 
 
-@pytest.mark.backend_free
 def test_without_arguments_nothing_happens():
     start_processes(parsed())
     assert set_devices(parsed(), "vmoe_digits", 8, {}) is None
     assert keras.distribution.distribution() is None
 
 
-@pytest.mark.backend_free
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="together"):
         start_processes(parsed("--process-id 0"))

@@ -8,8 +8,6 @@ from keras_moe import distribution
 from keras_moe.cli.main import main
 from keras_moe.distribution.costs import ITEMSIZES, OPTIMIZERS
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def plan(program):

@@ -100,7 +100,6 @@ def test_a_model_without_a_head(program, tmp_path):
     assert errors.startswith("error: Expected a preset of pairs for --templates")
 
 
-@pytest.mark.backend_free
 def test_several_labels(program, photos, tmp_path):
     keras.utils.set_random_seed(0)
     # In another order than the data's, and with a class more.
@@ -140,7 +139,6 @@ def test_several_labels(program, photos, tmp_path):
     assert "Expected one label for each image" in errors
 
 
-@pytest.mark.backend_free
 def test_average_precision_of_one_label(program, digits):
     model, folder = digits
     output = program(
@@ -155,7 +153,6 @@ def test_average_precision_of_one_label(program, digits):
     assert "accuracy" not in figures
 
 
-@pytest.mark.backend_free
 def test_the_folder_of_a_run_names_its_images(program, digits):
     _, folder = digits
     results = folder.parent / "results.json"
@@ -190,7 +187,6 @@ def evaluate_arguments(preset, *more):
     return make_parser().parse_args(arguments)
 
 
-@pytest.mark.backend_free
 def test_the_images_are_those_of_the_run(photos, tmp_path):
     """Images that the run left out are left out again, of the split that it names."""
     exclude = tmp_path / "duplicates.json"
@@ -218,7 +214,6 @@ def test_the_images_are_those_of_the_run(photos, tmp_path):
     (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 
-@pytest.mark.backend_free
 def test_architectures_without_weights_are_named(program):
     overrides = {**SMALL, "load_weights": False}
     pairs = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
@@ -231,7 +226,6 @@ def test_architectures_without_weights_are_named(program):
     assert errors.count("\n") == 1
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -251,13 +245,11 @@ def test_mistakes(mistake, digits, arguments, message):
     assert message in mistake("evaluate", digits[1], *arguments)
 
 
-@pytest.mark.backend_free
 def test_an_unknown_preset(mistake):
     errors = mistake("evaluate", "vmoe_b33", "--data", "digits")
     assert "nearest: vmoe_b32" in errors
 
 
-@pytest.mark.backend_free
 def test_classes_that_do_not_fit(mistake, tmp_path):
     models.from_preset(
         "vmoe_digits", num_classes=5, **SMALL, load_weights=False
@@ -266,7 +258,6 @@ def test_classes_that_do_not_fit(mistake, tmp_path):
     assert "Expected data of the model's 5 classes; received: 10 classes" in errors
 
 
-@pytest.mark.backend_free
 def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     model = models.from_preset(
         "vmoe_digits", num_classes=3, **SMALL, load_weights=False
@@ -291,7 +282,6 @@ def stingrays(tmp_path_factory):
     return folder
 
 
-@pytest.mark.backend_free
 def test_a_model_of_imagenet_chooses_among_a_subset(
     program, digits, stingrays, tmp_path
 ):

@@ -18,8 +18,6 @@ from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 CAPTIONS = ("a red one", "a dark one", "nothing", "red and dark", "a red one")
 
 

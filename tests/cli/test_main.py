@@ -27,8 +27,6 @@ from keras_moe.cli.main import (
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def work(monkeypatch):

@@ -16,14 +16,12 @@ pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.backend_free
 def test_no_epochs_are_refused(mistake, tmp_path):
     errors = mistake("quickstart", "--epochs", 0, "--output", tmp_path / "run")
     assert "argument --epochs: Expected at least 1; received: 0" in errors
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.backend_free
 def test_the_next_steps_are_commands(tmp_path):
     commands = [shlex.split(step) for step in next_steps(tmp_path / "a preset")]
     assert len(commands) == 3
@@ -47,7 +45,6 @@ def mixtures(monkeypatch):
     return {"block_1"}
 
 
-@pytest.mark.dealt_to("jax")
 def test_the_quickstart_runs_end_to_end(program, tmp_path, mixtures):
     done = program("quickstart", "--epochs", 2, "--output", tmp_path)
     assert done.status == 0, done.errors

@@ -12,8 +12,6 @@ from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
 
 pytest.importorskip("tensorflow")
 
-pytestmark = pytest.mark.backend_free
-
 SMALL = {"patch_size": 8, "hidden_dim": 16, "num_layers": 2, "mlp_dim": 16}
 CAPTIONS = ("a red one", "a dark one", "[bold]<b>nothing</b>")
 

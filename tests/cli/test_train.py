@@ -36,7 +36,6 @@ def broken_report(*args, **kwargs):
     raise RuntimeError("[broken]")
 
 
-@pytest.mark.dealt_to("tensorflow")
 def test_one_command_trains_and_saves(
     train, tmp_path, monkeypatch, optimizers_before_training
 ):
@@ -104,7 +103,6 @@ def test_one_command_trains_and_saves(
     assert "schedule.epochs=3 (there 2)" in errors
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,7 +136,6 @@ def test_bad_input_ends_with_one_line(train, tmp_path, arguments, message):
     assert not (tmp_path / "results.json").exists()
 
 
-@pytest.mark.backend_free
 def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
     assert "nearest: mumoe_digits" in mistake("train", "mumoe_digit")
     assert "RECIPE" in mistake("train")
@@ -147,7 +144,6 @@ def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
     assert f"Expected JSON in {path}" in mistake("train", path)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
 def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
     def stub(recipe, extend, **_):
@@ -166,7 +162,6 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
     assert "patience" in output
 
 
-@pytest.mark.backend_free
 def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     def stub(*_, **__):
         raise KeyboardInterrupt
@@ -178,7 +173,6 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert "the same command resumes where it stopped" in errors
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -196,7 +190,6 @@ def test_options_without_effect_are_refused(mistake, tmp_path, arguments, messag
     assert not output.exists()
 
 
-@pytest.mark.backend_free
 def test_few_shot_data_of_runs_on_pairs(monkeypatch):
     pools, model = [], argparse.Namespace(backbone=argparse.Namespace(image_shape=()))
     labels = np.array([0, 0, 0, 1])
@@ -225,7 +218,6 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
         watch(source="emoji")
 
 
-@pytest.mark.backend_free
 def test_the_first_of_several_processes_reads_an_extended_run(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr("keras_moe.training.train", lambda *_, **x: calls.append(x))

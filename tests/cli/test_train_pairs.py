@@ -10,8 +10,6 @@ from keras_moe import models, training
 from keras_moe.cli.train import new_retrieval
 from tests.training.pair_folder import write_pairs
 
-pytestmark = pytest.mark.backend_free
-
 SMALL = ("num_layers=2", "hidden_dim=8", "num_heads=2", "mlp_dim=16")
 # Pictures of 8 pixels, and the largest vocabulary that their captions fill.
 SIZES = ("image_shape=[8,8,3]", "patch_size=4", "vocabulary_size=530", "max_length=12")

@@ -5,8 +5,6 @@ import pytest
 
 from keras_moe import models
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):

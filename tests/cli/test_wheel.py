@@ -15,8 +15,6 @@ from keras_moe.cli.main import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):

@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_refused(arguments, options, message):
         small(*arguments, **options)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="XLA's account")
 def test_memory_is_what_xla_says():
     import jax

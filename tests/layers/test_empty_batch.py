@@ -123,6 +123,7 @@ def test_moe_plus_plus(options):
         check(layer, training)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow",
     reason="only TensorFlow traces with unknown sizes",

@@ -18,11 +18,9 @@ from keras_moe.layers import (
 from keras_moe.layers.inner_call import inner_call
 from tests.small_models import with_weights
 
-pytestmark = [
-    pytest.mark.skipif(
-        keras.backend.backend() != "torch", reason="other backends call the layer"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="other backends call the layer"
+)
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32")
 
 

@@ -99,6 +99,7 @@ def test_a_large_scale_overflows_nowhere(name):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="shapes are known elsewhere"
 )

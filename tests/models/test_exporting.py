@@ -103,6 +103,7 @@ def test_saved_models_serve_any_batch(name, tmp_path):
         compare(loaded.serve(TEXTS), expected["text_embeddings"])
 
 
+@pytest.mark.every_backend
 @not_on_torch
 @pytest.mark.parametrize(
     "router", [x for x, (cls, _) in ROUTERS.items() if "keras_moe." in cls.__module__]

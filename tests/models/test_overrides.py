@@ -59,6 +59,8 @@ def test_the_same_router_in_another_form_keeps_its_arguments():
         changed = updated_moe(moe, {"router": same, "num_experts": 8})
         assert changed == moe.replace(num_experts=8)
     assert "combine" not in updated_moe(moe, {"router": SoftRouter}).router
+    with pytest.raises(ValueError, match="received: router=None"):
+        updated_moe(moe, {"router": None})
     with pytest.raises(ValueError, match="router='hard'"):
         updated_moe(moe, {"router": "hard"})
 
@@ -71,3 +73,10 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
     assert updated_moe(without, {"router": "soft"}).expert_use_bias
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
+
+
+def test_none_restores_the_default_of_the_router():
+    moe = MoEConfig(router={"name": "softmax_token_choice", "capacity_factor": 2.0})
+    assert updated_moe(moe, {"capacity_factor": None}) == MoEConfig()
+    soft = updated_moe(moe, {"router": "soft", "noise_std": None})
+    assert soft.router_arguments["noise_std"] == 0.0

@@ -105,6 +105,7 @@ def test_any_group_sizes(num_rows, num_experts, data):
     assert_equal(actual, expected, ["kernels"])
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
 @pytest.mark.parametrize("num_rows", [0, 3, 1100])
 def test_rows_unknown_while_tracing(num_rows):
@@ -161,6 +162,7 @@ def test_bfloat16():
     assert_equal(actual, expected, ["kernels"], rtol=2**-7)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
 def test_ragged_dot():
     # Platforms other than CPUs take this kernel.

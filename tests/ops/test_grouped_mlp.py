@@ -139,6 +139,7 @@ def test_any_group_sizes(num_rows, num_experts, data):
     assert_plain(*actual_and_expected(arrays, sizes, cotangent, form))
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
 @pytest.mark.parametrize("num_rows", [0, 3, 1100])
 def test_rows_unknown_while_tracing(num_rows):
@@ -244,6 +245,7 @@ def test_nothing_to_do():
             np.testing.assert_array_equal(x, np.zeros_like(like))
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
 @pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
 def test_ragged_dot(kind):
@@ -275,6 +277,7 @@ def test_ragged_dot(kind):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "jax", reason="a program of JAX")
 def test_a_symbolic_number_of_rows():
     import jax

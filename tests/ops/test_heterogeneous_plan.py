@@ -225,6 +225,7 @@ def test_capacities_round_half_to_even(tokens, expected):
     assert actual == expected
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow",
     reason="only TensorFlow traces with an unknown number of tokens",

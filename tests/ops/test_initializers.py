@@ -88,6 +88,7 @@ def test_the_config_makes_it_again():
     np.testing.assert_array_equal(to_numpy(again((2, 3))), expected)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(not on_jax, reason="a setting of JAX")
 def test_other_counters_of_jax_are_left_to_it():
     import jax

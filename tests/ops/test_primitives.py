@@ -54,6 +54,7 @@ def test_nothing_waits_for_the_garbage_collector():
         gc.enable()
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="one nested tape is enough")
 @pytest.mark.parametrize("again", [False, True])
 def test_second_derivatives(again):

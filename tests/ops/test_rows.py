@@ -114,6 +114,7 @@ def test_half_precision_is_summed_in_float32(form):
         )
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND == "jax", reason="float64 takes an option of JAX's")
 @each_form
 def test_double_precision_is_summed_in_float32(form):

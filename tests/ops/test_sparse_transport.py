@@ -322,6 +322,7 @@ def test_gradient_is_that_of_the_projection():
     np.testing.assert_allclose(actual, active * (weight - mean), atol=1e-5)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.function")
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("side", ["expert", "token"])

@@ -16,8 +16,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
-pytestmark = pytest.mark.backend_free
-
 SOURCE = """
 import contextlib
 

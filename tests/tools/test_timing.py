@@ -7,8 +7,6 @@ import pytest
 
 from tools.benchmark import timing
 
-pytestmark = pytest.mark.backend_free
-
 
 def test_every_round_runs_every_candidate_once():
     calls, rounds = [], []

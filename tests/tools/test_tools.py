@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
-pytestmark = pytest.mark.backend_free
-
 
 def test_programs_take_nothing_from_each_other():
     trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tools/**/*.py")}

@@ -11,7 +11,6 @@ from keras_moe import models
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(("largest", "tolerance"), [(2_000_000, 0), (1000, 0.02)])
 def test_weights_are_written_in_less_room(tmp_path, largest, tolerance):
     tool = runpy.run_path(str(ROOT / "tools" / "make_trained_presets.py"))

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 from keras import ops
 
 from keras_moe import models
@@ -44,7 +43,6 @@ def test_logits_train_the_adversary_and_confusion_the_features():
     np.testing.assert_allclose(of_loss[0], expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.backend_free
 def test_features_forget_the_attribute():
     """Brightness is the attribute; where the light is, the label."""
     inputs = 0.2 * images(64, 16, 8, 2)

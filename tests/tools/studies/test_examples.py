@@ -1,10 +1,6 @@
 """The examples and the help of all studies."""
 
-import pytest
-
 from tools.studies import __main__ as studies
-
-pytestmark = pytest.mark.backend_free
 
 
 def test_examples_are_parsed_and_help_is_printed():

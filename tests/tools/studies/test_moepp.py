@@ -15,8 +15,6 @@ from tools.studies.study import Study
 TINY = ["--tokens", "32", "--dim", "8", "--mlp-dim", "16", "--rounds", "1"]
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64"]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def study(program, monkeypatch):

@@ -10,8 +10,6 @@ from tools.studies.moepp import Digits, deviation_of_patches
 
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64", "--constants", "1"]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def study(program, monkeypatch):

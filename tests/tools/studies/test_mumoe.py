@@ -13,8 +13,6 @@ from tools.studies.mumoe_models import Fit, numbers, with_attributes
 TINY = ["--epochs", "8", "--seeds", "1", "--experts", "2", "--rank", "4"]
 TINY += ["--learning-rate", "0.01"]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def study(program, monkeypatch):

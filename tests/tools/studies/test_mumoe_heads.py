@@ -11,8 +11,6 @@ from tools.studies import mumoe_heads
 TINY = ["--epochs", "3", "--seeds", "1", "--experts", "2", "--rank", "4"]
 TINY += ["--learning-rate", "0.01"]
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def study(program, monkeypatch):

@@ -13,8 +13,6 @@ from tools.studies import clip_up, limoe
 from tools.studies.limoe_pruning import kept_counts
 from tools.studies.pairs import health_figures, modality_figures
 
-pytestmark = pytest.mark.backend_free
-
 LOSSES = "model.auxiliary_losses"
 
 

@@ -9,8 +9,6 @@ from keras_moe import training
 from tests.tools.studies.small_pairs import write_pairs
 from tools.studies import clip_up
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -1,10 +1,6 @@
 """The pictures that no small study draws in the other tests."""
 
-import pytest
-
 from tools.studies import plots
-
-pytestmark = pytest.mark.backend_free
 
 VALUE = {"mean": 0.5, "std": 0.1}
 

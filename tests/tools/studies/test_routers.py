@@ -15,8 +15,6 @@ TINY = [
     "num_heads=2", "mlp_dim=16", "num_experts=4",
 ]  # fmt: skip
 
-pytestmark = pytest.mark.backend_free
-
 
 @pytest.fixture
 def study(program, monkeypatch):

@@ -17,8 +17,6 @@ from tools.studies.study import (
     spread,
 )
 
-pytestmark = pytest.mark.backend_free
-
 SETTINGS = {"epochs": 2, "backend": "jax"}
 
 

@@ -10,7 +10,7 @@ from tools.studies.truncated_svd import truncated_svd
 
 to_numpy = ops.convert_to_numpy
 LABELS = np.arange(24) % 3
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 
 
 def classifier():
