@@ -14,6 +14,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    LayerScale,
     LogitScale,
     MaskedPooling,
     MoE,
@@ -54,6 +55,7 @@ def moe(router, **options):
 
 
 LAYERS = {
+    "LayerScale": LayerScale,
     "MLP": lambda: MLP(16),
     "TokenMLP": lambda: TokenMLP(16),
     "Experts": lambda: Experts(E, 16),
