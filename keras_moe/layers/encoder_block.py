@@ -60,6 +60,7 @@ class LayerScale(keras.layers.Layer):
     def __init__(self, initial_value: float = 1e-5, **kwargs):
         super().__init__(**kwargs)
         self.initial_value = check_positive("layer_scale_initial_value", initial_value)
+        self.supports_masking = True
 
     def build(self, input_shape):
         self.scale = self.add_weight(

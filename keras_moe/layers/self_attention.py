@@ -21,6 +21,7 @@ from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.nn import attend
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -171,6 +172,11 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         if self.query_key_norm:
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
+        if self._attends_directly(return_attention_scores):
+            if attention_mask is not None:
+                attention_mask = ops.expand_dims(attention_mask, 1)
+            scale = 1.0 / math.sqrt(self.key_dim)
+            return attend(query, key, value, scale, attention_mask), None
         if not _multiplies_float16(self.compute_dtype):
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         outputs, weights = super()._compute_attention(
@@ -183,6 +189,15 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         for name in ("kernel_initializer", "bias_initializer"):
             arguments[name] = FastInitializer(arguments[name])
         return arguments
+
+    def _attends_directly(self, return_attention_scores):
+        return (
+            keras.backend.backend() == "torch"
+            and self.dropout == 0.0
+            and not return_attention_scores
+            # Otherwise the user has chosen a kernel, and Keras obeys.
+            and keras.config.is_flash_attention_enabled() is None
+        )
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         num_tokens, dim = shape

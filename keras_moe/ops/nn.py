@@ -31,6 +31,27 @@ def gelu_tanh_reference(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
 
+def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
+    """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
+
+    A boolean mask broadcasts to (B, h, N, M). Keras's form on PyTorch copies its inputs
+    and asks for flash attention, a question that `torch.compile` cannot read.
+    """
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import nn_torch
+
+        query, key, value = map(ops.convert_to_tensor, (query, key, value))
+        return nn_torch.attend(query, key, value, scale, mask)
+    return attend_reference(query, key, value, scale, mask)
+
+
+def attend_reference(
+    query: Any, key: Any, value: Any, scale: float, mask: Any = None
+) -> Any:
+    """`attend` as Keras computes it."""
+    return ops.dot_product_attention(query, key, value, mask=mask, scale=scale)
+
+
 def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
     """`inputs @ kernel + bias` over the last axes of the inputs.
 

@@ -1,4 +1,4 @@
-"""GELU, dense products and standardisation against plain `keras.ops`."""
+"""Attention, GELU, dense products and standardisation against plain `keras.ops`."""
 
 import keras
 import numpy as np
@@ -6,6 +6,8 @@ import pytest
 from keras import ops
 
 from keras_moe.ops.nn import (
+    attend,
+    attend_reference,
     gelu_tanh,
     gelu_tanh_reference,
     linear,
@@ -81,6 +83,23 @@ def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
         lambda *tensors: linear_reference(*tensors, axes),
         dtype,
         *arrays,
+    )
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_is_keras_own(masked, dtype):
+    query, key, value = normal(2, 5, 2, 4), normal(2, 6, 2, 4), normal(2, 6, 2, 4) + 1
+    # The first query has no key to attend to.
+    mask = np.random.default_rng(0).random((2, 1, 5, 6)) < 0.5
+    mask[0, 0, 0] = False
+    mask = keras.ops.convert_to_tensor(mask) if masked else None
+    assert_equal(
+        lambda *tensors: attend(*tensors, 0.5, mask),
+        lambda *tensors: attend_reference(*tensors, 0.5, mask),
+        dtype,
+        *(query, key, value),
     )
 
 
