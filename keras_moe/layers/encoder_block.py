@@ -53,7 +53,7 @@ class LayerScale(keras.layers.Layer):
 
     >>> import numpy as np
     >>> from keras_moe.layers import LayerScale
-    >>> LayerScale(0.5)(np.ones((1, 2), "float32")).tolist()
+    >>> np.array(LayerScale(0.5)(np.ones((1, 2), "float32"))).tolist()
     [[0.5, 0.5]]
     """
 
