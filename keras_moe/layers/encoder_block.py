@@ -51,9 +51,10 @@ class LayerScale(keras.layers.Layer):
 
     Example:
 
-    >>> import numpy as np
+    >>> import keras
     >>> from keras_moe.layers import LayerScale
-    >>> np.array(LayerScale(0.5)(np.ones((1, 2), "float32"))).tolist()
+    >>> scaled = LayerScale(0.5)(keras.ops.ones((1, 2)))
+    >>> keras.ops.convert_to_numpy(scaled).tolist()
     [[0.5, 0.5]]
     """
 
