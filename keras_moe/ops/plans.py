@@ -317,7 +317,7 @@ class SlotPlan(NamedTuple):
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]], "float32")
     >>> plan = ops.expert_choice(gates, gates, capacity=1)
-    >>> np.array(plan.token_slots).tolist()  # nobody took token 1
+    >>> np.array(plan.token_slots).tolist()  # token 1 has no slot
     [[[0, -1], [-1, -1], [-1, 1]]]
     >>> slots = plan.dispatch(np.array([[[1.0], [2.0], [4.0]]], "float32"))
     >>> np.array(plan.combine(slots))[0, :, 0].tolist()
@@ -443,7 +443,7 @@ class RaggedPlan(NamedTuple):
     def dense(self) -> DensePlan:
         """The same plan with room for everyone, C = S; see `RoutingPlan.dense`."""
         dispatched, combined = self.assignments()
-        # The tokens of an expert stand in their order.
+        # An expert's tokens keep their order.
         position = ops.cumsum(dispatched, axis=1) - 1.0
         slots = ops.arange(ops.shape(dispatched)[1], dtype="float32")
         in_slot = ops.expand_dims(position, -1) == slots
@@ -491,7 +491,7 @@ class HeterogeneousPlan(NamedTuple):
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.7, 0.1, 0.2], [0.1, 0.3, 0.6]]], "float32")
     >>> plan = ops.token_choice(gates, gates, 1, capacity=1, in_place_experts=1)
-    >>> np.array(plan.plan.slot_tokens).tolist()  # nobody chose expert 1
+    >>> np.array(plan.plan.slot_tokens).tolist()  # expert 1 has no token
     [[[0], [-1]]]
     >>> np.array(plan.in_place).tolist()  # and token 1 the last
     [[[0.0], [1.0]]]

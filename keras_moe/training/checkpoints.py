@@ -402,7 +402,7 @@ def _read(path):
             for group, entries in content["variables"].items()
         }
         step, state = int(content["step"]), dict(content["state"])
-        # A copy under another name would stand in for a step of its run.
+        # A copy under another name would pass for another step of its run.
         if _STEP.fullmatch(path.name) and step != _step_of(path):
             raise ValueError(f"it is of step {step}")
         return Checkpoint(path, step, state, variables)

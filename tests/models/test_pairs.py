@@ -501,7 +501,7 @@ def test_equals_brute_force(chunk_size):
     for some in ({}, ids):
         expected = brute_force(outputs, some, weights)
         assert 0.2 < expected < 0.9
-        # NaN in padding is nobody's neighbour.
+        # NaN in padding is no neighbour of any token.
         outputs["text_embeddings"][3] = np.nan
         actual = accuracy(outputs, some or None, weights, chunk_size=chunk_size)
         outputs["text_embeddings"][3] = 1.0

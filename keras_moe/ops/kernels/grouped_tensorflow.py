@@ -85,7 +85,7 @@ def mlp_with_loops(rows, group_sizes, weights, activation):
 
     @tf.custom_gradient
     def grouped(rows, *present):
-        # An (R, H) array is not written where nobody reads it.
+        # An (R, H) array that nothing reads is not written.
         outputs, kept = run(rows, present, for_gradients())
 
         def gradient(upstream):
