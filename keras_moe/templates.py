@@ -24,22 +24,12 @@ def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, 
         templates = read_lines(
             templates, f"templates with a place {PLACE} for the name", sets
         )
-    if not isinstance(templates, Sequence) or not len(templates):
+    bad = [template for template in templates if _PROBE not in fill(template, _PROBE)]
+    if bad or not templates:
         raise ValueError(
-            "Expected a template, a file or a sequence of templates; received: "
+            f"Expected templates with one place {PLACE} for the name; received: "
             f"{templates!r}"
         )
-    for template in templates:
-        if callable(template):
-            text = template(_PROBE)
-            fits = isinstance(text, str) and _PROBE in text
-        else:
-            fits = isinstance(template, str) and template.count(PLACE) == 1
-        if not fits:
-            raise ValueError(
-                f"Expected templates with one place {PLACE} for the name; received: "
-                f"{template!r}"
-            )
     return tuple(templates)
 
 
@@ -64,17 +54,12 @@ def read_lines(
     try:
         # Editors may write a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix != ".json":
-            lines = (line.strip() for line in text.splitlines())
-            return [line for line in lines if line]
-        lines = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        if path.suffix == ".json":
+            return list(json.loads(text))
+    except ValueError as error:
         raise ValueError(
             f"Expected {what} in UTF-8, a JSON list or one a line, in {path}; "
             f"received: {error}"
         ) from error
-    if not isinstance(lines, list):
-        raise ValueError(
-            f"Expected a JSON list of {what} in {path}; received: {lines!r:.80}"
-        )
-    return lines
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line]

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.checks import check_one_of
+
 
 def precision_at_1(
     labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
@@ -100,17 +102,12 @@ def mean_average_precision(
     >>> mean_average_precision([[1, 0], [0, 1]], [[0.9, 0.8], [0.1, 0.3]])
     0.75
     """
-    if over not in ("classes", "examples"):
-        raise ValueError(f"Expected 'classes' or 'examples'; received: over={over!r}")
-    if over == "classes":
-        return mean_of_defined(
-            average_precision(labels, scores, sample_weight, sparse_labels)
-        )
+    if check_one_of("over", over, ("classes", "examples")) == "classes":
+        by_class = average_precision(labels, scores, sample_weight, sparse_labels)
+        return float(np.nanmean(by_class))
     labels, scores, weight = _checked(labels, scores, sample_weight, sparse_labels)
     values = average_precision(labels.T, scores.T)
     weight = np.where(np.isnan(values), 0.0, weight)
-    if not weight.sum() > 0:
-        raise ValueError("Expected an example with labels; received: none")
     return float(np.nansum(weight * values) / weight.sum())
 
 
@@ -140,11 +137,10 @@ def streamed_average_precision(
     [1.0, 0.5]
     """
     positives = []
-    for labels, scores, weight in _each(batches, num_classes, sparse_labels):
+    for batch in batches():
+        labels, scores, weight = _checked(*batch, sparse_labels=sparse_labels)
         example, label = np.nonzero(labels * (weight > 0)[:, None])
         positives.append((label, scores[example, label], weight[example]))
-    if not positives:
-        raise ValueError("Expected batches; received: none")
     classes, at, weights = (np.concatenate(parts) for parts in zip(*positives))
     order = np.lexsort((at, classes))
     classes, at, weights = classes[order], at[order], weights[order]
@@ -152,7 +148,8 @@ def streamed_average_precision(
     # Weight of the examples between each positive's score and the next one.
     every = np.zeros(len(at))
     present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
-    for _, scores, weight in _each(batches, num_classes, sparse_labels):
+    for batch in batches():
+        _, scores, weight = _checked(*batch, sparse_labels=sparse_labels)
         columns = np.ascontiguousarray(scores.T)
         for c in present:
             mine = at[starts[c] : starts[c + 1]]
@@ -179,24 +176,7 @@ def streamed_average_precision(
     return result
 
 
-def mean_of_defined(values: np.ndarray) -> float:
-    """Mean of average precisions without absent classes."""
-    if np.isnan(values).all():
-        raise ValueError("Expected a class with examples; received: none")
-    return float(np.nanmean(values))
-
-
-def _each(batches, num_classes, sparse_labels):
-    for batch in batches():
-        labels, scores, weight = (*batch, None)[:3]
-        if np.ndim(scores) != 2 or np.shape(scores)[1] != num_classes:
-            raise ValueError(
-                f"Expected scores (N, {num_classes}); received: {np.shape(scores)}"
-            )
-        yield _checked(labels, scores, weight, sparse_labels, may_be_empty=True)
-
-
-def _checked(labels, scores, weight, sparse_labels, may_be_empty=False):
+def _checked(labels, scores, weight=None, sparse_labels=False):
     """Boolean labels (N, C), scores, and float64 weights."""
     labels, scores = np.asarray(labels), np.asarray(scores)
     if not np.issubdtype(scores.dtype, np.floating):
@@ -214,25 +194,21 @@ def _checked(labels, scores, weight, sparse_labels, may_be_empty=False):
             f"and weights (N,); received: shapes {labels.shape}, {scores.shape} and "
             f"{weight.shape}, sparse_labels={sparse_labels}"
         )
-    if not np.isfinite(scores).all():
-        raise ValueError("Expected finite scores; received: some that are not")
-    if (weight < 0).any() or not (may_be_empty or weight.sum() > 0):
+    if not np.isfinite(scores).all() or (weight < 0).any():
         raise ValueError(
-            "Expected weights of at least 0, not all 0; received: "
-            f"sample_weight with sum {weight.sum()}, minimum {weight.min(initial=0)}"
+            "Expected finite scores, and weights of at least 0; received: "
+            f"{np.sum(~np.isfinite(scores))} scores of NaN or Inf, and "
+            f"{np.sum(weight < 0)} weights below 0"
+        )
+    highest = scores.shape[1] - 1 if sparse_labels else 1
+    is_bad = ~np.isin(labels, np.arange(-1 if sparse_labels else 0, highest + 1))
+    if is_bad.any():
+        raise ValueError(
+            f"Expected integer labels up to {highest}; received: {labels[is_bad][0]}, "
+            f"with sparse_labels={sparse_labels}"
         )
     if not sparse_labels:
-        if not np.isin(labels, (0, 1)).all():
-            raise ValueError(
-                "Expected labels of 0 and 1; received: "
-                f"{labels[~np.isin(labels, (0, 1))][0]}"
-            )
         return labels > 0, scores, weight
-    if labels.size and not -1 <= labels.min() <= labels.max() < scores.shape[1]:
-        raise ValueError(
-            f"Expected numbers of {scores.shape[1]} classes, or -1; "
-            f"received: labels from {labels.min()} to {labels.max()}"
-        )
     dense = np.zeros(scores.shape, bool)
     example, column = np.nonzero(labels >= 0)
     dense[example, labels[example, column]] = True

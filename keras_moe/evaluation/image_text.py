@@ -30,7 +30,6 @@ from keras_moe.evaluation.retrieval import (
     retrieval,
 )
 from keras_moe.evaluation.zero_shot import (
-    NUM_CLASSES,
     ClassSubset,
     ZeroShotResult,
     class_embeddings,
@@ -42,7 +41,6 @@ from keras_moe.evaluation.zero_shot import (
 )
 from keras_moe.templates import Template
 
-TEXTS = ("token_ids", "padding_mask")
 # Number of images that a baseline compares at a time.
 _CHUNK = 256
 _WORD = re.compile(r"\w+")
@@ -51,7 +49,7 @@ _WORD = re.compile(r"\w+")
 class PairEmbeddings(NamedTuple):
     """Embeddings of image-text pairs, with each image once.
 
-    Fields:
+    Attributes:
         images: (N, P).
         texts: (M, P), one per pair.
         image_of_text: int (M,), index of each text's image.
@@ -124,7 +122,7 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     if isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], dict):
         pairs = [pairs]
     for batch in iterate_batches("pairs", pairs)[0]:
-        inputs, ids = _check_batch(batch)
+        inputs, ids = _to_arrays(batch)
         rows = len(inputs["images"])
         own_ids = ids.get("image_ids", np.arange(count, count + rows))
         new = []
@@ -133,12 +131,8 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
                 indices[image_id] = len(indices)
                 new.append(row)
             owner.append(indices[image_id])
-        images.add(inputs["images"][new])
-        texts.add(
-            _as_strings(inputs["captions"])
-            if "captions" in inputs
-            else {name: inputs[name] for name in TEXTS}
-        )
+        images.add(inputs.pop("images")[new])
+        texts.add(inputs)
         if "text_ids" in ids:
             text_ids.append(ids["text_ids"])
         count += rows
@@ -184,8 +178,8 @@ def zero_shot_from_model(
     ```
     """
     batch_size = check_integer("batch_size", batch_size)
-    subset = None if class_subset is None else read_class_subset(class_subset)
-    if subset is not None:
+    if class_subset is not None:
+        subset = read_class_subset(class_subset)
         class_names = names_in_subset(read_class_names(class_names), subset)
     classes = encode_classes(model, class_names, templates, batch_size)
     size = 0
@@ -204,15 +198,16 @@ def zero_shot_from_model(
         batch_size,
         verbose,
     )
-    labels = labels if subset is None else subset.labels(labels)
+    if class_subset is not None:
+        labels = subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)
 
 
 def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[str, ...]:
     """The names of a subset's classes."""
-    if len(class_names) != NUM_CLASSES:
+    if len(class_names) != 1000:
         raise ValueError(
-            f"Expected names of ImageNet's {NUM_CLASSES:,} classes for those of "
+            "Expected names of ImageNet's 1,000 classes for those of "
             f"{subset.name}; received: {len(class_names)} names"
         )
     return tuple(class_names[number] for number in subset.numbers)
@@ -327,8 +322,8 @@ class _Encoder:
 
     def _run(self, rows, part):
         batch = keras.tree.map_structure(lambda x: x[part], rows)
-        if not isinstance(batch, dict) and batch.dtype == object:
-            batch = batch.tolist()
+        if isinstance(batch, dict) and "captions" in batch:
+            batch = batch["captions"].tolist()
         output = self._encode(batch, batch_size=self._batch_size)
         self._parts.append(to_numpy(output))
 
@@ -343,30 +338,25 @@ def _joined(first, second):
     return np.concatenate([first, second])
 
 
-def _check_batch(batch):
-    """Inputs and ids of a batch as NumPy arrays."""
-    inputs, ids = batch if isinstance(batch, (tuple, list)) else (None, None)
-    if not isinstance(inputs, dict) or not (
-        "images" in inputs and ("captions" in inputs or set(TEXTS) <= set(inputs))
-    ):
-        received = sorted(inputs) if isinstance(inputs, dict) else type(batch).__name__
-        raise ValueError(
-            "Expected batches (inputs, ids), where inputs is a dict of images, and of "
-            f"token_ids and padding_mask or captions; received: {received}"
-        )
-    inputs = {name: to_numpy(x) for name, x in inputs.items()}
+def _to_arrays(batch):
+    """Images, texts and ids of a batch as NumPy arrays."""
+    inputs, ids = batch
+    texts = ("captions",) if "captions" in inputs else ("token_ids", "padding_mask")
+    inputs = {name: to_numpy(inputs[name]) for name in ("images", *texts)}
     ids = {name: to_numpy(x) for name, x in (ids or {}).items()}
     shapes = {name: x.shape for name, x in {**inputs, **ids}.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1:
         raise ValueError(
             f"Expected one image, text and id for each pair; received: {shapes}"
         )
+    if "captions" in inputs:
+        # Those of tf.data are bytes.
+        captions = [
+            x.decode("utf-8") if isinstance(x, bytes) else str(x)
+            for x in inputs["captions"]
+        ]
+        inputs["captions"] = np.array(captions, object)
     return inputs, ids
-
-
-def _as_strings(captions):
-    texts = [x.decode("utf-8") if isinstance(x, bytes) else str(x) for x in captions]
-    return np.array(texts, object)
 
 
 # Baselines
@@ -409,14 +399,15 @@ def nearest_caption_embeddings(
     known, pixels = _pixels(train_images, train_captions, images, captions)
     words = [_words(caption) for caption in captions]
     known_words = [_words(caption) for caption in train_captions]
-    index = {}
-    for word in (word for row in (*known_words, *words) for word in row):
-        index.setdefault(word, len(index))
-    nearest = _nearest(known, pixels)
-    return (
-        _vectors([known_words[row] for row in nearest], index),
-        _vectors(words, index),
-    )
+    vocabulary = sorted({word for row in (*known_words, *words) for word in row})
+    index = {word: number for number, word in enumerate(vocabulary)}
+    # The nearest of the known images, by squared distance.
+    norms, nearest = np.sum(np.square(known), axis=1), []
+    for first in range(0, len(pixels), _CHUNK):
+        products = pixels[first : first + _CHUNK] @ known.T
+        nearest.extend(np.argmin(norms - 2 * products, axis=1))
+    predicted = [known_words[row] for row in nearest]
+    return _vectors(predicted, index), _vectors(words, index)
 
 
 def kernel_ridge_embeddings(
@@ -459,16 +450,13 @@ def kernel_ridge_embeddings(
     >>> retrieval(*embeddings, ks=(1,)).image_to_text.tolist()
     [1.0]
     """
-    for name, value in (("width", width), ("penalty", penalty)):
-        check_positive(name, value)
+    # In the extra `digits`.
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.metrics.pairwise import manhattan_distances
+
+    check_positive("width", width)
+    check_positive("penalty", penalty)
     known, pixels = _pixels(train_images, train_captions, images, captions)
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-        from sklearn.metrics.pairwise import manhattan_distances
-    except ImportError as error:
-        raise ImportError(
-            'The baseline is scikit-learn\'s: pip install "keras-moe[digits]"'
-        ) from error
     vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4))
     # Fitted on all captions: a test caption may share no n-gram with the training
     # captions, and still needs a vector.
@@ -486,44 +474,21 @@ def kernel_ridge_embeddings(
 
 def _pixels(train_images, train_captions, images, captions):
     """Rows of pixels of training images and images, after checking them."""
-    known, pixels = _rows("train_images", train_images), _rows("images", images)
-    if known.shape[1] != pixels.shape[1] or len(known) != len(train_captions):
+    known, pixels = to_numpy(train_images), to_numpy(images)
+    same_shape = known.shape[1:] == pixels.shape[1:]
+    if not same_shape or len(known) != len(train_captions) or not len(captions):
         raise ValueError(
-            "Expected images of one shape, and a caption for each training image; "
-            f"received: train_images.shape={np.shape(train_images)}, "
-            f"images.shape={np.shape(images)}, {len(train_captions)} train_captions"
-        )
-    if not len(captions):
-        raise ValueError("Expected captions; received: captions=[]")
-    for caption in (*train_captions, *captions):
-        if not isinstance(caption, str):
-            raise ValueError(f"Expected strings as captions; received: {caption!r}")
-    return known, pixels
-
-
-def _rows(name, images):
-    images = to_numpy(images)
-    if images.ndim != 4 or not len(images):
-        raise ValueError(
-            f"Expected {name} (batch, height, width, channels); "
-            f"received: {name}.shape={images.shape}"
+            "Expected images of one shape, a caption for each training image, and "
+            f"captions; received: train_images.shape={known.shape}, images.shape="
+            f"{pixels.shape}, {len(train_captions)} train_captions and {len(captions)} "
+            "captions"
         )
     # Wide enough for sums of squares of bytes.
-    return images.reshape(len(images), -1).astype("float32")
+    return (x.reshape(len(x), -1).astype("float32") for x in (known, pixels))
 
 
 def _words(caption):
     return sorted(set(_WORD.findall(caption.lower())) or {caption})
-
-
-def _nearest(known, pixels):
-    """Index of the nearest of the known rows, by squared distance."""
-    norms = np.sum(np.square(known), axis=1)
-    nearest = []
-    for first in range(0, len(pixels), _CHUNK):
-        products = pixels[first : first + _CHUNK] @ known.T
-        nearest.extend(np.argmin(norms - 2 * products, axis=1))
-    return nearest
 
 
 def _vectors(rows, index):

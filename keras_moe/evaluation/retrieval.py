@@ -24,12 +24,12 @@ BATCH_SIZE = 1024
 class RetrievalResult(NamedTuple):
     """Recalls in both directions, and the ranks behind them.
 
-    Fields:
+    Attributes:
         ks: values of k.
         image_to_text: (K,), share of images with one of their texts among the k
-        nearest.
+            nearest.
         text_to_image: (K,), share of texts with one of their images among the k
-        nearest.
+            nearest.
         image_ranks: int (N,), rank from 1 of the best of each image's own texts.
         text_ranks: int (M,), rank from 1 of the best of each text's own images.
     """
@@ -52,7 +52,7 @@ class RetrievalResult(NamedTuple):
 class ContrastiveAccuracyResult(NamedTuple):
     """How often pairs are matched within a batch.
 
-    Fields:
+    Attributes:
         image_to_text: share of images whose nearest text of the batch is theirs.
         text_to_image: share of texts whose nearest image of the batch is theirs.
         batch_size: pairs per batch.
@@ -116,10 +116,16 @@ def retrieval(
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings, images.shape[1])
-    owner = _check_owners(image_of_text, len(images), len(texts))
-    chunk_size = check_integer("chunk_size", chunk_size)
-    counts = f"images={len(images)}, texts={len(texts)}"
-    ks = check_ks(ks, min(len(images), len(texts)), "candidates", counts)
+    if image_of_text is None:
+        image_of_text = np.arange(len(images))
+    owner = check_labels("image_of_text", image_of_text, len(texts), len(images))
+    if len(np.unique(owner)) < len(images):
+        raise ValueError(
+            "Expected image_of_text with a text of each image; received: texts of "
+            f"{len(np.unique(owner))} of {len(images)} images"
+        )
+    check_integer("chunk_size", chunk_size)
+    ks = check_ks(ks, min(len(images), len(texts)))
     own = _own_pairs(owner, text_ids)
     image_ranks, text_ranks = _ranks(images, texts, *own, chunk_size)
     recalls = (
@@ -164,17 +170,14 @@ def contrastive_accuracy(
     """
     images = check_embeddings("image_embeddings", image_embeddings)
     texts = check_embeddings("text_embeddings", text_embeddings, images.shape[1])
-    batch_size = check_integer("batch_size", batch_size)
+    check_integer("batch_size", batch_size)
     if not len(images) == len(texts) >= batch_size:
         raise ValueError(
             f"Expected pairs, at least batch_size={batch_size} of them; received: "
             f"{len(images)} images and {len(texts)} texts"
         )
-    ids = [
-        _check_ids(name, x, len(images))
-        for name, x in (("image_ids", image_ids), ("text_ids", text_ids))
-        if x is not None
-    ] or [np.arange(len(images))]
+    given = [ids for ids in (image_ids, text_ids) if ids is not None]
+    ids = [_check_ids(x, len(images)) for x in given] or [np.arange(len(images))]
     num_pairs = len(images) // batch_size * batch_size
     hits = np.zeros(2, "int64")
     for start in range(0, num_pairs, batch_size):
@@ -190,34 +193,14 @@ def contrastive_accuracy(
     )
 
 
-def _check_ids(name, ids, length):
+def _check_ids(ids, length):
     ids = to_numpy(ids)
     if ids.shape != (length,) or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"Expected {name} of shape ({length},), integers; received: "
+            f"Expected ids of shape ({length},), integers; received: "
             f"shape={ids.shape}, dtype={ids.dtype}"
         )
     return ids
-
-
-def _check_owners(image_of_text, num_images, num_texts):
-    """Index of each text's image, after checking that every image has a text."""
-    if image_of_text is None:
-        if num_images != num_texts:
-            raise ValueError(
-                "Expected image_of_text, the index of each text's image, or as many "
-                f"texts as images; received: image_of_text=None, {num_images} images "
-                f"and {num_texts} texts"
-            )
-        return np.arange(num_images)
-    owner = check_labels("image_of_text", image_of_text, num_texts, num_images)
-    without = np.flatnonzero(np.bincount(owner, minlength=num_images) == 0)
-    if without.size:
-        raise ValueError(
-            "Expected a text of each image; received: none of "
-            f"{without.size} of {num_images} images, first of index {without[0]}"
-        )
-    return owner
 
 
 def _own_pairs(owner, text_ids):
@@ -225,9 +208,7 @@ def _own_pairs(owner, text_ids):
     texts = np.arange(len(owner))
     if text_ids is None:
         return owner, texts
-    _, group = np.unique(
-        _check_ids("text_ids", text_ids, len(owner)), return_inverse=True
-    )
+    _, group = np.unique(_check_ids(text_ids, len(owner)), return_inverse=True)
     # Pair each image with all texts of its groups; texts are sorted by group.
     texts, counts = np.argsort(group, kind="stable"), np.bincount(group)
     images, groups = np.unique(np.stack([owner, group]), axis=1)
@@ -278,12 +259,7 @@ def _best(rows, columns, similarities):
 
 def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
     """Checks that embeddings (N, P) are finite and nonzero."""
-    embeddings = check_matrix(name, embeddings)
-    if dim is not None and embeddings.shape[1] != dim:
-        raise ValueError(
-            f"Expected {name} of dim {dim}, as the others; "
-            f"received: shape={embeddings.shape}"
-        )
+    embeddings = check_matrix(name, embeddings, dim)
     for start in range(0, len(embeddings), CHUNK_SIZE):
         lengths = norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
         bad = start + np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
@@ -295,18 +271,9 @@ def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.n
     return embeddings
 
 
-def check_ks(
-    ks: Any, highest: int | None = None, what: str = "", counts: str = ""
-) -> tuple[int, ...]:
+def check_ks(ks: Sequence[int], highest: int | None = None) -> tuple[int, ...]:
     """Checks that values of k are integers from 1 to `highest`."""
-    if not isinstance(ks, (Sequence, np.ndarray)) or isinstance(ks, (str, bytes)):
-        raise ValueError(f"Expected ks, a sequence of integers; received: ks={ks!r}")
-    ks = tuple(check_integer("ks", k) for k in ks)
-    if not ks or (highest is not None and max(ks) > highest):
-        limit = "" if highest is None else f" to {highest}, the number of {what}"
-        received = f"ks={ks}" + (f", {counts}" if counts else "")
-        raise ValueError(f"Expected values of k from 1{limit}; received: {received}")
-    return ks
+    return tuple(check_integer("ks", k, 1, highest) for k in ks)
 
 
 def unit_vectors(embeddings: np.ndarray) -> np.ndarray:

@@ -7,14 +7,15 @@ k.
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_moe.checks import check_one_of
-from keras_moe.evaluation._features import check_labels, check_real
+from keras_moe.evaluation._features import check_labels, to_numpy
 from keras_moe.evaluation.retrieval import (
     CHUNK_SIZE,
     check_embeddings,
@@ -92,26 +93,19 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
         return _published(PUBLISHED_NAMES[class_names])
     if isinstance(class_names, (str, os.PathLike)):
         class_names = read_lines(class_names, "class names", PUBLISHED_NAMES)
-    is_ordered = isinstance(class_names, Iterable)
-    if not is_ordered or isinstance(class_names, (bytes, Mapping, Set)):
-        raise ValueError(
-            "Expected a file of class names, or a sequence of names; received: "
-            f"{class_names!r:.100}"
-        )
     names = tuple(class_names)
     bad = [name for name in names if not isinstance(name, str) or not name.strip()]
-    if bad or not names:
+    # Sets and dicts by name would come in another order than the labels.
+    if bad or not names or isinstance(class_names, (Mapping, Set)):
         raise ValueError(
-            "Expected class names, not empty; received: "
-            f"{bad[0] if bad else list(names)!r}"
+            "Expected a file of class names, or a sequence of names, not empty; "
+            f"received: {class_names!r:.100}"
         )
-    indices = {}
-    for index, name in enumerate(names):
-        if indices.setdefault(name, index) != index:
-            raise ValueError(
-                f"Expected each class name once; received: {name!r} for classes "
-                f"{indices[name]} and {index}"
-            )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Expected each class name once; received: {twice[0]!r} for several classes"
+        )
     return names
 
 
@@ -186,8 +180,8 @@ class ClassSubset(NamedTuple):
         if not np.any(indices >= 0):
             raise ValueError(
                 f"Expected data with classes of {self.name}, named by WordNet ids, or "
-                f"with ImageNet's {NUM_CLASSES:,} classes; received: "
-                f"{list(keys[:3]) or num_classes} as classes"
+                f"with ImageNet's {NUM_CLASSES:,} classes; received: {num_classes} "
+                f"classes, {keys[:3]}"
             )
         return indices
 
@@ -238,7 +232,7 @@ def read_class_subset(name: str) -> ClassSubset:
 class ZeroShotResult(NamedTuple):
     """Accuracies of a zero-shot classification.
 
-    Fields:
+    Attributes:
         ks: values of k.
         accuracy: (K,), share of images whose class is among the k nearest.
         per_class: (C,), top-1 accuracy per class; NaN for classes without images.
@@ -277,23 +271,17 @@ def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
     array([[0.707, 0.707],
            [0.   , 1.   ]])
     """
-    prompts = check_real("prompt_embeddings", prompt_embeddings)
-    if prompts.ndim != 3 or not prompts.size:
+    prompts = to_numpy(prompt_embeddings)
+    if prompts.ndim != 3:
         raise ValueError(
-            "Expected prompt_embeddings of shape (classes, templates, dim), none of "
-            f"them 0; received: shape={prompts.shape}"
+            "Expected prompt_embeddings of shape (classes, templates, dim); received: "
+            f"shape={prompts.shape}"
         )
     flat = check_embeddings("prompt_embeddings", prompts.reshape(-1, prompts.shape[2]))
     flat = flat.astype("float64")
     units = flat / norms(flat)[:, None]
     means = units.reshape(prompts.shape).mean(axis=1)
-    lengths = norms(means)
-    if not lengths.all():
-        raise ValueError(
-            "Expected prompts whose average has a direction; received: embeddings that "
-            f"cancel, of class {int(np.flatnonzero(lengths == 0)[0])}"
-        )
-    return means / lengths[:, None]
+    return means / norms(check_embeddings("averages of prompts", means))[:, None]
 
 
 def zero_shot(
@@ -325,7 +313,7 @@ def zero_shot(
     labels = check_labels("labels", labels, len(images), len(classes))
     if ks is None:
         ks = [k for k in KS if k <= len(classes)]
-    ks = check_ks(ks, len(classes), "classes")
+    ks = check_ks(ks, len(classes))
     units, ranks = unit_vectors(classes), np.ones(len(images), "int64")
     for start in range(0, len(images), CHUNK_SIZE):
         part = slice(start, start + CHUNK_SIZE)

@@ -209,7 +209,7 @@ class ZeroShot:
             # Published names may have duplicates, custom ones may not.
             "class_names": class_names if is_published else names,
             "templates": read_templates(templates),
-            "ks": None if ks is None else check_ks(ks, len(names), "classes"),
+            "ks": None if ks is None else check_ks(ks, len(names)),
             "batch_size": batch_size,
         }
 

@@ -365,11 +365,9 @@ def test_classes_in_record_files(tmp_path):
 
 def test_bad_templates(tmp_path):
     for templates, message in (
-        (["a {}", "a photo"], "one place {} for the name; received: 'a photo'"),
-        ("{} and {}", "one place.*'{} and {}'"),
+        (["a {}", "a photo"], "one place {} for the name; received: .*'a photo'"),
         ("a photo", "a place {} for the name, or their file.*'a photo'"),
         ([], r"received: \[\]"),
-        (7, "received: 7"),
     ):
         with pytest.raises(ValueError, match=message):
             load_pairs("digits", "test", (8, 8, 1), templates=templates)

@@ -117,30 +117,6 @@ def test_classes_and_images_of_arrays_and_batches():
     }  # fmt: skip
 
 
-def test_mistakes():
-    def refused(pairs, message):
-        with pytest.raises(ValueError, match=message):
-            encode_pairs(Towers(), pairs)
-
-    ((inputs, ids),) = as_batches(11, True)
-    refused([], "at least one pair")
-    refused(3, "received: int")
-    refused([inputs], "received: dict")
-    refused([({"images": inputs["images"]}, ids)], r"received: \['images'\]")
-    refused([({**inputs, "images": inputs["images"][1:]}, ids)], "one image, text")
-    refused([(inputs, {"image_ids": ids["image_ids"][1:]})], "one image, text and id")
-    with pytest.raises(ValueError, match="'a' for classes 0 and 1"):
-        training.ZeroShot((), ["a", "a"])
-    with pytest.raises(ValueError, match="nowhere"):
-        training.ZeroShot((), "nowhere.txt")
-    with pytest.raises(ValueError, match=r"k from 1 to 2.*ks=\(5,\)"):
-        training.ZeroShot((), ["a", "b"], ks=(5,))
-    with pytest.raises(ValueError, match=r"received: ks=\(\)"):
-        training.Retrieval((), ks=())
-    with pytest.raises(ValueError, match=r"one place {} for the name"):
-        zero_shot_from_model(Towers(), None, None, ["a"], ["none"])
-
-
 def make(**kwargs):
     """A small LIMoE with a tokenizer, whose experts matter."""
     keras.utils.set_random_seed(0)
@@ -242,29 +218,3 @@ def test_a_caption_of_unknown_letters_is_a_vector():
         pixels(0, 4), ["ab", "cd"], pixels(1, 3), ["ab", "wxyz"]
     )
     assert retrieval(*embeddings, ks=(1,)).image_to_text.tolist() == [0.5]
-
-
-@pytest.mark.parametrize("options", [{"width": 0}, {"penalty": -1.0}])
-def test_wrong_settings_of_the_regression(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name}="):
-        kernel_ridge_embeddings(pixels(0), ["a"], pixels(0), ["a"], **options)
-
-
-@pytest.mark.parametrize(
-    "baseline", [nearest_caption_embeddings, kernel_ridge_embeddings]
-)
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ((pixels(0), ["a", "b"], pixels(0), ["a"]), "2 train_captions"),
-        ((pixels(0), ["a"], pixels(0), []), "captions="),
-        ((pixels(0), [1], pixels(0), ["a"]), "strings as captions; received: 1"),
-        ((pixels(0), ["a"], np.zeros((1, 2, 1, 1)), ["a"]), "one shape"),
-        ((pixels(0), ["a"], np.zeros((0, 1, 1, 1)), ["a"]), "images.shape"),
-        ((np.zeros((1, 2)), ["a"], pixels(0), ["a"]), "train_images.shape"),
-    ],
-)
-def test_wrong_arguments(baseline, arguments, match):
-    with pytest.raises(ValueError, match=match):
-        baseline(*arguments)

@@ -1,7 +1,6 @@
 """Retrieval and contrastive accuracy against brute force."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,47 +144,3 @@ def test_contrastive_accuracy_by_batch_and_ids():
     assert ids[:2] == (0.5, 0.5)
     ids = contrastive_accuracy(images, texts, 2, [7, 7, 2, 3, 3], [0, 1, 5, 5, 2])
     assert ids.accuracy == 1.0
-
-
-GOOD = np.ones((4, 3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((np.ones((0, 3)), GOOD), r"image_embeddings of shape .* shape=\(0, 3\)"),
-        ((np.ones(3), GOOD), r"shape=\(3,\)"),
-        ((GOOD, np.ones((4, 2))), r"text_embeddings of dim 3.*shape=\(4, 2\)"),
-        ((GOOD, np.full((4, 3), np.nan)), r"finite text_embeddings.*\[0, 1, 2, 3\]"),
-        ((GOOD, [[1.0] * 3] * 2 + [[0.0] * 3] * 2), r"none of them 0.*\[2, 3\]"),
-        ((GOOD, np.ones((5, 3))), "image_of_text=None, 4 images and 5 texts"),
-        ((GOOD, GOOD, [0, 1, 2]), "for 4 examples"),
-        ((GOOD, GOOD, [0, 1, 2, 4]), r"in \[0, 4\); received: 4"),
-        ((GOOD, GOOD, [0, 1, 1, 3]), "none of 1 of 4 images, first of index 2"),
-        ((GOOD, GOOD, None, (1, 5)), r"k from 1 to 4.*ks=\(1, 5\)"),
-        ((GOOD, GOOD, None, (0,)), "ks"),
-        ((GOOD, GOOD, None, ()), r"ks=\(\)"),
-        ((GOOD, GOOD, None, (1,), 0), "chunk_size"),
-        ((GOOD, GOOD, None, 1), "sequence of integers; received: ks=1"),
-        ((GOOD, GOOD, None, (1,), 1, [0, 1]), r"text_ids of shape \(4,\)"),
-        ((GOOD + 1j, GOOD), "image_embeddings of real numbers.*complex128"),
-        ((GOOD, [["a"]] * 4), "text_embeddings of real numbers.*dtype=<U1"),
-    ],
-)
-def test_mistakes(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        retrieval(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((GOOD, np.ones((5, 3)), 2), "4 images and 5 texts"),
-        ((GOOD, GOOD, 5), "batch_size=5"),
-        ((GOOD, GOOD, 2, [1, 2]), "image_ids"),
-        ((GOOD, GOOD, 2, None, [0.5] * 4), "dtype=float64"),
-    ],
-)
-def test_mistakes_of_contrastive_accuracy(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        contrastive_accuracy(*arguments)
