@@ -181,7 +181,7 @@ def check_ids(name: str, ids: Any, shape: tuple) -> None:
 def _check_like(name, value, shapes, kinds, expected):
     """Validates an array's dtype kind and shape."""
     dtype = keras.backend.standardize_dtype(value.dtype)
-    fits = any(_fits_shape(value.shape, shape) for shape in shapes)
+    fits = any(fits_shape(value.shape, shape) for shape in shapes)
     if not fits or not dtype.startswith(kinds):
         raise ValueError(
             f"Expected {name} to be {expected}, of shape "
@@ -190,8 +190,8 @@ def _check_like(name, value, shapes, kinds, expected):
         )
 
 
-def _fits_shape(received, expected):
-    # Unknown sizes match any other.
+def fits_shape(received: Any, expected: Any) -> bool:
+    """Whether shapes are equal; unknown sizes match any other."""
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )

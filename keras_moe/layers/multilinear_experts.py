@@ -24,10 +24,6 @@ from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.initializers import FastInitializer
-from keras_moe.ops.multilinear import (
-    factorized_multiply_adds,
-    naive_multiply_adds,
-)
 from keras_moe.ops.nn import standardize
 from keras_moe.ops.plans import Routing
 
@@ -423,7 +419,7 @@ class MultilinearExperts(keras.layers.Layer):
     @property
     def expert_rank_bound(self) -> int:
         """Upper bound of the rank of an expert's matrix (appendix D)."""
-        return tensors.rank_bound(*self._tensor_spec(self._inputs))
+        return self._tensor_spec(self._inputs).rank_bound
 
     @property
     def holds_any_matrix(self) -> bool:
@@ -442,8 +438,7 @@ class MultilinearExperts(keras.layers.Layer):
         )
 
     def _tensor_spec(self, inputs):
-        """Arguments of `factor_shapes`."""
-        return (
+        return tensors.TensorSpec(
             self.factorization,
             self.num_experts,
             inputs + self.use_bias,
@@ -463,7 +458,7 @@ class MultilinearExperts(keras.layers.Layer):
             names = [f"expert_factor_{level}" for level in levels]
             names += ["input_factor", "output_factor", "core"]
         # Only Tucker has a core.
-        return dict(zip(names, tensors.factor_shapes(*self._tensor_spec(shape[-1]))))
+        return dict(zip(names, self._tensor_spec(shape[-1]).factor_shapes))
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
@@ -472,11 +467,11 @@ class MultilinearExperts(keras.layers.Layer):
 
     def multiply_adds(self, dim: int) -> int:
         """Multiply-adds per token (Table 5 of the paper)."""
-        return factorized_multiply_adds(*self._tensor_spec(dim))
+        return self._tensor_spec(dim).multiply_adds
 
     def naive_multiply_adds(self, dim: int) -> int:
         """Multiply-adds per token if the full tensor were built (Table 8)."""
-        return naive_multiply_adds(*self._tensor_spec(dim))
+        return self._tensor_spec(dim).naive_multiply_adds
 
     def get_config(self):
         config = super().get_config()

@@ -19,89 +19,54 @@ CHOICES = ("first", "all")
 class AuxiliaryFunction(NamedTuple):
     """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,).
 
-    `options` are its options with their defaults; each of `checks` raises an error for
-    a router without what the loss reads.
+    `options` are its options with their defaults; `reads` are what else it needs of a
+    router: `"selected"` (K) or `"noise"`.
     """
 
     compute: Callable[..., Any]
     options: dict[str, Any] = {}
-    checks: tuple[Callable[..., None], ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 def checked_options(name: str, options: dict) -> dict:
     """All options of a loss in the table, checked."""
     defaults = FUNCTIONS[name].options
     check_argument_names(options, list(defaults), f"the auxiliary loss {name!r}")
-    return {
-        option: OPTION_CHECKS[option](value)
-        for option, value in {**defaults, **options}.items()
-    }
+    options = {**defaults, **options}
+    if "choices" in options:
+        check_one_of("choices", options["choices"], CHOICES)
+    if options.get("modality") is not None:
+        check_integer("modality", options["modality"], minimum=0)
+    if "num_modalities" in options:
+        check_integer("num_modalities", options["num_modalities"])
+    if "threshold" in options:
+        options["threshold"] = router_losses.check_threshold(options["threshold"])
+    return options
 
 
-def _check_modality(modality):
-    if modality is None:
-        return None
-    return check_integer("modality", modality, minimum=0)
-
-
-OPTION_CHECKS = {
-    "choices": lambda choices: check_one_of("choices", choices, CHOICES),
-    "modality": _check_modality,
-    "num_modalities": lambda count: check_integer("num_modalities", count),
-    "threshold": router_losses.check_threshold,
-}
-
-
-def _has_expert_logits(router, name, options):
+def check_router(name: str, options: dict, router: Any) -> None:
+    """Raises ValueError if the router lacks what a loss in the table reads."""
+    reads = FUNCTIONS[name].reads
+    counts_all = "selected" in reads or options.get("choices") == "all"
+    missing = None
     if not getattr(router, "has_expert_logits", True):
+        missing = "one logit per expert"
+    elif counts_all and getattr(router, "num_selected_experts", None) is None:
+        missing = "num_selected_experts"
+    elif "noise" in reads and not getattr(router, "noise_std", 0.0) > 0:
+        missing = "noise_std > 0, which defines the load"
+    if missing:
         raise ValueError(
-            "Expected a router with one logit per expert; received: "
+            f"Expected a router with {missing}; received: "
             f"router={type(router).__name__}, loss={name!r}. Leave the loss out of "
             "auxiliary_losses."
         )
-
-
-def _has_selected_experts(router, name, options):
-    if getattr(router, "num_selected_experts", None) is None:
-        raise ValueError(
-            "Expected a router with num_selected_experts; received: "
-            f"router={type(router).__name__}, loss={name!r}. Leave the loss out of "
-            "auxiliary_losses."
-        )
-
-
-def _has_counted_choices(router, name, options):
-    if options["choices"] == "all":
-        _has_selected_experts(router, name, options)
-
-
-def _has_noise(router, name, options):
-    noise_std = getattr(router, "noise_std", 0.0)
-    if not noise_std > 0:
-        raise ValueError(
-            "Expected a router with noise_std > 0, since noise defines the load "
-            f"loss; received: noise_std={noise_std}. Leave the load loss out of "
-            "auxiliary_losses to train without noise."
-        )
-
-
-def _has_modality(router, name, options):
-    count = getattr(router, "modality_count", None)
-    if count and (options["modality"] or 0) >= count:
-        raise ValueError(
-            f"Expected a modality of the router's, 0 to {count - 1}; received: "
-            f"modality={options['modality']}, loss={name!r}"
-        )
-
-
-def _has_reachable_threshold(router, name, options):
-    num_experts = getattr(router, "num_experts", None)
-    if num_experts is None:
-        return
-    pools = getattr(router, "expert_pools", None)
-    if pools is not None and options["modality"] is not None:
-        num_experts = len(pools[options["modality"]])
-    router_losses.warn_of_unreachable_threshold(options["threshold"], num_experts)
+    if "threshold" in options and hasattr(router, "num_experts"):
+        num_experts, modality = router.num_experts, options["modality"]
+        pools = getattr(router, "expert_pools", None)
+        if pools is not None and modality is not None:
+            num_experts = len(pools[modality])
+        router_losses.warn_of_unreachable_threshold(options["threshold"], num_experts)
 
 
 def _load(routing, router, mask):
@@ -128,12 +93,12 @@ def _heterogeneous_balance(routing, router, mask):
 
 
 def _global_entropy(routing, router, mask, threshold):
-    # `_has_reachable_threshold` has warned of the threshold.
+    # `check_router` has warned of the threshold.
     return router_losses.entropy_to_threshold(routing.logits, threshold, mask)
 
 
 def _mutual_information(routing, router, mask, modality_ids, num_modalities):
-    _check_modality_ids(modality_ids, {"num_modalities": num_modalities})
+    _check_modality_ids(modality_ids)
     losses = router_losses.mutual_information_loss(
         routing.logits, modality_ids, num_modalities, mask
     )
@@ -164,7 +129,7 @@ def _over_tokens(loss: Callable) -> Callable:
 
     def compute(routing, router, mask, modality_ids, modality=None, **options):
         if modality is not None:
-            _check_modality_ids(modality_ids, {"modality": modality})
+            _check_modality_ids(modality_ids)
             mask = router_losses.modality_mask(modality_ids, modality, mask)
         losses = loss(routing, router, mask, **options)
         if mask is None:
@@ -174,52 +139,33 @@ def _over_tokens(loss: Callable) -> Callable:
     return compute
 
 
-def _check_modality_ids(modality_ids, options):
+def _check_modality_ids(modality_ids):
     if modality_ids is None:
-        described = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ValueError(
-            "Expected modality_ids, by which the loss finds the tokens of a modality; "
-            f"received: modality_ids=None, {described}"
+            "Expected modality_ids for a loss of modalities; "
+            "received: modality_ids=None"
         )
 
 
-def _function(compute, *checks, **options) -> AuxiliaryFunction:
-    return AuxiliaryFunction(compute, options, (_has_expert_logits, *checks))
+def _function(loss, *reads, **options) -> AuxiliaryFunction:
+    return AuxiliaryFunction(_over_tokens(loss), options, reads)
 
 
 FUNCTIONS = {
-    "importance": _function(_over_tokens(_of_logits(router_losses.importance_loss))),
-    "load": _function(_over_tokens(_load), _has_selected_experts, _has_noise),
-    "load_balance": _function(
-        _over_tokens(_load_balance), _has_counted_choices, choices="first"
-    ),
-    "heterogeneous_balance": _function(
-        _over_tokens(_heterogeneous_balance), _has_selected_experts
-    ),
-    "router_z": _function(_over_tokens(_of_logits(router_losses.router_z_loss))),
+    "importance": _function(_of_logits(router_losses.importance_loss)),
+    "load": _function(_load, "selected", "noise"),
+    "load_balance": _function(_load_balance, choices="first"),
+    "heterogeneous_balance": _function(_heterogeneous_balance, "selected"),
+    "router_z": _function(_of_logits(router_losses.router_z_loss)),
     "local_entropy": _function(
-        _over_tokens(_of_logits(router_losses.local_entropy_loss)),
-        _has_modality,
-        modality=None,
+        _of_logits(router_losses.local_entropy_loss), modality=None
     ),
-    "global_entropy": _function(
-        _over_tokens(_global_entropy),
-        _has_modality,
-        _has_reachable_threshold,
-        threshold=None,
-        modality=None,
-    ),
-    "mutual_information": _function(_mutual_information, num_modalities=2),
+    "global_entropy": _function(_global_entropy, threshold=None, modality=None),
+    "mutual_information": AuxiliaryFunction(_mutual_information, {"num_modalities": 2}),
     "target_entropy": _function(
-        _over_tokens(_of_selected(router_losses.target_entropy_loss)),
-        _has_selected_experts,
-        _has_modality,
-        modality=None,
+        _of_selected(router_losses.target_entropy_loss), "selected", modality=None
     ),
     "merged_entropy": _function(
-        _over_tokens(_of_selected(router_losses.merged_entropy_loss)),
-        _has_selected_experts,
-        _has_modality,
-        modality=None,
+        _of_selected(router_losses.merged_entropy_loss), "selected", modality=None
     ),
 }

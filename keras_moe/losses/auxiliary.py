@@ -16,11 +16,8 @@ from keras_moe.checks import (
     check_one_of,
     nearest,
 )
-from keras_moe.losses._auxiliary_functions import (
-    FUNCTIONS,
-    AuxiliaryFunction,
-    checked_options,
-)
+from keras_moe.losses import _auxiliary_functions as functions
+from keras_moe.losses._auxiliary_functions import FUNCTIONS
 from keras_moe.ops.plans import Routing
 
 CLASSIC = ("importance", "load", "router_z")
@@ -87,16 +84,10 @@ class AuxiliaryLoss:
             function = keras.saving.deserialize_keras_object(function)
         self.function = function
         self.weight = float(check_not_negative("weight", weight))
-        if callable(function):
-            self._definition, self.options = AuxiliaryFunction(function), options
-        elif function in FUNCTIONS:
-            self._definition = FUNCTIONS[function]
-            self.options = checked_options(function, options)
-        else:
-            raise ValueError(
-                f"Expected an auxiliary loss among {sorted(FUNCTIONS)}, or a function; "
-                f"received: function={function!r}"
-            )
+        self.options = options
+        if not callable(function):
+            check_one_of("function", function, sorted(FUNCTIONS))
+            self.options = functions.checked_options(function, options)
 
     @property
     def name(self) -> str:
@@ -115,7 +106,10 @@ class AuxiliaryLoss:
         Where groups do not count, such as those without a loss's modality, theirs are
         0, and the others' are multiplied so that the mean is of these alone.
         """
-        return self.weight * self._definition.compute(
+        compute = self.function
+        if not callable(compute):
+            compute = FUNCTIONS[compute].compute
+        return self.weight * compute(
             routing, router, mask, modality_ids, **self.options
         )
 
@@ -132,10 +126,11 @@ class AuxiliaryLoss:
 
         A loss of weight 0 is never computed, and fits every router.
         """
-        if self.weight == 0:
+        if self.weight == 0 or callable(self.function):
             return
-        for check in self._definition.checks:
-            check(router, self.name, self.options)
+        if getattr(router, "modality_count", None):
+            self.check_modalities(router.modality_count)
+        functions.check_router(self.function, self.options, router)
 
     def get_config(self) -> dict:
         function = self.function
@@ -278,8 +273,8 @@ def limoe_losses(
     local_modalities = tuple(local_modalities)
     ids = {name: number for number, name in enumerate(modalities)}
     check_one_of("local_loss", local_loss, LOCAL)
-    _check_names("thresholds", thresholds, ids)
-    _check_names("local_modalities", local_modalities, ids)
+    for name in (*thresholds, *local_modalities):
+        check_one_of("modality", name, ids)
     parts = [AuxiliaryLoss(name) for name in classic]
     parts += [AuxiliaryLoss(local_loss, modality=ids[m]) for m in local_modalities]
     parts += [
@@ -312,15 +307,6 @@ LIMOE_LOSSES = {
 }
 
 
-def _check_names(argument, names, ids):
-    for name in names:
-        if name not in ids:
-            raise ValueError(
-                f"Expected {argument} for modalities among {list(ids)}; "
-                f"received: {name!r}"
-            )
-
-
 def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
@@ -348,18 +334,15 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
         return []
     if isinstance(identifier, dict):
         return [_by_name(name, options) for name, options in identifier.items()]
-    if not isinstance(identifier, (list, tuple)):
-        raise ValueError(
-            "Expected auxiliary_losses to be None, a dict from name to weight or a "
-            f"list of AuxiliaryLoss; received: auxiliary_losses={identifier!r}"
-        )
     losses = [
         keras.saving.deserialize_keras_object(loss) if isinstance(loss, dict) else loss
         for loss in identifier
     ]
-    for loss in losses:
-        if not isinstance(loss, (AuxiliaryLoss, AggregateLoss)):
-            raise ValueError(f"Expected an AuxiliaryLoss; received: {loss!r}")
+    if not all(isinstance(loss, (AuxiliaryLoss, AggregateLoss)) for loss in losses):
+        raise ValueError(
+            "Expected auxiliary_losses to be None, a dict from name to weight or a "
+            f"list of AuxiliaryLoss; received: auxiliary_losses={identifier!r}"
+        )
     return losses
 
 
@@ -367,9 +350,7 @@ def _by_name(name, options):
     """The loss of a name, from its weight or a dict of its options."""
     if not isinstance(options, dict):
         options = {"weight": options}
-    owner = f"the auxiliary loss {name!r}"
     if name in FUNCTIONS:
-        check_argument_names(options, ["weight", *FUNCTIONS[name].options], owner)
         return AuxiliaryLoss(name, **options)
     if name != "limoe":
         names = sorted([*FUNCTIONS, "limoe"])
@@ -377,13 +358,8 @@ def _by_name(name, options):
             f"Expected names of auxiliary losses among {names}; "
             f"received: {name!r} ({nearest(str(name), names)})"
         )
-    check_argument_names(
-        options, list(inspect.signature(limoe_losses).parameters), owner
-    )
-    if "thresholds" not in options:
-        raise ValueError(
-            f"Expected thresholds among the options of {owner}; received: {options}"
-        )
+    arguments = list(inspect.signature(limoe_losses).parameters)
+    check_argument_names(options, arguments, "the auxiliary loss 'limoe'")
     return limoe_losses(**options)
 
 

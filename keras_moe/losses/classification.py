@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_class_labels
+from keras_moe.checks import check_class_labels, check_dropout
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -44,14 +44,9 @@ class SigmoidCrossentropy(keras.losses.Loss):
         name: str = "sigmoid_crossentropy",
         dtype: Any = None,
     ):
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(
-                "Expected label_smoothing in [0, 1); "
-                f"received: label_smoothing={label_smoothing}"
-            )
         super().__init__(name=name, reduction=reduction, dtype=dtype)
         self.from_logits = from_logits
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = check_dropout("label_smoothing", label_smoothing)
 
     def call(self, y_true, y_pred):
         if tuple(y_true.shape)[1:] != tuple(y_pred.shape)[1:]:
@@ -132,11 +127,6 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true, y_pred):
-        if len(y_true.shape) != 2:
-            raise ValueError(
-                "Expected numbers of classes (batch, labels); received: "
-                f"y_true.shape={tuple(y_true.shape)}"
-            )
         labels = ops.cast(y_true, "int32")
         s = self.label_smoothing
         if self.from_logits:

@@ -11,7 +11,6 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
-    check_argument_names,
     check_bool,
     check_one_of,
     check_positive,
@@ -260,9 +259,10 @@ class ContrastiveLoss(keras.losses.Loss):
     True
     """
 
-    # The function, and the names of the logits' parameters in `y_pred`.
+    # The function, the names of the logits' parameters in `y_pred`, and the name.
     function: Callable[..., Any]
     parameters: tuple[str, ...]
+    default_name: str | None = None
 
     def __init__(
         self,
@@ -271,7 +271,9 @@ class ContrastiveLoss(keras.losses.Loss):
         similarity_dtype: str = "float32",
         name: str | None = None,
     ):
-        super().__init__(name=name, reduction="mean_with_sample_weight")
+        super().__init__(
+            name=name or self.default_name, reduction="mean_with_sample_weight"
+        )
         self.multi_positive = check_bool("multi_positive", multi_positive)
         self.chunk_size = check_similarity(similarity_dtype, chunk_size)
         self.similarity_dtype = similarity_dtype
@@ -280,35 +282,22 @@ class ContrastiveLoss(keras.losses.Loss):
         # Keras would cast ids to float32, and weight padding only after it had been a
         # negative.
         names = ("image_embeddings", "text_embeddings", *self.parameters)
-        missing = [name for name in names if name not in y_pred]
-        if missing:
+        if self.multi_positive and not (isinstance(y_true, dict) and y_true):
             raise ValueError(
-                f"Expected y_pred with {list(names)}; received: {sorted(y_pred)}"
+                f"Expected y_true to be a dict with ids among {list(IDS)}, since "
+                f"multi_positive=True; received: y_true={y_true!r}"
             )
-        ids = {}
-        if self.multi_positive:
-            ids = self._ids(y_true)
         return type(self).function(
             *(y_pred[name] for name in names),
             sample_weight=sample_weight,
             chunk_size=self.chunk_size,
             similarity_dtype=self.similarity_dtype,
-            **ids,
+            **(y_true if self.multi_positive else {}),
             **self._options(),
         )
 
     def call(self, y_true, y_pred):
         return self(y_true, y_pred)
-
-    @staticmethod
-    def _ids(y_true):
-        if not isinstance(y_true, dict) or not y_true:
-            raise ValueError(
-                f"Expected y_true to be a dict with ids among {list(IDS)}, since "
-                f"multi_positive=True; received: y_true={y_true!r}"
-            )
-        check_argument_names(y_true, list(IDS), "y_true")
-        return y_true
 
     def _options(self):
         """Further arguments of the function."""
@@ -329,10 +318,7 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
 
     Args:
         direction: `"both"`, `"image_to_text"` or `"text_to_image"`.
-        multi_positive: whether pairs with an equal id are positives of each other.
-        chunk_size: number of texts whose logits are in memory at a time, None for all.
-        similarity_dtype: dtype to which the unit vectors are rounded.
-        name: name of the loss.
+        **kwargs: arguments of `ContrastiveLoss`.
 
     Example:
 
@@ -346,16 +332,10 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
 
     function = staticmethod(softmax_contrastive_loss)
     parameters = ("logit_scale",)
+    default_name = "softmax_contrastive"
 
-    def __init__(
-        self,
-        direction: str = "both",
-        multi_positive: bool = False,
-        chunk_size: int | None = None,
-        similarity_dtype: str = "float32",
-        name: str = "softmax_contrastive",
-    ):
-        super().__init__(multi_positive, chunk_size, similarity_dtype, name)
+    def __init__(self, direction: str = "both", **kwargs: Any):
+        super().__init__(**kwargs)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
 
     def _options(self):
@@ -388,15 +368,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     function = staticmethod(sigmoid_contrastive_loss)
     parameters = ("logit_scale", "logit_bias")
-
-    def __init__(
-        self,
-        multi_positive: bool = False,
-        chunk_size: int | None = None,
-        similarity_dtype: str = "float32",
-        name: str = "sigmoid_contrastive",
-    ):
-        super().__init__(multi_positive, chunk_size, similarity_dtype, name)
+    default_name = "sigmoid_contrastive"
 
 
 class Temperature(NamedTuple):
@@ -487,14 +459,8 @@ def count_duplicate_pairs(
     3
     """
     ids = [ops.convert_to_tensor(x) for x in (image_ids, text_ids) if x is not None]
-    if not ids:
-        raise ValueError(
-            "Expected image_ids, text_ids or both; received: image_ids=None, "
-            "text_ids=None"
-        )
-    if sample_weight is None:
-        counted = ops.ones_like(ids[0], dtype="int32")
-    else:
+    counted = ops.ones_like(ids[0], dtype="int32")
+    if sample_weight is not None:
         counted = ops.cast(ops.convert_to_tensor(sample_weight) > 0, "int32")
     several = [_number_of_equals(x, counted) > 1 for x in ids]
     duplicate = several[0] if len(several) == 1 else ops.logical_or(*several)

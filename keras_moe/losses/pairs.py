@@ -8,12 +8,11 @@ Axes: B pairs, C texts of a chunk, D embedding, P texts with the padding of the 
 chunk.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe.checks import check_ids, check_integer, check_one_of, fits_shape
 from keras_moe.ops.primitives import custom_gradient
 
 SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
@@ -56,22 +55,25 @@ def pairs_of(
     """Checks the arguments that the losses share, and prepares them."""
     images = ops.convert_to_tensor(image_embeddings)
     texts = ops.convert_to_tensor(text_embeddings)
-    if len(images.shape) != 2 or not _same_shape(images, texts):
+    if len(images.shape) != 2 or not fits_shape(texts.shape, images.shape):
         raise ValueError(
             "Expected image and text embeddings of one shape (batch, dim); received: "
             f"image_embeddings.shape={tuple(images.shape)}, "
             f"text_embeddings.shape={tuple(texts.shape)}"
         )
-    numbers = ops.arange(ops.shape(images)[0], dtype="int32")
-    keys = [numbers]
+    keys = [ops.arange(ops.shape(images)[0], dtype="int32")]
     for name, ids in (("image_ids", image_ids), ("text_ids", text_ids)):
         if ids is not None:
-            keys.append(_checked_ids(name, ids, images))
-    if sample_weight is None:
-        weights = ops.ones_like(images[:, 0], dtype="float32")
-    else:
+            check_ids(name, ids, images.shape[:1])
+            keys.append(ops.convert_to_tensor(ids))
+    weights = ops.ones_like(images[:, 0], dtype="float32")
+    if sample_weight is not None:
         weights = ops.cast(ops.convert_to_tensor(sample_weight), "float32")
-        _check_per_pair("sample_weight", weights, images)
+    if not fits_shape(weights.shape, images.shape[:1]):
+        raise ValueError(
+            f"Expected sample_weight of shape {tuple(images.shape[:1])}; "
+            f"received: sample_weight.shape={tuple(weights.shape)}"
+        )
     is_counted = weights > 0
     return Pairs(
         _rounded(_unit(images, is_counted), similarity_dtype),
@@ -124,38 +126,12 @@ def _rounded(x, dtype):
     return x + ops.stop_gradient(rounded - x)
 
 
-def _checked_ids(name, ids, images):
-    ids = ops.convert_to_tensor(ids)
-    if "int" not in str(ids.dtype):
-        raise ValueError(f"Expected {name} of integers; received: dtype={ids.dtype}")
-    _check_per_pair(name, ids, images)
-    return ids
-
-
-def _check_per_pair(name, x, images):
-    if len(x.shape) != 1 or not _same_shape(x, images[:, 0]):
-        raise ValueError(
-            f"Expected {name} with one number per pair; received: "
-            f"{name}.shape={tuple(x.shape)}, "
-            f"image_embeddings.shape={tuple(images.shape)}"
-        )
-
-
-def _same_shape(x, y):
-    """Whether shapes are equal as far as they are known."""
-    return len(x.shape) == len(y.shape) and all(
-        a is None or b is None or a == b for a, b in zip(x.shape, y.shape)
-    )
-
-
 class Chunks:
     """The chunks of a batch, whose last one is padded."""
 
     def __init__(self, batch: Any, size: int):
-        self.size = size
-        if isinstance(batch, int):
-            # A batch that is smaller than a chunk needs no padding.
-            self.size = max(1, min(size, batch))
+        # A batch that is smaller than a chunk needs no padding.
+        self.size = min(size, batch) if isinstance(batch, int) else size
         self.count = (batch + self.size - 1) // self.size
         self.padding = self.count * self.size - batch
         self.batch = batch
@@ -184,10 +160,6 @@ class Chunks:
         """(P, ...) without its padding: (B, ...)."""
         return x[: self.batch]
 
-    def loop(self, step: Callable, carry: tuple) -> tuple:
-        """Calls `carry = step(number, carry)` for each chunk."""
-        return ops.fori_loop(0, self.count, step, carry)
-
     def _start(self, number, shape):
         return (number * self.size, *(0 for _ in shape))
 
@@ -208,7 +180,7 @@ def sigmoid_losses(
             signed = ops.where(positives(keys, part_keys), -logits, logits)
             return losses + ops.sum(part_counted * ops.softplus(signed), axis=1)
 
-        losses = chunks.loop(step, ops.zeros_like(counted))
+        losses = ops.fori_loop(0, chunks.count, step, ops.zeros_like(counted))
         return losses, (images, texts, logit_scale, logit_bias, counted, *keys)
 
     def backward(residuals, upstream):
@@ -282,8 +254,11 @@ def _softmax_forward(chunk_size, images, texts, logit_scale, counted, *keys):
         return new_top, total, target, num_positives, lse_of_texts, of_texts
 
     zeros = ops.zeros_like(counted)
-    top, total, target, num_positives, lse_of_texts, of_texts = chunks.loop(
-        step, (zeros + NEVER, zeros, zeros, zeros, chunks.zeros(), chunks.zeros())
+    top, total, target, num_positives, lse_of_texts, of_texts = ops.fori_loop(
+        0,
+        chunks.count,
+        step,
+        (zeros + NEVER, zeros, zeros, zeros, chunks.zeros(), chunks.zeros()),
     )
     log_total = ops.log(total)
     outputs = (
@@ -352,7 +327,7 @@ def _gradients(chunks, images, texts, logit_scale, gradient_of_logits, *by_text)
 
     zero = ops.zeros_like(logit_scale)
     carry = ops.zeros_like(images), chunks.zeros(texts.shape[-1]), zero, zero
-    image_gradient, text_gradient, *others = chunks.loop(step, carry)
+    image_gradient, text_gradient, *others = ops.fori_loop(0, chunks.count, step, carry)
     return image_gradient, chunks.unpad(text_gradient), *others
 
 

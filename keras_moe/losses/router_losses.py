@@ -7,13 +7,17 @@ over its tokens: pass `mask=modality_ids == m`, without the padding.
 """
 
 import math
-import numbers
 import warnings
 from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_selected
+from keras_moe.checks import (
+    check_integer,
+    check_not_negative,
+    check_positive,
+    check_selected,
+)
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.token_choice import selected_experts, top_experts
 
@@ -79,11 +83,8 @@ def load_loss(
     >>> float(load_loss(logits, logits, noise_std=0.5, num_selected_experts=1)[0])
     0.0
     """
-    if not noise_std > 0:
-        raise ValueError(
-            "Expected noise_std > 0, since the router's noise defines the load; "
-            f"received: noise_std={noise_std}"
-        )
+    # The router's noise defines the load.
+    check_positive("noise_std", noise_std)
     noisy_logits = ops.convert_to_tensor(noisy_logits)
     check_selected(num_selected_experts, noisy_logits.shape[-1])
     _, kept = top_experts(noisy_logits, noisy_logits, num_selected_experts)
@@ -399,13 +400,7 @@ def check_threshold(threshold: Any) -> float | None:
     """`threshold` as a float, if it is None or a finite number of at least 0."""
     if threshold is None:
         return None
-    is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-    if not is_number or not 0 <= threshold < float("inf"):
-        raise ValueError(
-            "Expected threshold to be None or a finite number, threshold >= 0; "
-            f"received: threshold={threshold!r}"
-        )
-    return float(threshold)
+    return float(check_not_negative("threshold", threshold))
 
 
 def warn_of_unreachable_threshold(threshold: float | None, num_experts: int) -> None:

@@ -146,7 +146,9 @@ def _hits(pairs, chunk_size):
             chunks.put(of_texts, number, part_of_texts),
         )
 
-    own, other, of_texts = chunks.loop(step, (none, none, chunks.zeros()))
+    own, other, of_texts = ops.fori_loop(
+        0, chunks.count, step, (none, none, chunks.zeros())
+    )
     return ops.cast(own > other, "float32"), chunks.unpad(of_texts)
 
 

@@ -163,7 +163,7 @@ def _count(chosen):
     return ops.sum(ops.cast(chosen, "int32"), axis=-1, keepdims=True)
 
 
-class _ExpertDual:
+class ExpertDual:
     """The smoothed dual of the expert side, as Newton's method minimises it.
 
     Over potentials a_s, offsets o_e and levels t_e >= 0, with b = S / E,
@@ -315,13 +315,6 @@ class _ExpertDual:
         return potential, offset + offset_step, level
 
 
-def newton_of_experts(
-    values: Any, mass: Any, target: Any, max_nonzeros: Any, iterations: int
-) -> tuple[Any, tuple]:
-    """Minimises `_ExpertDual`: the potentials (G, 1, S), and guesses for `project`."""
-    return _ExpertDual(values, mass, target, max_nonzeros).solve(iterations)
-
-
 def _curvature(curved, mixed, slope, stiffness):
     """The second derivatives in o and t, (G, 2E, 2E), with each a_s eliminated."""
     diagonal = _diagonal(ops.sum(curved, axis=2))
@@ -340,9 +333,7 @@ def _curvature(curved, mixed, slope, stiffness):
     return whole + _diagonal(1e-2 * damping + 1e-6)
 
 
-def newton_of_tokens(
-    values: Any, mass: Any, target: Any, max_nonzeros: Any, iterations: int
-) -> Any:
+def newton_of_tokens(values: Any, mass: Any, max_nonzeros: Any, iterations: int) -> Any:
     """Newton's method on the token side's semi-dual, the potentials (G, 1, E).
 
     The gradient is the exact one. Its derivative counts the tokens about to exchange

@@ -10,7 +10,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_positive
+from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
@@ -62,7 +62,6 @@ def expert_capacity(
         num_experts,
         rounding,
         multiple_of,
-        f"capacity_factor={capacity_factor}, num_experts={num_experts}",
     )
 
 
@@ -135,22 +134,14 @@ def heterogeneous_capacity(
             share.denominator,
             rounding,
             multiple,
-            f"capacity_factor={capacity_factor}, tau={tau}, "
-            f"expert_types={tuple(expert_types)}",
         )
         capacities.append(capacity)
     return tuple(capacities)
 
 
-def _capacity(
-    num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of, arguments
-):
+def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of):
     """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
-    if rounding not in ROUNDINGS:
-        raise ValueError(
-            f"Expected rounding to be one of {sorted(ROUNDINGS)}; "
-            f"received: rounding={rounding!r}"
-        )
+    check_one_of("rounding", rounding, ROUNDINGS)
     if multiple_of is not None:
         check_integer("multiple_of", multiple_of)
     on_host, on_tensor = ROUNDINGS[rounding]
@@ -167,8 +158,7 @@ def _capacity(
         raise ValueError(
             "Expected a capacity of at least 1; received: "
             f"num_tokens={num_tokens}, num_selected_experts={num_selected_experts}, "
-            f"{arguments} give {capacity}. Use a larger group or a larger "
-            "capacity_factor."
+            f"which give {capacity}. Use a larger group or capacity_factor."
         )
     if multiple_of:
         capacity = -(-capacity // multiple_of) * multiple_of

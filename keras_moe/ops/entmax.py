@@ -7,12 +7,12 @@ With q = 1 / (alpha - 1) and z = (alpha - 1) * (logits - max(logits)),
 Axes: N logits, the last axis.
 """
 
-import numbers
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
+from keras_moe.checks import check_number
 from keras_moe.ops.primitives import custom_gradient, max_along, real_power
 
 # Newton's steps up to an alpha, for at most 512 logits and for more; each step doubles
@@ -56,18 +56,13 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
     >>> np.array(entmax(np.array([1.0, 1.0, -1.0], "float32"))).tolist()
     [0.5, 0.5, 0.0]
     """
-    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
-    if not is_number or not 1 < alpha <= 2:
-        raise ValueError(f"Expected 1 < alpha <= 2; received: alpha={alpha!r}")
-    alpha = float(alpha)
+    alpha = check_number("alpha", alpha)
+    if not 1 < alpha <= 2:
+        raise ValueError(f"Expected 1 < alpha <= 2; received: alpha={alpha}")
     logits = ops.convert_to_tensor(logits)
     dtype = logits.dtype
     scores = ops.moveaxis(ops.cast(logits, "float32"), axis, -1)
-    gates = _entmax(scores, alpha)
-    return ops.cast(ops.moveaxis(gates, -1, axis), dtype)
 
-
-def _entmax(scores, alpha):
     def forward(scores):
         gates, *_ = solve(scores, alpha)
         return gates, (gates,)
@@ -75,7 +70,8 @@ def _entmax(scores, alpha):
     def backward(kept, upstream):
         return (entmax_gradient(*kept, upstream, alpha),)
 
-    return custom_gradient(forward, backward, scores)
+    gates = custom_gradient(forward, backward, scores)
+    return ops.cast(ops.moveaxis(gates, -1, axis), dtype)
 
 
 class Source(NamedTuple):

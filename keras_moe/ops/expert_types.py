@@ -47,7 +47,7 @@ class ExpertTypes(NamedTuple):
         return self.ffn + self.zero_computation
 
     def slices(self) -> dict[str, slice]:
-        """The places of each type's experts on a router's expert axis."""
+        """The positions of each type's experts on a router's expert axis."""
         slices, start = {}, 0
         for name, count in zip(EXPERT_TYPES, self):
             slices[name] = slice(start, start + count)
@@ -90,10 +90,5 @@ def expert_types(
     copy = check_integer("copy_experts", copy_experts, minimum=0)
     if constant_experts == "auto":
         constant_experts = max(ffn // 4 - zero - copy, 1)
-    elif isinstance(constant_experts, str):
-        raise ValueError(
-            "Expected constant_experts to be an integer or 'auto'; "
-            f"received: constant_experts={constant_experts!r}"
-        )
     constant = check_integer("constant_experts", constant_experts, minimum=0)
     return ExpertTypes(ffn, zero, copy, constant)

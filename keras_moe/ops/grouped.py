@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import fits_shape
 from keras_moe.ops.kernels.block_loops import Weights
 
 
@@ -174,84 +175,53 @@ def _kernels():
 
 def _check_matmul(rows, kernels, group_sizes):
     """The arguments as tensors, if their shapes and dtypes fit."""
-    rows, kernels = ops.convert_to_tensor(rows), ops.convert_to_tensor(kernels)
-    group_sizes = ops.convert_to_tensor(group_sizes)
-    shapes = tuple(tuple(x.shape) for x in (rows, kernels, group_sizes))
-    rows_shape, kernels_shape, sizes_shape = shapes
-    if (
-        [len(shape) for shape in shapes] != [2, 3, 1]
-        or rows_shape[1] != kernels_shape[1]
-        or sizes_shape[0] != kernels_shape[0]
-        or sizes_shape[0] == 0
-    ):
-        raise ValueError(
-            "Expected rows of shape (rows, dim), kernels of shape (experts, dim, "
-            "width) and group_sizes of shape (experts,), with at least one expert; "
-            f"received: rows.shape={rows_shape}, kernels.shape={kernels_shape}, "
-            f"group_sizes.shape={sizes_shape}"
-        )
-    group_sizes = _check_dtypes({"rows": rows, "kernels": kernels}, group_sizes)
-    return rows, kernels, group_sizes
+    tensors = {"rows": rows, "group_sizes": group_sizes, "kernels": kernels}
+    tensors = _checked(tensors, "kernels", lambda *sizes: {"kernels": sizes})
+    return tensors["rows"], tensors["kernels"], tensors["group_sizes"]
 
 
 def _check_mlp(rows, group_sizes, **weights):
     """Rows, group sizes and `Weights` as tensors, if their shapes and dtypes fit."""
-    if weights["gate_bias"] is not None and weights["gate_kernel"] is None:
-        raise ValueError(
-            "Expected a gate_kernel with gate_bias; received: gate_kernel=None"
-        )
-    group_sizes = ops.convert_to_tensor(group_sizes)
+
+    def shapes(num_experts, dim, width):
+        return {
+            "hidden_kernel": (num_experts, dim, width),
+            "output_kernel": (num_experts, width, dim),
+            "hidden_bias": (num_experts, width),
+            "output_bias": (num_experts, dim),
+            "gate_kernel": (num_experts, dim, width),
+            "gate_bias": (num_experts, width),
+        }
+
+    tensors = {"rows": rows, "group_sizes": group_sizes, **weights}
+    tensors = _checked(tensors, "hidden_kernel", shapes)
+    weights = Weights(**{name: tensors.get(name) for name in weights})
+    return tensors["rows"], tensors["group_sizes"], weights
+
+
+def _checked(tensors, first, shapes):
+    """The arguments that are not None as tensors, and the group sizes as int32.
+
+    `shapes` returns the expected shapes of the kernels and biases from the sizes of
+    the `first` kernel.
+    """
     tensors = {
-        name: ops.convert_to_tensor(x)
-        for name, x in {"rows": rows, **weights}.items()
-        if x is not None
+        name: ops.convert_to_tensor(x) for name, x in tensors.items() if x is not None
     }
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    hidden = shapes["hidden_kernel"]
-    num_experts, dim, width = hidden if len(hidden) == 3 else (0, None, None)
-    expected = {
-        "hidden_kernel": (num_experts, dim, width),
-        "output_kernel": (num_experts, width, dim),
-        "hidden_bias": (num_experts, width),
-        "output_bias": (num_experts, dim),
-        "gate_kernel": (num_experts, dim, width),
-        "gate_bias": (num_experts, width),
-    }
-    fits = (
-        num_experts > 0
-        and tuple(group_sizes.shape) == (num_experts,)
-        and len(shapes["rows"]) == 2
-        and shapes["rows"][1] == dim
-        and all(shapes[name] == expected[name] for name in shapes if name != "rows")
-    )
-    if not fits:
-        received = [f"{name}.shape={shape}" for name, shape in shapes.items()]
-        received.append(f"group_sizes.shape={tuple(group_sizes.shape)}")
+    received = {name: tuple(x.shape) for name, x in tensors.items()}
+    sizes = received[first] if len(received[first]) == 3 else (None, None, None)
+    expected = {"rows": (None, sizes[1]), "group_sizes": sizes[:1], **shapes(*sizes)}
+    expected = {name: expected[name] for name in tensors}
+    if not all(fits_shape(received[name], expected[name]) for name in tensors):
         raise ValueError(
-            "Expected rows of shape (rows, dim), hidden_kernel and gate_kernel of "
-            "shape (experts, dim, width), output_kernel of shape (experts, width, "
-            "dim), biases of shapes (experts, width) and, for the output, (experts, "
-            "dim), and group_sizes of shape (experts,), with at least one expert; "
-            f"received: {', '.join(received)}"
+            f"Expected rows and weights of the shapes {expected}; received: {received}"
         )
-    group_sizes = _check_dtypes(tensors, group_sizes)
-    rows = tensors.pop("rows")
-    return rows, group_sizes, Weights(**{name: tensors.get(name) for name in weights})
-
-
-def _check_dtypes(floats, group_sizes):
-    """The group sizes as int32, if the others have one float dtype."""
-    standard = keras.backend.standardize_dtype
-    dtypes = {name: standard(x.dtype) for name, x in floats.items()}
+    group_sizes = ops.cast(tensors.pop("group_sizes"), "int32")
+    dtypes = {
+        name: keras.backend.standardize_dtype(x.dtype) for name, x in tensors.items()
+    }
     if len(set(dtypes.values())) > 1 or "float" not in dtypes["rows"]:
-        received = (f"{name}.dtype={dtype}" for name, dtype in dtypes.items())
         raise ValueError(
-            "Expected rows, kernels and biases of one float dtype; "
-            f"received: {', '.join(received)}"
+            f"Expected rows and weights of one float dtype; received: {dtypes}"
         )
-    if "int" not in standard(group_sizes.dtype):
-        raise ValueError(
-            "Expected group_sizes of an integer dtype; "
-            f"received: group_sizes.dtype={standard(group_sizes.dtype)}"
-        )
-    return ops.cast(group_sizes, "int32")
+    return {**tensors, "group_sizes": group_sizes}

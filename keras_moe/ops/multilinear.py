@@ -5,13 +5,13 @@ Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
     y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L] x[i],
 
 computed in factorised form: no tensor of size N x I x O is built. The factors W is
-made of (`factor_shapes`) are those of *Multilinear Mixture of Experts*, section 3.1.1
-and appendix C: matrices (N, R) in CP and Tucker, cores (R, N, S) of a ring in TR.
+made of (`TensorSpec`) are those of *Multilinear Mixture of Experts*, section 3.1.1 and
+appendix C: matrices (N, R) in CP and Tucker, cores (R, N, S) of a ring in TR.
 """
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -21,28 +21,83 @@ from keras_moe.ops.primitives import custom_gradient
 FACTORIZATIONS = ("cp", "tr", "tucker", None)
 
 
-def factor_shapes(
-    factorization: str | None,
-    num_experts: tuple[int, ...],
-    inputs: int,
-    units: int,
-    rank: Any,
-) -> list[tuple[int, ...]]:
-    """The shapes of a weight tensor's factors: one per level, input, output.
+class TensorSpec(NamedTuple):
+    """The weight tensor of one layer: its modes, and how it is factorised."""
 
-    CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ..., (R_(L+1), I,
-    R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ..., (I, R_(L+1)), (O, R_(L+2)), and
-    the core of all ranks. None: the whole tensor.
-    """
-    modes = (*num_experts, inputs, units)
-    if factorization is None:
-        return [modes]
-    if factorization == "cp":
-        return [(size, rank) for size in modes]
-    if factorization == "tr":
-        following = (*rank[1:], rank[0])
-        return list(zip(rank, modes, following))
-    return [*zip(modes, rank), tuple(rank)]
+    factorization: str | None
+    num_experts: tuple[int, ...]
+    inputs: int
+    units: int
+    rank: Any
+
+    @property
+    def modes(self) -> tuple[int, ...]:
+        return (*self.num_experts, self.inputs, self.units)
+
+    @property
+    def factor_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the factors: one per level, input, output.
+
+        CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ..., (R_(L+1), I,
+        R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ..., (I, R_(L+1)), (O, R_(L+2)),
+        and the core of all ranks. None: the whole tensor.
+        """
+        if self.factorization is None:
+            return [self.modes]
+        if self.factorization == "cp":
+            return [(size, self.rank) for size in self.modes]
+        if self.factorization == "tr":
+            following = (*self.rank[1:], self.rank[0])
+            return list(zip(self.rank, self.modes, following))
+        return [*zip(self.modes, self.rank), tuple(self.rank)]
+
+    @property
+    def rank_bound(self) -> int:
+        """The largest rank that an expert's matrix may have."""
+        full = min(self.inputs, self.units)
+        if self.factorization is None:
+            return full
+        if self.factorization == "cp":
+            return min(full, self.rank)
+        if self.factorization == "tr":
+            # The experts' chain (R_1 x R_(L+1)) is between input and output core.
+            narrow = min(self.rank[: len(self.num_experts) + 1])
+            return min(full, self.rank[-1] * narrow)
+        return min(full, self.rank[-2], self.rank[-1])
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of one token's matmuls in factorised form.
+
+        Elementwise products are not counted, as in the paper.
+        """
+        total = sum(map(math.prod, self.factor_shapes))
+        if self.factorization == "tr":
+            narrow, first, *others = self.rank
+            # The chain of matrices R_1 x R_l, then the ring's closing.
+            for following in others:
+                total += narrow * first * following
+                first = following
+        return total
+
+    @property
+    def naive_multiply_adds(self) -> int:
+        """Multiply-adds of one token if the weight tensor is built from its factors."""
+        modes, rank, total = self.modes, self.rank, 0
+        if self.factorization == "cp":
+            total = math.prod(modes) * rank
+        elif self.factorization == "tr":
+            # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
+            for mode in range(1, len(modes)):
+                built = math.prod(modes[: mode + 1])
+                total += rank[0] * built * rank[mode] * (*rank[1:], 1)[mode]
+        elif self.factorization == "tucker":
+            for mode in range(len(modes)):
+                total += math.prod(modes[: mode + 1]) * math.prod(rank[mode:])
+        # One mode after the other; the units are left.
+        for mode in range(len(modes) - 1):
+            total += math.prod(modes[mode:])
+        return total
 
 
 def multilinear(
@@ -61,7 +116,10 @@ def multilinear(
     level's coefficients, which the gradient keeps instead of them.
     """
     if factorization is None:
-        return _full(inputs, coefficients, factors)
+        (tensor,) = factors
+        if tensor.shape[-2] != inputs.shape[-1]:
+            inputs = ops.concatenate([inputs, ops.ones_like(inputs[..., :1])], axis=-1)
+        return _apply(tensor, [*coefficients, inputs])
     if projected is None:
         (projected,) = projections(inputs, input_factor(factors, factorization))
     sources = sources or [()] * len(coefficients)
@@ -148,13 +206,6 @@ def _tucker(projected, coefficients, factors, _):
     return ops.matmul(_apply(core, reduced), ops.transpose(output_factor))
 
 
-def _full(inputs, coefficients, factors):
-    (tensor,) = factors
-    if tensor.shape[-2] != inputs.shape[-1]:
-        inputs = ops.concatenate([inputs, ops.ones_like(inputs[..., :1])], axis=-1)
-    return _apply(tensor, [*coefficients, inputs])
-
-
 def _apply(tensor, vectors):
     """A tensor of modes (M_1, ..., M_K, O) times a vector (..., M_k) for each mode."""
     first, *others = vectors
@@ -194,95 +245,23 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
     return ops.matmul(ops.matmul(input_factor, core), ops.transpose(output_factor))
 
 
-def rank_bound(
-    factorization: str | None, num_experts: tuple[int, ...], inputs: int, units: int,
-    rank: Any,
-) -> int:  # fmt: skip
-    """The largest rank that an expert's matrix may have."""
-    full = min(inputs, units)
-    if factorization is None:
-        return full
-    if factorization == "cp":
-        return min(full, rank)
-    if factorization == "tr":
-        # The bound of the experts' chain (R_1 x R_(L+1)) between input and output core.
-        narrow = min(rank[: len(num_experts) + 1])
-        return min(full, rank[-1] * narrow)
-    return min(full, rank[-2], rank[-1])
-
-
-def factorized_multiply_adds(
-    factorization: str | None,
-    num_experts: tuple[int, ...],
-    inputs: int,
-    units: int,
-    rank: Any,
-) -> int:
-    """Multiply-adds of one token's matmuls in factorised form.
-
-    Elementwise products are not counted, as in the paper.
-    """
-    shapes = factor_shapes(factorization, num_experts, inputs, units, rank)
-    total = sum(math.prod(shape) for shape in shapes)
-    if factorization == "tr":
-        narrow, first, *others = rank
-        # The chain of matrices R_1 x R_l, then the ring's closing.
-        for following in others:
-            total += narrow * first * following
-            first = following
-    return total
-
-
-def naive_multiply_adds(
-    factorization: str | None,
-    num_experts: tuple[int, ...],
-    inputs: int,
-    units: int,
-    rank: Any,
-) -> int:
-    """Multiply-adds of one token if the weight tensor is built from its factors."""
-    modes = (*num_experts, inputs, units)
-    total = _building(factorization, modes, rank)
-    # One mode after the other; the units are left.
-    for mode in range(len(modes) - 1):
-        total += math.prod(modes[mode:])
-    return total
-
-
-def _building(factorization, modes, rank):
-    if factorization is None:
-        return 0
-    if factorization == "cp":
-        return math.prod(modes) * rank
-    total = 0
-    if factorization == "tr":
-        # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
-        for mode in range(1, len(modes)):
-            built = math.prod(modes[: mode + 1])
-            total += rank[0] * built * rank[mode] * (*rank[1:], 1)[mode]
-        return total
-    for mode, size in enumerate(modes):
-        total += math.prod(modes[:mode]) * size * math.prod(rank[mode:])
-    return total
-
-
 def projections(inputs: Any, *factors: Any) -> tuple[Any, ...]:
     """The products of the inputs (..., I) and each factor, (..., R) or (..., R S).
 
     A factor with I + 1 rows has a row for a constant input 1. In the backward pass the
     factors are one: the gradient in the inputs is one matmul, not a sum of several.
     """
-    return custom_gradient(_project, _project_gradients, inputs, *factors)
 
+    def forward(inputs, *factors):
+        size = inputs.shape[-1]
+        outputs = []
+        for factor in factors:
+            matrix = _matrix(factor)
+            output = ops.matmul(inputs, matrix[:size])
+            outputs.append(output if matrix.shape[0] == size else output + matrix[size])
+        return tuple(outputs), (inputs, *factors)
 
-def _project(inputs, *factors):
-    size = inputs.shape[-1]
-    outputs = []
-    for factor in factors:
-        matrix = _matrix(factor)
-        output = ops.matmul(inputs, matrix[:size])
-        outputs.append(output if matrix.shape[0] == size else output + matrix[size])
-    return tuple(outputs), (inputs, *factors)
+    return custom_gradient(forward, _project_gradients, inputs, *factors)
 
 
 def _project_gradients(kept, *upstream):

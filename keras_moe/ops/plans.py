@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_moe.checks import fits_shape
 from keras_moe.ops._rows import combine_rows, gather_rows
 from keras_moe.ops.primitives import take, vmap_groups
 
@@ -102,7 +103,7 @@ class DensePlan(NamedTuple):
     def combine(self, outputs: Any) -> Any:
         """Sums each token's slots by an einsum; see `RoutingPlan.combine`."""
         groups, _, *slots = self.combine_weights.shape
-        outputs = _check_slots(outputs, (groups, *slots))
+        outputs = _check("outputs", outputs, (groups, *slots))
         # In float32: bfloat16 sums over all slots would lose the small weights.
         total = ops.einsum(
             "gecd,gsec->gsd", ops.cast(outputs, "float32"), self.combine_weights
@@ -154,7 +155,7 @@ class SoftPlan(NamedTuple):
     def combine(self, outputs: Any) -> Any:
         """Mixes the slots' outputs in their dtype; see `RoutingPlan.combine`."""
         groups, _, *slots = self.combine_weights.shape
-        outputs = _check_slots(outputs, (groups, *slots))
+        outputs = _check("outputs", outputs, (groups, *slots))
         weights = ops.cast(self.combine_weights, outputs.dtype)
         return ops.einsum("gecd,gsec->gsd", outputs, weights)
 
@@ -210,7 +211,7 @@ class RoutingPlan(NamedTuple):
             The experts' inputs (G, E, C, D) in the dtype of `tokens`; empty slots hold
             zeros.
         """
-        tokens = _check_tokens(tokens, self.token_slots.shape[:2])
+        tokens = _check("tokens", tokens, self.token_slots.shape[:2])
 
         def gather(tokens, *fields):
             plan, dim = RoutingPlan(*fields), tokens.shape[-1]
@@ -231,7 +232,7 @@ class RoutingPlan(NamedTuple):
             Tokens (G, S, D) in the dtype of `outputs`, summed in float32. A token whose
             choices were all dropped gets zeros.
         """
-        outputs = _check_slots(outputs, self.slot_tokens.shape)
+        outputs = _check("outputs", outputs, self.slot_tokens.shape)
 
         def combine(outputs, *fields):
             plan = RoutingPlan(*fields)
@@ -332,7 +333,7 @@ class SlotPlan(NamedTuple):
 
     def dispatch(self, tokens: Any) -> Any:
         """Fills the slots from the tokens; see `RoutingPlan.dispatch`."""
-        tokens = _check_tokens(tokens, self.token_slots.shape[:2])
+        tokens = _check("tokens", tokens, self.token_slots.shape[:2])
 
         def gather(tokens, *fields):
             plan = SlotPlan(*fields)
@@ -346,7 +347,7 @@ class SlotPlan(NamedTuple):
 
     def combine(self, outputs: Any) -> Any:
         """Adds each slot's output to its token; see `RoutingPlan.combine`."""
-        outputs = _check_slots(outputs, self.slot_tokens.shape)
+        outputs = _check("outputs", outputs, self.slot_tokens.shape)
 
         def scatter(outputs, *fields):
             # From the slots' side: a token has up to E of them, mostly none.
@@ -429,13 +430,13 @@ class RaggedPlan(NamedTuple):
 
     def dispatch(self, tokens: Any) -> Any:
         """The experts' inputs (R, D); rows of masked tokens hold zeros."""
-        tokens = _check_tokens(tokens, self.token_rows.shape[:2])
+        tokens = _check("tokens", tokens, self.token_rows.shape[:2])
         flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
         return gather_rows(flat, self.row_tokens, self._flat_rows())
 
     def combine(self, outputs: Any) -> Any:
         """Sums outputs (R, D) of experts; see `RoutingPlan.combine`."""
-        outputs = _check("outputs", outputs, ("rows",), self.row_tokens.shape)
+        outputs = _check("outputs", outputs, self.row_tokens.shape)
         return _combine_choices(
             outputs, self.combine_weights, self._flat_rows(), self.row_tokens
         )
@@ -556,7 +557,7 @@ def _over_groups(index, size):
 
 def _fill_slots(tokens, dispatch_weights):
     """`X^T D` in the dtype of the tokens."""
-    tokens = _check_tokens(tokens, dispatch_weights.shape[:2])
+    tokens = _check("tokens", tokens, dispatch_weights.shape[:2])
     weights = ops.cast(dispatch_weights, tokens.dtype)
     return ops.einsum("gsd,gsec->gecd", tokens, weights)
 
@@ -576,24 +577,12 @@ def _new_ids(experts, num_experts):
     return ops.convert_to_tensor(ids, "int32")
 
 
-def _check_tokens(tokens, groups_and_tokens):
-    return _check("tokens", tokens, ("groups", "tokens"), groups_and_tokens)
-
-
-def _check_slots(outputs, slots):
-    return _check("outputs", outputs, ("groups", "experts", "capacity"), slots)
-
-
-def _check(name, value, axes, sizes):
-    """The value as a tensor, whose first axes must have the sizes of the plan."""
+def _check(name, value, sizes):
+    """The value as a tensor (*sizes, dim); the plan knows the sizes."""
     value = ops.convert_to_tensor(value)
-    shape, expected = tuple(value.shape), tuple(sizes)
-    # Sizes that TensorFlow does not know while it traces fit any other.
-    if len(shape) != len(axes) + 1 or any(
-        a != b and None not in (a, b) for a, b in zip(shape, expected)
-    ):
+    if not fits_shape(value.shape, (*sizes, None)):
         raise ValueError(
-            f"Expected {name} of shape ({', '.join(axes)}, dim) with {expected} first, "
-            f"as in the plan; received: {name}.shape={shape}"
+            f"Expected {name} of shape {(*sizes, 'dim')}, as in the plan; "
+            f"received: {name}.shape={tuple(value.shape)}"
         )
     return value

@@ -8,14 +8,14 @@ from typing import Any
 from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of, check_positive
-from keras_moe.ops._sparse_solvers import (
-    FORBIDDEN,
-    adam,
-    newton_of_experts,
-    newton_of_tokens,
-    project,
+from keras_moe.ops import _sparse_solvers as solvers
+from keras_moe.ops._sparse_solvers import FORBIDDEN, project
+from keras_moe.ops.transport import (
+    Transport,
+    check_matrix,
+    token_mass,
+    with_marginals,
 )
-from keras_moe.ops.transport import Transport, token_mass, with_marginals
 
 SIDES = ("expert", "token")
 SOLVERS = ("newton", "adam")
@@ -79,9 +79,17 @@ def sparse_transport(
     [[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
     """
     utility = ops.convert_to_tensor(utility)
-    max_nonzeros, iterations = _check(
-        utility, side, max_nonzeros, solver, iterations, learning_rate, mask
-    )
+    check_matrix("utility", utility, mask)
+    check_one_of("side", side, SIDES)
+    check_one_of("solver", solver, SOLVERS)
+    check_positive("learning_rate", learning_rate)
+    if iterations is None:
+        iterations = ITERATIONS[solver]
+    check_integer("iterations", iterations)
+    if hasattr(max_nonzeros, "dtype"):
+        max_nonzeros = ops.cast(max_nonzeros, "int32")
+    elif max_nonzeros is not None:
+        check_integer("max_nonzeros", max_nonzeros)
     mass = token_mass(utility, mask)
     allowed = (utility > FORBIDDEN) & (ops.expand_dims(mass, -1) > 0)
     share = ops.sum(mass, axis=1)[:, None, None] / utility.shape[-1]
@@ -114,10 +122,10 @@ def potentials(
     """Minimises the semi-dual."""
     if solver == "adam":
         arguments = (max_nonzeros, iterations, learning_rate)
-        return adam(values, mass, target, *arguments), None
+        return solvers.adam(values, mass, target, *arguments), None
     if side == "token":
-        return newton_of_tokens(values, mass, target, max_nonzeros, iterations), None
-    return newton_of_experts(values, mass, target, max_nonzeros, iterations)
+        return solvers.newton_of_tokens(values, mass, max_nonzeros, iterations), None
+    return solvers.ExpertDual(values, mass, target, max_nonzeros).solve(iterations)
 
 
 def semi_dual(
@@ -133,28 +141,3 @@ def semi_dual(
     plan = project(values, allowed, mass, max_nonzeros)
     worth = ops.sum(plan * (values - 0.5 * plan), axis=(1, 2))
     return worth - ops.sum(target * potential, axis=(1, 2))
-
-
-def _check(utility, side, max_nonzeros, solver, iterations, learning_rate, mask):
-    shape = tuple(utility.shape)
-    if len(shape) != 3:
-        raise ValueError(
-            "Expected a utility of shape (groups, tokens, experts); "
-            f"received: utility.shape={shape}"
-        )
-    check_one_of("side", side, SIDES)
-    check_one_of("solver", solver, SOLVERS)
-    if max_nonzeros is not None and not hasattr(max_nonzeros, "dtype"):
-        max_nonzeros = check_integer("max_nonzeros", max_nonzeros)
-    elif max_nonzeros is not None:
-        max_nonzeros = ops.cast(max_nonzeros, "int32")
-    if iterations is None:
-        iterations = ITERATIONS[solver]
-    iterations = check_integer("iterations", iterations)
-    check_positive("learning_rate", learning_rate)
-    if mask is not None and tuple(mask.shape) != shape[:2]:
-        raise ValueError(
-            f"Expected a mask of shape (groups, tokens)={shape[:2]}; "
-            f"received: mask.shape={tuple(mask.shape)}"
-        )
-    return max_nonzeros, iterations

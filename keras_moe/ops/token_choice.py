@@ -83,18 +83,15 @@ def token_choice(
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
     check_affinity(affinity, gates, capacity, mask)
-    _check(num_selected_experts, affinity.shape[-1], normalize_gates)
-    priority = _check_priority(priority, tuple(affinity.shape[:2]))
+    _check(affinity, num_selected_experts, normalize_gates, in_place_experts)
     _, num_tokens, num_experts = ops.shape(affinity)
-    num_slotted = _check_in_place(in_place_experts, num_experts)
+    num_slotted = num_experts - in_place_experts
 
     experts, weights = top_experts(affinity, gates, num_selected_experts)
-    # Choices that are not routed queue for an expert after the last, without slots.
-    if mask is not None:
-        mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
-        experts = ops.where(mask, experts, num_experts)
-    if available is not None:
-        experts = ops.where(_at_experts(available, experts), experts, num_experts)
+    routed = _routed(experts, mask, available)
+    if routed is not None:
+        # Others queue for an expert after the last, without slots.
+        experts = ops.where(routed, experts, num_experts)
 
     order = _order(priority, affinity, num_selected_experts)
     queues = _sorted_queues(experts, order, num_experts + 1)
@@ -130,8 +127,8 @@ def token_choice(
 class _Queues(NamedTuple):
     """The choices of all groups, sorted by group, expert, choice and priority.
 
-    `keys` int32 (G x S x K), each ((group * queues + expert) * K + choice) * S + place,
-    where place is that of the token in the `order` of its group, (G, S) or None;
+    `keys` are int32 (G x S x K), ((group * queues + expert) * K + choice) * S +
+    position, which is that of the token in the `order` of its group, (G, S) or None;
     `starts` int32 (G x queues), the first key of each queue; `num_queues` of a group,
     one for each expert and one for choices that are not routed; `shape` (G, S, K).
     """
@@ -155,9 +152,9 @@ def _sorted_queues(experts, order, num_queues):
     _check_range(num_groups, num_queues, queue_size)
     group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
     choice = ops.arange(num_choices, dtype="int32")
-    place = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1))
+    position = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1))
     queue = group * num_queues + experts
-    keys = queue * queue_size + choice * num_tokens + place
+    keys = queue * queue_size + choice * num_tokens + position
     keys = ops.sort(ops.reshape(keys, (-1,)))
     first = ops.arange(num_groups * num_queues, dtype="int32") * queue_size
     starts = ops.cast(ops.searchsorted(keys, first), "int32")
@@ -241,33 +238,28 @@ def dropless_token_choice(
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
     check_affinity(affinity, gates, None, mask)
+    _check(affinity, num_selected_experts, normalize_gates, in_place_experts)
     num_groups, num_tokens, num_experts = ops.shape(affinity)
-    _check(num_selected_experts, affinity.shape[-1], normalize_gates)
-    num_experts = _check_in_place(in_place_experts, num_experts)
+    num_experts = num_experts - in_place_experts
 
     experts, weights = top_experts(affinity, gates, num_selected_experts)
+    routed = _routed(experts, mask, available)
+    weights = _weights(weights, routed, normalize_gates)
     if in_place_experts:
-        routed = None if mask is None else ops.expand_dims(ops.cast(mask, "bool"), -1)
-        weights = _weights(weights, routed, normalize_gates)
-        normalize_gates = None
-        places = experts - num_experts
-        places = places if mask is None else ops.where(routed, places, -1)
-        in_place = one_hot_choices(places, weights, in_place_experts)
+        position = experts - num_experts
+        position = position if routed is None else ops.where(routed, position, -1)
+        in_place = one_hot_choices(position, weights, in_place_experts)
         # Choices of these experts have no rows, like those of masked tokens.
-        mask = experts < num_experts
-        mask = mask if routed is None else ops.logical_and(mask, routed)
-    elif mask is not None:
-        mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
-    if available is not None:
-        is_there = _at_experts(available, experts)
-        mask = is_there if mask is None else ops.logical_and(mask, is_there)
-    if mask is not None:
-        experts = ops.where(mask, experts, num_experts)
+        has_row = experts < num_experts
+        routed = has_row if routed is None else ops.logical_and(has_row, routed)
+        weights = ops.where(routed, weights, 0.0)
+    if routed is not None:
+        experts = ops.where(routed, experts, num_experts)
     num_rows = num_groups * num_tokens * num_selected_experts
     _check_range(1, num_experts + 1, num_rows)
     # One integer holds expert and choice: sorted, the choices stand by expert.
-    place = ops.arange(num_rows, dtype="int32")
-    keys = ops.sort(ops.reshape(experts, (-1,)) * num_rows + place)
+    row = ops.arange(num_rows, dtype="int32")
+    keys = ops.sort(ops.reshape(experts, (-1,)) * num_rows + row)
     # Counted, since `searchsorted` needs a known number of rows, which an exported JAX
     # model does not have.
     first = ops.arange(num_experts + 1, dtype="int32") * num_rows
@@ -276,28 +268,31 @@ def dropless_token_choice(
     choice = keys % num_rows
     row_tokens = ops.floor_divide(choice, num_selected_experts)
     token_rows = ops.scatter_update(
-        ops.zeros_like(place), ops.expand_dims(choice, -1), place
+        ops.zeros_like(row), ops.expand_dims(choice, -1), row
     )
     token_rows = ops.reshape(token_rows, ops.shape(experts))
-    if mask is None:
-        combine_weights = _weights(weights, None, normalize_gates)
-    else:
-        row_tokens = ops.where(place < bounds[-1], row_tokens, -1)
-        token_rows = ops.where(mask, token_rows, -1)
-        combine_weights = _weights(weights, mask, normalize_gates)
-    plan = RaggedPlan(row_tokens, token_rows, combine_weights, experts, group_sizes)
+    if routed is not None:
+        row_tokens = ops.where(row < bounds[-1], row_tokens, -1)
+        token_rows = ops.where(routed, token_rows, -1)
+    plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
     return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
 
 
-def _check_in_place(in_place_experts, num_experts):
-    """The number of experts that have slots or rows."""
-    check_integer("in_place_experts", in_place_experts, minimum=0)
-    if isinstance(num_experts, int) and in_place_experts >= num_experts:
-        raise ValueError(
-            f"Expected in_place_experts below num_experts={num_experts}; "
-            f"received: in_place_experts={in_place_experts}"
-        )
-    return num_experts - in_place_experts
+def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):
+    num_experts = affinity.shape[-1]
+    check_selected(num_selected_experts, num_experts)
+    check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
+    check_integer("in_place_experts", in_place_experts, 0, num_experts - 1)
+
+
+def _routed(experts, mask, available):
+    """The choices that are routed, boolean (G, S, K or 1); None for all."""
+    routed = None if mask is None else ops.expand_dims(ops.cast(mask, "bool"), -1)
+    if available is None:
+        return routed
+    available = ops.convert_to_tensor(available, "bool")
+    is_available = ops.take(available, experts, axis=0)
+    return is_available if routed is None else ops.logical_and(is_available, routed)
 
 
 def _weights(gates, kept, normalize_gates):
@@ -361,16 +356,11 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     return one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
 
 
-def _at_experts(available, experts):
-    """`available[experts[g, s, k]]`."""
-    return ops.take(ops.convert_to_tensor(available, "bool"), experts, axis=0)
-
-
 def _order(priority, affinity, num_selected_experts):
     """The tokens (G, S) in the order in which they are served; None as they stand."""
     if not isinstance(priority, str):
-        rank = priority
-    elif priority == "first_come":
+        rank = ops.convert_to_tensor(priority)
+    elif check_one_of("priority", priority, PRIORITIES) == "first_come":
         return None
     # The affinity allocates, and the gates only weigh the outputs.
     elif priority == "max_gate":
@@ -381,36 +371,11 @@ def _order(priority, affinity, num_selected_experts):
     return ops.cast(ops.argsort(ops.stop_gradient(rank), axis=-1), "int32")
 
 
-def _check(num_selected_experts, num_experts, normalize_gates):
-    check_selected(num_selected_experts, num_experts)
-    check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
-
-
-def _check_priority(priority, shape):
-    """`priority` as a name, or as a tensor of numbers by which tokens are served."""
-    if priority is None or isinstance(priority, str):
-        return check_one_of("priority", priority, PRIORITIES)
-    priority = ops.convert_to_tensor(priority)
-    # A size that is not known yet fits any other.
-    fits = len(priority.shape) == len(shape) and all(
-        a == b or None in (a, b) for a, b in zip(priority.shape, shape)
-    )
-    if not fits:
-        raise ValueError(
-            f"Expected priority to be one of {PRIORITIES}, or numbers of shape "
-            f"(groups, tokens)={shape}; received: "
-            f"priority.shape={tuple(priority.shape)}"
-        )
-    return priority
-
-
 def _check_range(num_groups, num_queues, queue_size):
-    sizes = (num_groups, num_queues, queue_size)
-    if not all(isinstance(size, int) for size in sizes):
-        return
-    if num_groups * num_queues * queue_size > INT32_MAX:
+    largest = num_groups * num_queues * queue_size
+    # Unknown while TensorFlow traces or a JAX model is exported.
+    if isinstance(largest, int) and largest > INT32_MAX:
         raise ValueError(
             "Expected tokens x (experts + 1) x selected experts below 2**31, the "
-            "range of the sorting key; received: "
-            f"{num_groups * num_queues * queue_size}. Use fewer tokens per call."
+            f"range of the sorting key; received: {largest}. Use fewer tokens per call."
         )

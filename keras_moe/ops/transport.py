@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_positive
+from keras_moe.checks import check_integer, check_mask, check_positive
 from keras_moe.ops.primitives import max_along
 
 # Iterations on one kernel. Between two of them an expert's scaling changes by a factor
@@ -51,6 +51,16 @@ def token_mass(logits: Any, mask: Any = None) -> Any:
     """The mass of each token, float32 (G, S): 1, and 0 where masked."""
     mass = ops.ones_like(logits[..., 0])
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)
+
+
+def check_matrix(name: str, matrix: Any, mask: Any) -> None:
+    """Validates the shapes of a matrix (G, S, E) and a mask (G, S)."""
+    if len(matrix.shape) != 3:
+        raise ValueError(
+            f"Expected {name} of shape (groups, tokens, experts); "
+            f"received: {name}.shape={tuple(matrix.shape)}"
+        )
+    check_mask("mask", mask, matrix.shape[:2])
 
 
 def sinkhorn(
@@ -103,11 +113,7 @@ def sinkhorn(
     if tolerance is not None:
         check_positive("tolerance", tolerance)
     logits = ops.cast(logits, "float32")
-    if len(logits.shape) != 3:
-        raise ValueError(
-            "Expected logits of shape (groups, tokens, experts); "
-            f"received: logits.shape={tuple(logits.shape)}"
-        )
+    check_matrix("logits", logits, mask)
     mass = token_mass(logits, mask)
     if mask is not None:
         logits = ops.where(ops.expand_dims(mass, -1) > 0, logits, -float("inf"))

@@ -16,14 +16,6 @@ from keras_moe.checks import (
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
 from keras_moe.ops.transport import sinkhorn
 
-# More must be a mistake: training would take years.
-MAX_ITERATIONS = 100_000
-
-
-def check_iterations(iterations: Any) -> int:
-    """Checks that `iterations` of a solver is an integer from 1 to 100,000."""
-    return check_integer("iterations", iterations, maximum=MAX_ITERATIONS)
-
 
 class Affinity:
     """Base class of affinities, which map router logits to the allocated matrix.
@@ -104,7 +96,7 @@ class SinkhornAffinity(Affinity):
     """
 
     def __init__(self, iterations: int = 20, tolerance: float | None = None):
-        self.iterations = check_iterations(iterations)
+        self.iterations = check_integer("iterations", iterations)
         if tolerance is not None:
             check_positive("tolerance", tolerance)
         self.tolerance = tolerance
@@ -152,7 +144,7 @@ class SparsityConstrainedAffinity(Affinity):
         self.sparse = check_bool("sparse", sparse)
         self.solver = check_one_of("solver", solver, SOLVERS)
         if iterations is not None:
-            check_iterations(iterations)
+            check_integer("iterations", iterations)
         self.iterations = iterations
         self.learning_rate = check_positive("learning_rate", learning_rate)
 

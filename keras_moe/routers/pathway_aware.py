@@ -111,9 +111,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
             value = kwargs.pop(name, None)
             if value is not None:
                 raise ValueError(
-                    "Expected arguments of PathwayAwareRouter, which has one kernel, "
-                    "and a capacity for each type of experts by capacity_factor and "
-                    f"eval_capacity_factor; received: {name}={value!r}"
+                    "Expected capacities of PathwayAwareRouter as factors, and one "
+                    f"kernel for all modalities; received: {name}={value!r}"
                 )
         super().__init__(
             num_experts,
@@ -121,28 +120,21 @@ class PathwayAwareRouter(TokenChoiceRouter):
             noise_std=0.0 if noise_std is None else noise_std,
             **kwargs,
         )
-        # "auto" would need the number of FFN experts.
-        check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
-        in_place = expert_types(1, *counts).zero_computation
-        if in_place >= self.num_experts:
+        num_ffn_experts = self.num_experts - sum(counts)
+        if num_ffn_experts < 1:
             raise ValueError(
                 "Expected at least one FFN expert; received: "
                 f"num_experts={num_experts}, zero_experts={zero_experts}, "
                 f"copy_experts={copy_experts}, constant_experts={constant_experts}"
             )
-        self._expert_types = expert_types(self.num_experts - in_place, *counts)
+        self._expert_types = expert_types(num_ffn_experts, *counts)
         self.tau = check_positive("tau", tau)
         self.gating_residual = check_bool("gating_residual", gating_residual)
         if gate_hidden_dim is not None:
             check_integer("gate_hidden_dim", gate_hidden_dim)
         if logits_norm_std is not None:
             check_positive("logits_norm_std", logits_norm_std)
-            if self.num_experts < 2:
-                raise ValueError(
-                    "Expected num_experts >= 2 for logits_norm_std; "
-                    f"received: num_experts={num_experts}"
-                )
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
@@ -191,30 +183,11 @@ class PathwayAwareRouter(TokenChoiceRouter):
     def scale_logits(self, logits: Any) -> Any:
         if self.logits_norm_std is None:
             return logits
-        return _with_deviation(logits, self.logits_norm_std)
-
-    def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
-        """Raises ValueError if they are missing, unexpected, or of a wrong shape."""
-        if not self.gating_residual:
-            return super().check_previous_logits(previous_logits, tokens)
-        if previous_logits is None:
-            raise ValueError(
-                "Expected previous_logits with gating_residual=True: the logits of the "
-                "MoE layer before, of which the first layer has none; received: "
-                "previous_logits=None"
-            )
-        shape = tuple(previous_logits.shape)
-        expected = (*tokens.shape[:2], self.num_experts)
-        # Unknown sizes match any other.
-        fits = len(shape) == 3 and all(
-            a == b or None in (a, b) for a, b in zip(shape, expected)
-        )
-        if not fits:
-            raise ValueError(
-                "Expected previous_logits of a layer with as many experts for the "
-                f"same tokens, {expected}, num_experts={self.num_experts}; "
-                f"received: shape={shape}"
-            )
+        centred = logits - ops.mean(logits, axis=-1, keepdims=True)
+        variance = ops.sum(ops.square(centred), axis=-1, keepdims=True)
+        variance = variance / (self.num_experts - 1)
+        # The epsilon keeps the gradient finite where all logits are equal.
+        return logits * self.logits_norm_std * ops.rsqrt(variance + 1e-12)
 
     def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         expert_types = self.expert_types
@@ -277,7 +250,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         previous_logits=None,
         training=None,
     ):
-        self.check_previous_logits(previous_logits, tokens)
         plan, routing = super().compute_output_spec(tokens, training=training)
         in_place = self.expert_types.zero_computation
         if not in_place:
@@ -305,12 +277,3 @@ class PathwayAwareRouter(TokenChoiceRouter):
             ),
         )
         return config
-
-
-def _with_deviation(logits, std):
-    """Scales each token's logits to a standard deviation over experts."""
-    count = logits.shape[-1]
-    centred = logits - ops.mean(logits, axis=-1, keepdims=True)
-    variance = ops.sum(ops.square(centred), axis=-1, keepdims=True) / (count - 1)
-    # The epsilon keeps the gradient finite where all logits are equal.
-    return logits * std * ops.rsqrt(variance + 1e-12)

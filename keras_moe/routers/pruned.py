@@ -45,7 +45,6 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
                 if expert not in self.kept_experts
             )
         super().__init__(num_experts, **kwargs)
-        _check_choices(self, self.kept_experts, method)
 
     @property
     def expert_types(self):
@@ -99,34 +98,16 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
 
 def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
     """Sorts expert indices after checking that they are distinct and in range."""
-    if not isinstance(kept_experts, (list, tuple)) or not kept_experts:
+    kept = {
+        check_integer("kept_experts", expert, 0, num_experts - 1)
+        for expert in kept_experts
+    }
+    if not 0 < len(kept) == len(kept_experts):
         raise ValueError(
-            "Expected kept_experts to be a sequence of at least one expert; "
-            f"received: kept_experts={kept_experts!r}"
-        )
-    kept = sorted({check_integer("kept_experts", expert, 0) for expert in kept_experts})
-    if kept[-1] >= num_experts or len(kept) < len(kept_experts):
-        raise ValueError(
-            f"Expected different kept_experts below num_experts={num_experts}; "
+            "Expected at least one of kept_experts, each once; "
             f"received: kept_experts={kept_experts}"
         )
-    return tuple(kept)
-
-
-def _check_choices(router, kept, method):
-    """Checks that every token can choose K of the kept experts."""
-    pools = [range(router.num_experts)]
-    if method != "router_pred_skip":
-        # With "router_pred_skip", the tokens of a pool may lose all choices.
-        pools += router.expert_pools or []
-    for pool in pools:
-        left = sorted({*pool} & {*kept})
-        if len(left) < router.num_selected_experts:
-            raise ValueError(
-                "Expected kept_experts of which each token can choose "
-                f"num_selected_experts={router.num_selected_experts}; "
-                f"received: {left} of {list(pool)}"
-            )
+    return tuple(sorted(kept))
 
 
 def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool) -> Any:
@@ -135,7 +116,6 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
     With `removed` and `"router_drop"` this is a smaller router of the same class, whose
     `num_experts` defines the capacity. Its noise keeps the same standard deviation.
     """
-    check_one_of("method", method, METHODS)
     # A subclass may use the experts' columns differently.
     if type(router) is not TokenChoiceRouter:
         raise ValueError(
@@ -155,11 +135,10 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
             f"constrained routers; received: method={method!r}"
         )
     kept = checked_kept(kept_experts, router.num_experts)
-    _check_choices(router, kept, method)
     config = router.get_config()
     if method != "router_drop" or not removed:
         config.update(kept_experts=kept, method=method, removed=removed)
-        return PrunedTokenChoiceRouter.from_config(config)
+        return PrunedTokenChoiceRouter(**config)
     config["num_experts"] = len(kept)
     config["noise_std"] = router.noise_std * len(kept) / router.num_experts
     if router.expert_pools is not None:
@@ -167,4 +146,4 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
             [kept.index(expert) for expert in pool if expert in kept]
             for pool in router.expert_pools
         ]
-    return type(router).from_config(config)
+    return TokenChoiceRouter(**config)

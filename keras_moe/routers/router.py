@@ -9,9 +9,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer, check_not_negative, check_seed
+from keras_moe.checks import (
+    check_integer,
+    check_not_negative,
+    check_seed,
+    fits_shape,
+)
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing
 
 
@@ -83,12 +89,15 @@ class Router(keras.layers.Layer):
         """Names and weights of the auxiliary losses used in the router's paper."""
         return None
 
-    def build(self, input_shape):
-        if len(input_shape) != 3 or input_shape[-1] is None:
-            raise ValueError(
-                "Expected tokens of shape (groups, tokens, dim); "
-                f"received: shape={tuple(input_shape)}"
-            )
+    def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
+        """Adds a weight that stays float32 under every dtype policy."""
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=FastInitializer(initializer),
+            dtype="float32",
+            autocast=False,
+        )
 
     def add_noise(self, logits: Any, stddev: float, training: bool | None) -> Any:
         """Adds normal noise to the logits, in training only."""
@@ -113,13 +122,19 @@ class Router(keras.layers.Layer):
         return tuple(range(self.expert_types.ffn))
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
-        """Checks the previous MoE layer's logits (G, S, E), or None."""
+        """Validates the previous MoE layer's logits: (G, S, E) or None."""
+        expected = shape = None
+        if self.gating_residual:
+            expected = (*tokens.shape[:2], self.num_experts)
         if previous_logits is not None:
-            raise ValueError(
-                "Expected no previous_logits for a router without gating_residual, "
-                "gating_residual=False; received: previous_logits of shape "
-                f"{tuple(previous_logits.shape)}"
-            )
+            shape = tuple(previous_logits.shape)
+        if shape == expected or (shape and expected and fits_shape(shape, expected)):
+            return
+        raise ValueError(
+            "Expected previous_logits of the MoE layer before, of shape "
+            f"{expected} for gating_residual={self.gating_residual}; "
+            f"received: previous_logits.shape={shape}"
+        )
 
     def groups_per_example(self, training: bool | None) -> bool:
         """Whether each example is a group (else `MoE.group_size` applies)."""

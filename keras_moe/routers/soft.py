@@ -17,7 +17,6 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing, SoftPlan
 from keras_moe.routers.router import Router
 
@@ -134,22 +133,11 @@ class SoftRouter(Router):
         )
 
     def build(self, input_shape):
-        super().build(input_shape)
         shapes = self.weight_shapes(input_shape[-2:])
-        self.slots = self.add_weight(
-            name="slots",
-            shape=shapes["slots"],
-            initializer=FastInitializer(self.slot_initializer),
-            dtype="float32",
-            autocast=False,
-        )
+        self.slots = self.add_kernel("slots", shapes["slots"], self.slot_initializer)
         if self.normalize:
-            self.scale = self.add_weight(
-                name="scale",
-                shape=shapes["scale"],
-                initializer=FastInitializer(self.scale_initializer),
-                dtype="float32",
-                autocast=False,
+            self.scale = self.add_kernel(
+                "scale", shapes["scale"], self.scale_initializer
             )
 
     def call(

@@ -95,21 +95,13 @@ class TokenChoiceRouter(SparseRouter):
         self.num_selected_experts = check_selected(
             num_selected_experts, self.num_experts
         )
-        smallest = min(map(len, self.expert_pools or [range(self.num_experts)]))
-        if self.num_selected_experts > smallest:
-            raise ValueError(
-                "Expected pools of at least num_selected_experts="
-                f"{num_selected_experts} experts; received: "
-                f"expert_pools={self.expert_pools}"
-            )
         self.dropless = check_bool("dropless", dropless)
         if dropless:
-            given = {name: kwargs.get(name) for name in ("capacity", "capacity_factor")}
-            if given != {"capacity": None, "capacity_factor": None}:
+            given = kwargs.get("capacity"), kwargs.get("capacity_factor")
+            if given != (None, None):
                 raise ValueError(
                     "Expected neither capacity nor capacity_factor with dropless=True; "
-                    f"received: capacity={given['capacity']}, "
-                    f"capacity_factor={given['capacity_factor']}"
+                    f"received: capacity={given[0]}, capacity_factor={given[1]}"
                 )
             self.capacity_factor = None
         self.excluded_experts = self._check_excluded(excluded_experts)
@@ -123,21 +115,16 @@ class TokenChoiceRouter(SparseRouter):
         return {"importance": 0.005, **load}
 
     def _check_excluded(self, excluded_experts):
-        if not isinstance(excluded_experts, (list, tuple)):
-            raise ValueError(
-                "Expected excluded_experts to be a sequence of experts; "
-                f"received: excluded_experts={excluded_experts!r}"
-            )
-        excluded = {check_integer("excluded_experts", e, 0) for e in excluded_experts}
+        excluded = {
+            check_integer("excluded_experts", expert, 0, self.num_experts - 1)
+            for expert in excluded_experts
+        }
         pools = self.expert_pools or [range(self.num_experts)]
-        left = min(len(set(pool) - excluded) for pool in pools)
-        if any(e >= self.num_experts for e in excluded) or (
-            left < self.num_selected_experts
-        ):
+        if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
             raise ValueError(
-                f"Expected excluded_experts below num_experts={self.num_experts} that "
-                f"leave num_selected_experts={self.num_selected_experts} or more; "
-                f"received: excluded_experts={excluded_experts!r}"
+                f"Expected at least num_selected_experts={self.num_selected_experts} "
+                "experts for every token; received: "
+                f"expert_pools={self.expert_pools}, excluded_experts={excluded_experts}"
             )
         return tuple(sorted(excluded))
 
@@ -157,9 +144,6 @@ class TokenChoiceRouter(SparseRouter):
         if isinstance(self.priority, list):
             return len(self.priority)
         return super().modality_count
-
-    def by_modality(self) -> str:
-        return f"{super().by_modality()}, priority={self.priority}"
 
     def route(
         self,
@@ -292,9 +276,8 @@ def _check_priority(priority, num_modalities):
     count = len(ids) if num_modalities is None else num_modalities
     if not ids or sorted(ids) != list(range(count)):
         raise ValueError(
-            f"Expected priority to be one of {NAMED_PRIORITIES}, or each of the "
-            f"modality ids 0 to {max(count, 1) - 1} once, in the order in which the "
-            f"modalities are served; received: priority={priority}"
+            f"Expected priority to be one of {NAMED_PRIORITIES}, or the {count} "
+            f"modality ids from 0 on, each once; received: priority={priority}"
         )
     return ids
 

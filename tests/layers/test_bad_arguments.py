@@ -89,7 +89,7 @@ BAD_VALUES = [
         "priority": ["best", None], "noise_std": [-1.0, "1"], "noisy_combine": [1],
         "affinity": ["soft"], "combine": ["hard"], "normalize_gates": ["x", 1],
         "seed": [-1], "num_modalities": [0],
-        "expert_pools": [2, [0, 1], [[0, 1], [1, 2]], [[0, 1], [1, 2, 3]]],
+        "expert_pools": [[[0, 1], [1, 2]], [[0, 1], [1, 2, 3]]],
     }),
     (TokenChoiceRouter, {"num_experts": 4, "dropless": True}, {"capacity": [2]}),
     (ExpertChoiceRouter, {"num_experts": 4}, {
@@ -98,16 +98,16 @@ BAD_VALUES = [
         "expert_pools": [[[0, 1], []]],
     }),
     (PathwayAwareRouter, {"num_experts": 4}, {
-        "zero_experts": [4, -1], "copy_experts": [-1], "constant_experts": ["auto"],
+        "zero_experts": [4, -1], "copy_experts": [-1],
         "tau": [0, -0.5], "capacity": [3], "gating_residual": [1],
         "gate_hidden_dim": [0], "logits_norm_std": [0], "zero_gates": ["drop"],
     }),
     (SoftRouter, {"num_experts": 4}, {
         "num_slots": [0], "noise_std": [NAN], "normalize": [1],
     }),
-    (SinkhornAffinity, {}, {"iterations": [0, 1e9, 10**9]}),
+    (SinkhornAffinity, {}, {"iterations": [0, 1e9]}),
     (SparsityConstrainedAffinity, {}, {
-        "solver": ["sgd"], "iterations": [0, 10**9], "learning_rate": [0],
+        "solver": ["sgd"], "iterations": [0], "learning_rate": [0],
         "sparse": [1],
     }),
     (moe, {}, {
@@ -197,7 +197,7 @@ def pathway(*shape, gating_residual=True):
         # Two arguments that do not go together.
         (lambda: TokenChoiceRouter(4, capacity=2, capacity_factor=1.0), "not both"),
         (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
-        (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), r"\[4\]"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "expert_pools=4"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
         (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
         (
@@ -231,7 +231,7 @@ def pathway(*shape, gating_residual=True):
             lambda: moe(
                 TokenChoiceRouter(2, noise_std=0.0), auxiliary_losses={"load": 1.0}
             ),
-            "noise_std=0.0",
+            "noise_std > 0",
         ),
         (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
         (lambda: moe(auxiliary_losses={"router_z": -1.0}), "weight=-1.0"),
@@ -250,11 +250,11 @@ def pathway(*shape, gating_residual=True):
         (lambda: Experts(2, 8).build((1, 3, 4, 8)), "num_experts=2"),
         (
             lambda: moe()(zeros(1, 3, 8), previous_logits=zeros(1, 3, 2)),
-            "without gating_residual",
+            "gating_residual=False",
         ),
-        (pathway, "previous_logits=None"),
+        (pathway, "previous_logits.shape=None"),
         (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
-        (lambda: pathway(2, 40, 5), "num_experts=4"),
+        (lambda: pathway(2, 40, 5), r"\(2, 40, 5\)"),
         (lambda: pathway(1, 40, 4), r"\(1, 40, 4\)"),
         (
             lambda: SoftRouter(2, num_slots=1)(

@@ -179,8 +179,6 @@ def test_a_class_that_nobody_registered_is_refused():
 def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match="stands for SoftRouter"):
         register_router("soft")(type("Other", (Router,), {}))
-    with pytest.raises(ValueError, match="subclass of Router"):
-        register_router("mine")(MLP)
     assert register_router("soft")(SoftRouter) is SoftRouter
 
 

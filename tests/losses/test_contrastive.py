@@ -340,7 +340,13 @@ def test_fit():
 @pytest.mark.parametrize(
     "loss",
     [
-        SoftmaxContrastiveLoss("image_to_text", True, 3, "bfloat16", "a"),
+        SoftmaxContrastiveLoss(
+            "image_to_text",
+            multi_positive=True,
+            chunk_size=3,
+            similarity_dtype="bfloat16",
+            name="a",
+        ),
         SigmoidContrastiveLoss(True, 3, "bfloat16", "b"),
     ],
 )
@@ -359,14 +365,16 @@ def test_a_loss_hands_on_its_options():
     outputs = {"image_embeddings": images, "text_embeddings": texts}
     outputs.update(logit_scale=3.0, logit_bias=-1.0)
     ids = {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS}
-    options = {"chunk_size": 4, "similarity_dtype": "bfloat16", **ids}
-    value = SoftmaxContrastiveLoss("text_to_image", True, 4, "bfloat16")(ids, outputs)
+    options = {"chunk_size": 4, "similarity_dtype": "bfloat16"}
+    value = SoftmaxContrastiveLoss("text_to_image", multi_positive=True, **options)(
+        ids, outputs
+    )
     expected = softmax_contrastive_loss(
-        images, texts, 3.0, direction="text_to_image", **options
+        images, texts, 3.0, direction="text_to_image", **ids, **options
     )
     assert float(value) == float(expected)
     value = SigmoidContrastiveLoss(True, 4, "bfloat16").call(ids, outputs)
-    expected = sigmoid_contrastive_loss(images, texts, 3.0, -1.0, **options)
+    expected = sigmoid_contrastive_loss(images, texts, 3.0, -1.0, **ids, **options)
     assert float(value) == float(expected)
     # Without `multi_positive` ids are not read.
     value = SigmoidContrastiveLoss()(ids, outputs)

@@ -175,8 +175,6 @@ def test_moe_layers_of_any_group_size_and_experts_of_several_kinds():
     aware = PathwayAwareRouter(2, 1, zero_experts=1, **options)
     _, routing = call(aware, tokens[:1], training=True, modality_ids=ids[:1])
     np.testing.assert_array_equal(to_numpy(routing.dispatched)[0, :, 0], [1, 0, 1])
-    with pytest.raises(ValueError, match=r"priority=\[1, 0\]; received: modality_ids"):
-        aware(tokens, training=True)
 
 
 def named(**arguments):
@@ -211,22 +209,17 @@ def test_a_config_takes_them_to_each_block():
     ("make", "received"),
     [
         (lambda: router_of((1, 1)), r"priority=\(1, 1\)"),
-        (lambda: router_of((0, 2)), r"modality ids 0 to 1 once.*priority=\(0, 2\)"),
+        (lambda: router_of((0, 2)), r"priority=\(0, 2\)"),
         (lambda: router_of(()), r"priority=\(\)"),
         (lambda: router_of((0, "text")), "priority='text'"),
-        (lambda: router_of((0, 1), num_modalities=3), "modality ids 0 to 2 once"),
-        (lambda: router_of((0, 1), expert_pools=[[0, 1]]), "modality ids 0 to 0 once"),
+        (lambda: router_of((0, 1), num_modalities=3), "the 3 modality ids"),
+        (lambda: router_of((0, 1), expert_pools=[[0, 1]]), "the 1 modality ids"),
         (lambda: router_of("text_first"), "'shuffled'.*priority='text_first'"),
         (lambda: router_of(None), "priority=None"),
         (
             lambda: router_of(TEXT_FIRST)(LOGITS, training=True),
             "Expected modality_ids of shape",
         ),
-        (
-            lambda: token_choice(LOGITS, LOGITS, 1, 2, IDS[:, :3]),
-            r"\(groups, tokens\)=\(1, 5\); received: priority.shape=\(1, 3\)",
-        ),
-        (lambda: token_choice(LOGITS, LOGITS, 1, 2, 3), r"priority.shape=\(\)"),
         (lambda: token_choice(LOGITS, LOGITS, 1, 2, "shuffled"), "priority='shuffled'"),
     ],
 )

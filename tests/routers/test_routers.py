@@ -191,8 +191,6 @@ def test_only_softmax_routers_have_noise_by_default(name):
 def test_the_plan_as_combine_weights_is_the_one_that_routes():
     options = {"affinity": "sinkhorn", "combine": "affinity"}
     assert TokenChoiceRouter(4, noise_std=1.0, **options).noisy_combine
-    with pytest.raises(ValueError, match="received: noisy_combine=False"):
-        TokenChoiceRouter(4, noisy_combine=False, **options)
     with pytest.raises(ValueError, match="noisy_combine=1"):
         TokenChoiceRouter(4, noisy_combine=1)
 
