@@ -30,8 +30,8 @@ from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
 from keras_moe.models.presets import convert, describe, from_preset, list_presets
 from keras_moe.models.registry import (
+    builtin_presets,
     register_backbone,
-    register_builtin_presets,
     register_presets,
     register_task,
 )
@@ -86,4 +86,4 @@ __all__ = [
     "upload",
 ]
 
-register_builtin_presets()
+register_presets(builtin_presets())

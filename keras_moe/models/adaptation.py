@@ -8,12 +8,13 @@ import keras
 import keras_hub
 from keras.dtype_policies import DTypePolicyMap
 
-from keras_moe.checks import check_integer
 from keras_moe.compat import flatten_layers, set_dtype_policy
 from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_values
 
 
-def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) -> None:
+def add_adapters(
+    backbone: keras_hub.models.Backbone, rank: int, names: list[str]
+) -> None:
     """Freezes a backbone and adds trainable low-rank adapters.
 
     Unlike KerasHub's method this freezes biases too, which an adapter file would lose.
@@ -32,81 +33,59 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
     keras_hub.models.Backbone.enable_lora(
         backbone, rank, target_layer_names=list(names)
     )
-    backbone._lora_names, backbone._pair_rank = list(names), rank
+    backbone._lora_names = list(names)
     for layer in layers:
         if not flatten_layers(layer, include_self=False):
             for weight in layer.weights:
                 weight.trainable = "lora" in weight.name
 
 
-def save_pairs(
+def save_adapters(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    pairs = low_rank_pairs(backbone)
-    if not pairs:
+    adapters = adapter_weights(backbone)
+    if not adapters or not str(filepath).endswith(".lora.h5"):
         raise ValueError(
-            "Expected a backbone on which enable_lora was called; received: "
-            "no low-rank pairs"
+            "Expected a backbone on which enable_lora was called and a file name that "
+            f"ends with .lora.h5; received: {len(adapters)} adapters, "
+            f"filepath={str(filepath)!r}"
         )
-    _check_name(filepath)
-    with new_hdf5(filepath, pairs.values()) as file:
-        file.attrs["rank"] = backbone._pair_rank
+    with new_hdf5(filepath, adapters.values()) as file:
+        file.attrs["rank"] = backbone._lora_rank
         file.attrs["target_layer_names"] = backbone._lora_names
-        for path, weight in pairs.items():
+        for path, weight in adapters.items():
             file[path] = keras.ops.convert_to_numpy(weight)
 
 
-def load_pairs(
+def load_adapters(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Loads low-rank adapters from a file of `save_pairs`, adding them if missing."""
-    _check_name(filepath)
+    """Loads adapters from a file of `save_adapters`, adding them if missing."""
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
-        names, rank = _attributes(file, filepath)
+        names, rank = list(file.attrs["target_layer_names"]), file.attrs["rank"]
         stored = plain_values(file)
-    if not low_rank_pairs(backbone):
-        backbone.enable_lora(rank, names)
-    pairs = low_rank_pairs(backbone)
-    expected = {path: tuple(weight.shape) for path, weight in pairs.items()}
+    if not adapter_weights(backbone):
+        backbone.enable_lora(int(rank), names)
+    adapters = adapter_weights(backbone)
+    expected = {path: tuple(weight.shape) for path, weight in adapters.items()}
     received = {path: value.shape for path, value in stored.items()}
     if expected != received:
-        different = sorted(set(expected.items()) ^ set(received.items()))
-        path = different[0][0]
+        path = min({*expected.items()} ^ {*received.items()})[0]
         raise ValueError(
-            f"Expected low-rank pairs that fit the backbone, {path} of shape "
+            f"Expected adapters that fit the backbone, {path} of shape "
             f"{expected.get(path)}; received: shape={received.get(path)}"
         )
-    for path, weight in pairs.items():
+    for path, weight in adapters.items():
         weight.assign(stored[path])
 
 
-def low_rank_pairs(backbone: keras.Model) -> dict[str, keras.Variable]:
+def adapter_weights(backbone: keras.Model) -> dict[str, keras.Variable]:
     """Returns adapter weights by path, without the backbone's name."""
     return {
         weight.path.removeprefix(f"{backbone.name}/"): weight
         for weight in backbone.weights
         if "lora" in weight.name
     }
-
-
-def _attributes(file, filepath):
-    """Returns the layer names and rank stored in an adapter file."""
-    try:
-        names = [str(name) for name in file.attrs["target_layer_names"]]
-        return names, check_integer("rank", file.attrs["rank"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected low-rank pairs with target_layer_names and rank in {filepath}; "
-            f"received: {str(dict(file.attrs))[:200]}"
-        ) from error
-
-
-def _check_name(filepath):
-    if not str(filepath).endswith(".lora.h5"):
-        raise ValueError(
-            f"Expected a file name that ends with .lora.h5; "
-            f"received: filepath={str(filepath)!r}"
-        )
 
 
 def quantized_policies(layers: list, policy: Any) -> Any:

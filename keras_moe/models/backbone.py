@@ -16,10 +16,7 @@ from keras_moe.checks import check_dtype
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import saved_policy, settle_policies
-from keras_moe.models.backbone_config import (
-    set_docstring,
-    set_signature,
-)
+from keras_moe.models.backbone_config import set_docstring, set_signature
 from keras_moe.models.description import Part
 from keras_moe.models.model import MoEModel
 from keras_moe.models.soft_slots import config_for_slots
@@ -215,10 +212,6 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         """Lengths of the sequences in an example that attend separately."""
         return (cls.describe_parts(**config)[1],)
 
-    def default_lora_layer_names(self) -> list[str]:
-        """Names of the layers that `enable_lora` adapts by default."""
-        return ["query", "value"]
-
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
@@ -233,16 +226,15 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
                 and `"value"` (the default), `"key"`, `"attention_output"`, `"hidden"`
                 and `"output"` (dense MLPs) or `"experts"` (an adapter per expert).
         """
-        names = target_layer_names or self.default_lora_layer_names()
-        adaptation.add_pairs(self, rank, names)
+        adaptation.add_adapters(self, rank, target_layer_names or ["query", "value"])
 
     def save_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Saves only the LoRA adapters, to a `.lora.h5` file."""
-        adaptation.save_pairs(self, filepath)
+        adaptation.save_adapters(self, filepath)
 
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Loads LoRA adapters, calling `enable_lora` first if needed."""
-        adaptation.load_pairs(self, filepath)
+        adaptation.load_adapters(self, filepath)
 
 
 class ImageBackbone(MoEBackbone):

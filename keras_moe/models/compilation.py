@@ -26,7 +26,7 @@ _STEPS = {
     "predict_function": "prediction step",
 }
 # Index of `verbose` among the positional arguments after the inputs.
-_PLACES = {"fit": 3, "evaluate": 2, "predict": 1}
+_VERBOSE = {"fit": 3, "evaluate": 2, "predict": 1}
 
 # Whether compilations are announced; None outside `fit`, `evaluate` and `predict`.
 _is_announced = contextvars.ContextVar("is_announced", default=None)
@@ -41,8 +41,8 @@ def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
     if _is_announced.get() is not None:
         yield
         return
-    place = _PLACES[method]
-    verbose = args[place] if len(args) > place else kwargs.get("verbose", "auto")
+    index = _VERBOSE[method]
+    verbose = args[index] if len(args) > index else kwargs.get("verbose", "auto")
     token = _is_announced.set(verbose != 0 and process_index() == 0)
     try:
         yield
@@ -60,7 +60,9 @@ def make_step(
     before = getattr(model, name)
     made = make(force)
     function = getattr(model, name)
-    if function is before or not _is_announced.get() or not _compiles(model):
+    is_eager = keras.backend.backend() == "torch" and not model.jit_compile
+    compiles = not (is_eager or model.run_eagerly)
+    if function is before or not _is_announced.get() or not compiles:
         return made
 
     def first_step(*args):
@@ -70,11 +72,6 @@ def make_step(
 
     setattr(model, name, first_step)
     return made
-
-
-def _compiles(model):
-    is_eager = keras.backend.backend() == "torch" and not model.jit_compile
-    return not (is_eager or model.run_eagerly)
 
 
 @contextlib.contextmanager

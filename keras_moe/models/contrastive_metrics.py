@@ -88,42 +88,16 @@ class LossOfPairs(keras.metrics.Mean):
         super().update_state(loss, ops.sum(weights) - ops.cast(size, self.dtype))
 
 
-class ContrastiveMetrics:
-    """The metrics of a compiled image-text model.
-
-    Keras compares outputs with labels one by one; these read all outputs. Not a
-    container that Keras tracks, since metrics are not part of a model's weights.
-    """
-
-    def __init__(self, *several: Sequence | None):
-        metrics = []
-        for some in several:
-            if not isinstance(some, (list, tuple, type(None))):
-                raise ValueError(f"Expected a list of metrics; received: {some!r}")
-            metrics += some or ()
-        for metric in metrics:
-            if not isinstance(metric, keras.metrics.Metric):
-                raise ValueError(
-                    "Expected metrics of embeddings, such as ContrastiveAccuracy(); "
-                    f"received: {metric!r}"
-                )
-        names = [metric.name for metric in metrics]
-        if len(set(names)) < len(names):
-            raise ValueError(f"Expected each metric once; received: {names}")
-        if "loss" in names:
+def check_metrics(metrics: Sequence | None) -> list[keras.metrics.Metric]:
+    """Returns a list of metrics of embeddings."""
+    metrics = list(metrics or ())
+    for metric in metrics:
+        if not isinstance(metric, keras.metrics.Metric):
             raise ValueError(
-                f"Expected metrics with names other than the loss's; received: {names}"
+                "Expected metrics of embeddings, such as ContrastiveAccuracy(); "
+                f"received: {metric!r}"
             )
-        self.metrics = metrics
-
-    def update(self, y: Any, outputs: dict, sample_weight: Any = None) -> None:
-        """Adds a batch."""
-        for metric in self.metrics:
-            metric.update_state(y, outputs, one_weight(sample_weight))
-
-    def config(self) -> list[dict]:
-        """Returns the metrics as Keras deserialises them."""
-        return [keras.saving.serialize_keras_object(x) for x in self.metrics]
+    return metrics
 
 
 def _hits(pairs, chunk_size):

@@ -4,7 +4,6 @@ Axes: B images, C texts, N tokens, P embedding.
 """
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,8 +19,8 @@ from keras_moe.losses import (
 )
 from keras_moe.losses.contrastive import IDS
 from keras_moe.models.contrastive_metrics import (
-    ContrastiveMetrics,
     LossOfPairs,
+    check_metrics,
     one_weight,
     weighable_labels,
 )
@@ -38,7 +37,7 @@ from keras_moe.models.model import state_kept
 from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.models.registry import register_task
 from keras_moe.models.source import ModelSource, TaskConfig
-from keras_moe.models.task import MoETask
+from keras_moe.models.task import MoETask, check_backbone
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.processes import predict_batch
 
@@ -95,7 +94,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     pipeline_tag = "zero-shot-image-classification"
     has_head = False
     has_metrics = False
-    _metrics_of_pairs, _loss_of_pairs = ContrastiveMetrics(), None  # until compiled
+    _metrics_of_pairs, _loss_of_pairs = (), None  # until compiled
     backbone_cls = PairBackbone
 
     def __init__(
@@ -105,23 +104,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         image_preprocessor: ImagePreprocessor | None = None,
         **kwargs,
     ):
-        check_argument_names(
-            kwargs,
-            ["name", "trainable", "compile"],
-            type(self).__name__,
-            argument_names(ContrastiveModel),
-        )
-        if not isinstance(backbone, PairBackbone):
-            raise ValueError(
-                "Expected backbone to be a CLIPBackbone or a LIMoEBackbone; received: "
-                f"backbone={backbone!r}"
-            )
-        kinds = (TextTokenizer, keras_hub.models.Preprocessor)
-        if preprocessor is not None and not isinstance(preprocessor, kinds):
-            raise ValueError(
-                "Expected preprocessor to be a TextTokenizer or None; received: "
-                f"preprocessor={preprocessor!r}"
-            )
+        names, owner = ["name", "trainable", "compile"], type(self).__name__
+        check_argument_names(kwargs, names, owner, argument_names(ContrastiveModel))
+        check_backbone(backbone, PairBackbone)
         if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
             preprocessor.check_fits(backbone)
         image_preprocessor = checked_preprocessor(image_preprocessor, backbone)
@@ -189,13 +174,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             metrics = self.default_metrics(loss)
         # Contrastive metrics all use sample weights, so both arguments mean the same.
         weighted = kwargs.pop("weighted_metrics", None)
-        metrics = ContrastiveMetrics(metrics, weighted)
-        if kwargs.get("loss_weights"):
-            raise ValueError(
-                "Expected loss_weights=None, since one loss reads all outputs; "
-                f"received: loss_weights={kwargs['loss_weights']!r}"
-            )
-        object.__setattr__(self, "_metrics_of_pairs", metrics)
+        metrics = check_metrics(metrics) + check_metrics(weighted)
+        # Bypass attribute tracking: metrics are not part of the weights.
+        object.__setattr__(self, "_metrics_of_pairs", tuple(metrics))
         super().compile(optimizer, loss, metrics=None, **kwargs)
         mark_loss_as_built(self)
         object.__setattr__(self, "_loss_of_pairs", LossOfPairs(name="loss"))
@@ -203,41 +184,16 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
-        if labels is None:
-            return
-        if not isinstance(labels, dict):
+        if labels is not None and not (
+            isinstance(labels, dict) and {*labels} <= {*IDS}
+        ):
             raise ValueError(
                 f"Expected y to be None or a dict of ids among {list(IDS)}; received: "
                 f"y of {type(labels).__name__}"
             )
-        check_argument_names(labels, list(IDS), "y")
 
-    def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
-    ) -> keras.callbacks.History:
-        y = weighable_labels(x, y, kwargs.get("sample_weight"))
-        validation = kwargs.get("validation_data")
-        if isinstance(validation, (tuple, list)) and len(validation) == 3:
-            inputs, labels, weights = validation
-            labels = weighable_labels(inputs, labels, weights)
-            kwargs["validation_data"] = (inputs, labels, weights)
-        return super().fit(x, y, *args, **kwargs)
-
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        y = weighable_labels(x, y, kwargs.get("sample_weight"))
-        return super().evaluate(x, y, *args, **kwargs)
-
-    def train_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
-    ) -> Any:
-        y = weighable_labels(x, y, sample_weight)
-        return super().train_on_batch(x, y, sample_weight, **kwargs)
-
-    def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
-    ) -> Any:
-        y = weighable_labels(x, y, sample_weight)
-        return super().test_on_batch(x, y, sample_weight, **kwargs)
+    def _labels(self, inputs, labels, sample_weight):
+        return weighable_labels(inputs, labels, sample_weight)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         # The first place that sees batches of datasets.
@@ -264,20 +220,26 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
-        return [*super().metrics, *self._metrics_of_pairs.metrics]
+        return [*super().metrics, *self._metrics_of_pairs]
 
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
-        self._loss_of_pairs.weigh(one_weight(sample_weight))
-        self._metrics_of_pairs.update(y, y_pred, sample_weight)
+        weights = one_weight(sample_weight)
+        self._loss_of_pairs.weigh(weights)
+        for metric in self._metrics_of_pairs:
+            metric.update_state(y, y_pred, weights)
         return self.get_metrics_result()
 
     def get_compile_config(self) -> dict[str, Any]:
         config = super().get_compile_config()
+        if not config:
+            return {}
+        metrics = [
+            keras.saving.serialize_keras_object(x) for x in self._metrics_of_pairs
+        ]
         # All of them use sample weights.
-        metrics = {"metrics": None, "weighted_metrics": self._metrics_of_pairs.config()}
-        return {**config, **metrics} if config else {}
+        return {**config, "metrics": None, "weighted_metrics": metrics}
 
     def encode_images(
         self, images: Any, batch_size: int = 32, verbose: Any = 0
@@ -291,7 +253,11 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             batch_size: images per batch.
             verbose: 1 shows progress, as in `keras.Model.predict`.
         """
-        if self.image_preprocessor is not None and not self._is_prepared(images):
+        shape = tuple(getattr(images, "shape", ()))
+        # Integer pixels are raw.
+        is_raw = "int" in str(getattr(images, "dtype", ""))
+        is_prepared = shape[1:] == tuple(self.backbone.image_shape) and not is_raw
+        if self.image_preprocessor is not None and not is_prepared:
             images = self.image_preprocessor(images)
             images = images if images.ndim == 4 else images[None]
         if images is None or not hasattr(images, "shape"):
@@ -331,19 +297,12 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
         Both can also be given as embeddings (B, P) and (C, P).
         """
-        if not _are_embeddings(images):
+        if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)
-        if not _are_embeddings(texts):
+        if len(getattr(texts, "shape", ())) != 2:
             texts = self.encode_text(texts, batch_size)
         logits = self.backbone.logit_scale.logits(images, texts)
         return keras.ops.convert_to_numpy(logits)
-
-    def _is_prepared(self, images):
-        """Whether images are floats of the model's size."""
-        shape = tuple(getattr(images, "shape", ()))
-        # Integer pixels are raw.
-        is_raw = "int" in str(getattr(images, "dtype", ""))
-        return shape[1:] == tuple(self.backbone.image_shape) and not is_raw
 
     def _encode(self, modality, inputs, batch_size, verbose):
         batch_size = check_integer("batch_size", batch_size)
@@ -377,8 +336,3 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if preprocessor is not None:
             preprocessor = keras.saving.serialize_keras_object(preprocessor)
         return {**super().get_config(), "image_preprocessor": preprocessor}
-
-
-def _are_embeddings(value: Any | Sequence) -> bool:
-    """Whether `value` is an array of vectors."""
-    return len(getattr(value, "shape", ())) == 2

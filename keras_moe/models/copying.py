@@ -7,10 +7,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_one_of
 from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
-from keras_moe.routers.pruned import METHODS, checked_kept
+from keras_moe.routers.pruned import checked_kept
 
 
 def copied(
@@ -34,8 +33,8 @@ def copied(
         new_weight.trainable = old_weight.trainable
     if not fits:
         raise ValueError(
-            "Expected a model that its config makes again; received weights beside "
-            "it, such as low-rank pairs: save_to_preset and load it first"
+            "Expected a model with the weights of its config; received others, such as "
+            "LoRA adapters: save_to_preset and load it first"
         )
     preprocessor = getattr(model, "preprocessor", None)
     if hasattr(preprocessor, "load_preset_assets"):
@@ -55,8 +54,7 @@ def copied(
 
 def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
     config = model.get_config()
-    towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
-    towers = [tower for tower in towers.values() if tower["moe"] is not None]
+    towers = [x for x in _towers(config).values() if x["moe"] is not None]
     if not towers:
         raise ValueError(
             "Expected a model with MoE blocks, whose routers have arguments; "
@@ -74,23 +72,14 @@ def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
     """Returns a copy with some experts pruned."""
-    check_one_of("method", method, METHODS)
-    check_bool("removed", removed)
-    if not isinstance(kept_experts, dict) or not kept_experts:
-        raise ValueError(
-            "Expected kept_experts to be a dict from blocks to experts; "
-            f"received: kept_experts={kept_experts!r}"
-        )
     config = model.get_config()
-    towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
-    backbone = getattr(model, "backbone", model)
-    layers = _moe_layers(backbone, towers)
-    for name in kept_experts:
-        if name not in layers:
-            raise ValueError(
-                "Expected the names of MoE blocks whose tokens choose experts, among "
-                f"{list(layers)}; received: {name!r} of {type(model).__name__}"
-            )
+    towers = _towers(config)
+    layers = _moe_layers(getattr(model, "backbone", model), towers)
+    if unknown := [name for name in kept_experts if name not in layers]:
+        raise ValueError(
+            "Expected kept_experts to be a dict from blocks to experts, with blocks "
+            f"among {list(layers)}; received: {unknown} of {type(model).__name__}"
+        )
     selections = {}
     for prefix, tower in towers.items():
         own = {
@@ -98,16 +87,30 @@ def with_kept_experts(
             for name, experts in kept_experts.items()
             if name.startswith(prefix)
         }
-        if own:
-            before = tower["moe"].get("pruning") or _UNPRUNED
-            _check_like(before, method, removed)
-            blocks = {name: layers[prefix + name] for name in own}
-            kept = before["kept_experts"]
-            blocks.update({name: layers[prefix + name] for name in kept})
-            kept, smaller = _selections(blocks, own, before, method, removed)
-            selections.update(smaller)
-            pruning = {"method": method, "kept_experts": kept, "removed": removed}
-            tower["moe"] = {**tower["moe"], "pruning": pruning}
+        if not own:
+            continue
+        before = tower["moe"].get("pruning") or _UNPRUNED
+        if before["kept_experts"] and (
+            before["method"] != method or before["removed"] > removed
+        ):
+            raise ValueError(
+                "Expected a model that is not pruned, or by the same method; received: "
+                f"method={method!r}, removed={removed} for a model pruned with "
+                f"method={before['method']!r}, removed={before['removed']}"
+            )
+        kept = {}
+        for name in {**own, **before["kept_experts"]}:
+            layer = layers[prefix + name]
+            kept[name], columns, rows = _selection(
+                layer.router.num_experts, name, own.get(name), before, method
+            )
+            if removed:
+                for weight in layer.experts.weights:
+                    selections[id(weight)] = (0, rows)
+            if removed and method == "router_drop":
+                selections[id(layer.router.kernel)] = (-1, columns)
+        pruning = {"method": method, "kept_experts": kept, "removed": removed}
+        tower["moe"] = {**tower["moe"], "pruning": pruning}
 
     def value(weight):
         array = ops.convert_to_numpy(weight)
@@ -120,7 +123,8 @@ def with_kept_experts(
 
 
 def _towers(config):
-    """Returns the configs that have a `moe`, by block name prefix."""
+    """Returns the parts of a model's config that have a `moe`, by block name prefix."""
+    config = config["backbone"]["config"] if "backbone" in config else config
     if "moe" in config:
         return {"": config}
     # Two towers with separate blocks.
@@ -145,59 +149,26 @@ def _moe_layers(backbone, towers):
     return layers
 
 
-def _selections(blocks, kept_experts, before, method, removed):
-    """Returns the kept experts of each block, and how to select their weights."""
-    kept, selections = {}, {}
-    for name, layer in blocks.items():
-        kept[name], columns, places = _selection(
-            layer.router.num_experts,
-            kept_experts.get(name),
-            before["kept_experts"].get(name),
-            before["removed"],
-            method,
-        )
-        if removed:
-            weights = layer.experts.weights
-            selections.update({id(weight): (0, places) for weight in weights})
-        if removed and method == "router_drop":
-            selections[id(layer.router.kernel)] = (-1, columns)
-    return kept, selections
-
-
-def _check_like(before, method, removed):
-    if before["kept_experts"] and before["method"] != method:
-        raise ValueError(
-            f"Expected method={before['method']!r}, by which the model is pruned "
-            f"already; received: method={method!r}"
-        )
-    if before["removed"] and not removed:
-        raise ValueError(
-            "Expected a model that has all its experts, since they are to keep their "
-            "weights; received: one whose pruned experts are removed"
-        )
-
-
-def _selection(num_columns, experts, kept_before, removed_before, method):
-    """Returns kept experts, their router columns and their weight indices.
+def _selection(num_columns, name, experts, before, method):
+    """Returns a block's kept experts, their router columns and their weight indices.
 
     Kept experts are numbered as before any pruning.
     """
-    columns_are_gone = removed_before and method == "router_drop"
+    kept_before = before["kept_experts"].get(name)
+    columns_are_gone = before["removed"] and method == "router_drop"
     if experts is None:
-        experts = kept_before
-        if columns_are_gone:
-            experts = list(range(num_columns))
-    experts = checked_kept(experts, num_columns)
+        experts = [*range(num_columns)] if columns_are_gone else kept_before
+    experts = list(checked_kept(experts, num_columns))
     if kept_before is None:
-        return list(experts), experts, experts
+        return experts, experts, experts
     if columns_are_gone:
         return [kept_before[expert] for expert in experts], experts, experts
     if not {*experts} <= {*kept_before}:
         raise ValueError(
             f"Expected experts that the model has kept, among {kept_before}; "
-            f"received: kept_experts={list(experts)}"
+            f"received: kept_experts={experts}"
         )
-    places = experts
-    if removed_before:
-        places = [kept_before.index(expert) for expert in experts]
-    return list(experts), experts, places
+    rows = experts
+    if before["removed"]:
+        rows = [kept_before.index(expert) for expert in experts]
+    return experts, experts, rows

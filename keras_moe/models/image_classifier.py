@@ -17,21 +17,16 @@ from keras_moe.checks import (
     check_dropout,
     check_dtype,
     check_integer,
+    check_one_of,
 )
 from keras_moe.layers import LayerNorm
+from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.adaptation import new_head_dtype, quantized_head
+from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.classifier_head import (
-    backbone_arguments,
-    check_backbone,
-    check_head,
-    check_output_activation,
     check_pooling,
-    default_loss,
-    default_metrics,
-    dropout_layer,
-    head_layer,
     loss_of_outputs,
-    pooled_norm_layer,
+    mumoe_head,
     pooling_layer,
     predictions_layer,
 )
@@ -41,15 +36,16 @@ from keras_moe.models.description import Part
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import check_labels
 from keras_moe.models.source import (
-    ARCHITECTURE,
     PUBLISHED,
     SAVED,
     ModelSource,
     TaskConfig,
 )
-from keras_moe.models.task import MoETask
+from keras_moe.models.task import MoETask, check_backbone
 from keras_moe.ops import Cost, Routing
 from keras_moe.ops.initializers import FastInitializer
+
+_SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
 class ClassProbability(NamedTuple):
@@ -87,8 +83,8 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         multi_label: whether an image can have several labels (sigmoid instead of
             softmax cross-entropy).
         representation_dim: size of a tanh layer between pooling and head, if any.
-        head_bias: initial bias of the head: a number (V-MoE uses -10 on ImageNet-21k),
-            or `"prior"` for -log(num_classes).
+        head_bias: initial bias of the dense head: a number (V-MoE uses -10 on
+            ImageNet-21k), or `"prior"` for -log(num_classes).
         output_activation: None for logits, `"softmax"` or `"sigmoid"`.
         dropout: dropout rate before the head.
         head_dtype: dtype policy of the head; defaults to the backbone's.
@@ -141,22 +137,13 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 f"Expected num_classes, since {source.name!r} carries no trained task; "
                 "received: num_classes=None"
             )
-        if not is_new and overrides.get("head") is not None:
-            raise ValueError(
-                "Expected num_classes beside a new head; received: "
-                f"head={overrides['head']}"
-            )
         config, new_weights = dict(source.task_config()), ()
-        preprocessor = _preprocessor(source, config, backbone_config)
-        if source.kind == ARCHITECTURE:
-            config = _fitted(config, source, overrides, backbone_config)
-        elif is_new:
-            adapt = {SAVED: _new_head, PUBLISHED: _without_head}[source.kind]
-            config, new_weights = adapt(config, overrides)
-        config.update({"preprocessor": preprocessor, **overrides})
-        if is_new and isinstance(config["preprocessor"], ImagePreprocessor):
-            config["preprocessor"] = _renamed(config, source, overrides)
-        return TaskConfig(config, new_weights)
+        config["preprocessor"] = _preprocessor(
+            source, config, overrides, backbone_config
+        )
+        if is_new:
+            new_weights = _adapt_head(config, source, overrides, backbone_config)
+        return TaskConfig({**config, **overrides}, new_weights)
 
     def __init__(
         self,
@@ -176,49 +163,52 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         pooling_query_key_norm: bool | None = None,
         **kwargs,
     ):
+        names, owner = ["name", "trainable", "compile"], type(self).__name__
+        check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
+        check_backbone(backbone, self.backbone_cls or ImageBackbone)
         num_classes = check_integer("num_classes", num_classes)
         if representation_dim is not None:
             check_integer("representation_dim", representation_dim)
         check_dropout("dropout", dropout)
-        check_argument_names(
-            kwargs,
-            ["name", "trainable", "compile"],
-            type(self).__name__,
-            argument_names(ImageClassifier),
-        )
-        check_output_activation(output_activation, multi_label)
-        check_backbone(backbone, self.backbone_cls)
         check_bool("multi_label", multi_label)
-        backbone_config = backbone_arguments(backbone)
+        check_bool("pooled_norm", pooled_norm)
+        activations = (None, "sigmoid" if multi_label else "softmax")
+        check_one_of("output_activation", output_activation, activations)
         policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
-        pooling = check_pooling(pooling, backbone.class_token)
         if isinstance(preprocessor, ImagePreprocessor):
-            preprocessor.check_model(backbone_config["image_shape"], num_classes)
-        head = check_head(head, head_position, num_classes, head_bias)
+            preprocessor.check_model(backbone.image_shape, num_classes)
 
         # === Layers ===
+        config = backbone.arguments
         self.backbone = backbone
         self.preprocessor = preprocessor
-        self.pooler = pooling_layer(
-            backbone_config, pooling, pooling_query_key_norm, dtype=policy
-        )
-        self.pooled_normalization = pooled_norm_layer(
-            backbone_config, pooled_norm, dtype=policy
-        )
-        self.output_dropout = dropout_layer(backbone_config, dropout, dtype=policy)
-        self.head = head_layer(head, dtype=policy)
-        self.output_dense = predictions_layer(
-            num_classes,
-            output_activation,
-            head_bias,
-            is_dense=head is None or head_position == "penultimate",
+        self.pooler = pooling_layer(config, pooling, pooling_query_key_norm, policy)
+        self.pooled_normalization = None
+        if pooled_norm:
+            self.pooled_normalization = LayerNorm(
+                config["layer_norm_epsilon"], dtype=policy, name="pooled_norm"
+            )
+        seed = config["seed"]
+        self.output_dropout = keras.layers.Dropout(
+            dropout,
+            seed=None if seed is None else seed + 1,
             dtype=policy,
+            name="output_dropout",
         )
+        self.head = mumoe_head(head, head_position, num_classes, policy)
+        if self.head is not None and head_position == "final":
+            self.output_dense = keras.layers.Activation(
+                output_activation, dtype=policy, name="predictions"
+            )
+        else:
+            self.output_dense = predictions_layer(
+                num_classes, output_activation, head_bias, policy
+            )
 
         # === Functional model ===
-        inputs = self.backbone.input
-        features = self.pooler(self.backbone(inputs))
-        if self.pooled_normalization is not None:
+        inputs, routing = backbone.input, dict(backbone.routing)
+        features = self.pooler(backbone(inputs))
+        if pooled_norm:
             features = self.pooled_normalization(features)
         if representation_dim is not None:
             self.representation = keras.layers.Dense(
@@ -229,7 +219,14 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 name="pre_logits",
             )
             features = self.representation(features)
-        outputs, routing = self._classified(features, head_position)
+        outputs = self.output_dropout(features)
+        if self.head is not None:
+            outputs, record = self.head(outputs)
+            # The only token is the pooled feature of the image.
+            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
+            if head_position == "penultimate":
+                outputs = keras.ops.relu(outputs)
+        outputs = self.output_dense(outputs)
         # The base constructor compiles and reads both, but Keras allows plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)
@@ -238,7 +235,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
         # === Config ===
         self.num_classes = num_classes
-        self.pooling = pooling
+        self.pooling = check_pooling(pooling, backbone.class_token)
         self.pooling_query_key_norm = pooling_query_key_norm
         self.pooled_norm = pooled_norm
         self.representation_dim = representation_dim
@@ -247,31 +244,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         self.head_dtype = head_dtype
         self.head_position = head_position
 
-    def _classified(self, features, head_position):
-        """Returns outputs and routing records for pooled features."""
-        outputs, routing = self.output_dropout(features), dict(self.backbone.routing)
-        if self.head is not None:
-            outputs, record = self.head(outputs)
-            # The only token is the pooled feature of the image.
-            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
-            if head_position == "penultimate":
-                outputs = keras.ops.relu(outputs)
-        return self.output_dense(outputs), routing
-
-    @property
-    def features(self) -> Any:
-        """The symbolic features (B, D) that the head reads."""
-        return super().features
-
-    @property
-    def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by block name.
-
-        A muMoE head's record is "head", (B, 1, E): its only token is the pooled
-        feature.
-        """
-        return super().routing
-
     @property
     def preprocessor(self) -> Any:
         """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
@@ -279,12 +251,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     @preprocessor.setter
     def preprocessor(self, value: Any) -> None:
-        known = value is None or isinstance(value, ImagePreprocessor) or callable(value)
-        if not known:
-            raise ValueError(
-                "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
-                f"received: preprocessor={value!r}"
-            )
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)
@@ -317,7 +283,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 "keras_moe.models.ImagePreprocessor(model.input_shape[1:]); received: "
                 f"preprocessor={self.preprocessor!r}"
             )
-        self.preprocessor.check_model(self.input_shape[1:], self.num_classes)
         prepared = self.preprocessor(images, max_value)
         if prepared.ndim == 3:
             return self._classes(prepared[None], top, 1)[0]
@@ -373,16 +338,13 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 "Expected a classifier with head=MuMoE(...) as its final layer; "
                 f"received: head={head}, head_position={self.head_position!r}"
             )
-        output = check_integer("output", output, 0)
+        check_integer("output", output, 0, self.num_classes - 1)
         experts = head.gate.expert_types.total
         offsets = np.asarray(offsets, "float32")
-        if output >= self.num_classes or offsets.shape != (experts,):
+        if offsets.shape != (experts,) or not np.isfinite(offsets).all():
             raise ValueError(
-                f"Expected an output below {self.num_classes} and offsets of shape "
-                f"({experts},); received: output={output}, shape={offsets.shape}"
+                f"Expected finite offsets of shape ({experts},); received: {offsets}"
             )
-        if not np.isfinite(offsets).all():
-            raise ValueError(f"Expected finite offsets; received: {offsets}")
         before = head.edited_outputs
         outputs = before if output in before else (*before, output)
         config = self.get_config()
@@ -413,12 +375,22 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     def default_loss(self) -> keras.losses.Loss:
         """Returns softmax cross-entropy, or `SigmoidCrossentropy` if `multi_label`."""
-        return default_loss(self.multi_label, self.output_activation is None)
+        loss = SigmoidCrossentropy if self.multi_label else _SPARSE
+        return loss(from_logits=self.output_activation is None)
 
     def default_metrics(self, loss: Any) -> list:
         """Returns accuracy, or area under precision-recall if `multi_label`."""
-        classes, from_logits = self.output_shape[-1], self.output_activation is None
-        return default_metrics(loss, self.multi_label, classes, from_logits)
+        from_logits = self.output_activation is None
+        if any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss)):
+            return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        if self.multi_label:
+            return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
+        if self.output_shape[-1] == 1:
+            # Keras's own choice would treat logits as probabilities.
+            threshold = 0.0 if from_logits else 0.5
+            return [keras.metrics.BinaryAccuracy("accuracy", threshold=threshold)]
+        # Keras chooses by label shape, whatever the loss.
+        return ["accuracy"]
 
     def check_labels(self, labels: Any) -> None:
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
@@ -456,11 +428,10 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         **_,
     ) -> list[Part]:
         check_integer("num_classes", num_classes)
-        pooling = check_pooling(pooling, backbone_config.get("class_token", True))
-        pooler = pooling_layer(
-            backbone_config, pooling, pooling_query_key_norm, dtype="float32"
-        )
         parts = []
+        pooler = pooling_layer(
+            backbone_config, pooling, pooling_query_key_norm, "float32"
+        )
         cost = pooler.cost((num_tokens, dim))
         if cost.parameters:
             parts.append(Part("pooler", "MAP", *cost))
@@ -470,7 +441,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             cost = Cost.of_dense(dim, representation_dim)
             parts.append(Part("pre_logits", "dense", *cost))
             dim = representation_dim
-        head = check_head(head, head_position, num_classes, 0.0)
+        head = mumoe_head(head, head_position, num_classes, "float32")
         if head is not None:
             parts.append(Part("head", "muMoE", *head.cost((1, dim))))
             dim = head.units
@@ -480,64 +451,42 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return parts
 
 
-def _preprocessor(source, config, backbone_config):
-    """Returns the source's preprocessor at the model's size, or the default."""
-    shape = backbone_config["image_shape"]
-    if "preprocessor" not in config:
-        return ImagePreprocessor(shape, class_names=source.class_names)
-    preprocessor = config["preprocessor"]
-    if isinstance(preprocessor, ImagePreprocessor):
-        return preprocessor.adapted(shape)
-    return preprocessor
-
-
-def _renamed(config, source, overrides):
-    """Drops class names that do not belong to the new head."""
-    preprocessor = config["preprocessor"]
-    if "preprocessor" in overrides:
+def _preprocessor(source, config, overrides, backbone_config):
+    """Returns the source's preprocessor for the model's size and classes."""
+    shape, num_classes = backbone_config["image_shape"], overrides.get("num_classes")
+    default = ImagePreprocessor(shape, class_names=source.class_names)
+    preprocessor = config.get("preprocessor", default)
+    if not isinstance(preprocessor, ImagePreprocessor):
         return preprocessor
-    if source.kind == SAVED:
+    if source.kind == SAVED and num_classes is not None:
         # Other classes, even if there are as many.
-        return dataclasses.replace(preprocessor, class_names=None)
-    return preprocessor.adapted(num_classes=config["num_classes"])
+        preprocessor = dataclasses.replace(preprocessor, class_names=None)
+    return preprocessor.adapted(shape, num_classes)
 
 
-def _fitted(config, source, overrides, backbone_config):
-    """Adapts a preset's head arguments to overrides.
-
-    A representation layer as wide as the backbone follows its width; it and V-MoE's
-    head bias are dropped if a final muMoE replaces the dense head.
-    """
-    config = dict(config)
-    hidden_dim = source.config.get("hidden_dim")
-    if config.get("representation_dim") == hidden_dim:
+def _adapt_head(config, source, overrides, backbone_config):
+    """Adapts a source's arguments to a new head; returns paths of new weights."""
+    if source.kind == SAVED:
+        # A quantised head's policies do not apply to a new head.
+        config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
+        if config.get("head") and config.get("head_position") == "final":
+            # The number of units follows the classes, and old edits do not apply.
+            head = config["head"]
+            units = {"units": overrides["num_classes"], "edited_outputs": ()}
+            config["head"] = {**head, "config": {**head["config"], **units}}
+        return (*HEAD, *POOLING)
+    if source.kind == PUBLISHED:
+        config.pop("representation_dim", None)
+        pooling = config.get("pooling")
+        is_kept = overrides.get("pooling", pooling) == pooling
+        if is_kept and "pooled_norm" not in overrides:
+            return HEAD
+        config.pop("pooled_norm", None)
+        return (*HEAD, *POOLING)
+    # A representation layer as wide as the backbone follows its width, and is dropped
+    # if a final muMoE replaces the dense head.
+    if config.get("representation_dim") == source.config.get("hidden_dim"):
         config["representation_dim"] = backbone_config.get("hidden_dim")
     if overrides.get("head") and overrides.get("head_position", "final") == "final":
-        # Its experts have biases.
-        config.pop("head_bias", None)
         config.pop("representation_dim", None)
-    return config
-
-
-def _new_head(config, overrides):
-    """Adapts a saved task's arguments to a head with other classes."""
-    config = dict(config)
-    # A quantised head's policies do not apply to a new head.
-    config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
-    if config.get("head") and config.get("head_position") == "final":
-        # The number of units follows the classes, and old edits do not apply.
-        head = config["head"]
-        units = {"units": overrides["num_classes"], "edited_outputs": ()}
-        config["head"] = {**head, "config": {**head["config"], **units}}
-    return config, (*HEAD, *POOLING)
-
-
-def _without_head(config, overrides):
-    """Returns published arguments for a new head, keeping the pooling if possible."""
-    config, new_weights = dict(config), HEAD
-    config.pop("representation_dim", None)
-    theirs = config.get("pooling")
-    if overrides.get("pooling", theirs) != theirs or "pooled_norm" in overrides:
-        new_weights = (*HEAD, *POOLING)
-        config.pop("pooled_norm", None)
-    return config, new_weights
+    return ()

@@ -8,34 +8,14 @@ Axes: B batch.
 """
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.checks import check_class_labels, check_integer
+from keras_moe.checks import check_class_labels
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-
-
-def check_images(images: Any, image_shape: tuple) -> None:
-    _check_shape("images", images, image_shape)
-    dtype = str(getattr(images, "dtype", ""))
-    if "complex" in dtype:
-        raise ValueError(f"Expected images of real numbers; received: dtype={dtype}")
-
-
-def check_multi_labels(labels: Any) -> None:
-    """Checks that multi-label targets are in [0, 1]."""
-    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf":
-        return
-    fits = (labels >= 0) & (labels <= 1)
-    if not fits.all():
-        raise ValueError(
-            "Expected labels in [0, 1] for each image and class; "
-            f"received: {labels[~fits].ravel()[0]}"
-        )
 
 
 def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
@@ -65,7 +45,11 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
                 f"Expected labels of shape (batch, {num_classes}), one for each image "
                 f"and class; received: shape={labels.shape}"
             )
-        check_multi_labels(labels)
+        if labels.size and not (labels.min() >= 0 and labels.max() <= 1):
+            raise ValueError(
+                "Expected labels in [0, 1] for each image and class; received: "
+                f"{labels.min()} to {labels.max()}"
+            )
 
 
 def array_values(value: Any) -> np.ndarray | None:
@@ -88,27 +72,26 @@ def is_array(value: Any) -> bool:
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
     """Checks input arrays, and warns once about images in 0..255."""
-    for symbolic, value in _symbolic_inputs(model, inputs):
-        shape = tuple(symbolic.shape[1:])
+    symbolic_inputs = tree.flatten(model.input)
+    if not isinstance(inputs, dict):
+        inputs = {symbolic_inputs[0].name: inputs} if len(symbolic_inputs) == 1 else {}
+    for symbolic in symbolic_inputs:
+        value, shape = inputs.get(symbolic.name), tuple(symbolic.shape[1:])
+        _check_shape(symbolic.name, value, shape)
         if symbolic.name == "images":
-            check_images(value, shape)
             _warn_of_bytes(model, value)
-        else:
-            _check_shape(symbolic.name, value, shape)
 
 
 def check_training(
     model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
 ) -> None:
     model._check_inputs(inputs, labels)
-    for name, value in _arrays(inputs):
-        if tuple(value.shape)[:1] == (0,):
-            # The mean over no examples is undefined.
-            example = "image" if name == "images" else "example"
-            raise ValueError(
-                f"Expected at least one {example} to train or evaluate on; received: "
-                f"shape={tuple(value.shape)}"
-            )
+    if has_no_examples(inputs):
+        # The mean over no examples is undefined.
+        raise ValueError(
+            "Expected at least one image or example to train or evaluate on; "
+            "received: none"
+        )
     if isinstance(validation_data, (tuple, list)):
         model._check_inputs(*validation_data[:2])
 
@@ -121,7 +104,8 @@ def check_prediction(model: keras.Model, inputs: Any) -> None:
 
 def has_no_examples(inputs: Any) -> bool:
     """Whether the inputs are arrays with batch size 0."""
-    return any(value.shape[0] == 0 for _, value in _arrays(inputs))
+    values = inputs.values() if isinstance(inputs, dict) else [inputs]
+    return any(is_array(x) and tuple(x.shape)[:1] == (0,) for x in values)
 
 
 def outputs_of_none(model: keras.Model) -> Any:
@@ -133,20 +117,6 @@ def outputs_of_none(model: keras.Model) -> Any:
         return ops.convert_to_numpy(ops.zeros(shape, symbolic.dtype))
 
     return tree.map_structure(empty, model.output)
-
-
-def _symbolic_inputs(model, inputs) -> Iterator[tuple[keras.KerasTensor, Any]]:
-    """Yields symbolic inputs with their values, where known."""
-    symbolic = tree.flatten(model.input)
-    if isinstance(inputs, dict):
-        yield from ((x, inputs[x.name]) for x in symbolic if x.name in inputs)
-    elif len(symbolic) == 1:
-        yield symbolic[0], inputs
-
-
-def _arrays(inputs) -> Iterator[tuple[str, Any]]:
-    named = inputs if isinstance(inputs, dict) else {"images": inputs}
-    yield from ((name, value) for name, value in named.items() if is_array(value))
 
 
 def _check_shape(name, value, expected):
@@ -194,21 +164,35 @@ def check_texts(
     check_input_names(inputs, names)
     arrays = {name: array_values(inputs[name]) for name in names}
     arrays = {name: value for name, value in arrays.items() if value is not None}
-    for name, value in arrays.items():
-        _check_array(name, value, max_length)
     if len({value.shape for value in arrays.values()}) > 1:
         shapes = {name: value.shape for name, value in arrays.items()}
         raise ValueError(f"Expected inputs of one shape; received: {shapes}")
+    for name, x in arrays.items():
+        if x.ndim != 2 or x.dtype.kind not in "biu" or not 0 < x.shape[1] <= max_length:
+            raise ValueError(
+                f"Expected {name} to be integers of shape (batch, num_tokens), with "
+                f"at least one token and at most max_length={max_length}; received: "
+                f"shape={x.shape}, dtype={x.dtype}"
+            )
     token_ids, mask = arrays.get("token_ids"), arrays.get("padding_mask")
     if token_ids is not None:
-        _check_ids(token_ids, check_integer("vocabulary_size", vocabulary_size))
+        fits = (token_ids >= 0) & (token_ids < vocabulary_size)
+        if not fits.all():
+            raise ValueError(
+                "Expected token ids from 0 to vocabulary_size - 1 = "
+                f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
+            )
     if mask is None or may_be_empty:
         return
-    mask = mask.astype(bool)
-    _check_each(mask.any(axis=1), "a token that is no padding")
+    fits, needed = mask.astype(bool), "a token that is no padding"
     if token_ids is not None and end_of_text_id is not None:
-        ends = (mask & (token_ids == end_of_text_id)).any(axis=1)
-        _check_each(ends, f"the token end_of_text_id={end_of_text_id}")
+        fits &= token_ids == end_of_text_id
+        needed = f"the token end_of_text_id={end_of_text_id}"
+    if not fits.any(axis=1).all():
+        raise ValueError(
+            f"Expected {needed} in each text; received: text "
+            f"{np.argmin(fits.any(axis=1))} without"
+        )
 
 
 def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
@@ -216,47 +200,7 @@ def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
 
     Keras would silently match values by sorted names.
     """
-    if missing := [name for name in names if name not in inputs]:
+    if set(inputs) != set(names):
         raise ValueError(
-            f"Expected a dict of {', '.join(names)}; received: none of {missing}, but "
-            f"{sorted(inputs)}"
-        )
-    if unknown := sorted(set(inputs) - set(names)):
-        raise ValueError(
-            f"Expected a dict of {', '.join(names)} alone; received: {unknown}, too"
-        )
-
-
-def _check_array(name, value, max_length):
-    if value.ndim != 2 or value.dtype.kind not in "biu":
-        raise ValueError(
-            f"Expected {name} to be integers of shape (batch, num_tokens); received: "
-            f"shape={value.shape}, dtype={value.dtype}"
-        )
-    if value.shape[1] == 0:
-        raise ValueError(
-            f"Expected texts of at least one token; received: {name}.shape="
-            f"{value.shape}"
-        )
-    if value.shape[1] > max_length:
-        raise ValueError(
-            f"Expected texts of at most max_length={max_length} tokens; received: "
-            f"{name}.shape={value.shape}"
-        )
-
-
-def _check_ids(token_ids, vocabulary_size):
-    fits = (token_ids >= 0) & (token_ids < vocabulary_size)
-    if not fits.all():
-        raise ValueError(
-            "Expected token ids from 0 to vocabulary_size - 1 = "
-            f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
-        )
-
-
-def _check_each(fits, what):
-    """Raises ValueError unless `fits` holds for every text."""
-    if not fits.all():
-        raise ValueError(
-            f"Expected {what} in each text; received: text {np.argmin(fits)} without"
+            f"Expected a dict of {', '.join(names)} alone; received: {sorted(inputs)}"
         )

@@ -21,7 +21,7 @@ from keras_moe.models.description import Part
 from keras_moe.models.pair_backbone import (
     MODALITIES,
     PairBackbone,
-    plain_temperature,
+    temperature_config,
 )
 from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import (
@@ -65,7 +65,7 @@ class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
         super().__post_init__()
         self._set(
             projection_dim=check_integer("projection_dim", self.projection_dim),
-            temperature=plain_temperature(self.temperature),
+            temperature=temperature_config(self.temperature),
         )
         count = getattr(self.moe, "modality_count", None)
         if count not in (None, len(MODALITIES)):

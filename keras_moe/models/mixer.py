@@ -12,7 +12,6 @@ from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import (
     EncoderSpec,
     MuMoEConfig,
-    PatchEmbedding,
     TokenMLP,
     TokenMuMoE,
     resolve_moe_layers,
@@ -108,24 +107,6 @@ class MixerBackbone(ImageBackbone):
     @classmethod
     def tower(cls, config: MixerConfig, dtype: Any = None) -> Tower:
         return image_tower(config, dtype, config.mix)
-
-    @classmethod
-    def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        # The patch kernel can be resized; the token MLPs cannot.
-        now, before = cls.make_config(config), cls.make_config(saved)
-        received, expected = (
-            PatchEmbedding(1, each.patch_size).grid(each.image_shape)
-            for each in (now, before)
-        )
-        if received != expected:
-            raise ValueError(
-                f"Expected image_shape and patch_size that make {expected} patches, as "
-                "the weights have, since a Mixer's token MLPs have the number of "
-                f"patches for a shape; received: image_shape={now.image_shape}, "
-                f"patch_size={now.patch_size}, which make {received}. Load with "
-                "load_weights=False to start anew."
-            )
-        return super().config_for_weights(before.to_dict(), config)
 
 
 @register_task

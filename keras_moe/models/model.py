@@ -70,6 +70,10 @@ class MoEModel(Exportable, TorchParameters):
         """Returns the Keras method of this name, such as `fit`."""
         return getattr(super(), name)
 
+    def _labels(self, inputs, labels, sample_weight):
+        """Returns the labels that Keras's methods get."""
+        return labels
+
     def fit(
         self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
     ) -> keras.callbacks.History:
@@ -78,12 +82,18 @@ class MoEModel(Exportable, TorchParameters):
         Array inputs and labels, also in `validation_data`, are checked for shape and
         range first. Datasets and generators are not.
         """
-        check_training(self, x, y, kwargs.get("validation_data"))
+        validation = kwargs.get("validation_data")
+        check_training(self, x, y, validation)
+        y = self._labels(x, y, kwargs.get("sample_weight"))
+        if isinstance(validation, (tuple, list)) and len(validation) == 3:
+            inputs, _, weights = validation
+            kwargs["validation_data"] = inputs, self._labels(*validation), weights
         with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         check_training(self, x, y)
+        y = self._labels(x, y, kwargs.get("sample_weight"))
         with state_kept(self), announcing("evaluate", (y, *args), kwargs):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
@@ -106,15 +116,21 @@ class MoEModel(Exportable, TorchParameters):
     def make_predict_function(self, force: bool = False) -> Any:
         return make_step(self, "predict_function", super().make_predict_function, force)
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
         check_training(self, x, y)
+        y, method = self._labels(x, y, sample_weight), "train_on_batch"
         with state_kept(self, training=True):
-            return self._training_method("train_on_batch")(x, y, *args, **kwargs)
+            return self._training_method(method)(x, y, sample_weight, **kwargs)
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
         check_training(self, x, y)
+        y, method = self._labels(x, y, sample_weight), "test_on_batch"
         with state_kept(self):
-            return self._training_method("test_on_batch")(x, y, *args, **kwargs)
+            return self._training_method(method)(x, y, sample_weight, **kwargs)
 
     def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         check_prediction(self, x)

@@ -124,14 +124,18 @@ def tower_families(cls: type) -> dict[str, type]:
 
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
+    _check_dict(name, config, cls)
+    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
+    return nested_config(cls, config)
+
+
+def _check_dict(name, config, cls):
     if not isinstance(config, dict):
         raise ValueError(
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
             f"received: {name}={config!r}"
         )
-    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
-    check_argument_names(config, names, cls.__name__)
-    return nested_config(cls, config)
 
 
 def nested_config(cls: type, config: dict) -> dict:
@@ -154,84 +158,56 @@ def nested_config(cls: type, config: dict) -> dict:
 
 def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     """Applies flat overrides to a backbone's config."""
-    names = override_names(cls)
-    names += _MODEL_ARGUMENTS
+    own, towers = [*argument_names(cls), *_MODEL_ARGUMENTS], tower_families(cls)
+    names = [*override_names(cls), *_MODEL_ARGUMENTS]
     check_argument_names({**config, **overrides}, names, cls.__name__)
     config = nested_config(cls, config)
-    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
-    if tower_families(cls):
-        shared = {name: value for name, value in overrides.items() if name not in own}
-        config.update(_tower_configs(cls, config, shared, overrides))
-        own -= {*tower_families(cls)}
-        return {**config, **{k: v for k, v in overrides.items() if k in own}}
-    config.update({k: v for k, v in overrides.items() if k in own})
-    fields = {name: value for name, value in overrides.items() if name not in own}
-    if fields:
-        moe = updated_moe(config.get("moe"), fields)
-        config["moe"] = moe and moe.to_dict()
-    return config
-
-
-def _tower_configs(cls, config, shared, overrides):
-    towers = {name: config.get(name) or {} for name in tower_families(cls)}
-    with_experts = [name for name, tower in towers.items() if tower.get("moe")]
-    for name, family in tower_families(cls).items():
-        own = override_names(family)
+    if not towers:
+        return nested_config(cls, {**config, **overrides})
+    with_experts = [name for name in towers if (config.get(name) or {}).get("moe")]
+    shared = {name: value for name, value in overrides.items() if name not in own}
+    changed = {name: value for name, value in overrides.items() if name in own}
+    for name, family in towers.items():
+        names = override_names(family)
         if with_experts and name not in with_experts:
-            own = [each for each in own if each not in moe_names()]
-        fitting = {k: v for k, v in shared.items() if k in own}
-        tower = apply_overrides(family, towers[name], fitting)
+            names = [each for each in names if each not in moe_names()]
+        fitting = {k: v for k, v in shared.items() if k in names}
+        changed[name] = apply_overrides(family, config.get(name) or {}, fitting)
         if name in overrides:
-            # If the value is not a dict, the error names the tower.
-            new = overrides[name]
-            if isinstance(new, dict):
-                tower = apply_overrides(family, tower, new)
-            else:
-                tower = tower_config(family, name, new)
-        towers[name] = tower
-    return towers
+            _check_dict(name, overrides[name], family)
+            changed[name] = apply_overrides(family, changed[name], overrides[name])
+    return {**config, **changed}
 
 
 def split_overrides(
-    backbone_cls: type,
-    task_cls: type | None,
-    overrides: dict[str, Any],
-    counts_only: bool = False,
+    backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits overrides into those of the backbone and those of the task.
 
     Names of both, such as `name` and `trainable`, go to the task.
     """
-    own = [] if task_cls is None else argument_names(task_cls)
-    of_models = [*_OUTERMOST, "compile"] if own else list(_OUTERMOST)
-    if counts_only:
-        own = [name for name in own if name not in ("backbone", "preprocessor")]
-        of_models = []
-    elif own:
-        own += of_models
-    known = [*own, *override_names(backbone_cls), *of_models]
+    own = [*_OUTERMOST]
+    if task_cls is not None:
+        own = [name for name in argument_names(task_cls) if name != "backbone"]
+        own += [*_OUTERMOST, "compile"]
+    known = [*own, *override_names(backbone_cls)]
     check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
+    if task_cls is None:
+        return overrides, {}
     of_task = {name: value for name, value in overrides.items() if name in own}
-    of_backbone = {name: x for name, x in overrides.items() if name not in own}
-    return of_backbone, of_task
+    return {k: v for k, v in overrides.items() if k not in own}, of_task
 
 
 def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
     """Refuses unknown or misplaced arguments of a backbone's constructor."""
+    own, towers = argument_names(cls), tower_families(cls)
     for name, value in kwargs.items():
-        if name in override_names(cls) and tower_families(cls):
+        if name in override_names(cls) and name not in own:
+            example = "moe={...} or its router"
+            if towers:
+                example = f"the config of a tower, such as {next(iter(towers))}={{...}}"
             raise ValueError(
-                f"Expected {name} in the config of a tower, such as {cls.__name__}("
-                f"{next(iter(tower_families(cls)))}={{{name!r}: {value!r}}}); "
-                f"received: {name}={value!r}"
+                f"Expected {name} in {example}; received: {cls.__name__}("
+                f"{name}={value!r})"
             )
-        if name in moe_names():
-            moe = f"{{{name!r}: {value!r}}}"
-            if name not in (*MoEConfig.field_names(), *MuMoEConfig.field_names()):
-                moe = f"{{'router': {{'name': ..., {name!r}: {value!r}}}}}"
-            raise ValueError(
-                f"Expected {name} in the config of the experts, such as "
-                f"{cls.__name__}(moe={moe}); received: {name}={value!r}"
-            )
-    own = argument_names(cls)
-    check_argument_names(kwargs, ["name", "trainable"], cls.__name__, own)
+    check_argument_names(kwargs, [*_OUTERMOST], cls.__name__, own)

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, check_one_of
+from keras_moe.checks import check_one_of
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
@@ -101,21 +101,20 @@ class PairBackbone(MoEBackbone):
         return super().call(inputs, training=training, mask=mask)
 
     def _check_inputs(self, inputs, labels=None):
+        if is_array(inputs) or (isinstance(inputs, dict) and "images" not in inputs):
+            raise ValueError(
+                "Expected a dict of images, token_ids, padding_mask; received: "
+                f"{sorted(inputs) if isinstance(inputs, dict) else 'an array'}. "
+                "encoder('image') and encoder('text') take one modality alone."
+            )
         if isinstance(inputs, dict):
-            if "images" not in inputs:
-                raise ValueError(
-                    "Expected a dict of images, token_ids, padding_mask; received: "
-                    f"{sorted(inputs)}. encoder('text') takes texts alone."
-                )
             check_input_names(inputs, tuple(self.input))
             self.check_modality("text", {k: inputs[k] for k in _INPUTS["text"]})
-            _check_numbers(inputs)
-        elif is_array(inputs):
-            raise ValueError(
-                "Expected a dict of images, token_ids, padding_mask; received: an "
-                f"array of shape {tuple(inputs.shape)}. encoder('image') takes images "
-                "alone."
-            )
+            numbers = {k: len(x) for k, x in inputs.items() if is_array(x) and x.ndim}
+            if len(set(numbers.values())) > 1:
+                raise ValueError(
+                    f"Expected as many images as texts; received: {numbers}"
+                )
         check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: Any) -> None:
@@ -134,7 +133,7 @@ class PairBackbone(MoEBackbone):
         )
 
 
-def plain_temperature(temperature: Any) -> dict[str, Any]:
+def temperature_config(temperature: Any) -> dict[str, Any]:
     """Returns the fields of a `keras_moe.losses.Temperature`, checked."""
     if isinstance(temperature, str):
         check_one_of("temperature", temperature, tuple(TEMPERATURES))
@@ -146,8 +145,7 @@ def plain_temperature(temperature: Any) -> dict[str, Any]:
             "Expected temperature to be a Temperature, a dict of its fields or one of "
             f"{list(TEMPERATURES)}; received: temperature={temperature!r}"
         )
-    check_argument_names(temperature, list(Temperature._fields), "Temperature")
-    fields = {**Temperature(10.0)._asdict(), **temperature}
+    fields = Temperature(**{"scale": 10.0, **temperature})._asdict()
     layer = LogitScale(**fields)
     return {name: layer.get_config()[name] for name in fields}
 
@@ -155,12 +153,3 @@ def plain_temperature(temperature: Any) -> dict[str, Any]:
 def _identities(model):
     """Returns the ids of a model's weights."""
     return [id(weight) for weight in model.weights]
-
-
-def _check_numbers(inputs):
-    """Raises ValueError unless there are as many images as texts."""
-    numbers = {name: len(x) for name, x in inputs.items() if is_array(x) and x.ndim}
-    if len(set(numbers.values())) > 1:
-        raise ValueError(
-            f"Expected pairs: as many images as texts; received: {numbers}"
-        )

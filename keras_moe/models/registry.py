@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import argument_names, check_argument_names, nearest
+from keras_moe.checks import check_argument_names, nearest
 from keras_moe.files import shipped_files
 from keras_moe.models.variants import VARIANTS
 
@@ -31,7 +31,6 @@ _OPTIONAL = {
     "license": None,
     "attribution": "",
 }
-_RESULT = ("metric", "value", "data", "split")
 _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 
 
@@ -141,19 +140,15 @@ def register_presets(presets: Mapping[str, dict]) -> None:
     """
     for name, spec in presets.items():
         check_argument_names(spec, _ENTRIES, f"the preset {name!r}")
-        if missing := [
-            x for x in ("description", "backbone", "config") if x not in spec
-        ]:
+        if not spec.keys() >= {"description", "backbone", "config"}:
             raise ValueError(
                 f"Expected description, backbone and config of the preset {name!r}; "
-                f"received: none of {missing}"
+                f"received: {sorted(spec)}"
             )
         spec = {**_OPTIONAL, **copy.deepcopy(dict(spec))}
         for part in ("backbone", "task"):
             if isinstance(spec[part], type):
                 spec[part] = spec[part].__name__
-        for result in spec["results"]:
-            check_argument_names(result, _RESULT, f"a result of the preset {name!r}")
         if _PRESETS.get(name, spec) != spec:
             raise ValueError(
                 f"Expected a new name for a preset; received: {name!r}, which is "
@@ -208,16 +203,14 @@ def _figure(metric, value, data, split):
     return f"{metric} {value:.1%} on {data} {split}"
 
 
-def has_weights(name: Any) -> bool:
-    """Whether `name` is a registered preset with weights."""
-    spec = _PRESETS.get(name) if isinstance(name, str) else None
-    return spec is not None and spec["weights"] is not None
-
-
 def preset(name: Any) -> dict | None:
     """Returns a copy of a preset, or None."""
-    spec = _PRESETS.get(name) if isinstance(name, str) else None
-    return copy.deepcopy(spec)
+    return copy.deepcopy(_PRESETS.get(name)) if isinstance(name, str) else None
+
+
+def has_weights(name: Any) -> bool:
+    """Whether `name` is a registered preset with weights."""
+    return (preset(name) or {}).get("weights") is not None
 
 
 def backbone_class(name: str) -> type:
@@ -274,17 +267,9 @@ def task_class(
     return None
 
 
-def takes(cls: type, argument: str) -> bool:
-    """Whether a class's constructor has this argument."""
-    return argument in argument_names(cls)
-
-
-def builtin_presets() -> dict[str, dict]:
-    return copy.deepcopy(_read_presets())
-
-
 @functools.cache
-def _read_presets():
+def builtin_presets() -> dict[str, dict]:
+    """Returns the shipped presets, as in `register_presets`; not a copy."""
     presets = {}
     for name, path in shipped_files("presets").items():
         preset = json.loads(path.read_text(encoding="utf-8"))
@@ -302,7 +287,3 @@ def _with_sizes(config, variant):
         towers = {name: _with_sizes(config[name], variant[name]) for name in variant}
         return {**config, **towers}
     return {**VARIANTS[variant].config(), **config}
-
-
-def register_builtin_presets() -> None:
-    register_presets(_read_presets())

@@ -9,8 +9,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 
@@ -32,7 +31,7 @@ from keras_moe.models.overrides import (
     tower_families,
 )
 from keras_moe.models.preset_folder import HUB_MODELS, check_preset, explained
-from keras_moe.models.weights_file import LOAD_ANEW, SavedWeights
+from keras_moe.models.weights_file import SavedWeights
 from keras_moe.ops.initializers import skip_init
 
 TASK = "task.json"
@@ -42,26 +41,7 @@ BACKBONE = "backbone"
 TOWERS = ("image", "text")
 
 
-class Weights(Protocol):
-    """Protocol for the weights of a source."""
-
-    def fills_backbone(self) -> bool:
-        """Whether `load` sets every weight of the backbone."""
-
-    def fills_head(self) -> bool:
-        """Whether `load` sets every weight of the task's head."""
-
-    def load(self, model: keras.Model, progress: Any = None) -> Any:
-        """Loads weights into a model; returns a report or None."""
-
-    def check(self) -> None:
-        """Raises ValueError if the weights are known to be damaged."""
-
-    def explained(self) -> contextlib.AbstractContextManager:
-        """Returns a context that adds the source's name to errors."""
-
-    def close(self) -> None:
-        """Closes the source."""
+Weights = SavedWeights | PublishedWeights
 
 
 class ModelSource:
@@ -69,7 +49,6 @@ class ModelSource:
 
     kind: str
     name: str
-    label: str
     backbone: type
     config: dict[str, Any]
     task: type | None
@@ -81,10 +60,6 @@ class ModelSource:
         """Sets the backbone, its arguments and its default task."""
         self.backbone, self.config = backbone, config
         self.task = registry.task_class(backbone)
-
-    def label_of(self, backbone: type) -> str:
-        """Describes a source that has another backbone."""
-        return f"a preset of a {backbone.__name__}"
 
     def task_config(self) -> dict[str, Any]:
         """Returns the task's arguments without the backbone.
@@ -122,7 +97,6 @@ class _Architecture(ModelSource):
     def __init__(self, name, spec):
         self.name, self._spec = name, spec
         self._take_backbone(registry.backbone_class(spec["backbone"]), spec["config"])
-        self.label = f"preset={name!r} of {self.backbone.__name__}"
         if spec["task"] is not None:
             self.task = registry.named_task_class(spec["task"])
         self.class_names = spec["class_names"]
@@ -135,11 +109,6 @@ class _Saved(ModelSource):
     kind = SAVED
 
     def __init__(self, preset, load_weights, name=None):
-        if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
-            raise ValueError(
-                f"Expected the weights of preset={name!r} in {preset}; received: no "
-                f"such folder. The installation is incomplete; {LOAD_ANEW}"
-            )
         self._path, self._load_weights = check_preset(preset), load_weights
         self.name = os.fspath(preset) if name is None else name
         self.must_fit = load_weights
@@ -148,7 +117,6 @@ class _Saved(ModelSource):
             task, self._saved_task = self._read_task()
         self.is_trained = task is not None
         self.task = task or self.task
-        self.label = f"preset={self.name!r} of {self.backbone.__name__}"
 
     def _saved_backbone(self):
         content = load_json(self._path)
@@ -208,20 +176,12 @@ class _Published(ModelSource):
     must_fit = True
 
     def __init__(self, source, overrides, load_weights, tower):
-        opened = open_source(source, overrides, load_weights, tower)
-        self._file, self._spec = opened
-        self._load_weights = load_weights
+        file, spec = open_source(source, overrides, load_weights, tower)
+        self._file, self._spec, self._load_weights = file, spec, load_weights
         is_path = isinstance(source, (str, os.PathLike))
-        self.name = os.fspath(source) if is_path else self._file.path
-        backbone = registry.backbone_class(self._spec.backbone)
-        self._take_backbone(backbone, self._spec.arguments)
-        self.label = (
-            f"those of a {self.backbone.__name__}, by the names of {self._spec.scheme}"
-        )
-        self.is_trained = self._spec.task_arguments is not None
-
-    def label_of(self, backbone):
-        return f"weights of a {backbone.__name__}"
+        self.name = os.fspath(source) if is_path else file.path
+        self._take_backbone(registry.backbone_class(spec.backbone), spec.arguments)
+        self.is_trained = spec.task_arguments is not None
 
     def task_config(self):
         config = (self._spec.task_arguments or {}) if self.task else {}
@@ -315,8 +275,9 @@ class Blueprint:
         with self._explained():
             parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
             if self.task is not None:
+                config = self.backbone.make_config(self.config).to_dict()
                 parts = parts + self.task.describe_parts(
-                    self.config, num_tokens, dim, **self.task_config
+                    config, num_tokens, dim, **self.task_config
                 )
             if self.weights is not None:
                 self.weights.check()
@@ -357,24 +318,15 @@ class Blueprint:
         Args:
             progress: called with (done, total, name) before each converted weight.
         """
-        with self._explained():
-            model, report = self._new(), None
-            if self.weights is not None:
-                report = self.weights.load(model, progress)
-        return model, report
-
-    def _new(self):
-        task_config = dict(self.task_config)
-        # A task can be given its backbone.
-        backbone = task_config.pop("backbone", None)
         weights = self.weights
-        if backbone is None:
+        with self._explained():
             with skip_init(weights is not None and weights.fills_backbone()):
-                backbone = self.backbone.from_config(self.config)
-        if self.task is None:
-            return backbone
-        with skip_init(weights is not None and weights.fills_head()):
-            return self.task(backbone, **task_config)
+                model = self.backbone.from_config(self.config)
+            if self.task is not None:
+                with skip_init(weights is not None and weights.fills_head()):
+                    model = self.task(model, **self.task_config)
+            report = None if weights is None else weights.load(model, progress)
+        return model, report
 
     def _sizes(self):
         """The arguments that determine costs, which are the same for every dtype."""
@@ -436,8 +388,8 @@ def resolve(
     ('gelu', 'ViTImageClassifier')
     """
     overrides = dict(overrides or {})
-    if overrides.get("num_classes", 0) is None:
-        del overrides["num_classes"]
+    if overrides.get("num_classes") is None:
+        overrides.pop("num_classes", None)
     check_bool("load_weights", load_weights)
     if task is not None:
         check_one_of("task", task, (None, BACKBONE, *registry.task_names()))
@@ -481,12 +433,12 @@ def _resolved(source, overrides, task, cls, counts_only):
     backbone = source.backbone if cls is None else _backbone_class(source, cls)
     task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
     owner = task_cls or (source.task if counts_only else None)
-    of_backbone, of_task = split_overrides(backbone, owner, overrides, counts_only)
+    of_backbone, of_task = split_overrides(backbone, owner, overrides)
     with source.explained():
-        if "backbone" in of_task:
-            config = _config_of_own(source, of_task["backbone"], of_backbone)
-        else:
-            config = _config(source, backbone, of_backbone)
+        config = apply_overrides(backbone, source.config, of_backbone)
+        if source.must_fit:
+            saved = nested_config(backbone, source.config)
+            config = backbone.config_for_weights(saved, config)
         task_config, new_weights = {}, (*HEAD, *POOLING)
         if task_cls is not None:
             has_task = source.task and source.task.task_name == task_cls.task_name
@@ -494,32 +446,6 @@ def _resolved(source, overrides, task, cls, counts_only):
             task_config, new_weights = task_cls.config_from(own, of_task, config)
         weights = source.weights(new_weights)
     return Blueprint(backbone, config, task_cls, task_config, weights, source.name)
-
-
-def _config(source, backbone, overrides):
-    """Returns the backbone's arguments, adjusted to the weights to be loaded."""
-    config = apply_overrides(backbone, source.config, overrides)
-    if source.must_fit:
-        saved = nested_config(backbone, source.config)
-        config = backbone.config_for_weights(saved, config)
-    return config
-
-
-def _config_of_own(source, backbone, of_backbone):
-    """Returns the arguments of a backbone passed by the caller."""
-    if source.kind != SAVED:
-        raise ValueError(
-            f"Expected no backbone=, since {source.name!r} makes one; received: "
-            f"backbone={backbone!r}"
-        )
-    if of_backbone:
-        raise ValueError(
-            "Expected backbone= or arguments of one, not both; received: "
-            f"{next(iter(of_backbone))}="
-        )
-    if not isinstance(backbone, keras.Model):
-        raise ValueError(f"Expected a backbone; received: backbone={backbone!r}")
-    return backbone.get_config()
 
 
 def _backbone_class(source, cls):
@@ -530,8 +456,8 @@ def _backbone_class(source, cls):
     if issubclass(wanted, source.backbone):
         return wanted
     raise ValueError(
-        f"Expected {source.label_of(wanted)} for {cls.__name__}; received: "
-        f"{source.label}"
+        f"Expected a source of a {wanted.__name__} for {cls.__name__}; received: "
+        f"{source.name!r} of a {source.backbone.__name__}"
     )
 
 

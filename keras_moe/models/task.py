@@ -109,6 +109,11 @@ class MoETask(MoEModel):
 
     @property
     def routing(self) -> dict:
+        """The symbolic `Routing` of each MoE block, by block name.
+
+        A muMoE head's record is "head", (B, 1, E): its only token is the pooled
+        feature.
+        """
         return self._routing
 
     def get_config(self):
@@ -225,6 +230,14 @@ class MoETask(MoEModel):
     def _has_keras_hub_preprocessor(self):
         """Whether a KerasHub preprocessor creates the model's inputs."""
         return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
+
+
+def check_backbone(backbone: Any, backbone_cls: type) -> None:
+    if not isinstance(backbone, backbone_cls):
+        raise ValueError(
+            f"Expected backbone to be a {backbone_cls.__name__}; "
+            f"received: backbone={backbone!r}"
+        )
 
 
 def _not_the_head(task):

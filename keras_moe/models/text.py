@@ -4,7 +4,7 @@ Axes: B batch, N tokens, D hidden, H mlp, V vocabulary.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -17,6 +17,7 @@ from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_texts
 from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import (
+    PooledProjection,
     Tower,
     embedding_dropout,
     embedding_projection,
@@ -24,7 +25,6 @@ from keras_moe.models.tower import (
     text_embedding,
     text_inputs,
 )
-from keras_moe.ops import Cost
 from keras_moe.routers import SoftRouter
 
 TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
@@ -70,28 +70,15 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
             check_bool(name, getattr(self, name))
         check_one_of("pooling", self.pooling, TEXT_POOLINGS)
         if self.end_of_text_id is not None:
-            self._check_end_of_text_id()
+            largest = self.vocabulary_size - 1
+            check_integer("end_of_text_id", self.end_of_text_id, 0, largest)
+            if self.pooling == "map":
+                raise ValueError(
+                    "Expected end_of_text_id=None for pooling='map'; received: "
+                    f"end_of_text_id={self.end_of_text_id}"
+                )
         if self.projection_dim is not None:
             check_integer("projection_dim", self.projection_dim)
-        elif self.projection_bias:
-            raise ValueError(
-                "Expected projection_dim beside projection_bias=True; received: "
-                "projection_dim=None"
-            )
-
-    def _check_end_of_text_id(self):
-        if check_integer("end_of_text_id", self.end_of_text_id, 0) >= (
-            self.vocabulary_size
-        ):
-            raise ValueError(
-                f"Expected end_of_text_id below vocabulary_size={self.vocabulary_size};"
-                f" received: end_of_text_id={self.end_of_text_id}"
-            )
-        if self.pooling == "map":
-            raise ValueError(
-                "Expected end_of_text_id=None for pooling='map'; received: "
-                f"end_of_text_id={self.end_of_text_id}"
-            )
 
 
 @register_backbone
@@ -155,7 +142,7 @@ class TextBackbone(MoEBackbone):
 
     @classmethod
     def _functional(cls, config, dtype):
-        tower, pooler = cls.tower(config, dtype), TextPooler.of(config, dtype)
+        tower, pooler = cls.tower(config, dtype), _text_pooler(config, dtype)
         for block in tower.blocks:
             if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
                 # Slots are weights, so their number follows from the maximum length.
@@ -167,7 +154,10 @@ class TextBackbone(MoEBackbone):
         mask = inputs["padding_mask"] if config.mask_padding else None
         token_ids = inputs["token_ids"]
         encoded = tower(token_ids, mask, inputs.get("modality_ids"))
-        pooled = pooler(encoded.tokens, mask, token_ids)
+        arguments = {} if mask is None else {"mask": mask}
+        if config.pooling == "end_of_text":
+            arguments["token_ids"] = token_ids
+        pooled = pooler(encoded.tokens, **arguments)
         return inputs, {"tokens": encoded.tokens, "pooled": pooled}, encoded
 
     @property
@@ -200,52 +190,25 @@ class TextBackbone(MoEBackbone):
         config = cls.make_config(config)
         tower = cls.tower(config, "float32")
         parts, num_tokens, dim = tower.parts((config.max_length,))
-        pooler = TextPooler.of(config, "float32")
-        return parts + pooler.parts((num_tokens, dim)), num_tokens, dim
+        parts += _text_pooler(config, "float32").parts((num_tokens, dim))
+        return parts, num_tokens, dim
 
 
-class TextPooler(NamedTuple):
-    """`MaskedPooling` or `AttentionPooling` and an optional projection, unbuilt."""
-
-    pooling: keras.layers.Layer
-    projection: keras.layers.Dense | None = None
-
-    @classmethod
-    def of(cls, config: TextConfig, dtype: Any) -> "TextPooler":
-        """Creates the pooling and projection of a config."""
-        if config.pooling == "map":
-            pooling = AttentionPooling(
-                config.num_heads,
-                config.mlp_dim,
-                activation=config.activation,
-                layer_norm_epsilon=config.layer_norm_epsilon,
-                dtype=dtype,
-                name="pooler",
-            )
-        else:
-            pooling = MaskedPooling(
-                config.pooling, config.end_of_text_id, dtype=dtype, name="pooler"
-            )
-        if config.projection_dim is None:
-            return cls(pooling)
-        return cls(
-            pooling,
-            embedding_projection(config.projection_dim, config.projection_bias, dtype),
+def _text_pooler(config, dtype):
+    if config.pooling == "map":
+        pooling = AttentionPooling(
+            config.num_heads,
+            config.mlp_dim,
+            activation=config.activation,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+            dtype=dtype,
+            name="pooler",
         )
-
-    def __call__(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
-        arguments = {} if mask is None else {"mask": mask}
-        if getattr(self.pooling, "pooling", None) == "end_of_text":
-            arguments["token_ids"] = token_ids
-        pooled = self.pooling(tokens, **arguments)
-        return pooled if self.projection is None else self.projection(pooled)
-
-    def parts(self, shape: tuple[int, int]) -> list[Part]:
-        parts, cost = [], self.pooling.cost(shape)
-        if cost.parameters:
-            parts.append(Part("pooler", "MAP", *cost))
-        if self.projection is not None:
-            dense = self.projection
-            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
-            parts.append(Part("projection", "dense", *cost))
-        return parts
+    else:
+        pooling = MaskedPooling(
+            config.pooling, config.end_of_text_id, dtype=dtype, name="pooler"
+        )
+    return PooledProjection(
+        pooling,
+        embedding_projection(config.projection_dim, config.projection_bias, dtype),
+    )

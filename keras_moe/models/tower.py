@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe.checks import check_one_of
 from keras_moe.layers import (
     ClassToken,
     EncoderConfig,
@@ -93,8 +93,15 @@ class Tower(NamedTuple):
             boundaries: positions at which to split an example's tokens into runs that
                 attend only within themselves.
         """
-        if modality_ids is None:
-            self._check_one_modality()
+        for block in self.blocks if modality_ids is None else ():
+            router = getattr(block.feed_forward, "router", None)
+            if getattr(router, "modality_count", None) is not None:
+                raise ValueError(
+                    "Expected modality_ids, or routers of one modality, with "
+                    "num_modalities=None, expert_pools=None and no priority by "
+                    f"modality; received: a router for {router.modality_count} "
+                    "modalities"
+                )
         x = tokens
         fixed = {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
@@ -114,18 +121,6 @@ class Tower(NamedTuple):
             block_tokens[block.name] = x
         outputs = x if self.final_norm is None else self.final_norm(x)
         return TowerOutputs(outputs, routing, block_tokens)
-
-    def _check_one_modality(self):
-        for block in self.blocks:
-            router = getattr(block.feed_forward, "router", None)
-            if getattr(router, "modality_count", None) is not None:
-                raise ValueError(
-                    "Expected num_modalities=None, expert_pools=None and no priority "
-                    "by modality for an encoder whose tokens are of one modality, or "
-                    "modality_ids; received: modality_ids=None, num_modalities="
-                    f"{router.num_modalities}, expert_pools={router.expert_pools}, "
-                    f"priority={getattr(router, 'priority', None)!r}"
-                )
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
@@ -269,15 +264,17 @@ def final_norm_layer(config: EncoderConfig, dtype: Any) -> LayerNorm:
 
 
 def embedding_projection(
-    projection_dim: int,
+    projection_dim: int | None,
     use_bias: bool = False,
     dtype: Any = None,
     name: str = "projection",
-) -> keras.layers.Dense:
+) -> keras.layers.Dense | None:
     """Creates a dense layer (B, D) -> (B, P), initialised as in CLIP."""
+    if projection_dim is None:
+        return None
     return keras.layers.Dense(
-        check_integer("projection_dim", projection_dim),
-        use_bias=check_bool("projection_bias", use_bias),
+        projection_dim,
+        use_bias=use_bias,
         # Standard deviation 1 / sqrt(D).
         kernel_initializer=FastInitializer(
             keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal")
@@ -285,6 +282,27 @@ def embedding_projection(
         dtype=dtype,
         name=name,
     )
+
+
+class PooledProjection(NamedTuple):
+    """A pooling layer and an optional projection, unbuilt."""
+
+    pooling: keras.layers.Layer
+    projection: keras.layers.Dense | None = None
+
+    def __call__(self, tokens: Any, **arguments: Any) -> Any:
+        pooled = self.pooling(tokens, **arguments)
+        return pooled if self.projection is None else self.projection(pooled)
+
+    def parts(self, shape: tuple[int, int], prefix: str = "") -> list[Part]:
+        parts, cost = [], self.pooling.cost(shape)
+        if cost.parameters:
+            parts.append(Part(f"{prefix}pooler", "MAP", *cost))
+        if self.projection is not None:
+            dense = self.projection
+            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
+            parts.append(Part(f"{prefix}projection", "dense", *cost))
+        return parts
 
 
 def block_kind(block: keras.layers.Layer) -> str:

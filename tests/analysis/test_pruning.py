@@ -282,9 +282,7 @@ def test_the_config_says_which_experts_are_left(model):
         ({"block_0": [1, 1]}, "each once"),
         ({"block_0": [3]}, "num_selected_experts=2"),
         ({"block_0": []}, "at least one"),
-        ({"block_2": [0, 1]}, "received: 'block_2'"),
-        ({"block_9": [0, 1]}, "received: 'block_9'"),
-        ({}, "dict from blocks"),
+        ({"block_2": [0, 1]}, r"received: \['block_2'\]"),
         ([0, 1], "dict from blocks"),
     ],
 )
@@ -301,8 +299,8 @@ def test_bad_choices_are_refused(model, prune, kept, message):
         ({"router": "softmax_expert_choice"}, "ExpertChoiceRouter"),
         ({"router": "mumoe"}, "ExpertCoefficients"),
         ({"zero_experts": 1}, "PathwayAwareRouter"),
-        ({"moe_layers": None}, "received: 'block_0'"),
-        ({"moe_layers": [1]}, r"among \['block_1'\]; received: 'block_0'"),
+        ({"moe_layers": None}, "'block_0'"),
+        ({"moe_layers": [1]}, r"among \['block_1'\]; .*'block_0'"),
     ],
 )
 def test_other_mixtures_are_refused_by_name(changes, message):
@@ -314,9 +312,9 @@ def test_other_mixtures_are_refused_by_name(changes, message):
 
 def test_another_pruning_than_before_is_refused(model):
     pruned = prune_experts(model, KEPT, "router_pred_skip")
-    with pytest.raises(ValueError, match="method='router_pred_skip', by which"):
+    with pytest.raises(ValueError, match="pruned with method='router_pred_skip'"):
         prune_experts(pruned, {"block_0": [1, 3]})
-    with pytest.raises(ValueError, match="pruned experts are removed"):
+    with pytest.raises(ValueError, match="removed=False for a model pruned"):
         mask_experts(pruned, {"block_0": [1, 3]}, "router_pred_skip")
     with pytest.raises(ValueError, match=r"among \[1, 3, 4\]"):
         prune_experts(pruned, {"block_0": [0, 3]}, "router_pred_skip")
@@ -386,5 +384,5 @@ def test_towers_are_pruned_by_modality():
     assert np.abs(to_numpy(whole[name] - pruned[name])).max() > 1e-3
     name = "image_embeddings"
     np.testing.assert_allclose(to_numpy(pruned[name]), to_numpy(whole[name]), atol=1e-6)
-    with pytest.raises(ValueError, match="received: 'block_1' of CLIPBackbone"):
+    with pytest.raises(ValueError, match=r"received: \['block_1'\] of CLIPBackbone"):
         prune_experts(model, {"block_1": [0]})

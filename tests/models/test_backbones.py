@@ -1,7 +1,6 @@
 """Every backbone's behaviour, and its weights at another size."""
 
 import json
-import re
 
 import keras
 import numpy as np
@@ -307,9 +306,7 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
 )
 def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
     MAKERS["vit"](router="soft", **MOE).save_to_preset(tmp_path / "saved")
-    name, value = next(iter(overrides.items()))
-    supplied = re.escape(f"received: {name}={value!r}, which make ")
-    with pytest.raises(ValueError, match=f"the 4 slots of each expert.*{supplied}"):
+    with pytest.raises(ValueError, match=r"load_weights=False.*SoftRouter"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
     # Overrides that change no slot are allowed.
     for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):
@@ -389,17 +386,17 @@ def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "overrides", "message"),
+    ("kind", "saved", "overrides"),
     [
-        ("mixer", {}, {"image_shape": (16, 16, 3)}, r"image_shape=\(16, 16, 3\)"),
-        ("mixer", {}, {"patch_size": 8}, r"patch_size=8, which make \(2, 1\)"),
-        ("vit", {"router": "soft"}, {"router": "softmax_token_choice"}, "soft"),
-        ("vit", {}, {"router": "soft"}, "load_weights=False"),
+        ("mixer", {}, {"image_shape": (16, 16, 3)}),
+        ("mixer", {}, {"patch_size": 8}),
+        ("vit", {"router": "soft"}, {"router": "softmax_token_choice"}),
+        ("vit", {}, {"router": "soft"}),
     ],
 )
-def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tmp_path):
+def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, tmp_path):
     MAKERS[kind](**saved, **MOE).save_to_preset(tmp_path / "saved")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"fit the arguments \(load_weights=False"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
     started = models.from_preset(
         str(tmp_path / "saved"), load_weights=False, **overrides

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
 NAN = float("nan")
 HEAD = MuMoE(3, 4, rank=5)
-EDITED = MuMoE(7, 4, rank=5, edited_outputs=(2,))
 UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
 BY_MODALITY = {"auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7}}}}
 PROJECTED = {**TEXT, "projection_dim": 5}
@@ -223,7 +222,6 @@ OTHERS = [
     ("MoE++", {"router": "softmax_expert_choice", "zero_experts": 0}, "choice'"),
     ("text", {"pooling": "last", "end_of_text_id": 2}, "end_of_text_id=2"),
     ("text", {"pooling": "map", "end_of_text_id": 2}, "end_of_text_id=2"),
-    ("text", {"projection_dim": None, "projection_bias": True}, "projection_dim=None"),
     ("text", {**MOE, "expert_pools": [[0, 1], [1, 2]]}, r"\[\[0, 1\], \[1, 2\]\]"),
     ("text", {**MOE, "expert_pools": [[0, 1], []]}, r"at least one expert.*\[\]"),
     (
@@ -231,14 +229,11 @@ OTHERS = [
         {**MOE, "expert_pools": [[0], [1, 2]]},
         r"expert_pools=\[\[0\], \[1, 2\]\]",
     ),
-    ("classifier", {"output_activation": "sigmoid"}, "multi_label=False"),
+    ("classifier", {"output_activation": "sigmoid"}, "activation='sigmoid'"),
     ("classifier", {"num_classes": 4, "head": HEAD}, "units=3"),
     ("classifier", {"head": MLP(8)}, "MuMoE"),
-    ("classifier", {"head": {"experts": 4}}, "experts=4"),
     ("classifier", {"head_position": "penultimate"}, "head=None"),
     ("classifier", {"head": HEAD, "head_position": "last"}, "head_position='last'"),
-    ("classifier", {"head": HEAD, "head_bias": -10.0}, "head_bias=-10.0"),
-    ("classifier", {"head": EDITED, "head_position": "penultimate"}, r"=\(2,\)"),
     ("classifier", {"pooling": "first"}, "class_token=True"),
     ("classifier", {"pooling": "average", "pooling_query_key_norm": True}, "average"),
     ("classifier", {"pooling": "map", "pooling_query_key_norm": 1}, "key_norm=1"),
@@ -253,11 +248,10 @@ OTHERS = [
     ("card", {"picture": __file__}, "ends in one of"),
     ("tokenizer", {"max_length": 2, "start_id": 1, "end_id": 2}, "max_length=2"),
     ("clip", {"projection_dim": None, "text": PROJECTED}, "one size"),
-    ("clip", {"text": PROJECTED}, "that of the pair, 4"),
     ("clip", {"num_experts": 4}, "in the config of a tower"),
     ("clip", {"image": {**IMAGE, "dtype": "float16"}}, "dtype"),
     ("clip", {"text": {**TEXT, **MOE, "num_modalities": 2}}, "the tower text"),
-    ("clip", {"text": {**TEXT, **MOE, **BY_MODALITY}}, "of one modality"),
+    ("clip", {"text": {**TEXT, **MOE, **BY_MODALITY}}, "modalities 0 to 0"),
     ("clip", {"temperature": {"scale": -1.0}}, "scale > 0"),
     ("clip", {"temperature": {"scale": 200.0, "largest_scale": 100.0}}, "at most"),
     ("clip", {"image_pooling": "last"}, "pooling"),
@@ -293,8 +287,11 @@ CALLS = [
         )
     ),
     # Models of pairs
-    (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "none of .*mask"),
-    (lambda: clip().predict(TEXTS), r"encoder\('text'\) takes texts alone"),
+    (
+        lambda: clip().predict({"images": IMAGES, "token_ids": IDS}),
+        "padding_mask alone",
+    ),
+    (lambda: clip().predict(TEXTS), r"encoder\('text'\) take one modality alone"),
     (lambda: clip().encoder("sound"), "received: modality='sound'"),
     (lambda: pairs_model().encode_text(EMPTY), "a token that is no padding"),
     (lambda: pairs_model().encode_text(["a cat"]), "TextTokenizer for its prepr"),
@@ -307,19 +304,18 @@ CALLS = [
     ),
     (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss()), r"\['logit_bias'"),
     (lambda: pairs_model().fit(PAIRS, np.zeros(3)), "y of ndarray"),
-    (lambda: pairs_model().predict(IMAGES), "an array of shape"),
+    (lambda: pairs_model().predict(IMAGES), "received: an array"),
     (
         lambda: pairs_model().similarity(np.ones((2, 3)), np.ones((2, 4))),
         "embeddings of one size",
     ),
     (lambda: ContrastiveModel(clip(), small_tokenizer()), "vocabulary_size"),
-    (lambda: ContrastiveModel(clip(), 3), "TextTokenizer or None"),
     (lambda: ContrastiveModel(clip(), nope=3), "nope"),
     (
         lambda: ContrastiveModel(clip(), None, ImagePreprocessor((9, 9, 3))),
         "preprocessor of image_shape=",
     ),
-    (lambda: ContrastiveModel(ViTBackbone(**IMAGE)), "CLIPBackbone or a LIMoEBack"),
+    (lambda: ContrastiveModel(ViTBackbone(**IMAGE)), "to be a PairBackbone"),
 ]
 
 
@@ -343,7 +339,7 @@ def test_bad_arguments_are_refused(maker, arguments, message):
         ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
         ({k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()}, "max_length=6"),
         ({"token_ids": IDS.astype("float32")}, "integers"),
-        ({"image_ids": np.arange(3)}, r"alone; received: \['image_ids'\]"),
+        ({"image_ids": np.arange(3)}, "alone; received: .*'image_ids'"),
         ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
         ({"padding_mask": EMPTY["padding_mask"]}, "a token that is no padding"),
     ],

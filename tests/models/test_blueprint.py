@@ -156,12 +156,3 @@ def test_a_source_is_closed_when_its_arguments_are_refused(monkeypatch):
     with models.resolve(PUBLISHED):
         assert len(closed) == 1
     assert len(closed) == 2
-
-
-def test_a_backbone_of_ones_own(sources):
-    backbone = models.from_preset(sources["backbone"], dropout_rate=0.5)
-    model = ViTImageClassifier.from_preset(sources["task"], backbone=backbone)
-    assert model.backbone is backbone
-    assert model.pooling == "average"
-    with pytest.raises(ValueError, match="not both; received: num_layers="):
-        ViTImageClassifier.from_preset(sources["task"], backbone=backbone, num_layers=2)

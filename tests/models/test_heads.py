@@ -137,12 +137,6 @@ def test_counts_of_a_head_on_a_large_backbone():
     assert actual.parameters - dense.parameters == 1_079_808
 
 
-def test_a_saved_head_needs_num_classes_for_another(tmp_path):
-    models.ViTImageClassifier(backbone(), 3).save_to_preset(tmp_path / "preset")
-    with pytest.raises(ValueError, match="num_classes"):
-        models.from_preset(tmp_path / "preset", head=MuMoE(3, 4, rank=5))
-
-
 # Pooling
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
+from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier, registry
 from keras_moe.models.registry import builtin_presets
 from tests.small_models import assert_same_outputs
 
@@ -414,7 +414,7 @@ def test_what_a_caller_changes_stays_with_the_caller():
     )
     mine["router_z"] = 7.0
     backbone.get_config()["moe"]["auxiliary_losses"]["router_z"] = 8.0
-    builtin_presets()["vmoe_digits"]["config"]["image_shape"].clear()
+    registry.presets()["vmoe_digits"]["config"]["image_shape"].clear()
     assert backbone.moe.auxiliary_losses == {"router_z": 0.5}
     assert (
         models.from_preset("vmoe_digits", load_weights=False).moe.auxiliary_losses
