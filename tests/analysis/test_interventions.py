@@ -396,7 +396,7 @@ def test_copies_keep_what_is_frozen_and_need_no_loss():
         lambda: analysis.steer_expert(model, "block_0", 1),
         lambda: analysis.edit_expert_logits(model, None, 1),
     ):
-        with pytest.raises(ValueError, match="low-rank"):
+        with pytest.raises(ValueError, match="LoRA"):
             refused()
 
 

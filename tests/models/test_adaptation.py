@@ -260,17 +260,6 @@ def test_filters_choose_the_experts_alone(tmp_path):
     assert paths_of_int8(models.from_preset(str(tmp_path / "preset"))) == int8
 
 
-@pytest.mark.usefixtures("quiet")
-def test_an_int8_mixer_comes_back(tmp_path):
-    model = mixer()
-    model.quantize("int8")
-    assert len(paths_of_int8(model)) == 4 + 2 + 2
-    model.save_to_preset(tmp_path / "preset")
-    loaded = models.from_preset(str(tmp_path / "preset"))
-    expected = model.predict(images(5), verbose=0)
-    np.testing.assert_array_equal(loaded.predict(images(5), verbose=0), expected)
-
-
 @pytest.mark.usefixtures("traced", "quiet")
 def test_digits_are_recognised_as_well_with_int8():
     sizes = {"num_layers": 1, "moe_layers": [0], "seed": 0, "num_classes": 10}

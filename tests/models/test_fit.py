@@ -129,13 +129,6 @@ def test_one_output_counts_decisions(op_by_op):
     assert actual["accuracy"] == pytest.approx(np.mean(decisions == labels))
 
 
-def test_settings_of_training_are_copied(models):
-    models["logits"].compile("sgd", "categorical_crossentropy")
-    again = models["logits"].copy()
-    assert isinstance(again.loss, losses.CategoricalCrossentropy)
-    assert again.loss.from_logits
-
-
 # Data
 
 

@@ -106,16 +106,6 @@ def test_pooled_is_the_projection_of_a_token(pooling, positions):
     assert plain.output["pooled"].shape == (None, 8)
 
 
-@pytest.mark.parametrize("pooling", ["map", "max"])
-def test_pooling_of_all_tokens_reads_no_padding(pooling):
-    model = with_weights(text(pooling=pooling, causal=False))
-    again = TextBackbone.from_config(model.get_config())
-    assert again.get_config()["pooling"] == pooling
-    expected = model.predict(texts(), verbose=0)["pooled"]
-    received = model.predict(texts(np.where(MASK, IDS, 4), MASK), verbose=0)["pooled"]
-    np.testing.assert_allclose(received, expected, atol=1e-5)
-
-
 # Experts
 
 
@@ -175,18 +165,6 @@ def test_it_is_described_and_laid_out(kwargs):
     assert any("experts" in rule for rule in rules.weights) == ("moe_layers" in kwargs)
 
 
-def test_costs_by_hand():
-    described = models.describe(text())
-    parts = {part.name: part for part in described.parts}
-    assert parts["embedding"][1:] == ("tokens", 26 * 8, 26 * 8, 0)
-    # Attention's four matrices, its scores and sums, and the MLP's two, for 6 tokens.
-    flops = 2 * 6 * 4 * 8 * 8 + 2 * 2 * 6 * 6 * 8 + 2 * 6 * 2 * 8 * 16
-    norms, attention, mlp = 4 * 8, 4 * (8 * 8 + 8), 8 * 16 + 16 + 16 * 8 + 8
-    block = norms + attention + mlp
-    assert parts["block_0"][1:] == ("dense", block, block, flops)
-    assert parts["projection"][1:] == ("dense", 32, 32, 2 * 8 * 4)
-
-
 @pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="PyTorch alone has weights of no memory"
 )
@@ -220,22 +198,6 @@ def test_soft_routers_keep_their_slots_for_shorter_texts(tmp_path):
     text(**MOE, router="soft").save_to_preset(tmp_path / "saved")
     shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
     assert shorter.predict(texts(), verbose=0)["pooled"].shape == (2, 4)
-
-
-def test_overrides_by_flat_names():
-    models.register_presets(
-        {"text_tiny": {
-            "description": "A text tower of two blocks", "backbone": "TextBackbone",
-            "config": {**SIZES, **MOE},
-        }}
-    )  # fmt: skip
-    model = models.from_preset("text_tiny", num_experts=2, causal=False)
-    assert model.moe.num_experts == 2
-    assert not model.get_layer("block_0").token_mixer.causal
-    with pytest.raises(ValueError, match=r"max_lenght=3 \(nearest: max_length"):
-        models.from_preset("text_tiny", max_lenght=3)
-    with pytest.raises(ValueError, match="TextBackbone"):
-        models.from_preset("text_tiny", num_classes=3)
 
 
 @pytest.mark.every_backend

@@ -9,17 +9,13 @@ from keras_moe.layers import (
     MLP,
     EncoderBlock,
     EncoderSpec,
-    Experts,
     LayerNorm,
-    MoE,
     MoEConfig,
-    MoEEncoderBlock,
     MuMoEConfig,
     SelfAttention,
     TokenMLP,
 )
 from keras_moe.models.tower import Tower
-from keras_moe.routers import TokenChoiceRouter
 from tests.calls import call
 from tests.small_models import with_weights
 
@@ -109,14 +105,3 @@ def test_masks_that_do_not_fit_are_refused():
         block(TOKENS, modality_ids=np.zeros((3, 5), "int32"))
     with pytest.raises(ValueError, match="token_mixer=TokenMLP"):
         EncoderBlock(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
-
-
-def test_a_mask_may_be_a_list():
-    experts = MoE(TokenChoiceRouter(2), Experts(2, 8))
-    for block in (
-        EncoderBlock(SelfAttention(2, 4), MLP(8)),
-        MoEEncoderBlock(SelfAttention(2, 4), experts),
-    ):
-        results = [block(TOKENS, mask=mask) for mask in (MASK, MASK.tolist())]
-        arrays, lists = (keras.tree.flatten(result)[0] for result in results)
-        np.testing.assert_array_equal(to_numpy(lists), to_numpy(arrays))

@@ -40,10 +40,7 @@ def emoji_of_tests(model, **options):
     return data.load_pairs("emoji", "test", shape, tokenizer=tokenizer, **options)
 
 
-KERNEL = "block_1/moe/experts/hidden_kernel"
-
-
-def weight(model, path=KERNEL):
+def weight(model, path="block_1/moe/experts/hidden_kernel"):
     (variable,) = (x for x in model.weights if x.path.endswith(path))
     return keras.ops.convert_to_numpy(variable)
 
@@ -232,11 +229,8 @@ def test_heads_backbones_and_image_sizes():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"num_experts": 4},
         {"num_experts": 4, "num_classes": 10},
-        {"hidden_dim": 32},
         {"num_layers": 2, "task": "backbone"},
-        {"moe_layers": None},
         {"router": "soft"},
     ],
 )
@@ -263,15 +257,12 @@ def copy_of_digits(tmp_path, monkeypatch):
 def test_weights_of_ones_own_are_registered(copy_of_digits):
     assert models.list_presets()["mine"] == models.list_presets()["vmoe_digits"]
     assert type(models.from_preset("mine")).__name__ == "ViTImageClassifier"
-    spec = {"description": "", "backbone": "ViTBackbone", "config": {}}
-    with pytest.raises(ValueError, match="acuracy"):
-        models.register_presets({"other": {**spec, "results": [{"acuracy": 1.0}]}})
 
 
 def test_missing_folders_are_named(copy_of_digits):
     shutil.rmtree(copy_of_digits)
     for make in (models.from_preset, models.ViTBackbone.from_preset, models.describe):
-        with pytest.raises(ValueError, match=rf"'mine' in {copy_of_digits}; .*False"):
+        with pytest.raises(ValueError, match=f"preset='{copy_of_digits}'"):
             make("mine")
     assert models.from_preset("mine", load_weights=False).count_params() > 0
 

@@ -8,7 +8,6 @@ from keras import ops
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
-from keras_moe.routers import SinkhornAffinity
 from tests.small_models import ONE_BLOCK, SMALL, assert_same_outputs
 
 to_numpy = ops.convert_to_numpy
@@ -72,14 +71,6 @@ def test_losses_may_be_given_as_objects():
     again = ViTBackbone.from_config(plain(backbone.get_config()))
     (loss,) = again.get_layer("block_1").feed_forward.auxiliary_losses
     assert (loss.name, loss.weight) == ("router_z", 0.25)
-
-
-@pytest.mark.parametrize(
-    "moe_layers", [range(1, 2), np.array([1]), {1}, (np.int64(1),), (i for i in [1])]
-)
-def test_moe_layers_of_any_kind_are_saved_as_a_list(moe_layers):
-    backbone = ViTBackbone.from_config({**SMALL, "moe_layers": moe_layers})
-    assert plain(backbone.get_config())["moe"]["moe_layers"] == [1]
 
 
 def test_each_site_that_draws_has_a_seed_of_its_own():
@@ -307,22 +298,6 @@ def test_without_position_embedding_places_do_not_matter(class_token):
     assert actual["sincos"] > 1e-2
 
 
-def test_all_routers_cost_alike():
-    slots = {}
-    for name in ROUTERS:
-        backbone = ViTBackbone.from_config(
-            {**SMALL, "capacity_factor": 1.5, "router": name}
-            | ({} if name == "soft" else {"capacity_multiple_of": 4})
-        )
-        moe = backbone.get_layer("block_1").feed_forward
-        # 72 tokens, K = 2, c = 1.5, E = 4; soft routing has images of 9 tokens.
-        num_tokens = 9 if name == "soft" else 72
-        slots[name] = moe.router.group_capacity(num_tokens, training=True)
-    assert slots.pop("soft") == 7
-    for name, capacity in slots.items():
-        assert capacity == 56, name  # 54, as a multiple of 4
-
-
 def test_which_losses_auto_means():
     def names(**kwargs):
         moe = (
@@ -339,40 +314,6 @@ def test_which_losses_auto_means():
     assert names(
         router="softmax_expert_choice", auxiliary_losses={"router_z": 1.0}
     ) == ["router_z"]
-
-
-def test_options_reach_the_router_and_round_trip():
-    options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
-    backbone = ViTBackbone.from_config(
-        {**SMALL, "router": "sinkhorn_expert_choice", **options}
-    )
-    again = ViTBackbone.from_config(plain(backbone.get_config()))
-    router = again.get_layer("block_1").feed_forward.router
-    assert (router.affinity.iterations, router.noise_std) == (9, 0.25)
-    soft = ViTBackbone.from_config({**SMALL, "router": "soft", "num_slots": 3})
-    assert soft.get_layer("block_1").feed_forward.router.slots.shape == (16, 4, 3)
-
-
-def test_noise_is_the_routers_own_unless_it_is_set():
-    def noise(**arguments):
-        backbone = ViTBackbone.from_config(
-            {**SMALL, "auxiliary_losses": None, **arguments}
-        )
-        again = ViTBackbone.from_config(plain(backbone.get_config()))
-        assert again.moe.router_arguments["noise_std"] == arguments.get("noise_std")
-        router = again.get_layer("block_1").feed_forward.router
-        return router.noise_std, router.noisy_combine
-
-    for name in ROUTERS:
-        if name != "soft":
-            is_softmax = name.startswith("softmax")
-            noisy = is_softmax or name.endswith("expert_choice")
-            assert noise(router=name) == (float(is_softmax), noisy), name
-            assert noise(router=name, noise_std=0.5) == (0.5, noisy), name
-    assert noise(zero_experts=1) == (0.0, True)
-    options = {"noisy_combine": True}
-    router = "sinkhorn_token_choice"
-    assert noise(router=router, **options) == (0.0, True)
 
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
