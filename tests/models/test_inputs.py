@@ -91,21 +91,6 @@ def test_validation_data_and_predictions_are_checked(model):
                 getattr(predicts, method)(WRONG)
 
 
-def test_labels_of_several_classes_are_in_0_to_1():
-    model = vit({"multi_label": True})
-    with pytest.raises(ValueError, match="received: 0 to 2"):
-        model.evaluate(IMAGES, np.array([[0, 1, 2]] * 2), verbose=0)
-
-
-def test_a_label_may_be_ignored_and_other_losses_take_what_they_like():
-    model = vit()
-    sparse = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
-    model.compile("sgd", sparse)
-    model._check_inputs(IMAGES, np.array([0, -1]))
-    model.compile("sgd", "mse")
-    model._check_inputs(IMAGES, np.full((2, 3), 5.0))
-
-
 def test_a_model_survives_a_call_that_fails(monkeypatch):
     """The checks left out: what no check sees must not cost the weights either."""
     monkeypatch.setattr(input_checks, "_check_shape", lambda *_: None)
@@ -131,48 +116,50 @@ def test_bytes_warn_once(model):
     model = vit()
     images = np.full(IMAGES.shape, 255, "uint8")
     with pytest.warns(UserWarning, match="127.5"):
-        model.predict_on_batch(images)
+        model.predict_on_batch(keras.ops.convert_to_tensor(images))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Expected images")
         model.predict_on_batch(images)
 
 
-def test_tensors_are_checked_as_arrays_are(model):
-    with pytest.raises(ValueError, match="received: 3"):
-        model.evaluate(IMAGES, keras.ops.convert_to_tensor([0, 3]), verbose=0)
-    several = vit({"multi_label": True})
-    with pytest.raises(ValueError, match="received: 0 to 2"):
-        several._check_inputs(IMAGES, keras.ops.convert_to_tensor([[0, 1, 2]] * 2))
-    with pytest.warns(UserWarning, match="127.5"):
-        several._check_inputs(keras.ops.full(IMAGES.shape, 255, "uint8"))
-    # Symbolic tensors and iterators have no values to check.
-    model._check_inputs(IMAGES, keras.KerasTensor((None,), "int32"))
+SPARSE, SEVERAL = "sparse_categorical_crossentropy", "binary_crossentropy"
+IGNORED = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_classes", "loss", "message"),
+    [
+        (np.array([0, 3]), 3, SPARSE, "received: 3"),
+        (np.array([0, 3]), 3, [SPARSE], "received: 3"),
+        ([np.array([0, 3])], 3, {"predictions": SPARSE}, "received: 3"),
+        ([np.array([0, 3])] * 2, 3, [SPARSE, SPARSE], None),
+        (np.array([0, -1]), 3, IGNORED, None),
+        (np.zeros((2, 1), "int32"), 3, SPARSE, None),
+        (np.zeros((), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\); received"),
+        (np.zeros((2, 3), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\)"),
+        (np.zeros((2, 1, 1), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\)"),
+        (np.array([[0, 1, 2]]), 3, SEVERAL, "received: 0 to 2"),
+        (np.zeros((2, 3)), 3, SEVERAL, None),
+        (np.zeros(2), 1, SEVERAL, None),
+        (np.zeros(2), 3, SEVERAL, r"\(batch, 3\), one for each image"),
+        (np.zeros((2, 4)), 3, SEVERAL, r"\(batch, 3\), one for each image"),
+        (np.full((2, 3), 5.0), 3, "mse", None),
+        (keras.KerasTensor((None,), "int32"), 3, SPARSE, None),
+    ],
+)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_labels_are_those_of_the_loss(labels, num_classes, loss, message, as_tensor):
+    if as_tensor and isinstance(labels, np.ndarray):
+        labels = keras.ops.convert_to_tensor(labels)
+    if message is None:
+        input_checks.check_labels(labels, num_classes, loss)
+        return
+    with pytest.raises(ValueError, match=message):
+        input_checks.check_labels(labels, num_classes, loss)
+
+
+def test_iterators_pass(model):
     model._check_inputs((image, 7) for image in IMAGES)
-
-
-def test_a_loss_in_a_list_or_dict_is_looked_into():
-    one = "sparse_categorical_crossentropy"
-    for loss in ([one], {"predictions": one}):
-        with pytest.raises(ValueError, match="received: 3"):
-            input_checks.check_labels(np.array([0, 3]), 3, loss)
-    with pytest.raises(ValueError, match="received: 3"):
-        input_checks.check_labels([np.array([0, 3])], 3, [one])
-    input_checks.check_labels([np.array([0, 3])] * 2, 3, [one, one])
-
-
-def test_the_shapes_of_labels_are_checked():
-    sparse, several = "sparse_categorical_crossentropy", "binary_crossentropy"
-    check = input_checks.check_labels
-    for shape in ((2,), (2, 1)):
-        check(np.zeros(shape, "int32"), 3, sparse)
-    for shape in ((), (2, 3), (2, 1, 1)):
-        with pytest.raises(ValueError, match=r"\(batch,\) or \(batch, 1\); received"):
-            check(np.zeros(shape, "int32"), 3, sparse)
-    check(np.zeros((2, 3)), 3, several)
-    check(np.zeros((2,)), 1, several)
-    for shape in ((2,), (2, 1), (2, 4)):
-        with pytest.raises(ValueError, match=r"\(batch, 3\), one for each image"):
-            check(np.zeros(shape), 3, several)
 
 
 def test_no_images_at_all_have_a_named_error(model):
