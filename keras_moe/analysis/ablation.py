@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.analysis.interventions import (
-    check_images,
     excluded,
     moe_block,
     mumoe_head,
@@ -25,7 +24,7 @@ from keras_moe.analysis.specialisation import (
     class_polysemanticity,
     mean_polysemanticity,
 )
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_class_labels, check_one_of
 from keras_moe.compat import restored
 from keras_moe.ops.expert_types import ExpertTypes
 
@@ -134,7 +133,6 @@ def ablate_experts(
     >>> analysis.ablate_experts(model, images, labels, verbose=0).changes.shape
     (4, 10)
     """
-    images = check_images(images)
     part = ablated_part(model, layer)
     labels = _check_labels(labels, len(images), model)
     if removal is not None:
@@ -152,69 +150,43 @@ def ablate_experts(
 
 def _check_labels(labels, count, model):
     labels, classes = np.asarray(labels), model.output.shape[-1]
-    shape, top = (count,), classes
-    if getattr(model, "multi_label", labels.ndim == 2):
-        shape, top = (count, classes), 2
-    numbers = labels.dtype == bool or np.issubdtype(labels.dtype, np.number)
-    if labels.shape != shape or not numbers:
+    several = getattr(model, "multi_label", labels.ndim == 2)
+    shape = (count, classes) if several else (count,)
+    if labels.shape != shape:
         raise ValueError(
-            f"Expected labels of shape {shape}, 0 or 1 where they are of several "
-            f"classes; received: shape={labels.shape}, dtype={labels.dtype}"
+            f"Expected labels of shape {shape}; received: shape={labels.shape}"
         )
-    if not np.isin(labels, np.arange(top)).all():
-        raise ValueError(
-            f"Expected labels that are integers from 0 to {top - 1}; received: from "
-            f"{labels.min()} to {labels.max()}, dtype={labels.dtype}"
-        )
+    check_class_labels(labels, 2 if several else classes)
     return labels.astype("int32")
 
 
 def _removals(experts, removal, part):
     """Names of the removals, and pairs of how to remove which experts."""
     expert_types = part.expert_types
-    entries = range(expert_types.ffn) if experts is None else experts
-    if isinstance(entries, str) or not hasattr(entries, "__iter__"):
-        raise ValueError(
-            f"Expected a sequence of experts below {expert_types.total}, of types, or "
-            f"of tuples of these; received: experts={experts!r}"
-        )
-    entries = list(entries)
-    numbers = [numbers_of(entry, expert_types) for entry in entries]
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"Expected different experts below {expert_types.total}; "
-            f"received: experts={experts}"
-        )
-    removals = [
-        (removal or _removal_of(entry, own, expert_types), own)
-        for entry, own in zip(entries, numbers)
-    ]
-    for how, own in removals:
-        if how == "output" and max(own) >= expert_types.ffn:
+    entries = list(range(expert_types.ffn) if experts is None else experts)
+    names, removals = [], []
+    for entry in entries:
+        numbers = numbers_of(entry, expert_types)
+        is_number = not isinstance(entry, (str, list, tuple))
+        how = removal
+        if how is None:
+            is_ffn = is_number and numbers[0] < expert_types.ffn
+            how = "output" if is_ffn else "choice"
+        if isinstance(part, MuMoEPart):
+            is_possible = how == "output" and len(numbers) == 1
+        else:
+            is_possible = how == "choice" or max(numbers) < expert_types.ffn
+        if not is_possible:
             raise ValueError(
                 "Expected removal='choice' for zero, copy and constant experts, which "
-                f"have no weights to set to zero; received: removal={removal!r}, "
-                f"experts={experts}"
+                "have no weights, and single experts with removal='output' for muMoE, "
+                "in which every expert takes part; received: "
+                f"removal={removal!r}, experts={experts!r}"
             )
-        if isinstance(part, MuMoEPart) and (how == "choice" or len(own) > 1):
-            raise ValueError(
-                "Expected single experts and removal='output' of muMoE, in which every "
-                f"expert takes part; received: removal={removal!r}, experts={experts}"
-            )
-    if any(isinstance(entry, (str, list, tuple)) for entry in entries):
-        return np.array([_name(entry) for entry in entries]), removals
-    return np.array([own for (own,) in numbers]), removals
-
-
-def _removal_of(entry, numbers, expert_types):
-    is_number = not isinstance(entry, (str, list, tuple))
-    return "output" if is_number and max(numbers) < expert_types.ffn else "choice"
-
-
-def _name(entry):
-    if isinstance(entry, (list, tuple)):
-        return " + ".join(map(_name, entry))
-    return str(entry)
+        parts = entry if isinstance(entry, (list, tuple)) else [entry]
+        names.append(numbers[0] if is_number else " + ".join(map(str, parts)))
+        removals.append((how, numbers))
+    return np.array(names), removals
 
 
 def print_ablation(
@@ -296,14 +268,6 @@ class RoutedPart:
     """The routed MoE layers of one block, or of all."""
 
     def __init__(self, layers: list):
-        for layer in layers:
-            if not hasattr(layer, "expert_slices"):
-                raise ValueError(
-                    "Expected blocks whose experts a router chooses; received: "
-                    f"{type(layer).__name__}"
-                )
-        if not layers:
-            raise ValueError("Expected a model with MoE blocks; received: none")
         self.layers = layers
 
     @property
@@ -339,7 +303,9 @@ def _rest(model, name):
 def ablated_part(model: keras.Model, layer: str) -> Any:
     """The part of a classifier that `layer` names."""
     if layer == ALL:
-        blocks = [moe_block(model, name) for name in _block_names(model) or [ALL]]
+        # Records of token mixers are named "block_0/token_mixer".
+        names = [name for name in model.backbone.routing if "/" not in name]
+        blocks = [moe_block(model, name) for name in names]
         return RoutedPart([block.feed_forward for block in blocks])
     if layer != "head":
         name = str(layer).removesuffix(MIXER)
@@ -352,11 +318,6 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
         if name == layer and not hasattr(block.feed_forward, "ablated"):
             return RoutedPart([block.feed_forward])
     return MuMoEPart(model, layer)
-
-
-def _block_names(model):
-    names = getattr(getattr(model, "backbone", None), "routing", {})
-    return [name for name in names if "/" not in name]
 
 
 def _is_right(outputs, labels, threshold):
@@ -436,12 +397,12 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
         for start in range(0, len(rows), rows_together):
             row = rows[start : start + rows_together]
             column = columns[start : start + rows_together]
-            place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
+            indices = np.stack(np.unravel_index(experts[column], levels), axis=-1)
             # Padded to a constant shape, so that the scorer compiles only once.
             padded = np.resize(row, rows_together)
             inputs = (
                 predicted["inputs"][padded],
-                np.resize(place, (rows_together, len(levels))).astype("int32"),
+                np.resize(indices, (rows_together, len(levels))).astype("int32"),
                 of_step[padded],
             )
             after = np.asarray(scorer.predict_on_batch(inputs))[: len(row)]

@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.checks import check_integer
 from keras_moe.ops import expert_capacity, expert_choice, token_choice
 
 # Limits beyond which a router is unhealthy. An expert is dead if it has less than
@@ -81,14 +80,12 @@ def routing_statistics(
         np.asarray(x, "float64")
         for x in (routing.dispatched, routing.gates, routing.affinity)
     )
-    if dispatched.ndim != 3:
-        raise ValueError(
-            "Expected routing arrays of shape (batch, tokens, experts); "
-            f"received: shape={dispatched.shape}"
-        )
     counts = np.ones(dispatched.shape[:2], bool) if mask is None else np.asarray(mask)
-    if not counts.any():
-        raise ValueError("Expected at least one token; received: none that counts")
+    if dispatched.ndim != 3 or not counts.any():
+        raise ValueError(
+            "Expected routing arrays of shape (batch, tokens, experts), and a token "
+            f"that counts; received: shape={dispatched.shape}, {counts.sum()} tokens"
+        )
     dispatched, gates, affinity = (x[counts] for x in (dispatched, gates, affinity))
     num_experts = dispatched.shape[-1]
     loads = dispatched.sum(axis=0)
@@ -178,19 +175,7 @@ def expert_queues(
     [[[1, -1], [0, -1], [-1, 0]]]
     """
     affinity = np.asarray(affinity, "float32")
-    if affinity.ndim != 3:
-        raise ValueError(
-            "Expected an affinity of shape (batch, tokens, experts); "
-            f"received: shape={affinity.shape}"
-        )
-    batch, length, num_experts = affinity.shape
-    if check_integer("examples_per_group", examples_per_group) > batch or (
-        batch % examples_per_group
-    ):
-        raise ValueError(
-            f"Expected examples_per_group to divide the batch of {batch}; "
-            f"received: examples_per_group={examples_per_group}"
-        )
+    _, length, num_experts = affinity.shape
     size = examples_per_group * length
     grouped = affinity.reshape(-1, size, num_experts)
     mask = None if mask is None else np.asarray(mask, bool).reshape(-1, size)

@@ -135,11 +135,6 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
     [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
     """
     sources, targets = main_experts(source), main_experts(target)
-    if sources.shape != targets.shape:
-        raise ValueError(
-            "Expected records of the same tokens; received: shapes "
-            f"{sources.shape} and {targets.shape} without experts"
-        )
     rows = np.asarray(source.dispatched).shape[-1] + 1
     columns = np.asarray(target.dispatched).shape[-1] + 1
     pairs = sources * columns + targets
@@ -257,18 +252,15 @@ def _tags(caption, pieces, tag):
     """The tag of each piece of a caption."""
     words = _WORDS.findall(caption)
     tags = [str(name) for name in tag(words)]
-    if len(tags) != len(words):
-        raise ValueError(
-            f"Expected a tag for each of the words {words}; received: {tags}"
-        )
     # Taggers get the caption's case, but tokenizers may lower it.
-    letters = [(c, name) for word, name in zip(words, tags) for c in word.lower()]
-    result, place = [], 0
+    tagged = zip(words, tags, strict=True)
+    letters = [(c, name) for word, name in tagged for c in word.lower()]
+    result, start = [], 0
     for piece in pieces:
         text = "".join(piece.replace(_SPACE, " ").lower().split())
-        covered = letters[place : place + max(len(text), 1)]
+        covered = letters[start : start + max(len(text), 1)]
         if not covered or (text and text != "".join(c for c, _ in covered)):
             break
         result.append(covered[0][1])
-        place += len(text)
+        start += len(text)
     return result + [UNKNOWN] * (len(pieces) - len(result))

@@ -8,20 +8,19 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from keras_moe.checks import check_bool, check_integer
+from keras_moe.checks import check_bool, check_integer, check_mask
 from keras_moe.files import write_json
 
 # The group of all tokens.
 ALL = "all"
 # As `groups`: the second part of each batch.
 LABELS = "labels"
-# Fields that may be None.
-OPTIONAL = ("contributions", "first_choices")
 
 
 class BlockUsage(NamedTuple):
@@ -77,21 +76,14 @@ class ExpertUsage(NamedTuple):
     @classmethod
     def from_dict(cls, content: dict) -> "ExpertUsage":
         """Restores the result of `to_dict`."""
-        try:
-            groups = [str(name) for name in content["groups"]]
-            blocks = {}
-            for name, fields in content["blocks"].items():
-                arrays = {
-                    field: None if values is None else np.array(values, "float64")
-                    for field, values in fields.items()
-                }
-                blocks[str(name)] = BlockUsage(**arrays)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                "Expected the dict of an ExpertUsage, with groups and blocks; "
-                f"received: {type(content).__name__} ({error!r})"
-            ) from error
-        return checked_usage(cls(groups, blocks))
+        blocks = {}
+        for name, fields in content["blocks"].items():
+            arrays = {
+                field: None if values is None else np.array(values, "float64")
+                for field, values in fields.items()
+            }
+            blocks[name] = BlockUsage(**arrays)
+        return cls(list(content["groups"]), blocks)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file."""
@@ -100,42 +92,7 @@ class ExpertUsage(NamedTuple):
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertUsage":
         """Reads a file written by `save`."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(
-                f"Expected a file that ExpertUsage.save has written; received: {path} "
-                f"({error})"
-            ) from error
-
-
-def checked_usage(usage: Any) -> ExpertUsage:
-    """Checks shapes and values of a usage."""
-    if not isinstance(usage, ExpertUsage) or not usage.blocks or not usage.groups:
-        raise ValueError(
-            "Expected an ExpertUsage of at least one group and block; "
-            f"received: {usage!r:.200}"
-        )
-    for name, block in usage.blocks.items():
-        shape = (len(usage.groups), *np.shape(block.tokens)[1:])
-        for field, figure in block._asdict().items():
-            if figure is None and field in OPTIONAL:
-                continue
-            if np.ndim(figure) != 2 or np.shape(figure) != shape:
-                raise ValueError(
-                    f"Expected {field} of {name} with a row for each of the groups "
-                    f"{usage.groups}, {shape}; received: shape={np.shape(figure)}"
-                )
-            if not (np.isfinite(figure).all() and np.all(np.asarray(figure) >= 0)):
-                raise ValueError(
-                    f"Expected finite {field} of {name}, at least 0; received: NaN, "
-                    "inf or a negative number"
-                )
-        if not np.sum(block.tokens):
-            raise ValueError(
-                f"Expected served tokens in {name}; received: an empty usage"
-            )
-    return usage
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def routing_usage(
@@ -170,11 +127,6 @@ def routing_usage(
     ([[2.0, 1.0]], [[1.0, 0.5]])
     """
     tokens = np.asarray(routing.dispatched, "float64")
-    if tokens.ndim != 3:
-        raise ValueError(
-            "Expected routing arrays of shape (batch, tokens, experts); "
-            f"received: shape={tokens.shape}"
-        )
     first = np.argmax(routing.gates, axis=-1)
     figures = {
         "tokens": tokens,
@@ -184,21 +136,11 @@ def routing_usage(
     if contributions is not None:
         figures["contributions"] = contributions
     owners = _owners(groups, mask, tokens.shape[:2])
-    largest = int(owners.max(initial=-1))
     if num_groups is None:
-        num_groups = max(largest + 1, 1)
-    if largest >= num_groups:
-        raise ValueError(
-            f"Expected groups below num_groups={num_groups}; received: {largest}"
-        )
+        num_groups = int(owners.max(initial=0)) + 1
     counts, sums = owners >= 0, {}
     for name, figure in figures.items():
         figure = np.asarray(figure, "float64")
-        if figure.shape != tokens.shape:
-            raise ValueError(
-                f"Expected {name} of shape {tokens.shape}; "
-                f"received: shape={figure.shape}"
-            )
         if not np.isfinite(figure[counts]).all():
             raise ValueError(f"Expected finite {name}; received: NaN or inf")
         sums[name] = np.zeros((num_groups, tokens.shape[-1]))
@@ -209,22 +151,12 @@ def routing_usage(
 def _owners(groups, mask, shape):
     """The group of each token (B, N); -1 for tokens to ignore."""
     owners = np.zeros(shape, int) if groups is None else np.asarray(groups)
-    if owners.dtype.kind not in "iu" or owners.shape not in (shape, shape[:1]):
-        raise ValueError(
-            f"Expected groups to be integers of shape {shape[:1]} or {shape}; "
-            f"received: shape={owners.shape}, dtype={owners.dtype}"
-        )
     if owners.ndim == 1:
         owners = owners[:, None]
     owners = np.broadcast_to(owners, shape)
     if mask is None:
         return owners
-    mask = np.asarray(mask)
-    if mask.shape != shape:
-        raise ValueError(
-            f"Expected a mask of shape {shape}; received: shape={mask.shape}"
-        )
-    return np.where(mask.astype(bool), owners, -1)
+    return np.where(check_mask("mask", mask, shape).astype(bool), owners, -1)
 
 
 def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
@@ -243,14 +175,12 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
     [[6.0, 2.0]]
     """
     usages = list(usages)
-    if not usages:
-        raise ValueError("Expected at least one usage; received: none")
     first = usages[0]
     for other in usages[1:]:
-        if _layout(other) != _layout(first):
+        if other.groups != first.groups:
             raise ValueError(
-                "Expected usages with the same groups, blocks and experts; received: "
-                f"{_layout(first)} and {_layout(other)}"
+                "Expected usages with the same groups; received: "
+                f"{first.groups} and {other.groups}"
             )
     blocks = {}
     for name in first.blocks:
@@ -258,14 +188,6 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
         sums = (None if x[0] is None else np.sum(x, axis=0) for x in fields)
         blocks[name] = BlockUsage(*sums)
     return ExpertUsage(list(first.groups), blocks)
-
-
-def _layout(usage):
-    blocks = {
-        name: (block.tokens.shape, *(getattr(block, x) is not None for x in OPTIONAL))
-        for name, block in usage.blocks.items()
-    }
-    return list(usage.groups), blocks
 
 
 def expert_usage(
@@ -326,25 +248,20 @@ def expert_usage(
             bar.update(number + 1)
     if total is None:
         raise ValueError("Expected at least one batch of inputs; received: none")
-    return checked_usage(total)
+    return total
 
 
 def _group_names(groups, group_names):
     """Names of the groups; None if they follow from the model."""
-    if groups is None:
-        if group_names is not None:
-            raise ValueError(
-                "Expected group_names=None without groups; "
-                f"received: group_names={group_names}"
-            )
-        return None
-    if group_names is not None:
-        return [str(name) for name in group_names]
-    if isinstance(groups, str):
+    needs_names = isinstance(groups, str)
+    if (needs_names and group_names is None) or (groups is None and group_names):
         raise ValueError(
-            "Expected group_names for groups that come with each batch; received: "
-            f"group_names=None, groups={groups!r}"
+            "Expected group_names for groups that come with each batch, and none "
+            "without groups; received: "
+            f"group_names={group_names!r}, groups={groups!r:.80}"
         )
+    if groups is None or group_names is not None:
+        return group_names
     return [str(number) for number in range(int(np.max(groups, initial=0)) + 1)]
 
 
@@ -376,24 +293,9 @@ def _batch(each, groups):
     inputs, *labels = each if isinstance(each, (tuple, list)) else (each,)
     if groups is None:
         return inputs, None
-    if groups != LABELS:
-        return inputs, _input(inputs, "groups", groups)
-    if not labels:
-        raise ValueError(
-            "Expected batches (inputs, labels) for groups='labels'; received: only "
-            "inputs"
-        )
-    return inputs, np.asarray(labels[0])
-
-
-def _input(batch, argument, name):
-    if not isinstance(batch, dict) or name not in batch:
-        names = list(batch) if isinstance(batch, dict) else "one array"
-        raise ValueError(
-            f"Expected {argument} to be the name of an input, of {names}; "
-            f"received: {argument}={name!r}"
-        )
-    return np.asarray(batch[name])
+    if groups == LABELS:
+        return inputs, np.asarray(labels[0])
+    return inputs, np.asarray(inputs[groups])
 
 
 def _masks(inputs, mask, modalities):
@@ -407,7 +309,7 @@ def _masks(inputs, mask, modalities):
             f"Expected mask to be {expected} for records of {modalities}; "
             f"received: mask={mask!r}"
         )
-    return {key: _input(inputs, "mask", name) for key, name in names.items()}
+    return {key: np.asarray(inputs[name]) for key, name in names.items()}
 
 
 class UsageProbe:
@@ -421,25 +323,20 @@ class UsageProbe:
         modality: str | None = None,
     ):
         backbone = getattr(model, "backbone", model)
-        routing = getattr(model, "routing", None)
+        routing = getattr(model, "routing", None) or {}
+        if modality is not None:
+            start = f"{modality}/"
+            routing = {key: x for key, x in routing.items() if key.startswith(start)}
         if not routing:
             raise ValueError(
-                "Expected a model with MoE blocks, whose `routing` has their records; "
-                f"received: {type(model).__name__} without"
+                "Expected a model with MoE blocks, and of the modality if one is "
+                f"given; received: {type(model).__name__}, modality={modality!r}"
             )
-        if modality is not None:
-            every, start = list(routing), f"{modality}/"
-            routing = {key: x for key, x in routing.items() if key.startswith(start)}
-            if not routing:
-                raise ValueError(
-                    f"Expected a modality of the records {every}; received: "
-                    f"modality={modality!r}"
-                )
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._layers = list({id(layer): layer for layer in layers.values()}.values())
         self._keys = _keys_by_block(layers)
         self._without_padding = {key for key in layers if masks_padding(model, key)}
-        self._fields = list(_Counted._fields)
+        self._fields = ["gates", "dispatched", "combined"]
         if check_bool("contributions", contributions):
             # `measuring_contributions` in `count` puts them there.
             self._fields.append("affinity")
@@ -474,7 +371,7 @@ class UsageProbe:
         for name, keys in self._keys.items():
             usages = [
                 routing_usage(
-                    _Counted(*(records[key][x] for x in _Counted._fields)),
+                    SimpleNamespace(**records[key]),
                     groups,
                     count,
                     self._mask(key, inputs, masks.get(modality)),
@@ -493,14 +390,6 @@ class UsageProbe:
             return mask
         padding = np.asarray(inputs["padding_mask"], bool)
         return padding if mask is None else padding & mask.astype(bool)
-
-
-class _Counted(NamedTuple):
-    """The fields of `Routing` that are counted."""
-
-    gates: Any
-    dispatched: Any
-    combined: Any
 
 
 class _Records(keras.Model):

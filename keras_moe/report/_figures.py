@@ -69,8 +69,7 @@ def draw_loads(
     plain_axis(axis, title)
     # Room for the legend above the bars.
     axis.set_ylim(0, 1.28 * axis.get_ylim()[1])
-    style = {**_LEGEND, "columnspacing": 1.0, "handletextpad": 0.4}
-    axis.legend(loc="upper left", handlelength=1.2, **style)
+    axis.legend(loc="upper left", handlelength=1.2, columnspacing=1.0, **_LEGEND)
     figure.tight_layout(pad=0.4)
     return figure
 
@@ -129,9 +128,7 @@ def _draw_map(values, names, height, ticks, labels, unit, title, label="expert")
 
 def _expert_ticks(num_experts):
     """Expert numbers to label on an axis."""
-    most = _NUM_TICKS if num_experts <= 10 else 9
-    steps = (1, 2, 4, 5, 8, *range(10, num_experts + 10, 10))
-    step = next(x for x in steps if num_experts <= x * most or x >= num_experts)
+    step = 2 ** max(math.ceil(math.log2(num_experts / 12)), 0)
     return np.arange(num_experts)[::step]
 
 
@@ -210,9 +207,7 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     return figure
 
 
-def draw_queues(
-    counts: Any, edges: Any, names: list[str], types: list[str], capacity: str
-) -> Any:
+def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> Any:
     """Plots histograms of queue positions (L, types, Q), one panel per layer."""
     counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
     layers = evenly_spaced(len(counts), MAX_PANELS)
@@ -233,7 +228,7 @@ def draw_queues(
         axis.set_ylim(0, 1.08 * top)
         axis.set_xticks(np.arange(edges[0], edges[-1] + 1e-6))
         _style(axis, names[layer])
-    words = f"position in the queue, in capacities (line: {capacity})"
+    words = "position in the queue, in capacities (line: the capacity)"
     _legend(figure, [*zip(types, COLOURS)], words)
     return figure
 
@@ -299,8 +294,8 @@ def draw_positions(shares: Any, names: list[str]) -> Any:
         axis.set_axis_off()
         name = shortened(names[layer], 18)
         axis.set_title(name, fontsize=7, pad=4, parse_math=False)
-    figure.subplots_adjust(left=0.02, right=0.98, wspace=0.08)
     height = figure.get_size_inches()[1]
+    figure.tight_layout(pad=0.3, rect=(0, 0.45 / height, 1, 1 - 0.15 / height))
     area = figure.add_axes((0.2, 0.3 / height, 0.6, 0.08 / height))
     bar = figure.colorbar(
         image, cax=area, orientation="horizontal", format=_percent(".3g")
@@ -317,8 +312,6 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
     axis = figure.subplots()
-    rows = math.ceil(len(layers) / 3)
-    figure.subplots_adjust(0.13, 0.17, 0.97, 1 - (0.06 + 0.19 * rows) / 2.5)
     for colour, layer in zip(COLOURS, layers):
         style = {"marker": ".", "markersize": 4, "linewidth": 1.3, "color": colour}
         label = shortened(names[layer], 18)
@@ -330,7 +323,9 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     axis.set_xlabel("capacity factor", fontsize=8)
     _style(axis, None)
     axis.yaxis.set_major_formatter(_percent(".3g"))
-    _without_math(figure.legend(loc="upper center", **_LEGEND))
+    style = {**_LEGEND, "ncols": 2}
+    _without_math(axis.legend(loc="lower left", bbox_to_anchor=(0, 1), **style))
+    figure.tight_layout(pad=0.4)
     return figure
 
 
@@ -338,19 +333,10 @@ def _panels(count, height=1.15, columns=2, legend=0.42):
     """Makes a figure with panels, and room in inches for a legend below."""
     columns = max(min(count, columns), 1)
     rows = max(math.ceil(count / columns), 1)
-    total = rows * (height + 0.35) + legend
-    figure = new_figure(figsize=(_WIDTH, total))
+    figure = new_figure(figsize=(_WIDTH, rows * (height + 0.35) + legend))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[count:]:
         axis.remove()
-    figure.subplots_adjust(
-        left=0.1,
-        right=0.96,
-        bottom=(legend + 0.2) / total,
-        top=1 - 0.2 / total,
-        wspace=0.28,
-        hspace=0.36 / height,
-    )
     return figure, axes[:count]
 
 
@@ -383,6 +369,7 @@ def _legend(figure, types, words):
     handles = [Patch(color=colour, label=name) for name, colour in types]
     style = {**_LEGEND, "handlelength": 1.0}
     _without_math(figure.legend(handles=handles, loc="lower center", **style))
+    figure.tight_layout(pad=0.4, rect=(0, 0.42 / height, 1, 1))
 
 
 def _without_math(legend):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
+from PIL import Image
 
 COLOURS = 8
 CELL = 10
@@ -40,20 +41,13 @@ def drawable(image: np.ndarray) -> np.ndarray:
 
 def tile_of(image: Any, size: int) -> np.ndarray:
     """Resizes an image to a square tile."""
-    image = np.asarray(image, "float32")
-    if image.ndim != 3 or not image.size:
-        raise ValueError(
-            f"Expected an image (height, width, channels); received: "
-            f"shape={image.shape}"
-        )
-    image = drawable(image)
+    image = drawable(np.asarray(image, "float32"))
     pixels = np.clip(np.nan_to_num((image + 1.0) * 127.5), 0.0, 255.0)
     pixels = np.broadcast_to(np.round(pixels), (*image.shape[:2], 3)).astype("uint8")
-    is_smaller = max(image.shape[:2]) > size
-    pillow = _pillow()
     # Averages large images, and keeps the pixels of small ones sharp.
-    method = pillow.Resampling.BOX if is_smaller else pillow.Resampling.NEAREST
-    return np.asarray(pillow.fromarray(pixels).resize((size, size), method))
+    is_smaller = max(image.shape[:2]) > size
+    method = Image.Resampling.BOX if is_smaller else Image.Resampling.NEAREST
+    return np.asarray(Image.fromarray(pixels).resize((size, size), method))
 
 
 def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.ndarray:
@@ -82,46 +76,35 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
 def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
     """Joins tiles (R, C, T, T, 3 or 4) in a picture: data URI, width and height.
 
-    Uses WebP if Pillow supports it, else PNG. Reduces quality, then tile size, until
-    the picture is small enough.
+    Reduces quality, then tile size, until the picture is small enough.
     """
     tiles = np.asarray(tiles)
-    if tiles.ndim != 5 or tiles.shape[-1] not in (3, 4) or not tiles.size:
-        raise ValueError(
-            "Expected tiles (rows, columns, size, size, 3 or 4), at least one; "
-            f"received: shape={tiles.shape}"
-        )
-    pillow = _pillow()
-    from PIL import features
-
-    sheet = pillow.fromarray(_sheet(tiles))
-    full, size = sheet.size, tiles.shape[2]
-    kind = "webp" if features.check("webp") else "png"
-    while True:
-        for quality in (85, 65, 45) if kind == "webp" else (None,):
-            content = io.BytesIO()
-            options = {"quality": quality, "method": 4} if quality else {}
-            sheet.save(content, kind, **options)
-            if content.tell() <= max_bytes:
-                break
-        if content.tell() <= max_bytes or size <= _SMALLEST_TILE:
-            break
+    sheet = whole = Image.fromarray(_sheet(tiles))
+    content, size = _webp(sheet, max_bytes), tiles.shape[2]
+    while len(content) > max_bytes and size > _SMALLEST_TILE:
         size = size * 3 // 4
         scale = size / tiles.shape[2]
-        shape = [max(round(length * scale), 1) for length in full]
-        sheet = pillow.fromarray(_sheet(tiles)).resize(shape, pillow.Resampling.BOX)
-    text = base64.b64encode(content.getvalue()).decode("ascii")
-    return f"data:image/{kind};base64,{text}", *full
+        shape = [max(round(length * scale), 1) for length in whole.size]
+        sheet = whole.resize(shape, Image.Resampling.BOX)
+        content = _webp(sheet, max_bytes)
+    text = base64.b64encode(content).decode("ascii")
+    return f"data:image/webp;base64,{text}", *whole.size
+
+
+def _webp(sheet, max_bytes):
+    """A picture as WebP, at the best quality that fits."""
+    for quality in (85, 65, 45):
+        content = io.BytesIO()
+        sheet.save(content, "webp", quality=quality, method=4)
+        if content.tell() <= max_bytes:
+            break
+    return content.getvalue()
 
 
 def sprite_figure(
     tiles: Any, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
 ) -> Markup:
     """A sprite with a label next to each row."""
-    if len(names) != len(tiles):
-        raise ValueError(
-            f"Expected a name for each of {len(tiles)} rows; received: {len(names)}"
-        )
     uri, width, height = sprite(tiles, max_bytes)
     rows = Markup("").join(Markup("<span>{}</span>").format(name) for name in names)
     return Markup(
@@ -142,16 +125,6 @@ def _sheet(tiles):
             area[..., 3] = 255
             area[..., :channels] = tiles[row, column]
     return sheet
-
-
-def _pillow():
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "Reports need Pillow: pip install 'keras-moe[report]'"
-        ) from error
-    return Image
 
 
 # Maps over an image, and chips of words.
@@ -178,7 +151,9 @@ def expert_map(
                 for column, expert in enumerate(of_row.tolist())
             ),
         )
-    alt = f"{title}: {_counts_in_words(experts)}"
+    counts = Counter(experts.tolist()).most_common()
+    texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
+    alt = f"{title}, expert (number of patches): {', '.join(texts)}"
     return _map_figure(grid, image, paths + numbers, alt, title)
 
 
@@ -222,20 +197,6 @@ def legend(names: Sequence[str]) -> Markup:
     if len(names) > len(shown):
         chips += escape(f" and so on to {len(names) - 1}")
     return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
-
-
-def _counts_in_words(experts):
-    """The number of patches per expert, such as "expert 3: 5 patches"."""
-    counts = Counter(experts.tolist())
-    dropped = counts.pop(-1, 0)
-
-    def patches(number):
-        return f"{number} patch{'' if number == 1 else 'es'}"
-
-    texts = [f"expert {e}: {patches(number)}" for e, number in counts.most_common()]
-    if dropped:
-        texts.append(f"{patches(dropped)} without an expert")
-    return ", ".join(texts)
 
 
 def _map_figure(grid, image, content, alt, title):

@@ -107,8 +107,10 @@ class LayerQueues:
         self.name = blocks[0].block
         layer = model.backbone.get_layer(self.name).feed_forward
         self.router, self._group_size = layer.router, layer.group_size
-        # Examples per group, set by the first batch.
-        self._examples = None
+        # Examples per group, set by the first batch; and in training.
+        self._examples = self._wanted = None
+        # Examples read, and those that fill no group.
+        self._seen = self._left_out = 0
         # A pruned layer has fewer experts than its record.
         self.num_experts = layer.router.num_experts
         self.selected = blocks[0].num_selected_experts
@@ -119,31 +121,6 @@ class LayerQueues:
         """Capacity factor of training; None without one or with a fixed capacity."""
         return getattr(self.router, "capacity_factor", None)
 
-    @property
-    def approximation(self) -> str | None:
-        """Why drops of a transport plan are approximate; None if gates decide.
-
-        Records hold the plan of inference, which differs from training's if groups or
-        capacity do.
-        """
-        affinity = getattr(self.router, "affinity", None)
-        if not hasattr(affinity, "iterations"):
-            return None
-        if not self.chooses and getattr(affinity, "sparse", False):
-            return (
-                "dropped tokens are approximate. A sparsity-constrained plan has as "
-                "many entries as the capacity, and the recorded one is that of "
-                "inference: a smaller capacity cuts it off, and a larger one takes "
-                "further tokens in the order of their affinity."
-            )
-        if self._group_size is None or self.blocks[0].group_size is not None:
-            return None
-        return (
-            "dropped tokens are approximate. The recorded transport plan is that of "
-            "inference, where each example is a group; training plans for groups of "
-            "several examples."
-        )
-
     def read(self, batch: Batch) -> Queues:
         """The queues of a batch, with tokens grouped as in training.
 
@@ -151,7 +128,15 @@ class LayerQueues:
         A first batch smaller than a group counts as one. The result is cached in the
         batch.
         """
-        return batch.once(("queues", self.name), lambda: self._read(batch))
+        queues = batch.once(("queues", self.name), lambda: self._read(batch))
+        self._examples = self._examples or queues.group_size
+        return queues
+
+    def count_groups(self, queues: Queues) -> None:
+        """Counts the examples of a batch for `group_texts`."""
+        self._wanted = self.examples_of(queues.group_tokens // queues.group_size)
+        self._seen += len(queues.positions) + queues.left_out
+        self._left_out += queues.left_out
 
     def _read(self, batch):
         records = [batch.routing[block.key] for block in self.blocks]
@@ -161,11 +146,9 @@ class LayerQueues:
             tokens = record.affinity.shape[1]
             runs[block.modality] = slice(length, length + tokens)
             length += tokens
-        size = len(counts)
-        per_group, wanted = size, self.examples_of(length)
-        if wanted is not None:
-            self._examples = self._examples or min(wanted, size)
-            per_group = self._examples
+        size = per_group = len(counts)
+        if (wanted := self.examples_of(length)) is not None:
+            per_group = self._examples or min(wanted, size)
         used = size // per_group * per_group
         affinity, gates = (
             np.concatenate([getattr(record, field)[:used] for record in records], 1)
@@ -179,9 +162,15 @@ class LayerQueues:
             selected = self.selected if self.chooses else None
             priority = self._priority(affinity.shape[:2], runs)
             positions = expert_queues(affinity, selected, priority, per_group, counts)
-        tokens, left_out = per_group * length, size - used
-        largest = gates.max(axis=-1)
-        return Queues(positions, tokens, counts, largest, runs, per_group, left_out)
+        return Queues(
+            positions,
+            per_group * length,
+            counts,
+            gates.max(axis=-1),
+            runs,
+            per_group,
+            size - used,
+        )
 
     def examples_of(self, length: int) -> int | None:
         """Number of examples per training group; None for the whole batch."""
@@ -235,67 +224,47 @@ class LayerQueues:
                 ranks[:, run] = rank
         return ranks
 
-
-class Groups:
-    """The groups in which a section has read the queues of layers."""
-
-    def __init__(self, layers: list[LayerQueues]):
-        self.layers = layers
-        self._sizes, self._tokens, self._examples = {}, {}, 0
-        self._left_out = dict.fromkeys((layer.name for layer in layers), 0)
-
-    def add(self, layer: LayerQueues, queues: Queues) -> None:
-        """Records the groups of a layer's queues in a batch."""
-        self._sizes.setdefault(layer.name, queues.group_size)
-        self._tokens[layer.name] = queues.group_tokens // queues.group_size
-        self._left_out[layer.name] += queues.left_out
-        if layer is self.layers[0]:
-            self._examples += len(queues.positions) + queues.left_out
-
-    def paragraphs(self) -> list[str]:
-        """Sentences on groups, and on layers with approximate drops."""
-        alike = _names_by_text(
-            (layer.name, self._sentence(layer))
-            for layer in self.layers
-            if layer.name in self._sizes
+    def _is_approximate(self):
+        """Whether records hold another transport plan than that of training."""
+        affinity = getattr(self.router, "affinity", None)
+        if not hasattr(affinity, "iterations"):
+            return False
+        # A sparsity-constrained plan has as many entries as the capacity.
+        is_cut = not self.chooses and getattr(affinity, "sparse", False)
+        return is_cut or (
+            self._group_size is not None and self.blocks[0].group_size is None
         )
-        if len(alike) == 1:
-            paragraphs = [text[0].upper() + text[1:] for text in alike]
-        else:
-            paragraphs = _named(alike)
-        texts = ((layer.name, layer.approximation) for layer in self.layers)
-        return paragraphs + _named(_names_by_text(x for x in texts if x[1]))
 
-    def _sentence(self, layer):
-        size, tokens = self._sizes[layer.name], self._tokens[layer.name]
-        wanted = layer.examples_of(tokens)
-        examples = "1 example" if size == 1 else f"{size:,} examples"
-        if wanted is None:
-            return f"training groups whole batches; here these have {examples}."
-        text = f"the tokens of {examples} compete, as in training."
-        if size < wanted:
-            text = (
-                f"the tokens of {examples} compete here, but of {wanted:,} in "
-                "training: raise batch_size to see that."
-            )
-        if left_out := self._left_out[layer.name]:
+    def group_text(self) -> str:
+        """Sentences on the groups that were read."""
+        text = f"Examples per group: {self._examples:,}"
+        if self._wanted is None:
+            text += "; training groups whole batches."
+        elif self._examples == self._wanted:
+            text += ", as in training."
+        else:
+            text += f", but {self._wanted:,} in training (raise batch_size)."
+        if self._left_out:
             text += (
-                f" {left_out:,} of {self._examples:,} examples at the end fill no "
+                f" {self._left_out:,} of {self._seen:,} examples at the end fill no "
                 "group and are left out here."
+            )
+        if self._is_approximate():
+            text += (
+                " Drops are approximate, since the recorded transport plan is that of "
+                "inference."
             )
         return text
 
 
-def _names_by_text(pairs):
-    """Groups layer names by text."""
+def group_texts(layers: list[LayerQueues]) -> list[str]:
+    """Paragraphs on the groups of layers."""
     names = {}
-    for name, text in pairs:
-        names.setdefault(text, []).append(name)
-    return names
-
-
-def _named(names_by_text):
-    return [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
+    for layer in layers:
+        names.setdefault(layer.group_text(), []).append(layer.name)
+    if len(names) == 1:
+        return [*names]
+    return [f"{', '.join(own)}: {text}" for text, own in names.items()]
 
 
 def whole_groups(model: ReportedModel, batch_size: int) -> int:
@@ -306,12 +275,10 @@ def whole_groups(model: ReportedModel, batch_size: int) -> int:
         lengths = [record.dispatched.shape[1] for record in records]
         if None not in lengths:
             sizes.add(layer.examples_of(sum(lengths)))
-    sizes.discard(None)
-    largest, all_whole = max(sizes, default=1), math.lcm(*sizes)
-    if largest > batch_size:
-        return largest if largest <= _MOST_TIMES * batch_size else batch_size
-    step = all_whole if all_whole <= batch_size else largest
-    return batch_size // step * step
+    step = math.lcm(*(sizes - {None}))
+    if step > _MOST_TIMES * batch_size:
+        return batch_size
+    return max(batch_size // step, 1) * step
 
 
 def queues_of_layers(
@@ -321,6 +288,6 @@ def queues_of_layers(
     layers = []
     for blocks in model.by_layer().values():
         blocks = [block for block in blocks.values() if block.kind in kinds]
-        if blocks and (modality is None or modality in {x.modality for x in blocks}):
+        if blocks and modality in (None, *(block.modality for block in blocks)):
             layers.append(LayerQueues(model, blocks))
     return layers

@@ -157,14 +157,10 @@ def _shown(name):
     return shortened(plain_text(name if isinstance(name, bytes) else str(name)))
 
 
-def plain_text(text: Any) -> str:
+def plain_text(text: str | bytes) -> str:
     """Text in a form that files and pictures can hold."""
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
-    if not isinstance(text, str):
-        raise ValueError(
-            f"Expected texts; received: {text!r:.80}, {type(text).__name__}"
-        )
     return _SURROGATES.sub("\ufffd", text)
 
 

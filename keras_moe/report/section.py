@@ -152,7 +152,7 @@ class Finding(NamedTuple):
 
     Attributes:
         level: `"good"`, `"notice"` or `"problem"`.
-        text: a sentence, such as `"block_7: 3 of 32 experts get no token."`.
+        text: a sentence, such as `"block_7: no expert serves a token."`.
     """
 
     level: str
@@ -346,6 +346,9 @@ def file_name(name: str) -> str:
     return "".join(x if x.isalnum() else "_" for x in name)
 
 
-def beyond_classes(number: int) -> str:
-    """Part of a sentence on examples of uncounted classes."""
-    return f"{number:,} of classes from number {MAX_CLASSES:,} on"
+def uncounted_classes(number: int) -> str:
+    """A sentence on examples that are not counted by class."""
+    return (
+        f"{number:,} examples without a class, with several, or with one from "
+        f"{MAX_CLASSES:,} on are not counted by class."
+    )

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +13,14 @@ from keras_moe._version import __version__
 from keras_moe.analysis.plots.figure import figure_svg, write_figure
 from keras_moe.checks import check_integer
 from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
-from keras_moe.report._data import RoutedData, array_length
+from keras_moe.report._data import array_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
     LEVELS,
     Figure,
     Finding,
+    Html,
     Options,
     Section,
     SectionContent,
@@ -108,109 +109,86 @@ def write_report(
     from keras_moe.report.sections import SECTIONS
 
     options = options or Options()
+    if max_examples is not None:
+        check_integer("max_examples", max_examples)
     known = [x for x in (array_length(data), max_examples) if x is not None]
-    checked_numbers(options.examples, min(known, default=None))
+    check_examples(options.examples, min(known, default=None))
     reported = reported_model(model, name, class_names)
-    chosen = [x for x in sections or SECTIONS if x.fits(reported)]
-    if len({section.anchor for section in chosen}) < len(chosen):
-        raise ValueError(
-            "Expected sections of different anchors; received: "
-            f"{[section.anchor for section in chosen]}"
-        )
-    sections = [section(reported, options) for section in chosen]
-    bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    # Keeps training groups whole, so that tokens compete as in training.
-    at_once = whole_groups(reported, check_integer("batch_size", batch_size))
-    routed = RoutedData(reported, at_once, max_examples, bar and bar.update)
-    _read(routed, data, sections, class_names is not None)
-    checked_numbers(options.examples, routed.num_examples)
+    sections = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
+    _check_distinct("anchors of sections", [section.anchor for section in sections])
+    count = _read(reported, data, sections, batch_size, max_examples, verbose)
+    check_examples(options.examples, count)
     contents = [(section, section.finish()) for section in sections]
     findings = [finding for _, content in contents for finding in content.findings]
     # Problems first, otherwise in reading order.
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
+    figures = [item for _, x in contents for item in x.body if isinstance(item, Figure)]
+    pictures = [f"{figure.name}.png" for figure in figures]
+    _check_distinct("names of figures", pictures)
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     facts = {
-        "examples": f"{routed.num_examples:,}",
+        "examples": f"{count:,}",
         "layers with experts": len(reported.by_layer()),
         "experts in a layer": " or ".join(map(str, experts)),
     }
+    values = {
+        "name": reported.name,
+        "examples": count,
+        "pictures": pictures,
+        "findings": [finding._asdict() for finding in findings],
+        "sections": {section.anchor: content.data for section, content in contents},
+    }
     with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
-        pictures = _write_pictures(contents, staging)
+        for figure, picture in zip(figures, pictures):
+            figure.drawing.set_dpi(_DPI)
+            write_figure(figure.drawing, staging / picture)
         write_text(staging / PAGE, page_html(reported.name, contents, facts))
-        values = {
-            "name": reported.name,
-            "examples": routed.num_examples,
-            "pictures": pictures,
-            "findings": [finding._asdict() for finding in findings],
-            "sections": {section.anchor: content.data for section, content in contents},
-        }
         write_json(staging / DATA, values)
     folder = Path(folder).expanduser().resolve()
     paths = [folder / picture for picture in pictures]
-    count = routed.num_examples
     return Report(folder / PAGE, folder / DATA, paths, findings, count)
 
 
-def _read(routed, data, sections, has_names):
-    """Reads the data once, both in order and in random groups."""
-    model = routed.model
-    shuffled = ShuffledBatches(model, routed.batch_size, sections[0].options.seed)
-    for batch in routed.batches(data):
-        if has_names and batch.labels is not None:
-            largest = batch.labels.max(initial=-1)
-            if largest >= len(model.class_names):
-                raise ValueError(
-                    "Expected class_names of all classes of the labels; received: "
-                    f"{len(model.class_names)} class_names, and label {largest}"
-                )
+def _read(model, data, sections, batch_size, max_examples, verbose):
+    """Reads the data once, in order and in random groups; returns their number."""
+    # Keeps training groups whole, so that tokens compete as in training.
+    at_once = whole_groups(model, check_integer("batch_size", batch_size))
+    shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
+    bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
+    count = 0
+    for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
             section.update(batch)
-        for drawn in shuffled.add(batch):
-            for section in sections:
-                section.update_queues(drawn)
-    for drawn in shuffled.rest():
+        _update_queues(sections, shuffled.add(batch))
+        count += batch.size
+        if bar is not None:
+            bar.update(count)
+    _update_queues(sections, shuffled.rest())
+    return count
+
+
+def _update_queues(sections, batches):
+    for batch in batches:
         for section in sections:
-            section.update_queues(drawn)
+            section.update_queues(batch)
 
 
-def checked_numbers(examples: Any, count: int | None) -> None:
-    """Checks that example numbers are distinct and below `count`."""
+def check_examples(examples: Any, count: int | None) -> None:
+    """Checks that example numbers are distinct and below `count`, if it is known."""
     if examples is None:
         return
-    if isinstance(examples, (str, bytes)) or not isinstance(examples, Iterable):
+    numbers = [check_integer("examples", number, 0) for number in examples]
+    if not numbers or (count is not None and max(numbers) >= count):
         raise ValueError(
-            "Expected examples to be a sequence of numbers of examples; received: "
-            f"examples={examples!r}"
+            f"Expected numbers of examples below {count}, which the report reads; "
+            f"received: examples={examples}"
         )
-    numbers = tuple(check_integer("examples", number, 0) for number in examples)
-    if not numbers or len({*numbers}) < len(numbers):
-        raise ValueError(
-            "Expected different numbers of examples, at least one; received: "
-            f"examples={numbers}"
-        )
-    if count is not None and max(numbers) >= count:
-        raise ValueError(
-            f"Expected numbers of examples from 0 to {count - 1}, since the report "
-            f"reads {count}; received: examples={numbers}"
-        )
+    _check_distinct("numbers of examples", numbers)
 
 
-def _write_pictures(contents, folder):
-    """Writes the figures as PNG, and returns their file names."""
-    names = []
-    for _, content in contents:
-        for item in content.body:
-            if isinstance(item, Figure):
-                name = f"{item.name}.png"
-                if name in names:
-                    raise ValueError(
-                        "Expected figures of different names; received: "
-                        f"{item.name!r} twice"
-                    )
-                item.drawing.set_dpi(_DPI)
-                write_figure(item.drawing, folder / name)
-                names.append(name)
-    return names
+def _check_distinct(what, names):
+    if len({*names}) < len(names):
+        raise ValueError(f"Expected different {what}; received: {names}")
 
 
 def _is_report(folder):
@@ -219,17 +197,14 @@ def _is_report(folder):
 
 def _is_own(folder):
     """A predicate for the files in a folder that belong to its report."""
-    names = {PAGE, DATA}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    names = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
         text = (Path(folder).expanduser() / DATA).read_text(encoding="utf-8")
-        # A tampered list must not delete other files.
-        names.update(filter(_is_picture, json.loads(text)["pictures"]))
-    return lambda path: path.name in names
-
-
-def _is_picture(name):
-    """Whether a name has the form of a report's picture."""
-    return isinstance(name, str) and name.endswith(".png") and name == Path(name).name
+        names = json.loads(text)["pictures"]
+    # A tampered list must not delete other files.
+    return lambda path: (
+        path.name in (PAGE, DATA) or (path.suffix == ".png" and path.name in names)
+    )
 
 
 def page_html(
@@ -246,11 +221,7 @@ def page_html(
     )
     environment.filters["figure"] = _cell_text
     template = environment.get_template("page.html")
-    css, script = (
-        (_FOLDER / file).read_text(encoding="utf-8")
-        for file in ("report.css", "report.js")
-    )
-    parts = [
+    sections = [
         {
             "title": section.title,
             "anchor": section.anchor,
@@ -260,37 +231,37 @@ def page_html(
         }
         for section, content in contents
     ]
-    values = {"name": name, "sections": parts, "css": css, "script": script}
-    # Problems first.
-    values |= {"levels": LEVELS[::-1], "version": __version__}
-    page, left_out = template.render(facts=facts, **values), 0
-    while (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:
-        if not (number := _leave_out(parts, excess)):
-            break
-        left_out += number
+    values = {
+        "name": name,
+        "sections": sections,
+        "css": (_FOLDER / "report.css").read_text(encoding="utf-8"),
+        "script": (_FOLDER / "report.js").read_text(encoding="utf-8"),
+        # Problems first.
+        "levels": LEVELS[::-1],
+        "version": __version__,
+    }
+    page = template.render(facts=facts, **values)
+    if (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:
+        left_out = _leave_out(sections, excess)
         facts = {**facts, "pictures left out for the page's size": left_out}
         page = template.render(facts=facts, **values)
     return page
 
 
 def _leave_out(sections, excess):
-    """Replaces the largest figures by a sentence, and returns their number."""
+    """Replaces the largest pictures by a sentence, and returns their number."""
     parts = [part for section in sections for part in section["parts"]]
     pieces = [piece for part in parts for piece in part.get("figures", [part])]
-    number = 0
-    for piece in sorted(pieces, key=lambda piece: -len(_markup(piece))):
-        if excess <= 0 or not _markup(piece):
-            break
-        excess -= len(_markup(piece))
-        number += 1
+    pieces = [piece for piece in pieces if "markup" in piece]
+    pieces.sort(key=lambda piece: -len(piece["markup"]))
+    for number, piece in enumerate(pieces):
+        if excess <= 0:
+            return number
         where = f"it is in {piece['file']}" if "file" in piece else "it is left out"
         text = f"The page has no room for this picture: {where}."
-        piece.update(kind="text", text=text, svg="", markup="")
-    return number
-
-
-def _markup(piece):
-    return piece.get("svg") or piece.get("markup") or ""
+        excess += len(text) - len(piece["markup"])
+        piece.update(kind="text", text=text, markup="")
+    return len(pieces)
 
 
 def import_jinja2() -> Any:
@@ -306,16 +277,16 @@ def import_jinja2() -> Any:
 
 def _cell_text(cell):
     """A table cell as text."""
-    if isinstance(cell, bool) or not isinstance(cell, (int, float)):
-        return cell
-    return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.4g}"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return f"{cell:,.4g}" if isinstance(cell, float) else cell
 
 
 def _is_number(cell):
     """Whether a cell is a number, a percentage, or empty."""
     if isinstance(cell, str):
         return cell.removesuffix("%").replace(".", "", 1).replace(",", "").isdigit()
-    return cell is None or (isinstance(cell, (int, float)) and cell is not True)
+    return cell is None or isinstance(cell, (int, float))
 
 
 def _parts(body):
@@ -328,10 +299,10 @@ def _parts(body):
             parts[-1]["figures"].append(_drawn(item))
         elif isinstance(item, Table):
             parts.append({"kind": "table", **_table(item)})
-        elif isinstance(item, str) and not hasattr(item, "__html__"):
-            parts.append({"kind": "text", "text": item})
-        else:
+        elif isinstance(item, Html):
             parts.append({"kind": "html", "markup": item.markup})
+        else:
+            parts.append({"kind": "text", "text": item})
     return parts
 
 
@@ -354,13 +325,8 @@ def _table(table):
 def _drawn(figure):
     import markupsafe
 
-    if not hasattr(figure.drawing, "savefig"):
-        raise TypeError(
-            f"Expected a matplotlib figure for {figure.name!r}; received: "
-            f"{type(figure.drawing).__name__}"
-        )
     return {
-        "svg": markupsafe.Markup(figure_svg(figure.drawing)),
+        "markup": markupsafe.Markup(figure_svg(figure.drawing)),
         "alt": figure.alt,
         "caption": figure.caption,
         "file": f"{figure.name}.png",

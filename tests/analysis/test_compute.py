@@ -21,17 +21,11 @@ def record(dispatched):
     return Routing(*[dispatched] * 6)
 
 
-def test_ffn_experts_per_token():
+def test_experts_of_each_type_per_token():
     layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
     np.testing.assert_array_equal(
         experts_per_token(layers["block_0"], TYPES), [[2, 1, 0]]
     )
-    np.testing.assert_array_equal(experts_per_token(layers, TYPES), [[2, 1, 0]])
-    np.testing.assert_array_equal(compute_map(layers, TYPES, (1, 2)), [[[1, 0]]])
-
-
-def test_experts_of_each_type_per_token():
-    layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
     for kind, expected in (
         ("ffn", [[2, 1, 0]]),
         ("zero", [[0, 0.5, 0.5]]),
@@ -66,25 +60,3 @@ def test_routing_scores():
     actual = scores.to_dict()
     assert actual["highest_variance"] == pytest.approx(0.01)
     assert actual["second_mean"] == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: experts_per_token(record(FIRST), ExpertTypes(2)), "\\(1, 3, 4\\)"),
-        (lambda: experts_per_token({}, TYPES), "none"),
-        (lambda: compute_map(record(FIRST), TYPES, (2, 2)), "3 tokens"),
-        (lambda: routing_scores(record(FIRST[..., :1])), "\\(1, 3, 1\\)"),
-        (lambda: routing_scores({"a": record(FIRST)}), "dict of a"),
-        (lambda: experts_per_token(record(FIRST), None), "expert_types=None"),
-        (lambda: load_by_type({"a": record(FIRST)}, TYPES, 0), "experts=0"),
-        (
-            lambda: load_by_type({"a": record(FIRST)}, TYPES, 2, np.zeros((1, 3))),
-            "none that counts",
-        ),
-        (lambda: experts_per_token(record(FIRST), TYPES, "best"), "expert_type='best'"),
-    ],
-)
-def test_bad_input_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -22,7 +22,6 @@ from keras_moe.ops import Routing
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.uniform(-1, 1, (12, 8, 8, 1))
-BLACK = np.zeros((2, 4, 4, 1))
 HEAD = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 1))] * 6)
 BLOCK = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 5))] * 6)
 NAMES = list("abcdefghijkl")
@@ -99,34 +98,3 @@ def test_images_fade_by_share():
     half = faded(image, np.array([[1.0, 0.5, 0.0]]))
     np.testing.assert_array_equal(half[0, 0], 1.0)
     np.testing.assert_allclose(half[0, 1], (half[0, 0] + half[0, 2]) / 2)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plots.plot_expert_views(IMAGES[:5], BLOCK, (2, 2)), "12 records"),
-        (lambda: plots.plot_expert_views(IMAGES[..., 0], BLOCK, (2, 2)), "12, 8, 8"),
-        (
-            lambda: plots.plot_expert_images(
-                BLACK, Routing(*[np.full((2, 1, 4), 0.25)] * 6)
-            ),
-            "0.5",
-        ),
-        (lambda: plots.plot_type_maps(BLACK, {}), "shapes={}"),
-        (lambda: plots.plot_type_maps(BLACK, {"zero": np.ones((1, 2, 2))}), "2 images"),
-        (lambda: plots.plot_compute_maps(BLACK, np.ones((1, 2, 2))), "2 images"),
-        (lambda: plots.plot_load_by_type({}), "loads={}"),
-        (lambda: plots.plot_routing_scores({}), "scores={}"),
-        (lambda: plots.plot_training_history({}), "history={}"),
-        (lambda: plots.plot_training_history({"loss": []}), "'loss'"),
-        (lambda: plots.plot_ablation({}), "ablations={}"),
-        (lambda: plots.plot_polysemanticity({}), "scores={}"),
-        (lambda: plots.plot_expert_load({}), "loads={}"),
-        (lambda: plots.plot_coverage({}), "at least one group"),
-        (lambda: plots.plot_expert_usage(ExpertUsage(["all"], {})), "blocks="),
-        (lambda: plots.plot_expert_groups(ExpertUsage(["all"], {})), "at least one"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

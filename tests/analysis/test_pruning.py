@@ -97,8 +97,6 @@ def test_coverage_of_first_choices_by_hand():
     again = ExpertUsage.from_dict(usage.to_dict())
     total = merged_usage([usage, again]).blocks["block_1"]
     np.testing.assert_array_equal(total.first_choices, [[6, 0, 0]])
-    with pytest.raises(ValueError, match="usage with first_choices"):
-        coverage_curves(HAND, "first_choices")
 
 
 def test_the_smallest_set_covers():
@@ -115,56 +113,6 @@ def test_the_smallest_set_covers():
     assert kept(coverage=1.0, groups="text") == [1, 2]
     assert kept(coverage=0.8, groups="image", criterion="mass") == [1, 2]
     assert kept(coverage=0.6, groups="image", criterion="reap") == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "count=None, coverage=None"),
-        ({"count": 1, "coverage": 0.5}, "either count or coverage"),
-        ({"count": 0}, "count=0"),
-        ({"count": 5}, "at most the 4 experts"),
-        ({"count": {"block_2": 1}}, "count of 'block_2'"),
-        ({"coverage": 0}, "coverage=0"),
-        ({"coverage": 1.5}, "coverage=1.5"),
-        ({"coverage": float("nan")}, "coverage=nan"),
-        ({"count": 1, "criterion": "load"}, "criterion='load'"),
-        ({"count": 1, "groups": "audio"}, "groups='audio'"),
-        ({"count": 1, "groups": []}, "groups=\\[\\]"),
-        ({"count": 1, "groups": ["text", "text"]}, "different groups"),
-        ({"coverage": 0.5, "minimum": 0}, "minimum=0"),
-    ],
-)
-def test_bad_selections_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        select_experts(HAND, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (BlockUsage(np.zeros((1, 2)), np.zeros((1, 2))), "empty usage"),
-        (BlockUsage(np.array([[1.0, np.nan]]), np.ones((1, 2))), "finite tokens"),
-        (BlockUsage(np.array([[1.0, -1.0]]), np.ones((1, 2))), "negative"),
-        (BlockUsage(np.ones((1, 2)), np.ones((1, 3))), "mass of block_1"),
-        (BlockUsage(np.ones((2, 2)), np.ones((2, 2))), "each of the groups"),
-        (BlockUsage(np.ones(2), np.ones(2)), "each of the groups"),
-    ],
-)
-def test_usages_that_rank_nothing_are_refused(block, message):
-    with pytest.raises(ValueError, match=message):
-        select_experts(ExpertUsage(["all"], {"block_1": block}), count=1)
-
-
-def test_a_group_without_tokens_and_a_usage_without_norms_are_refused():
-    block = BlockUsage(np.array([[1.0, 2.0], [0.0, 0.0]]), np.ones((2, 2)))
-    usage = ExpertUsage(["image", "text"], {"block_1": block})
-    with pytest.raises(ValueError, match="groups='text' without"):
-        select_experts(usage, count=1, groups="text")
-    with pytest.raises(ValueError, match="contributions=True"):
-        select_experts(usage, count=1, criterion="reap")
-    with pytest.raises(ValueError, match="at least one group and block"):
-        select_experts(ExpertUsage([], {}), count=1)
 
 
 @pytest.fixture(scope="module")
@@ -274,60 +222,6 @@ def test_the_config_says_which_experts_are_left(model):
     assert "MoE 2, K=2" in str(parts)
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ({"block_0": [0, 5]}, "received: kept_experts=5"),
-        ({"block_0": [0, -1]}, "received: kept_experts=-1"),
-        ({"block_0": [1, 1]}, "each once"),
-        ({"block_0": [3]}, "num_selected_experts=2"),
-        ({"block_0": []}, "at least one"),
-        ({"block_2": [0, 1]}, r"received: \['block_2'\]"),
-        ([0, 1], "dict from blocks"),
-    ],
-)
-@pytest.mark.parametrize("prune", [mask_experts, prune_experts])
-def test_bad_choices_are_refused(model, prune, kept, message):
-    with pytest.raises(ValueError, match=message):
-        prune(model, kept)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"router": "soft"}, "SoftRouter"),
-        ({"router": "softmax_expert_choice"}, "ExpertChoiceRouter"),
-        ({"router": "mumoe"}, "ExpertCoefficients"),
-        ({"zero_experts": 1}, "PathwayAwareRouter"),
-        ({"moe_layers": None}, "'block_0'"),
-        ({"moe_layers": [1]}, r"among \['block_1'\]; .*'block_0'"),
-    ],
-)
-def test_other_mixtures_are_refused_by_name(changes, message):
-    sizes = {**SIZES, "router": "softmax_token_choice", **changes}
-    model = models.ViTBackbone.from_config(sizes)
-    with pytest.raises(ValueError, match=message):
-        prune_experts(model, {"block_0": [0, 1]})
-
-
-def test_another_pruning_than_before_is_refused(model):
-    pruned = prune_experts(model, KEPT, "router_pred_skip")
-    with pytest.raises(ValueError, match="pruned with method='router_pred_skip'"):
-        prune_experts(pruned, {"block_0": [1, 3]})
-    with pytest.raises(ValueError, match="removed=False for a model pruned"):
-        mask_experts(pruned, {"block_0": [1, 3]}, "router_pred_skip")
-    with pytest.raises(ValueError, match=r"among \[1, 3, 4\]"):
-        prune_experts(pruned, {"block_0": [0, 3]}, "router_pred_skip")
-    with pytest.raises(ValueError, match="method"):
-        prune_experts(model, KEPT, "drop")
-    with pytest.raises(ValueError, match="received: Sequential"):
-        prune_experts(keras.Sequential(), KEPT)
-    with pytest.raises(ValueError, match="excluded_experts"):
-        prune_experts(exclude_experts(model, [1]), KEPT)
-    with pytest.raises(ValueError, match="excluded_experts"):
-        exclude_experts(prune_experts(model, KEPT), [0])
-
-
 SMALL_PAIR = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
 IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4}
 TEXT = {"vocabulary_size": 20, "max_length": 5}
@@ -384,5 +278,3 @@ def test_towers_are_pruned_by_modality():
     assert np.abs(to_numpy(whole[name] - pruned[name])).max() > 1e-3
     name = "image_embeddings"
     np.testing.assert_allclose(to_numpy(pruned[name]), to_numpy(whole[name]), atol=1e-6)
-    with pytest.raises(ValueError, match=r"received: \['block_1'\] of CLIPBackbone"):
-        prune_experts(model, {"block_1": [0]})

@@ -47,10 +47,6 @@ def test_masked_tokens_do_not_count():
     record = routing([[[0.9, 0.0], [0.0, 0.0]]])
     mask = np.array([[True, False]])
     assert routing_statistics(record, 1, mask).dropped_tokens == 0
-    with pytest.raises(ValueError, match="at least one token"):
-        routing_statistics(record, 1, np.zeros((1, 2), bool))
-    with pytest.raises(ValueError, match="shape=\\(2, 2\\)"):
-        routing_statistics(Routing(*[np.zeros((2, 2))] * 6), 1)
 
 
 def test_balanced_and_single_experts():
@@ -67,7 +63,7 @@ def test_the_table_names_each_block(capsys):
     assert "50 50" in output
 
 
-def test_places_by_hand():
+def test_positions_by_hand():
     first_come = expert_queues(AFFINITY, 1)
     assert first_come[0].tolist() == [[0, -1], [1, -1], [2, -1], [-1, 0]]
     by_gate = expert_queues(AFFINITY, 1, priority="max_gate")
@@ -83,10 +79,10 @@ def test_places_by_hand():
 
 def test_masked_tokens_do_not_queue():
     mask = np.array([[True, False, True, True]])
-    places = expert_queues(AFFINITY, 1, mask=mask)
-    assert places[0].tolist() == [[0, -1], [-1, -1], [1, -1], [-1, 0]]
-    places = expert_queues(AFFINITY, mask=mask)
-    assert places[0].tolist() == [[1, 1], [-1, -1], [0, 2], [2, 0]]
+    positions = expert_queues(AFFINITY, 1, mask=mask)
+    assert positions[0].tolist() == [[0, -1], [-1, -1], [1, -1], [-1, 0]]
+    positions = expert_queues(AFFINITY, mask=mask)
+    assert positions[0].tolist() == [[1, 1], [-1, -1], [0, 2], [2, 0]]
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7])
@@ -99,12 +95,12 @@ def test_a_cut_of_the_queue_is_the_plan_at_that_capacity(capacity, priority):
     grouped, group_mask = affinity.reshape(3, 18, 32), mask.reshape(3, 18)
     plan = token_choice(grouped, grouped, 2, capacity, priority, group_mask)
     served = np.array(plan.assignments()[0]).reshape(affinity.shape)
-    places = expert_queues(affinity, 2, priority, 2, mask)
-    np.testing.assert_array_equal(served_at(places, capacity), served > 0)
+    positions = expert_queues(affinity, 2, priority, 2, mask)
+    np.testing.assert_array_equal(served_at(positions, capacity), served > 0)
     plan = expert_choice(grouped, grouped, capacity, group_mask)
     served = np.array(plan.assignments()[0]).reshape(affinity.shape)
-    places = expert_queues(affinity, examples_per_group=2, mask=mask)
-    np.testing.assert_array_equal(served_at(places, capacity), served > 0)
+    positions = expert_queues(affinity, examples_per_group=2, mask=mask)
+    np.testing.assert_array_equal(served_at(positions, capacity), served > 0)
 
 
 def test_dropped_tokens_by_hand():
@@ -119,12 +115,3 @@ def test_dropped_tokens_by_hand():
     masked = dropped_at_capacities(routing, (0.5,), 1, "max_gate", mask=mask)
     assert masked[0, 0].tolist() == [False, False, True, False]
     assert dropped_at_capacities(routing, (), 1).shape == (0, 1, 4)
-
-
-def test_errors_say_what_was_expected():
-    with pytest.raises(ValueError, match="shape=\\(2, 2\\)"):
-        expert_queues(np.zeros((2, 2)), 1)
-    with pytest.raises(
-        ValueError, match=r"divide the batch of 1.*examples_per_group=2"
-    ):
-        expert_queues(AFFINITY, 1, examples_per_group=2)

@@ -34,8 +34,6 @@ def test_flows_by_hand():
     assert flows.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
     mask = np.array([[True, True, False, False]])
     assert token_flows(first, second, mask).sum() == 2
-    with pytest.raises(ValueError, match="\\(1, 4\\) and \\(1, 1\\)"):
-        token_flows(first, routing(np.ones((1, 1, 2))))
 
 
 def test_a_served_token_of_weight_0_is_served():
@@ -67,8 +65,6 @@ def test_views_leave_the_class_token_out():
     assert first.images.tolist() == [1]
     np.testing.assert_array_equal(first.patches[0], [[False, False], [False, True]])
     assert second.position_shares.max() == 0
-    with pytest.raises(ValueError, match="grid=\\(3, 3\\)"):
-        expert_views(routing(combined), (3, 3))
 
 
 class Pieces:
@@ -114,8 +110,6 @@ def test_pieces_have_the_tags_of_their_words():
 def test_pieces_that_are_not_of_the_caption_are_unknown():
     tags = tag_tokens(Pieces(["two", "<unk>", "cats"]), ["two 猫 cats"], tag)
     assert names(tags) == [["NUM", "unknown", "unknown"]]
-    with pytest.raises(ValueError, match=r"words \['two', 'cats'\]; received: \['X'\]"):
-        tag_tokens(Pieces(["two", "cats"]), ["two cats"], lambda words: ["X"])
 
 
 def test_trained_tokenizers_are_aligned():
@@ -148,8 +142,6 @@ def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
     np.testing.assert_array_equal(block.tokens.sum(axis=1), counts)
     plots.plot_expert_groups(usage, tmp_path / "words.png")
     assert (tmp_path / "words.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="modality='audio'"):
-        expert_usage(model, inputs, modality="audio", verbose=0)
 
 
 def test_shares_of_an_expert_by_hand():

@@ -105,4 +105,4 @@ def test_what_cannot_be_reported_on(program, tmp_path):
         "report", "vmoe_digits", *arguments, "--show-examples", 4
     )
     assert status == 2
-    assert "Expected numbers of examples from 0 to 3" in errors
+    assert "Expected numbers of examples below 4" in errors

@@ -11,11 +11,10 @@ import pytest
 
 from keras_moe import models
 from keras_moe.report import write_report, writing
-from keras_moe.report._data import RoutedData
-from keras_moe.report._queues import Groups, queues_of_layers, whole_groups
+from keras_moe.report._data import routed_batches
+from keras_moe.report._queues import group_texts, queues_of_layers, whole_groups
 from keras_moe.report.model import reported_model
-from keras_moe.report.section import MAX_CLASSES, Options
-from keras_moe.report.sections.loads import LayerCounts, health_findings
+from keras_moe.report.section import Options
 from keras_moe.report.sections.mumoe import MuMoEExperts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights
@@ -49,8 +48,8 @@ def test_images_that_are_not_finite_are_left_out(model, tmp_path, number):
     )
     assert written.findings[0].level == "problem"
     texts = [x.text for x in written.findings]
-    assert "4 of 12 examples have outputs that are not finite." in texts
-    assert any("block_1: the gates of 33% of the tokens" in x for x in texts)
+    assert "The outputs of 4 of 12 examples are not finite." in texts
+    assert any("block_1: the gates of 36 of 108 tokens" in x for x in texts)
     loads, own = sections["loads"]["block_1"], expected["loads"]["block_1"]
     assert loads.pop("tokens_not_finite") == 4 * 9
     assert own.pop("tokens_not_finite") == 0
@@ -78,26 +77,8 @@ def test_weights_that_are_not_finite(tmp_path, preset):
     data = images(3, *whole.backbone.image_shape), np.array([0, 1, 2])
     written, _ = report(whole, data, tmp_path / "r")
     texts = [x.text for x in written.findings]
-    assert any("the gates of 100% of the tokens are not finite" in x for x in texts)
+    assert any("tokens are not finite" in x for x in texts)
     assert not any("no expert serves" in x or "have no part" in x for x in texts)
-
-
-def test_few_tokens_that_are_not_finite():
-    layer = block("b", 2, capacity_factor=None)
-    gates = np.tile([[0.9, 0.1], [0.2, 0.8]], (1, 200, 1))
-    served = (gates > 0.5).astype("float64")
-    is_finite = np.ones((1, 400), bool)
-    is_finite[0, 0] = False
-    counts = LayerCounts(layer)
-    records = {"b": record(gates, served)}
-    counts.update(batch(records, finite={"b": is_finite}))
-    assert (counts.tokens, counts.broken, counts.served.tolist()) == (
-        399,
-        1,
-        [199, 200],
-    )
-    (finding,) = health_findings([counts])
-    assert "the gates of less than 1% of the tokens" in finding.text
 
 
 def test_groups_are_whole(model, tmp_path):
@@ -114,20 +95,17 @@ def test_groups_are_whole(model, tmp_path):
     queues = own["priorities"]["layers"][0]["queues"]
     assert sum(map(sum, queues.values())) == 20 * 9 * 2
     page = small.page.read_text(encoding="utf-8")
-    assert "The tokens of 4 examples compete, as in training." in page
+    assert "Examples per group: 4, as in training." in page
     assert "2 of 22 examples at the end fill no group and are left out here." in page
 
 
 def test_groups_that_are_larger_than_a_batch(model):
     of_report = reported_model(model)
-    layers = queues_of_layers(of_report, ("token_choice",))
-    groups = Groups(layers)
-    for part in RoutedData(of_report, batch_size=3).batches(images(8, 16, 8, 3)):
-        groups.add(layers[0], layers[0].read(part))
-    (text,) = groups.paragraphs()
-    assert text.startswith(
-        "The tokens of 3 examples compete here, but of 4 in training"
-    )
+    (layer,) = queues_of_layers(of_report, ("token_choice",))
+    for part in routed_batches(of_report, images(8, 16, 8, 3), batch_size=3):
+        layer.count_groups(layer.read(part))
+    (text,) = group_texts([layer])
+    assert text.startswith("Examples per group: 3, but 4 in training")
     assert "2 of 8 examples at the end" in text
 
 
@@ -136,12 +114,12 @@ def test_the_largest_label_takes_no_memory(model, tmp_path):
     _, sections = report(model, (images(4, 16, 8, 3), labels), tmp_path / "r")
     assert len(sections["loads"]["block_1"]["by_class"]) == 2
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
-    assert f"by class: 1 of classes from number {MAX_CLASSES:,} on; 1 without" in page
+    assert "2 examples without a class, with several, or with one from 1,000" in page
     section = MuMoEExperts(reported(block("b", 2, kind="mumoe")), Options())
     records = {"b": record(np.full((4, 2, 2), 0.5))}
     section.update(batch(records, labels=labels))
     content = section.finish()
-    assert any("by class: 1 of classes from" in str(x) for x in content.body)
+    assert any("2 examples without a class" in str(x) for x in content.body)
 
 
 def test_a_page_that_would_be_too_large_says_what_it_leaves_out(

@@ -137,7 +137,7 @@ def test_experts_of_a_head_are_ablated():
     np.testing.assert_allclose(ablation["ablated"], expected.ablated)
     assert ablation["images"] == 24
     text = content.findings[-1].text
-    assert f"polysemanticity is {expected.mean_polysemanticity:.2f}" in text
+    assert f"polysemanticity of {expected.mean_polysemanticity:.2f}" in text
     table = [part for part in content.body if isinstance(part, Table)][-1]
     assert "24 images" in table.caption
     assert len(table.rows) == int(expected.changes.any(axis=1).sum())

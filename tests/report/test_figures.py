@@ -15,7 +15,7 @@ def test_pictures_of_queues_are_bounded():
     edges = np.linspace(0, 3, 25)
     counts = np.ones((24, 3, 24))
     for figure in (
-        figures.draw_queues(counts, edges, names, ["$a$", "<b>", "c"], "capacity"),
+        figures.draw_queues(counts, edges, names, ["$a$", "<b>", "c"]),
         figures.draw_priorities(counts[:, 0], counts[:, 1], edges / 3, names),
         figures.draw_positions(np.zeros((24, 7, 7)), names),
         figures.draw_drops([0.5, 1.0], np.zeros((24, 2)), names, [1.05]),

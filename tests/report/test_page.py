@@ -213,7 +213,7 @@ def test_the_page_without_the_script(written, page):
     assert page.evaluate(shown) == "none"
     maps = "[...document.querySelectorAll('.map svg')].map(x => x.ariaLabel)"
     assert page.evaluate(maps) == [
-        f"block_{layer}: expert {expert}: 1 patch, 1 patch without an expert"
+        f"block_{layer}, expert (number of patches): {expert} (1), none (1)"
         for layer, expert in ((1, 2), (3, 2), (1, 0), (3, 2))
     ]
     height = "document.querySelector('.map svg').getBoundingClientRect().height"

@@ -48,8 +48,6 @@ def plot_ablation(
     >>> ablation = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
     >>> figure = plots.plot_ablation({"2 experts": ablation}, "ablation.png")
     """
-    if not ablations:
-        raise ValueError("Expected at least one model; received: ablations={}")
     size = (2.3 * experts_per_model + 1, 1.6 * len(ablations) + 0.6)
     figure = new_figure(figsize=size, dpi=110)
     axes = figure.subplots(
@@ -103,8 +101,6 @@ def plot_polysemanticity(
     >>> scores = {"final": {2: [2.0, 2.2], 4: [1.1, 1.0]}}
     >>> figure = plots.plot_polysemanticity(scores, "polysemanticity.png")
     """
-    if not scores or not all(scores.values()):
-        raise ValueError(f"Expected scores of models; received: scores={scores}")
     figure = new_figure(figsize=(5.2, 3.7), dpi=110)
     axis = figure.subplots()
     counts = sorted({count for rows in scores.values() for count in rows})
@@ -147,8 +143,6 @@ def plot_expert_load(
     >>> from keras_moe.analysis import plots
     >>> figure = plots.plot_expert_load({"3 experts": [5, 0, 2]}, "load.png")
     """
-    if not loads:
-        raise ValueError("Expected at least one model; received: loads={}")
     figure = new_figure(figsize=(width, 0.7 + 1.5 * len(loads)), dpi=110)
     axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
     colours = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
@@ -197,11 +191,6 @@ def plot_subpopulations(
     >>> figure = plots.plot_subpopulations(metrics, metrics, "subpopulations.png")
     """
     first, second = before.accuracies, after.accuracies
-    if first.shape != second.shape:
-        raise ValueError(
-            "Expected metrics of the same subpopulations; received: shapes "
-            f"{first.shape} and {second.shape}"
-        )
     rows = target_names or [f"target {i}" for i in range(first.shape[0])]
     columns = attribute_names or [f"attribute {i}" for i in range(first.shape[1])]
     figure = new_figure(figsize=(9.6, 1.3 + 0.8 * len(rows)), dpi=110)
@@ -253,8 +242,6 @@ def plot_load_by_type(
     >>> loads = {"block_0": TypeLoads(shares, {**shares, "ffn": 1.2}, 0.0)}
     >>> figure = plots.plot_load_by_type(loads, "loads.png")
     """
-    if not loads:
-        raise ValueError("Expected at least one MoE block; received: loads={}")
     height = 1.1 + 0.42 * len(loads) + (0.3 if title else 0)
     figure = new_figure(figsize=(width, height), dpi=110)
     axis = figure.subplots()
@@ -307,8 +294,6 @@ def plot_routing_scores(
     >>> scores = RoutingScores(np.linspace(0.4, 1, 50), np.linspace(0, 0.4, 50))
     >>> figure = plots.plot_routing_scores({"with gating residuals": scores}, "s.png")
     """
-    if not scores:
-        raise ValueError("Expected scores of at least one model; received: scores={}")
     columns = len(scores)
     size = (4.2 * columns if columns > 1 else 3.6, 3.4 + (0.3 if title else 0))
     figure = new_figure(figsize=size, dpi=110)

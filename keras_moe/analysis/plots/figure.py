@@ -33,17 +33,6 @@ def new_figure(**kwargs) -> Any:
     return figure
 
 
-def checked_images(images: Any) -> np.ndarray:
-    """Returns images as an array, after checking that they can be drawn."""
-    images = np.asarray(images)
-    if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected images (batch, height, width, 1 or 3); "
-            f"received: shape={images.shape}"
-        )
-    return images
-
-
 def in_colour(image: Any) -> np.ndarray:
     """Converts an image in [-1, 1] to RGB in [0, 1]."""
     image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)

@@ -38,8 +38,6 @@ def plot_training_history(
     >>> figure = plots.plot_training_history(history, "training.png")
     """
     names = list(dict.fromkeys(name.removeprefix("val_") for name in history))
-    if not names or not all(len(values) for values in history.values()):
-        raise ValueError(f"Expected at least one epoch; received: history={history}")
     figure = new_figure(figsize=(4.5 * len(names), 3.4), dpi=110)
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for axis, name in zip(axes, names):
@@ -83,8 +81,6 @@ def plot_router_health(
     with open(csv_path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             layers.setdefault(row["layer"], []).append(row)
-    if not layers:
-        raise ValueError(f"Expected rows of router health; received: {csv_path}")
     figure = new_figure(figsize=(9, 2.2 * len(layers) + 0.8), dpi=110)
     grid = figure.subplots(len(layers), 2, squeeze=False, sharex=True)
     for (name, rows), (load, lines) in zip(layers.items(), grid):

@@ -39,11 +39,6 @@ def plot_coverage(
     >>> curve = CoverageCurve(np.array([1, 0]), np.array([0.75, 1.0]))
     >>> figure = plots.plot_coverage({"text": {"block_1": curve}}, "coverage.png")
     """
-    if not curves or not all(curves.values()):
-        raise ValueError(
-            "Expected at least one group with at least one block; "
-            f"received: curves={ {name: list(x) for name, x in curves.items()} }"
-        )
     figure = new_figure(figsize=(0.4 + 3.1 * len(curves), 2.9), dpi=110)
     axes = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
     for axis, (group, blocks) in zip(axes, curves.items()):
@@ -103,10 +98,9 @@ def plot_expert_usage(
     >>> usage = ExpertUsage(["image", "text"], {"block_1": BlockUsage(tokens, tokens)})
     >>> figure = plots.plot_expert_usage(usage, "usage.png")
     """
-    if not usage.blocks or len(usage.groups) > len(_COLOURS):
+    if len(usage.groups) > len(_COLOURS):
         raise ValueError(
-            f"Expected usage of blocks by up to {len(_COLOURS)} groups; received: "
-            f"blocks={list(usage.blocks)}, groups={list(usage.groups)}"
+            f"Expected up to {len(_COLOURS)} groups; received: {list(usage.groups)}"
         )
     columns = min(3, len(usage.blocks))
     rows = -(-len(usage.blocks) // columns)
@@ -167,10 +161,6 @@ def plot_expert_groups(
     >>> usage = ExpertUsage(["NOUN", "DET"], {"block_1": BlockUsage(tokens, tokens)})
     >>> figure = plots.plot_expert_groups(usage, "words.png")
     """
-    if not usage.blocks:
-        raise ValueError(
-            f"Expected usage of at least one block; received: {usage!r:.200}"
-        )
     tables = {name: group_table(block.tokens) for name, block in usage.blocks.items()}
     rows = max(len(experts) for experts, *_ in tables.values())
     columns = min(3, len(tables))

@@ -17,7 +17,7 @@ from keras_moe.report._figures import (
     draw_queues,
 )
 from keras_moe.report._markup import drawable, sprite_figure, tile_of
-from keras_moe.report._queues import Groups, queues_of_layers
+from keras_moe.report._queues import group_texts, queues_of_layers
 from keras_moe.report.model import ReportedModel
 from keras_moe.report.section import (
     NO_TOKENS,
@@ -52,8 +52,6 @@ class _Counts:
         # Served and dropped tokens, by range of gates.
         self.gates = np.zeros((2, len(_GATES) - 1), "int64")
         self.gate_sums = np.zeros((3, 2))
-        # By expert: choices, and choices beyond the capacity.
-        self.experts = np.zeros((2, num_experts), "int64")
         # By position in images: tokens, and dropped tokens.
         self.patches = np.zeros((2, num_patches), "int64")
         # By modality and expert: choices, and choices beyond the capacity.
@@ -76,9 +74,8 @@ class Priorities(Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.layers = queues_of_layers(model, ("token_choice",))
-        self.groups = Groups(self.layers)
-        grid = model.grid or (0, 0)
-        self.num_patches = grid[0] * grid[1]
+        rows, columns = model.grid or (0, 0)
+        self.num_patches = rows * columns
         self.counts = [_Counts(x.num_experts, self.num_patches) for x in self.layers]
 
     @classmethod
@@ -88,7 +85,7 @@ class Priorities(Section):
     def update_queues(self, batch: Batch) -> None:
         for layer, counts in zip(self.layers, self.counts):
             queues = layer.read(batch)
-            self.groups.add(layer, queues)
+            layer.count_groups(queues)
             self._count(counts, queues, layer.capacities(queues.group_tokens))
 
     def _count(self, counts, queues, capacities):
@@ -100,15 +97,12 @@ class Priorities(Section):
         middles = (queues.positions + 0.5) / np.maximum(capacities, 1e-9)
         bins = np.searchsorted(_EDGES, middles, side="right") - 1
         bins = np.clip(bins, 0, len(_EDGES) - 2)
-        counts.experts += np.stack([x.sum(axis=(0, 1)) for x in (chosen, cut)])
         counts.room += capacities * (len(queues.positions) // queues.group_size)
         for modality, run in queues.runs.items():
             own = np.stack([x[:, run].sum(axis=(0, 1)) for x in (chosen, cut)])
             counts.modalities[modality] = counts.modalities.get(modality, 0) + own
         for token_type, run in self._runs(queues):
             counted = queues.counts[:, run]
-            if not counted.any():
-                continue
             own, own_dropped = chosen[:, run][counted], dropped[:, run][counted]
             counts.queues[token_type] += np.bincount(
                 bins[:, run][counted][own], minlength=len(_EDGES) - 1
@@ -160,7 +154,7 @@ class Priorities(Section):
             "mean gate, dropped",
         ]
         table = Table(head, rows, "Choices of tokens at the capacity of training")
-        body = [*self.groups.paragraphs(), *self._figures(names, present, types), table]
+        body = [*group_texts(self.layers), *self._figures(names, present, types), table]
         return SectionContent(body, {"layers": data}, self._findings())
 
     def _findings(self):
@@ -173,11 +167,9 @@ class Priorities(Section):
                 text = (
                     f"{layer.name}: at the training capacity, {share:.0%} of the "
                     f"tokens' choices would be dropped and {dropped / tokens:.0%} of "
-                    "the tokens would get no expert: raise capacity_factor"
+                    "the tokens would get no expert: raise capacity_factor."
                 )
-                if layer.blocks[0].capacity_factor is None:
-                    text += ", or ignore it at inference, where nothing is dropped"
-                findings.append(Finding("notice", f"{text}."))
+                findings.append(Finding("notice", text))
         if findings:
             return findings
         text = (
@@ -187,51 +179,43 @@ class Priorities(Section):
         return [Finding("good", text)]
 
     def _figures(self, names, present, types):
-        left_out = ""
+        shown = ""
         if len(names) > MAX_PANELS:
-            left_out = (
-                f" The figure shows {MAX_PANELS} of {len(names)} layers; the table has "
-                "all."
-            )
-        factors = {layer.capacity_factor for layer in self.layers}
-        known = factors - {None}
-        words = "capacity"
-        if len(factors) == 1 and known:
-            words = f"capacity factor {known.pop():g}"
+            shown = f" The figure shows {MAX_PANELS} of {len(names)} layers."
         queues = [counts.queues[present] for counts in self.counts]
         gates = [[counts.gates[row] for counts in self.counts] for row in (0, 1)]
         figures = [
             Figure(
-                draw_queues(queues, _EDGES, names, types, words),
+                draw_queues(queues, _EDGES, names, types),
                 "Histograms of the positions of tokens in the queues before the "
-                f"experts, by layer, for {', '.join(types)}; the table below has their "
-                "shares.",
+                f"experts, by layer, for {', '.join(types)}.",
                 "Who stands where: the front of the queue is left, and training drops "
                 "what is right of the line. The last bar has all further positions."
-                f"{left_out}",
+                f"{shown}",
                 "priorities_queues",
             ),
             Figure(
                 draw_priorities(*gates, _GATES, names),
                 "Histograms of the largest gate of served and of dropped tokens, by "
-                "layer; the table below has their means.",
+                "layer.",
                 "How sure the router is of the tokens that are served and dropped. "
-                f"Batch priority routing drops those with small gates.{left_out}",
+                f"Batch priority routing drops those with small gates.{shown}",
                 "priorities_gates",
             ),
         ]
-        return [*figures, *self._modalities(names), *self._positions(names, left_out)]
+        return [*figures, *self._modalities(), *self._positions(names, shown)]
 
-    def _modalities(self, names):
+    def _modalities(self):
         """Figures of each modality's choices, for layers shared by modalities."""
-        shared = [x for x in range(len(names)) if len(self.counts[x].modalities) > 1]
+        pairs = zip(self.layers, self.counts)
+        shared = [pair for pair in pairs if len(pair[1].modalities) > 1]
         if not shared:
             return []
         drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
         drawing = draw_modalities(
-            [self.counts[x].modalities for x in drawn],
-            [self.counts[x].room for x in drawn],
-            [names[x] for x in drawn],
+            [counts.modalities for _, counts in drawn],
+            [counts.room for _, counts in drawn],
+            [layer.name for layer, _ in drawn],
         )
         alt = (
             "Stacked bars of the tokens of each modality that choose each expert, by "
@@ -244,22 +228,22 @@ class Priorities(Section):
         )
         return [Figure(drawing, alt, caption, "priorities_modalities")]
 
-    def _positions(self, names, left_out):
+    def _positions(self, names, shown):
         """Figures of where in images patches are dropped, if any are."""
         shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
-        if not self.num_patches or not np.any(shares):
+        if not np.any(shares):
             return []
         grids = [share.reshape(self.model.grid) for share in shares]
-        alt = (
-            "Maps of the share of images whose patch at a position gets no expert, by "
-            "layer."
-        )
-        caption = (
-            "Where in images patches get no expert at the capacity of training."
-            f"{left_out}"
-        )
-        drawing = draw_positions(grids, names)
-        return [Figure(drawing, alt, caption, "priorities_positions")]
+        return [
+            Figure(
+                draw_positions(grids, names),
+                "Maps of the share of images whose patch at a position gets no expert, "
+                "by layer.",
+                "Where in images patches get no expert at the capacity of training."
+                f"{shown}",
+                "priorities_positions",
+            )
+        ]
 
 
 def _row(layer, counts, token_type):
@@ -275,7 +259,7 @@ def _row(layer, counts, token_type):
 
 
 def _data(layer, counts, present):
-    choices, cut = counts.experts
+    choices, cut = sum(counts.modalities.values())
     return {
         "layer": layer.name,
         "capacity_factor": layer.capacity_factor,
@@ -309,7 +293,6 @@ class DroppedPatches(Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.layers = _layers_of_images(model)
-        self.groups = Groups(self.layers)
         # At most four marks, however many factors the layers have.
         marked = {layer.capacity_factor for layer in self.layers} - {None}
         self.marked = sorted(marked)[:4]
@@ -325,8 +308,6 @@ class DroppedPatches(Section):
         return model.grid is not None and bool(_layers_of_images(model))
 
     def update(self, batch: Batch) -> None:
-        if batch.images is None:
-            return
         for number in self.drawn:
             if number not in self.tiles:
                 self.tiles[number] = self._draw(batch, self.layers[number])
@@ -334,7 +315,7 @@ class DroppedPatches(Section):
     def update_queues(self, batch: Batch) -> None:
         for number, layer in enumerate(self.layers):
             queues = layer.read(batch)
-            self.groups.add(layer, queues)
+            layer.count_groups(queues)
             run = queues.runs["image"]
             counted = queues.counts[:, run]
             chosen = (queues.positions >= 0)[:, run]
@@ -374,18 +355,15 @@ class DroppedPatches(Section):
         return tile_of(2.0 * faded(image, share) - 1.0, _TILE)
 
     def finish(self) -> SectionContent:
-        if not self.tiles:
-            return SectionContent(["The data has no images."], {})
         names = [layer.name for layer in self.layers]
         dropped = self.counts[..., 1] / np.maximum(self.counts[..., 0], 1)
         choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
-        body = self.groups.paragraphs()
+        body = group_texts(self.layers)
         body += [self._sprite(number, dropped) for number in self.drawn]
-        caption = "Share of image tokens that get no expert at all, by capacity factor."
-        if self.marked:
-            caption += " Dashed: the factor of training."
-        if len(names) > 6:
-            caption += " The figure shows six layers; the table has all."
+        caption = (
+            "Share of image tokens that get no expert at all, by capacity factor. "
+            "Dashed: the factor of training."
+        )
         drawing = draw_drops(self.factors, dropped, names, self.marked)
         alt = "Curves of the share of dropped tokens by capacity factor, by layer."
         body.append(Figure(drawing, alt, caption, "dropped_patches"))

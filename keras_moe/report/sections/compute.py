@@ -38,7 +38,6 @@ from keras_moe.report.section import (
 _IMAGES, _PANELS, _SCORED = 3, 4, 64
 # With a smaller share, experts without compute save next to nothing.
 _LEAST_SHARE = 0.05
-_FIELDS = ("highest_mean", "second_mean", "highest_variance", "second_variance")
 
 
 class _Counts:
@@ -58,11 +57,15 @@ class _Counts:
         return type_loads(self.served, tokens, self.expert_types, self.selected)
 
     @property
-    def score_moments(self):
+    def scores(self):
         """Means and variances of the two largest gates, by name."""
-        mean, square = self.moments / max(self.tokens, 1)
-        variance = np.maximum(square - mean**2, 0.0)
-        return dict(zip(_FIELDS, (*mean.tolist(), *variance.tolist())))
+        means, squares = self.moments / max(self.tokens, 1)
+        variances = np.maximum(squares - means**2, 0.0)
+        names = ("highest", "second")
+        return {
+            **{f"{x}_mean": float(mean) for x, mean in zip(names, means)},
+            **{f"{x}_variance": float(y) for x, y in zip(names, variances)},
+        }
 
 
 class Compute(LayerSection):
@@ -152,9 +155,9 @@ class Compute(LayerSection):
                     entry[1] += number
 
     def row(self, block: Block, counts: _Counts) -> list[Any]:
-        load, moments = counts.load, counts.score_moments
+        load, scores = counts.load, counts.scores
         gates = [
-            f"{moments[f'{gate}_mean']:.3f} ± {moments[f'{gate}_variance'] ** 0.5:.3f}"
+            f"{scores[f'{gate}_mean']:.3f} ± {scores[f'{gate}_variance'] ** 0.5:.3f}"
             for gate in ("highest", "second")
         ]
         return [
@@ -175,7 +178,7 @@ class Compute(LayerSection):
         body += self._image_figures() + self._word_parts()
         data = {
             "layers": {
-                key: {**load._asdict(), **self.counts[key].score_moments}
+                key: {**load._asdict(), **self.counts[key].scores}
                 for key, load in loads.items()
             },
             "words": {word: [n, total / n] for word, (n, total) in self._top_words()},
@@ -201,9 +204,7 @@ class Compute(LayerSection):
                 continue
             scores = RoutingScores(*gates.astype("float64").T)
             caption = (
-                f"The two highest gates of tokens in {key}, of {len(kept)} examples. "
-                "Gating residuals add the logits of the layer before, which makes them "
-                "vary less."
+                f"The two highest gates of tokens in {key}, of {len(kept)} examples."
             )
             figures.append(
                 Figure(
@@ -269,11 +270,10 @@ class Compute(LayerSection):
             )
             for word, (count, total) in words
         )
-        counted = " that are counted" if len(self._words) == MAX_WORDS else ""
         text = (
-            f"The {len(words)} most frequent of {len(self._words):,} words{counted}, "
-            "each with the mean number of FFN experts over layers; those with most "
-            "compute come first."
+            f"The {len(words)} most frequent of {len(self._words):,} words, each with "
+            "the mean number of FFN experts over layers; those with most compute come "
+            "first."
         )
         return [text, Html(Markup('<p class="chips">{}</p>').format(chips))]
 
@@ -287,20 +287,16 @@ class Compute(LayerSection):
             by_type = counts.load.experts_per_token
             ffn += counts.tokens * by_type["ffn"]
             total += counts.tokens * sum(by_type.values())
-        idle = total - ffn
+        idle = 1.0 - ffn / max(total, 1e-9)
+        level, advice = "good", "at next to no cost"
+        if idle < _LEAST_SHARE:
+            level, advice = "notice", "train with a lower tau to save compute"
         text = (
             f"FFN experts serve {ffn / tokens:.2f} of {choices / tokens:.2f} choices "
-            f"of a token; zero, copy and constant experts serve "
-            f"{idle / max(total, 1e-9):.0%} of assignments"
+            f"of a token; zero, copy and constant experts serve {idle:.0%} of "
+            f"assignments: {advice}."
         )
-        if idle < _LEAST_SHARE * total:
-            return [
-                Finding(
-                    "notice",
-                    f"{text}, which saves next to no compute: train with a lower tau.",
-                )
-            ]
-        return [Finding("good", f"{text}, at next to no cost.")]
+        return [Finding(level, text)]
 
 
 def _two_highest(record):

@@ -74,7 +74,8 @@ class Explorer(Section):
     intro = (
         "The number in a patch, or after a word, is the expert whose output has the "
         "largest weight there; a cross is a token that no expert serves. The colours "
-        "repeat after eight experts."
+        "repeat after eight experts. The slots of a soft expert are mixtures of all "
+        "tokens; its maps show where it looks, by each patch's share in the slots."
     )
 
     @classmethod
@@ -102,34 +103,12 @@ class Explorer(Section):
         names = {number: self._name(number, x) for number, x in examples.items()}
         data = json_script("explorer-data", self._data(examples, names, kept))
         maps, shown = self._maps(examples, names)
-        body = [Html(self._pictures(examples) + _chooser() + data)]
-        if any(block.kind == "soft" for block in self._blocks.values()):
-            body.append(
-                "The slots of a soft expert are mixtures of all tokens. Its maps show "
-                "where it looks: the deeper the colour, the larger the patch's share "
-                "in the expert's slots."
-            )
-        body.append(Html(maps))
-        if shown < len(examples):
-            body.append(
-                f"The maps of {len(examples) - shown} more examples are in the "
-                "chooser above, which needs JavaScript."
-            )
-        body.append(self._choice(len(examples)))
+        text = (
+            f"{len(examples)} of {self._reservoir.seen:,} examples, the first {shown} "
+            "of them as maps; the chooser, which needs JavaScript, has all."
+        )
+        body = [Html(self._pictures(examples) + _chooser() + data), Html(maps), text]
         return SectionContent(body, {"examples": _routing_data(examples)})
-
-    def _choice(self, shown):
-        """A sentence on how the examples were chosen."""
-        seen = self._reservoir.seen
-        if self.options.examples is None:
-            return f"{shown} of {seen:,} examples, drawn with seed {self.options.seed}."
-        wanted = len(self.options.examples)
-        if shown < wanted:
-            return (
-                f"The page has room for {shown} of the {wanted} examples that were "
-                "requested."
-            )
-        return f"The examples that were requested, {shown} of {seen:,}."
 
     def _name(self, number, example):
         parts = [f"Example {number}"]
@@ -255,20 +234,18 @@ def kept_example(
     model: ReportedModel, keys: list[str], batch: Batch, index: int
 ) -> Example:
     """Copies what drawings need of an example."""
-    words, counts = None, None
+    words, routing = None, {}
     if batch.words is not None:
-        counts = np.array([word != "" for word in batch.words[index]])
-        if TEXT in batch.masks:
-            counts = np.asarray(batch.masks[TEXT][index], bool)
+        counts = np.asarray(batch.masks[TEXT][index], bool)
         words = [word for word, keep in zip(batch.words[index], counts) if keep]
-    routing = {}
+
     for key in keys:
         block = model.blocks[key]
         whole = token_routing(batch.routing[key], block.kind, index)
         if block.modality == IMAGE:
             parts = (of_patches(x[None], model.grid)[0] for x in whole)
         else:
-            parts = (x if counts is None else x[counts] for x in whole)
+            parts = (x[counts] for x in whole)
         routing[key] = TokenRouting(*parts)
     label = predicted = None
     if batch.labels is not None and batch.labels[index] >= 0:

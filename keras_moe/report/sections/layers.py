@@ -3,8 +3,8 @@
 Axes: B batch, N tokens, E experts, T tokens that count.
 """
 
+import contextlib
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,9 @@ class Overview(Section):
     def finish(self) -> SectionContent:
         body = [self._layers()]
         data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
-        if (description := self._description()) is not None:
+        # Custom model families may have no costs.
+        with contextlib.suppress(AttributeError, ValueError):
+            description = self.model.keras_model.describe()
             body.append(_costs(description))
             data["costs"] = description.to_dict()
         return SectionContent(body, data)
@@ -60,6 +62,9 @@ class Overview(Section):
             if types := [x for x in dict.fromkeys(block.expert_types) if x != "ffn"]:
                 counts = [f"{block.expert_types.count(x)} {x}" for x in types]
                 experts += f" ({', '.join(counts)})"
+            inference = None
+            if block.kind == "token_choice":
+                inference = block.capacity_factor or "all tokens are served"
             rows.append(
                 [
                     name,
@@ -68,34 +73,12 @@ class Overview(Section):
                     experts,
                     block.num_selected_experts,
                     block.training_capacity_factor,
-                    _at_inference(block),
+                    inference,
                 ]
             )
         head = ["layer", "tokens of", "routing", "experts", "per token"]
         head += ["capacity factor", "at inference"]
         return Table(head, rows, "Layers with experts")
-
-    def _description(self):
-        """The costs, if the model can describe them."""
-        describe = getattr(self.model.keras_model, "describe", None)
-        try:
-            return None if describe is None else describe()
-        except ValueError:
-            # Custom model families may have no costs.
-            return None
-
-
-def _at_inference(block):
-    if block.kind != "token_choice":
-        return None
-    if block.capacity_factor is None:
-        return "all tokens are served"
-    return f"capacity factor {block.capacity_factor:g}"
-
-
-def _gflops(flops):
-    """Formats GFLOPs of small and large models."""
-    return f"{flops / 1e9:,.2f}" if flops >= 1e8 else f"{flops / 1e9:.6f}"
 
 
 def _costs(description):
@@ -112,25 +95,12 @@ def _costs(description):
         first, count = parts[0], len(parts)
         name = first.name if count == 1 else f"{first.name} to {parts[-1].name}"
         numbers = (count * first.parameters, count * first.active_parameters)
-        rows.append([name, first.kind, *numbers, _gflops(count * first.flops)])
+        rows.append([name, first.kind, *numbers, count * first.flops / 1e9])
     numbers = (description.parameters, description.active_parameters)
-    rows.append(["all", None, *numbers, _gflops(1e9 * description.gflops)])
+    rows.append(["all", None, *numbers, description.gflops])
     unit = f"GFLOPs per {description.example}"
     head = ["part", "kind", "parameters", "active", unit]
     return Table(head, rows, f"Costs, with {description.num_tokens} tokens")
-
-
-class Entropies(NamedTuple):
-    """Entropies of a routing record, over log E."""
-
-    # Mean entropy of each token's gates.
-    local: float
-    # Entropy of the mean gates.
-    global_: float
-    # `local` of the combine weights, after the dispatch.
-    local_after: float
-    # `global_` of the tokens served.
-    global_after: float
 
 
 class EntropySums:
@@ -153,17 +123,23 @@ class EntropySums:
         self._local_after += float(entropy(after[kept]).sum())
         self._served += np.asarray(served, "float64").sum(axis=0)
 
-    def entropies(self) -> Entropies:
-        """The entropies of all tokens so far."""
-        scale = float(np.log(max(self.num_experts, 2)))
+    def entropies(self) -> dict[str, float]:
+        """Entropies over log E, of all tokens so far.
+
+        `"local"` is the mean entropy of each token's gates, `"local_after"` of its
+        combine weights; `"global"` is the entropy of the mean gates, and
+        `"global_after"` of the tokens served.
+        """
         totals = [_normalised(x[None])[0] for x in (self._gates, self._served)]
         before, after = (float(entropy(x)[0]) for x in totals)
-        return Entropies(
-            self._local / max(self._tokens, 1) / scale,
-            before / scale,
-            self._local_after / max(self._tokens_after, 1) / scale,
-            after / scale,
-        )
+        entropies = {
+            "local": self._local / max(self._tokens, 1),
+            "global": before,
+            "local_after": self._local_after / max(self._tokens_after, 1),
+            "global_after": after,
+        }
+        scale = float(np.log(max(self.num_experts, 2)))
+        return {name: value / scale for name, value in entropies.items()}
 
 
 def _normalised(rows):
@@ -198,41 +174,33 @@ class RoutingEntropies(LayerSection):
         figures = [
             self._figure(
                 entropies,
-                ("local", "local_after"),
+                "local",
                 "entropy of a token",
-                "entropy_local",
                 "Each token: how many experts share it, on average. Low is decided.",
             ),
             self._figure(
                 entropies,
-                ("global_", "global_after"),
+                "global",
                 "entropy of all tokens",
-                "entropy_global",
                 "All tokens together: how evenly they use experts. Low is collapse.",
             ),
         ]
-        data = {
-            key: {name.strip("_"): value for name, value in x._asdict().items()}
-            for key, x in entropies.items()
-        }
-        return SectionContent(figures, data)
+        return SectionContent(figures, entropies)
 
-    def _figure(self, entropies, fields, label, name, caption):
+    def _figure(self, entropies, field, label, caption):
         names, layers = depths(self.model)
-        several, lines = len(self.model.modalities) > 1, {}
+        lines = {}
         for number, modality in enumerate(self.model.modalities):
             keys = [k for k, x in self.blocks.items() if x.modality == modality]
-            for style, (field, when) in enumerate(zip(fields, ("before", "after"))):
-                if keys:
-                    lines[f"{modality}, {when}" if several else when] = Line(
-                        [layers[key] for key in keys],
-                        [getattr(entropies[key], field) for key in keys],
-                        colour=number if several else style,
-                        style=style,
-                    )
+            whens = (("before", field), ("after", f"{field}_after"))
+            for style, (when, name) in enumerate(whens if keys else ()):
+                depth = [layers[key] for key in keys]
+                values = [entropies[key][name] for key in keys]
+                colour = 2 * number + style
+                lines[f"{modality}, {when}"] = Line(depth, values, None, colour, style)
         drawing = draw_depth(lines, names, label)
         alt = f"{label.capitalize()} by layer, before and after the dispatch."
-        return Figure(drawing, alt, caption, name)
+        return Figure(drawing, alt, caption, f"entropy_{field}")
 
 
 def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
@@ -288,8 +256,8 @@ class Confidence(LayerSection):
             median = quartiles[key][1]
             if block.is_sparse and 1 < block.num_experts * median < UNSURE:
                 text = (
-                    f"{key}: the router hardly chooses. Half of its tokens have a "
-                    f"largest gate below {median:.3f}, and equal gates would be "
+                    f"{key}: the router hardly chooses. The median of the largest gate "
+                    f"is {median:.3f}, and equal gates would be "
                     f"{1 / block.num_experts:.3f}: train longer, or lower the weight "
                     "of its auxiliary losses."
                 )
@@ -308,8 +276,8 @@ def quantiles(counts: np.ndarray, parts: tuple[float, ...]) -> list[float]:
     results = []
     for part in parts:
         target = part * total
-        place = int(np.searchsorted(edges, target, side="left")) - 1
-        place = min(max(place, 0), len(counts) - 1)
-        within = (target - edges[place]) / max(counts[place], 1)
-        results.append(float((place + within) / len(counts)))
+        index = int(np.searchsorted(edges, target, side="left")) - 1
+        index = min(max(index, 0), len(counts) - 1)
+        within = (target - edges[index]) / max(counts[index], 1)
+        results.append(float((index + within) / len(counts)))
     return results

@@ -21,9 +21,9 @@ from keras_moe.report.section import (
     Options,
     SectionContent,
     Table,
-    beyond_classes,
     evenly_spaced,
     file_name,
+    uncounted_classes,
 )
 
 # Layers with separate figures, and with maps of classes.
@@ -43,17 +43,24 @@ class LayerCounts:
         self.block = block
         self.tokens = self.unserved = self.broken = 0
         self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
+        self.by_class = np.zeros((MAX_CLASSES, block.num_experts))
 
     def update(self, batch: Batch) -> None:
         """Adds a batch."""
-        record, counts = batch.routing[self.block.key], batch.routed_of(self.block)
+        block, counts = self.block, batch.routed_of(self.block)
+        record = batch.routing[block.key]
         served = record.dispatched[counts]
         self.tokens += len(served)
-        self.broken += batch.num_broken(self.block)
+        self.broken += batch.num_broken(block)
         self.unserved += int((served.sum(axis=1) == 0).sum())
         self.served += served.sum(axis=0, dtype="float64")
         self.mass += record.combined[counts].sum(axis=0, dtype="float64")
-        self.demand += demand(self.block, record, counts).sum(axis=0, dtype="float64")
+        self.demand += demand(block, record, counts).sum(axis=0, dtype="float64")
+        if batch.labels is not None:
+            known = (batch.labels >= 0) & (batch.labels < MAX_CLASSES)
+            work = record.dispatched if block.is_sparse else record.combined
+            work = np.where(batch.mask_of(block)[..., None], work, 0.0).sum(axis=1)
+            np.add.at(self.by_class, batch.labels[known], work[known])
 
     @classmethod
     def together(cls, name: str, parts: list["LayerCounts"]) -> "LayerCounts":
@@ -127,9 +134,8 @@ class Loads(LayerSection):
 
     def __init__(self, model: ReportedModel, options: Options):
         super().__init__(model, options)
-        # Work (U, E) by key; grows with the largest label.
-        self._by_class = {}
-        self._num_beyond, self._num_without, self._has_labels = 0, 0, False
+        # One more than the largest label, and examples that have no such class.
+        self._num_classes = self._uncounted = 0
         # Number of examples, and of those with non-finite outputs.
         self._outputs = np.zeros(2, "int64")
 
@@ -139,30 +145,17 @@ class Loads(LayerSection):
     def update(self, batch: Batch) -> None:
         super().update(batch)
         if batch.labels is None:
-            self._num_without += batch.size
+            self._uncounted += batch.size
         else:
-            self._has_labels = True
-            self._num_beyond += int((batch.labels >= MAX_CLASSES).sum())
-            self._num_without += int((batch.labels < 0).sum())
+            known = batch.labels[(batch.labels >= 0) & (batch.labels < MAX_CLASSES)]
+            self._num_classes = max(self._num_classes, known.max(initial=-1) + 1)
+            self._uncounted += batch.size - len(known)
         if batch.outputs is not None:
             is_broken = ~np.isfinite(batch.outputs).all(axis=-1)
             self._outputs += [batch.size, is_broken.sum()]
 
     def count(self, counts: LayerCounts, block: Block, batch: Batch) -> None:
         counts.update(batch)
-        if batch.labels is None:
-            return
-        record, labels = batch.routing[block.key], batch.labels
-        kept = (labels >= 0) & (labels < MAX_CLASSES)
-        if not kept.any():
-            return
-        work = record.dispatched if block.is_sparse else record.combined
-        work = np.where(batch.mask_of(block)[..., None], work, 0.0).sum(axis=1)
-        table = self._by_class.get(block.key, np.zeros((0, block.num_experts)))
-        missing = int(labels[kept].max()) + 1 - len(table)
-        table = np.pad(table, ((0, max(missing, 0)), (0, 0)))
-        np.add.at(table, labels[kept], work[kept])
-        self._by_class[block.key] = table
 
     def row(self, block: Block, counts: LayerCounts) -> list[Any]:
         unserved, dropped = _drops(counts)
@@ -181,24 +174,16 @@ class Loads(LayerSection):
         shown = [names[index] for index in evenly_spaced(len(names), MAX_LAYERS)]
         body = self._maps(layers) if len(layers) > 1 else []
         body += [self._bars(name, layers[name]) for name in shown]
-        if any(self._capacity(layers[name]) is not None for name in shown):
-            body.append(
-                "The orange line is an expert's capacity. If inference limits it, "
-                "hatched tokens are dropped; otherwise it is the capacity of training, "
-                "and inference serves all tokens."
-            )
-        if len(shown) < len(layers):
-            body.append(
-                f"Figures show {len(shown)} of {len(layers)} layers; report.json has "
-                "all."
-            )
+        body.append(
+            f"Figures show {len(shown)} of {len(layers)} layers. An orange line is an "
+            "expert's capacity. If inference limits it, hatched tokens are dropped; "
+            "otherwise it is the capacity of training, and inference serves all tokens."
+        )
         body.append(self.table("Balance by layer; an entropy of 1 is an equal load"))
-        body += self._classes(shown) + self._left_out()
+        body += self._classes(shown)
         findings, (examples, broken) = [], self._outputs.tolist()
         if broken:
-            text = (
-                f"{broken:,} of {examples:,} examples have outputs that are not finite."
-            )
+            text = f"The outputs of {broken:,} of {examples:,} examples are not finite."
             findings.append(Finding("problem", text))
         counts = [
             LayerCounts.together(name, [self.counts[x.key] for x in records.values()])
@@ -218,14 +203,14 @@ class Loads(LayerSection):
                 np.where(block.is_present, self.counts[block.key].shares, np.nan)
                 for block in blocks
             ]
-            several = len(self.model.modalities) > 1
-            tokens = f"{modality} tokens" if several else "tokens"
-            drawing = draw_load_map(shares, [x.short_key for x in blocks], tokens)
-            alt = f"Map of the shares of {tokens} by layer and expert."
+            drawing = draw_load_map(
+                shares, [x.short_key for x in blocks], f"{modality} tokens"
+            )
+            alt = f"Map of the shares of {modality} tokens by layer and expert."
             caption = (
-                f"All layers at once: the share of the {tokens} that each expert gets. "
-                "Dark blue is an expert without work, yellow one with three times an "
-                "equal share or more."
+                f"All layers at once: the share of the {modality} tokens that each "
+                "expert gets. Dark blue is an expert without work, yellow one with "
+                "three times an equal share or more."
             )
             figures.append(Figure(drawing, alt, caption, f"load_map_{modality}"))
         return figures
@@ -245,7 +230,7 @@ class Loads(LayerSection):
             draw_loads(shares, name, block.expert_types, dropped, capacity),
             f"Bars of the share of work of each of {block.num_experts} experts of "
             f"{name}: the largest is {max(x.max() for x in shares.values()):.0%}.",
-            f"{name}: {_range_text(counts)}",
+            f"The work of each expert of {name}.",
             f"load_{file_name(name)}",
         )
 
@@ -259,7 +244,7 @@ class Loads(LayerSection):
         return block.capacity_factor or block.training_capacity_factor
 
     def _classes(self, shown):
-        totals = next(iter(self._by_class.values()), np.zeros((0, 1))).sum(axis=1)
+        totals = next(iter(self.counts.values())).by_class.sum(axis=1)
         present = np.flatnonzero(totals)
         if len(present) < 2:
             return []
@@ -267,36 +252,26 @@ class Loads(LayerSection):
         largest = np.argsort(-totals[present], kind="stable")[:MAX_DRAWN]
         chosen = np.sort(present[largest])
         names = [self.model.class_name(int(label)) for label in chosen]
-        layers, figures = self.model.by_layer(), []
+        layers, body = self.model.by_layer(), []
         for index in evenly_spaced(len(shown), MAX_CLASS_MAPS):
-            for block in layers[shown[index]].values():
-                work = relative_work(self._by_class[block.key][chosen])
-                caption = (
-                    f"{block.key}: bright cells are experts that have specialised in a "
-                    "class, and work for it more than for the average one."
-                )
-                figures.append(
+            for key in (block.key for block in layers[shown[index]].values()):
+                work = relative_work(self.counts[key].by_class[chosen])
+                body.append(
                     Figure(
-                        draw_class_map(work, names, block.key),
-                        f"Map of the work of each expert of {block.key} by class.",
-                        caption,
-                        f"classes_{file_name(block.key)}",
+                        draw_class_map(work, names, key),
+                        f"Map of the work of each expert of {key} by class.",
+                        f"{key}: bright cells are experts that have specialised in a "
+                        "class, and work for it more than for the average one.",
+                        f"classes_{file_name(key)}",
                     )
                 )
         if len(chosen) < len(present):
-            figures.append(
+            body.append(
                 f"Maps show the {len(chosen)} most frequent of {len(present)} classes."
             )
-        return figures
-
-    def _left_out(self):
-        """A sentence on examples that are not counted by class."""
-        texts = [beyond_classes(self._num_beyond)] if self._num_beyond else []
-        if self._num_without:
-            texts.append(f"{self._num_without:,} without a label, or with several")
-        if not self._has_labels or not texts:
-            return []
-        return [f"Examples that are not counted by class: {'; '.join(texts)}."]
+        if self._uncounted:
+            body.append(uncounted_classes(self._uncounted))
+        return body
 
     def _data(self, key):
         counts = self.counts[key]
@@ -312,8 +287,9 @@ class Loads(LayerSection):
             "unserved_tokens": unserved,
             "dropped_choices": dropped,
         }
-        if key in self._by_class:
-            data["by_class"] = np.round(self._by_class[key], 4).tolist()
+        if self._num_classes:
+            by_class = counts.by_class[: self._num_classes]
+            data["by_class"] = np.round(by_class, 4).tolist()
         return data
 
 
@@ -333,30 +309,22 @@ def relative_work(table: np.ndarray) -> np.ndarray:
     return np.where(means > 0, shares / np.where(means > 0, means, 1.0), np.nan)
 
 
-def _range_text(counts):
-    texts = []
-    for modality, layer in counts.items():
-        low, high = layer.shares.min(), layer.shares.max()
-        of = f" of the {modality}s' work" if len(counts) > 1 else " of the work"
-        texts.append(f"{low:.1%} to {high:.1%}{of}")
-    return f"experts do {' and '.join(texts)}."
-
-
 def health_findings(layers: list[LayerCounts]) -> list[Finding]:
     """Findings on unhealthy layers, or a single good one."""
     findings = []
     for counts in layers:
         key = counts.block.key
         if counts.broken:
-            share = counts.broken / (counts.broken + counts.tokens)
-            share = f"{share:.0%}" if share >= 0.01 else "less than 1%"
             text = (
-                f"{key}: the gates of {share} of the tokens are not finite. The report "
-                "leaves them out: look for NaN in the weights and the inputs."
+                f"{key}: the gates of {counts.broken:,} of "
+                f"{counts.broken + counts.tokens:,} tokens are not finite, and left "
+                "out: look for NaN in the weights and the inputs."
             )
             findings.append(Finding("problem", text))
         if counts.tokens and counts.work.sum() > 0:
-            findings += _findings_of(counts)
+            findings += [
+                Finding(*x) for x in (*_load_findings(counts), *_drop_findings(counts))
+            ]
         elif counts.tokens:
             findings.append(Finding("problem", f"{key}: no expert serves a token."))
         elif not counts.broken:
@@ -371,60 +339,53 @@ def health_findings(layers: list[LayerCounts]) -> list[Finding]:
     return [Finding("good", text)]
 
 
-def _findings_of(counts):
+def _load_findings(counts):
+    """Yields levels and texts on experts without work, and on collapse."""
     block, shares, work = counts.block, counts.shares, counts.work
-    key, number = block.key, int(block.is_present.sum())
-    findings = []
+    number = int(block.is_present.sum())
     idle = np.flatnonzero((work == 0) & block.is_present)
     # Experts with hardly any work.
     dead = np.flatnonzero((shares < DEAD / number) & (work > 0))
     level = "problem" if len(idle) + len(dead) > MAX_DEAD * number else "notice"
-    amount = "no token" if block.is_sparse else "no weight"
-    less = "less than a hundredth of an equal share"
-    for experts, one, many, what in (
-        (idle, "gets", "get", amount),
-        (dead, "does", "do", less),
+    for experts, what in (
+        (idle, "without a token" if block.is_sparse else "without weight"),
+        (dead, "with less than a hundredth of an equal share"),
     ):
         if len(experts):
-            text = (
-                f"{key}: {len(experts)} of {number} experts "
-                f"{one if len(experts) == 1 else many} {what} ({_experts(experts)})."
+            listed = ", ".join(map(str, experts[:8]))
+            more = ", ..." if len(experts) > 8 else ""
+            yield (
+                level,
+                f"{block.key}: {len(experts)} of {number} experts are {what}: "
+                f"{listed}{more}.",
             )
-            findings.append(Finding(level, text))
-    largest, how = int(shares.argmax()), None
-    if number > 2 and shares[largest] > MAX_SHARE:
-        how = f"expert {largest} does {shares[largest]:.0%} of the work"
-    elif number > 1 and counts.entropy < MIN_ENTROPY:
-        how = f"the entropy of its loads is {counts.entropy:.2f} of 1"
-    if how is not None:
-        text = (
-            f"{key} has collapsed: {how}. Train it with a larger weight of the "
-            "auxiliary losses that balance loads."
+    largest = int(shares.argmax())
+    is_large = number > 2 and shares[largest] > MAX_SHARE
+    if is_large or (number > 1 and counts.entropy < MIN_ENTROPY):
+        yield (
+            "problem",
+            f"{block.key} has collapsed: expert {largest} does {shares[largest]:.0%} "
+            f"of the work, and the entropy of loads is {counts.entropy:.2f} of 1. "
+            "Train with a larger weight of the auxiliary losses that balance loads.",
         )
-        findings.append(Finding("problem", text))
-    if block.kind == "token_choice" and counts.dropped > DROPS[0]:
-        text = (
+
+
+def _drop_findings(counts):
+    """Yields levels and texts on dropped choices and tokens."""
+    key, kind = counts.block.key, counts.block.kind
+    if kind == "token_choice" and counts.dropped > DROPS[0]:
+        yield (
+            "problem" if counts.dropped > DROPS[1] else "notice",
             f"{key}: the capacity drops {counts.dropped:.1%} of the tokens' choices: "
-            "raise its capacity factor at inference."
+            "raise its capacity factor at inference.",
         )
-        level = "problem" if counts.dropped > DROPS[1] else "notice"
-        findings.append(Finding(level, text))
     unserved = counts.unserved / counts.tokens
-    if block.kind == "expert_choice" and unserved > DROPS[1]:
-        text = (
+    if kind == "expert_choice" and unserved > DROPS[1]:
+        yield (
+            "notice",
             f"{key}: no expert takes {unserved:.1%} of the tokens: raise "
-            "capacity_factor if these matter."
+            "capacity_factor if these matter.",
         )
-        findings.append(Finding("notice", text))
-    return findings
-
-
-def _experts(numbers):
-    """Lists the first few expert numbers."""
-    texts = [str(number) for number in numbers[:8]]
-    if len(numbers) > len(texts):
-        texts.append(f"and {len(numbers) - len(texts)} more")
-    return f"expert{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
 
 
 class Pruning(LayerSection):
@@ -452,17 +413,17 @@ class Pruning(LayerSection):
 
     def finish(self) -> SectionContent:
         curves, rows, data = {}, [], {}
-        served = {k: x for k, x in self.blocks.items() if self.counts[k].any()}
-        several = len({block.modality for block in served.values()}) > 1
-        for key, block in served.items():
-            curve = _curve(self.counts[key])
+        for key, block in self.blocks.items():
+            served = self.counts[key]
+            if not served.any():
+                continue
+            order = np.argsort(-served, kind="stable")
+            curve = CoverageCurve(order, np.cumsum(served[order]) / served.sum())
             curves.setdefault(block.modality, {})[block.short_key] = curve
             needed = [curve.needed(share) for share in COVERED]
             gone = [e for e in curve.experts[needed[-1] :] if block.is_present[e]]
             gone = ", ".join(map(str, sorted(gone))) or "none"
-            name = f"{block.modality}: {block.short_key}"
-            name = name if several else block.short_key
-            rows.append([name, int(block.is_present.sum()), *needed, gone])
+            rows.append([key, int(block.is_present.sum()), *needed, gone])
             data[f"{block.modality}/{block.short_key}"] = curve.to_dict()
         if not curves:
             return SectionContent(["No expert serves a token of this data."], {})
@@ -481,8 +442,3 @@ class Pruning(LayerSection):
         ]
         table = Table(head, rows, "Experts that are needed")
         return SectionContent([*figures, table], data)
-
-
-def _curve(served):
-    order = np.argsort(-served, kind="stable")
-    return CoverageCurve(order, np.cumsum(served[order]) / served.sum())

@@ -21,8 +21,8 @@ from keras_moe.report.section import (
     Reservoir,
     SectionContent,
     Table,
-    beyond_classes,
     file_name,
+    uncounted_classes,
 )
 
 # Smallest coefficient with which an expert serves a token.
@@ -42,8 +42,8 @@ class _Counts:
     def __init__(self, num_experts):
         self.load, self.total = np.zeros(num_experts, int), np.zeros(num_experts)
         self.tokens = 0
-        # Sums (U, E) of the images' mean coefficients, by class.
-        self.by_class = np.zeros((0, num_experts))
+        # Sums of the images' mean coefficients, by class.
+        self.by_class = np.zeros((MAX_CLASSES, num_experts))
 
     @property
     def mean(self):
@@ -63,7 +63,9 @@ class MuMoEExperts(LayerSection):
     intro = (
         "All experts of a muMoE have a part in each token, given by their "
         "coefficients. An expert is monosemantic if a single class loses its accuracy "
-        "without it: its polysemanticity is then 0."
+        "without it: its polysemanticity is then 0. Figures show up to "
+        f"{_CLASSES} classes, those with most images, and {_EXPERTS} experts, those "
+        "with most weight."
     )
     head = (
         "layer",
@@ -79,11 +81,16 @@ class MuMoEExperts(LayerSection):
 
     def __init__(self, model: ReportedModel, options: Options):
         super().__init__(model, options)
-        # Only these layers have classes, which bounds memory for deep models.
-        self._detailed = _detailed(self.blocks)
-        # Number of images by class.
-        self._images = np.zeros(0, int)
-        self._reservoir, self._examples, self._num_beyond = None, 0, 0
+        # Only the head, the last block and the last token mixer have classes, which
+        # bounds memory for deep models.
+        heads = [key for key in self.blocks if key == "head"]
+        mixers = [key for key in self.blocks if key.endswith("/token_mixer")]
+        of_tokens = [key for key, block in self.blocks.items() if block.is_of_tokens]
+        self._detailed = [*heads, *of_tokens[-1:], *mixers[-1:]]
+        # Number of images by class, of all examples, and of those without a class.
+        self._images = np.zeros(MAX_CLASSES, int)
+        self._examples = self._uncounted = 0
+        self._reservoir = None
 
     def new_counts(self, block: Block) -> _Counts:
         return _Counts(block.num_experts)
@@ -98,38 +105,27 @@ class MuMoEExperts(LayerSection):
         super().update(batch)
         self._examples += batch.size
         if batch.labels is None:
+            self._uncounted += batch.size
             return
-        labels = np.asarray(batch.labels)
-        self._num_beyond += int((labels >= MAX_CLASSES).sum())
+        labels = batch.labels
         is_known = (labels >= 0) & (labels < MAX_CLASSES)
+        self._uncounted += int((~is_known).sum())
         for key in self._detailed:
             # Images without finite tokens have no mean.
             is_known &= batch.mask_of(self.blocks[key]).any(axis=1)
         known = np.flatnonzero(is_known)
-        if not len(known):
-            return
-        self._add_classes(labels, known, batch)
-        if batch.outputs is not None and batch.images is not None:
-            self._keep(labels, known, batch)
-
-    def _add_classes(self, labels, known, batch):
-        classes = int(labels[known].max()) + 1
-        if batch.outputs is not None:
-            classes = max(classes, min(batch.outputs.shape[-1], MAX_CLASSES))
-        more = max(classes - len(self._images), 0)
-        self._images = np.pad(self._images, (0, more))
         np.add.at(self._images, labels[known], 1)
         for key in self._detailed:
-            counts = self.counts[key]
             gates = np.asarray(batch.routing[key].gates, "float64")[known]
             mask = batch.mask_of(self.blocks[key])[known][..., None]
             means = (gates * mask).sum(axis=1) / mask.sum(axis=1)
-            counts.by_class = np.pad(counts.by_class, ((0, more), (0, 0)))
-            np.add.at(counts.by_class, labels[known], means)
+            np.add.at(self.counts[key].by_class, labels[known], means)
+        if batch.outputs is not None and batch.images is not None:
+            self._keep(labels, known, batch)
 
     def _keep(self, labels, known, batch):
         if self._reservoir is None:
-            size = max(min(_IMAGES, _BYTES // max(batch.images[0].nbytes, 1)), 8)
+            size = max(min(_IMAGES, _BYTES // batch.images[0].nbytes), 8)
             self._reservoir = Reservoir(size, self.options.seed)
         is_kept = labels[known] < batch.outputs.shape[-1]
         known = known[is_kept & np.isfinite(batch.outputs[known]).all(axis=-1)]
@@ -166,50 +162,41 @@ class MuMoEExperts(LayerSection):
 
     def _load_figure(self, key):
         load = self.counts[key].load
-        tokens = "Channels" if key.endswith("/token_mixer") else "Tokens"
         return Figure(
             plot_expert_load({key: load}, None, THRESHOLD, "", width=3.6),
             f"{key}: the largest load is {load.max():,} tokens, of expert "
             f"{load.argmax()}; {int((load == 0).sum())} experts have none",
-            f"{tokens} of {key} for which an expert has a coefficient of at least "
+            f"Tokens of {key} for which an expert has a coefficient of at least "
             f"{THRESHOLD:g}.",
             f"mumoe_load_{file_name(key)}",
         )
 
-    def _class_names(self, chosen):
-        return [self.model.class_name(label) for label in chosen.tolist()]
-
-    def _chosen_classes(self):
+    def _classes(self):
         """The classes with the most images, ascending."""
         order = np.argsort(-self._images, kind="stable")[:_CLASSES]
-        return np.sort(order[self._images[order] > 0])
+        return np.sort(order[self._images[order] > 0]).tolist()
 
     def _class_figures(self):
-        chosen, figures = self._chosen_classes(), []
-        if not len(chosen):
+        if not (chosen := self._classes()):
             return ["Coefficients by class need labels, which the data does not have."]
-        names = self._class_names(chosen)
+        names, body = [self.model.class_name(c) for c in chosen], []
         for key in self._detailed:
             experts = self.counts[key].experts
             means = self.counts[key].by_class[chosen] / self._images[chosen, None]
             best = [f"{x}: expert {e}" for x, e in zip(names, means.argmax(axis=1))]
-            left_out = _left_out(len(chosen), len(self._images), "classes")
-            left_out += _left_out(len(experts), means.shape[1], "experts")
-            figures.append(
+            values = means[:, experts].T
+            body.append(
                 Figure(
-                    draw_class_heat(
-                        means[:, experts].T, experts, names, "mean coefficient"
-                    ),
+                    draw_class_heat(values, experts, names, "mean coefficient"),
                     f"{key}, the expert with the largest coefficient of each class: "
                     f"{', '.join(best)}",
-                    f"Mean coefficients in {key} by class.{left_out}",
+                    f"Mean coefficients in {key} by class.",
                     f"mumoe_classes_{file_name(key)}",
                 )
             )
-        if self._num_beyond:
-            text = beyond_classes(self._num_beyond)
-            figures.append(f"Examples that are not counted by class: {text}.")
-        return figures
+        if self._uncounted:
+            body.append(uncounted_classes(self._uncounted))
+        return body
 
     def _ablations(self, data, findings):
         if self._reservoir is None or not self._reservoir.seen:
@@ -236,8 +223,8 @@ class MuMoEExperts(LayerSection):
                 body.append(self._ablation_figure(key, ablation, len(images)))
             rows += self._ablation_rows(key, ablation)
             findings.append(_finding(key, ablation))
-        head = ["layer", "expert", "polysemanticity", "classes that lose most"]
         if rows:
+            head = ["layer", "expert", "polysemanticity", "classes that lose most"]
             caption = f"Experts that matter most, by {len(images)} images"
             body.append(Table(head, rows, caption))
         return body
@@ -257,21 +244,19 @@ class MuMoEExperts(LayerSection):
         )
 
     def _ablation_figure(self, key, ablation, count):
-        has_images = ablation.counts > 0
-        chosen = self._chosen_classes()
-        chosen = chosen[chosen < len(has_images)]
-        chosen = chosen[has_images[chosen]]
-        changes, names = ablation.changes[:, chosen], self._class_names(chosen)
+        # Classes of the images that were classified again.
+        counted = np.flatnonzero(ablation.counts)
+        chosen = [c for c in self._classes() if c in counted]
+        names = [self.model.class_name(c) for c in chosen]
+        changes = ablation.changes[:, chosen]
         row, column = np.unravel_index(changes.argmax(), changes.shape)
-        left_out = _left_out(len(chosen), int(has_images.sum()), "classes")
-        left_out += _left_out(len(changes), self.blocks[key].num_experts, "experts")
         label = "fraction of accuracy lost"
         return Figure(
             draw_class_heat(changes, ablation.experts, names, label, diverging=True),
             f"{key}: class {names[column]} loses most, {changes[row, column]:.0%} of "
             f"its accuracy, without expert {ablation.experts[row]}",
             f"The fraction of its accuracy that a class loses without an expert of "
-            f"{key}, measured with {count} images drawn at random.{left_out}",
+            f"{key}, measured with {count} images drawn at random.",
             f"mumoe_ablation_{file_name(key)}",
         )
 
@@ -281,42 +266,24 @@ class MuMoEExperts(LayerSection):
             if not changes[row].any():
                 continue
             worst = np.argsort(-changes[row], kind="stable")[:3]
-            worst = worst[changes[row, worst] > 0]
             losses = [
-                f"{name} {changes[row, c]:.0%}"
-                for name, c in zip(self._class_names(worst), worst)
+                f"{self.model.class_name(c)} {changes[row, c]:.0%}"
+                for c in worst.tolist()
+                if changes[row, c] > 0
             ]
             score = round(float(ablation.polysemanticity[row]), 2)
             rows.append([key, int(ablation.experts[row]), score, ", ".join(losses)])
         return rows
 
 
-def _detailed(blocks):
-    """The head, the last block and the last token mixer, if they exist."""
-    heads = [key for key in blocks if key == "head"]
-    mixers = [key for key in blocks if key.endswith("/token_mixer")]
-    of_tokens = [key for key, block in blocks.items() if block.is_of_tokens]
-    return [*heads, *of_tokens[-1:], *mixers[-1:]]
-
-
 def _finding(key, ablation):
-    count = len(ablation.experts)
-    matter = int((ablation.changes != 0).any(axis=1).sum())
-    mean = ablation.mean_polysemanticity
+    count, mean = len(ablation.experts), ablation.mean_polysemanticity
     if mean is None:
         text = f"{key}: no class loses accuracy without any one of {count} experts."
         return Finding("notice", text)
-    matters = "matters" if matter == 1 else "matter"
-    score = "its polysemanticity" if matter == 1 else "their mean polysemanticity"
+    matter = int((ablation.changes != 0).any(axis=1).sum())
     text = (
-        f"{key}: {matter} of {count} experts {matters} for the accuracy of a class; "
-        f"{score} is {mean:.2f}."
+        f"{key}: {matter} of {count} experts matter for the accuracy of a class, with "
+        f"a mean polysemanticity of {mean:.2f}."
     )
     return Finding("good", text)
-
-
-def _left_out(shown, total, what):
-    if shown >= total:
-        return ""
-    most = "images" if what == "classes" else "weight"
-    return f" The figure shows {shown} of {total} {what}, those with most {most}."

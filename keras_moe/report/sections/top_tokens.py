@@ -62,18 +62,18 @@ class BestPatches:
             if order.max() < self.count:
                 continue
             examples, tiles = self.examples[row].copy(), self.tiles[row].copy()
-            for place, winner in enumerate(order):
+            for rank, winner in enumerate(order):
                 index = winner - self.count
-                self.weights[row, place] = candidates[winner]
+                self.weights[row, rank] = candidates[winner]
                 if index < 0:
-                    self.examples[row, place] = examples[winner]
-                    self.tiles[row, place] = tiles[winner]
+                    self.examples[row, rank] = examples[winner]
+                    self.tiles[row, rank] = tiles[winner]
                 elif candidates[winner] > 0:
-                    self.examples[row, place] = start + index
-                    self.tiles[row, place, ..., :3] = patch_tile(
+                    self.examples[row, rank] = start + index
+                    self.tiles[row, rank, ..., :3] = patch_tile(
                         images[index], self.grid, patches[index, row], self.size
                     )
-                    self.tiles[row, place, ..., 3] = 255
+                    self.tiles[row, rank, ..., 3] = 255
 
 
 def _busiest(weights, most):
@@ -111,25 +111,24 @@ class BestWords:
         # Word numbers, and how often each expert, and all together, got the word.
         self._numbers: dict[str, int] = {}
         self._served, self._all = np.zeros((0, 0)), np.zeros(0)
-        self.uncounted = 0
 
     def update(self, weights: Any, words: list[list[str]], mask: Any = True) -> None:
         """Reads a batch of weights (B, N, E)."""
         weights = np.asarray(weights, "float32")
         is_word = np.array([[bool(word) for word in row] for row in words], bool)
-        rows, places = np.nonzero(is_word & np.asarray(mask, bool))
+        rows, positions = np.nonzero(is_word & np.asarray(mask, bool))
         if not len(rows):
             return
-        weights = weights[rows, places]
+        weights = weights[rows, positions]
         if self.experts is None:
             self.experts = _busiest(weights, self.most)
             self._best = [{} for _ in self.experts]
             self._served = np.zeros((0, len(self.experts)))
         weights = weights[:, self.experts]
-        strings = [words[row][place] for row, place in zip(rows, places)]
-        self._count(strings, weights > 0)
+        tokens = [(words[row], position) for row, position in zip(rows, positions)]
+        self._count([row[position] for row, position in tokens], weights > 0)
         for expert, best in enumerate(self._best):
-            self._keep_best(best, weights[:, expert], strings, words, rows, places)
+            self._keep_best(best, weights[:, expert], tokens)
 
     def by_weight(self, row: int) -> list[Word]:
         """The distinct words with the largest weights."""
@@ -162,7 +161,6 @@ class BestWords:
                 self._numbers[word] = len(self._numbers)
             numbers.append(self._numbers.get(word, -1))
         numbers = np.array(numbers)
-        self.uncounted += int((numbers < 0).sum())
         known = numbers >= 0
         if (missing := len(self._numbers) - len(self._all)) > 0:
             # At least doubles, for amortised growth.
@@ -172,7 +170,7 @@ class BestWords:
         np.add.at(self._all, numbers[known], 1.0)
         np.add.at(self._served, numbers[known], served[known].astype("float64"))
 
-    def _keep_best(self, best, weights, strings, words, rows, places):
+    def _keep_best(self, best, weights, tokens):
         floor = 0.0
         if len(best) >= self.count:
             floor = sorted(weight for weight, _ in best.values())[-self.count]
@@ -180,20 +178,18 @@ class BestWords:
             weight = float(weights[token])
             if weight <= floor or weight <= 0.0:
                 break
-            word = strings[token]
+            row, position = tokens[token]
+            word = row[position]
             if word in best and best[word][0] >= weight:
                 continue
-            context = self._context(words[rows[token]], int(places[token]))
+            # The word in brackets among its neighbours.
+            before = row[max(position - self.window, 0) : position]
+            after = row[position + 1 : position + 1 + self.window]
+            context = " ".join(filter(None, [*before, f"[{word}]", *after]))
             best[word] = (weight, context)
             if len(best) > self.count:
                 del best[min(best, key=lambda key: best[key][0])]
                 floor = min(weight for weight, _ in best.values())
-
-    def _context(self, row, place):
-        """The word in brackets among its neighbours."""
-        before = [word for word in row[max(place - self.window, 0) : place] if word]
-        after = [word for word in row[place + 1 : place + 1 + self.window] if word]
-        return " ".join([*before, f"[{row[place]}]", *after])
 
     def _times(self, word, row):
         number = self._numbers.get(word)
@@ -208,7 +204,9 @@ class TopTokens(Section):
     intro = (
         "The patches with the largest weight of an expert in their output, each from "
         "another image and in the middle of its dimmed surroundings; and the words. A "
-        "row of similar patches is an expert that has specialised in them."
+        "row of similar patches is an expert that has specialised in them; an empty "
+        f"row is an expert without a patch. Up to {_MOST_LAYERS} layers and "
+        f"{_MOST_EXPERTS} experts, the busiest of the first batch, are shown."
     )
 
     def __init__(self, model, options):
@@ -224,22 +222,16 @@ class TopTokens(Section):
         return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
 
     def update(self, batch: Batch) -> None:
-        for block in self.images if batch.images is not None else ():
+        for block in self.images:
             weights = _weights(batch.routing[block.key], block)
             self.patches[block.key].update(weights, batch.images, batch.start)
-        for block in self.texts if batch.words is not None else ():
+        for block in self.texts:
             weights = _weights(batch.routing[block.key], block)
             mask = batch.mask_of(block)
             self.words[block.key].update(weights, batch.words, mask)
 
     def finish(self) -> SectionContent:
         body, data = [], {}
-        for shown, modality in ((self.images, IMAGE), (self.texts, TEXT)):
-            count = len(self.model.of_tokens(modality))
-            if len(shown) < count:
-                body.append(
-                    f"{len(shown)} of {count} layers with {modality} tokens follow."
-                )
         for block in self.images:
             best = self.patches[block.key]
             if best.tiles is not None:
@@ -266,13 +258,6 @@ class TopTokens(Section):
         caption = (
             f"{block.key}: a row of patches for each expert, the best on the left."
         )
-        if block.num_experts > len(names):
-            caption += (
-                f" {len(names)} of {block.num_experts} experts, the busiest of the "
-                "first batch."
-            )
-        if (best.weights[:, 0] <= 0).any():
-            caption += " Empty rows are experts that get no patch."
         alt = f"The top patches of each expert of {block.key}. {'; '.join(weights)}."
         max_bytes = _BYTES // len(self.images)
         return Html(sprite_figure(best.tiles, names, alt, caption, max_bytes))
@@ -320,11 +305,4 @@ def _word_table(block, best):
         "the words that an expert gets more often than the others do, with the factor "
         "and the number"
     )
-    if block.num_experts > len(rows):
-        caption += (
-            f"; {len(rows)} of {block.num_experts} experts, the busiest of the first "
-            "batch"
-        )
-    if best.uncounted:
-        caption += f"; {best.uncounted:,} rare words are not counted"
     return Table(head, rows, caption), data

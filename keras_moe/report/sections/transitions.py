@@ -23,6 +23,8 @@ from keras_moe.report.section import (
 REST, UNSERVED = "rest", "none"
 LAYERS_IN_A_ROW = 5
 _MAX_RIBBONS = 300
+# Between nodes, in a column from 0 to 1.
+_GAP = 0.008
 _DEEP = 6
 _WIDTH = 3.6
 _BAR = 0.15
@@ -97,26 +99,15 @@ class ExpertTransitions(Section):
             max_experts=24 if len(names) <= _DEEP else 16,
             max_ribbons=_MAX_RIBBONS // len(self.paths),
         )
-        parts = [
-            f"Experts of {modality} tokens; a token is at the expert with "
-            "the largest weight in its output.",
-        ]
-        nodes = {node.name for column in diagram.columns for node in column}
-        if REST in nodes:
-            parts.append("Small experts are together in “rest”.")
-        if UNSERVED in nodes:
-            parts.append("Tokens that no expert serves are in “none” (dotted).")
-        if diagram.shown < 0.9995:
-            parts.append(
-                f"Ribbons carry {diagram.shown:.0%} of the tokens; smaller ones are "
-                "left out."
-            )
-        alt = (
-            f"Flows of {modality} tokens between the experts of {', '.join(names)}. "
-            + _largest(diagram, names)
+        caption = (
+            f"Experts of {modality} tokens; a token is at the expert with the largest "
+            "weight in its output. Small experts are together in “rest”, and tokens "
+            "that no expert serves in “none” (dotted). Ribbons carry "
+            f"{diagram.shown:.0%} of the tokens."
         )
+        alt = f"Flows of {modality} tokens between the experts of {', '.join(names)}."
         drawing = draw_flows(diagram, names)
-        return Figure(drawing, alt, " ".join(parts), f"transitions_{modality}")
+        return Figure(drawing, alt, caption, f"transitions_{modality}")
 
 
 def _paths(model):
@@ -126,18 +117,6 @@ def _paths(model):
         if block.is_sparse:
             paths.setdefault(block.modality, []).append(block)
     return {modality: blocks for modality, blocks in paths.items() if len(blocks) > 1}
-
-
-def _largest(diagram, names):
-    if not diagram.ribbons:
-        return ""
-    first = diagram.ribbons[0]
-    source = diagram.columns[first.layer][first.source].name
-    target = diagram.columns[first.layer + 1][first.target].name
-    return (
-        f"The broadest goes from {source} in {names[first.layer]} to {target} in "
-        f"{names[first.layer + 1]}."
-    )
 
 
 class Node(NamedTuple):
@@ -182,8 +161,7 @@ def main_flows(
     flows: list[Any],
     max_experts: int = 24,
     min_share: float = 0.022,
-    max_ribbons: int = 300,
-    gap: float = 0.008,
+    max_ribbons: int = _MAX_RIBBONS,
 ) -> MainFlows:
     """Lays out the largest flows of tokens through experts.
 
@@ -200,17 +178,17 @@ def main_flows(
         for each, rows, columns in zip(flows, merged, merged[1:])
     ]
     shares = [steps[0].sum(axis=1), *(step.sum(axis=0) for step in steps)]
-    columns = [_placed(merged[0], shares[0], np.arange(len(merged[0])), gap)]
+    columns = [_placed(merged[0], shares[0], np.arange(len(merged[0])))]
     for groups, share, step, above in zip(merged[1:], shares[1:], steps, merged):
         middles = {node.name: node.bottom + node.height / 2 for node in columns[-1]}
         middle = np.array([middles[name] for name, _ in above])
         heights = middle @ step / np.maximum(share, 1e-12)
-        columns.append(_placed(groups, share, np.argsort(-heights, kind="stable"), gap))
-    places = [{node.name: number for number, node in enumerate(c)} for c in columns]
+        columns.append(_placed(groups, share, np.argsort(-heights, kind="stable")))
+    numbers = [{node.name: number for number, node in enumerate(c)} for c in columns]
     ribbons, shown, per_step = [], 0.0, max(max_ribbons // len(steps), 1)
     for layer, step in enumerate(steps):
-        rows = [places[layer][name] for name, _ in merged[layer]]
-        targets = [places[layer + 1][name] for name, _ in merged[layer + 1]]
+        rows = [numbers[layer][name] for name, _ in merged[layer]]
+        targets = [numbers[layer + 1][name] for name, _ in merged[layer + 1]]
         placed = np.zeros_like(step)
         placed[np.ix_(rows, targets)] = step
         new = _ribbons(layer, placed, columns[layer], columns[layer + 1])
@@ -244,16 +222,16 @@ def _matrix(groups, size):
     return matrix
 
 
-def _placed(groups, shares, order, gap):
+def _placed(groups, shares, order):
     """Nodes from top to bottom, with gaps between them."""
-    room = 1.0 - gap * (len(groups) - 1)
+    room = 1.0 - _GAP * (len(groups) - 1)
     nodes, top = [], 1.0
     # The rest and unserved tokens come last.
     for number in sorted(order, key=lambda node: groups[node][0] in (REST, UNSERVED)):
         height = float(shares[number]) * room
         top -= height
         nodes.append(Node(groups[number][0], top, height))
-        top -= gap
+        top -= _GAP
     return nodes
 
 
@@ -304,16 +282,16 @@ def draw_flows(flows: MainFlows, names: list[str]) -> Any:
         axis.set_axis_off()
         axis.set_ylim(-0.01, 1.01)
         axis.set_xlim(-margin, steps + margin)
-        for place, layer in enumerate(layers[:-1]):
+        for column, layer in enumerate(layers[:-1]):
             for number, node in enumerate(flows.columns[layer]):
                 source = (layer, number)
                 own = [x for x in flows.ribbons if (x.layer, x.source) == source]
-                _draw_ribbons(axis, own, place, bar, _colour(node.name))
-        for place, layer in enumerate(layers):
+                _draw_ribbons(axis, own, column, bar, _colour(node.name))
+        for column, layer in enumerate(layers):
             for node in flows.columns[layer]:
-                _draw_node(axis, place, bar, node, 72 * height / 1.02)
+                _draw_node(axis, column, bar, node, 72 * height / 1.02)
             name, style = shortened(names[layer], 12), {"ha": "center", "va": "bottom"}
-            axis.text(place, 1.03, name, fontsize=7, parse_math=False, **style)
+            axis.text(column, 1.03, name, fontsize=7, parse_math=False, **style)
     return figure
 
 
@@ -322,7 +300,7 @@ def _colour(name):
     return GREY if name in (REST, UNSERVED) else COLOURS[int(name) % len(COLOURS)]
 
 
-def _draw_node(axis, place, bar, node, points):
+def _draw_node(axis, column, bar, node, points):
     """Draws a bar, labelled if it is high enough in points."""
     from matplotlib.patches import Rectangle
 
@@ -330,13 +308,13 @@ def _draw_node(axis, place, bar, node, points):
     style = {"facecolor": colour, "linewidth": 0}
     if is_unserved:
         style = {"facecolor": "none", "linewidth": 0.8, "linestyle": ":"}
-    corner = (place - bar / 2, node.bottom)
+    corner = (column - bar / 2, node.bottom)
     axis.add_patch(Rectangle(corner, bar, node.height, edgecolor=colour, **style))
     is_word = node.name in (REST, UNSERVED)
     if node.height * points < (16 if is_word else 6.2):
         return
     axis.text(
-        place,
+        column,
         node.bottom + node.height / 2,
         node.name,
         ha="center",
@@ -348,12 +326,12 @@ def _draw_node(axis, place, bar, node, points):
     )
 
 
-def _draw_ribbons(axis, ribbons, place, bar, colour):
+def _draw_ribbons(axis, ribbons, column, bar, colour):
     """Draws a node's ribbons as one path, for a third of the bytes."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    left, right = place + bar / 2, place + 1 - bar / 2
+    left, right = column + bar / 2, column + 1 - bar / 2
     middle = (left + right) / 2
     points, codes = [], []
     for ribbon in ribbons:
