@@ -156,7 +156,7 @@ BAD_VALUES = [
     }),
     (vit, {"router": "soft"}, {"slot_initializer": ["normall"]}),
     (vit_classifier, {}, {
-        "head_dtype": ["flot32"], "preprocessor": [3], "multi_label": ["x"],
+        "head_dtype": ["flot32"], "multi_label": ["x"],
     }),
     (losses.AuxiliaryLoss, {"function": "importance"}, {"weight": [NAN, "x", True]}),
 ]  # fmt: skip

@@ -202,12 +202,3 @@ def test_rematerialized_training_with_auxiliary_losses_is_the_plain_one():
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
     for a, b in zip(plain_weights, weights):
         np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["vit", "mixer", "text"])
-def test_rematerialize_reaches_every_block_and_round_trips(name):
-    backbone = MAKERS[name](rematerialize=True, moe=MOE)
-    for model in (backbone, type(backbone).from_config(backbone.get_config())):
-        blocks = [model.get_layer(f"block_{index}") for index in range(2)]
-        assert [block.rematerialize for block in blocks] == [True, True]
-    assert MAKERS[name]().get_layer("block_0").rematerialize is False

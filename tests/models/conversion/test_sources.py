@@ -95,10 +95,10 @@ def test_a_folder_with_one_checkpoint_is_that_checkpoint(case, tmp_path):
 @pytest.mark.parametrize(
     ("cls", "case", "word"),
     [
-        (MixerBackbone, "vit_classic", "weights of a MixerBackbone for MixerBackbone"),
-        (MixerImageClassifier, "vit_classic", "those of a ViTBackbone"),
-        (ViTBackbone, "mixer", "those of a MixerBackbone, by the names of MLP-Mixer"),
-        (ViTImageClassifier, "mixer", "weights of a ViTBackbone for ViTImageClass"),
+        (MixerBackbone, "vit_classic", "source of a MixerBackbone for MixerBackbone"),
+        (MixerImageClassifier, "vit_classic", "of a ViTBackbone"),
+        (ViTBackbone, "mixer", "of a MixerBackbone"),
+        (ViTImageClassifier, "mixer", "source of a ViTBackbone for ViTImageClass"),
     ],
 )
 def test_weights_of_another_kind(cls, case, word):
