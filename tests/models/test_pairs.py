@@ -32,12 +32,8 @@ from tests.pair_models import (
     one_block,
 )
 from tests.small_models import images, with_weights
-from tests.symbolic import symbolic_model
 
 KINDS = ("clip", "limoe")
-PAIR_PRESETS = sorted(
-    name for name, spec in builtin_presets().items() if "Contrastive" in spec["task"]
-)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -208,14 +204,6 @@ def test_a_step_runs_the_model_once(monkeypatch):
     monkeypatch.setattr(type(model), "call", counted)
     model.train_on_batch(PAIRS)
     assert len(calls) == 1
-
-
-def test_ids_make_positives():
-    model = ContrastiveModel(with_weights(clip()))
-    alone = model.evaluate(PAIRS, verbose=0)
-    model.compile(loss=SoftmaxContrastiveLoss(multi_positive=True))
-    ids = {"image_ids": np.array([0, 1, 0])}
-    assert model.evaluate(PAIRS, ids, verbose=0) != pytest.approx(alone)
 
 
 def test_padded_pairs_do_not_count():
@@ -419,35 +407,15 @@ def test_sizes_of_limoe(preset, millions, active, gflops):
     assert received.gflops == pytest.approx(gflops, rel=0.005)
 
 
-@pytest.mark.parametrize("preset", [x for x in PAIR_PRESETS if "emoji" not in x])
-def test_presets_route_as_their_papers_do(preset):
-    config = models.resolve(preset, {}).config
-    if preset.startswith("limoe"):
-        assert config["moe"]["examples_per_group"] >= 32
-    elif preset.startswith("clip_up"):
-        assert not config.get("text", config)["mask_padding"]
-
-
-@pytest.mark.parametrize("preset", PAIR_PRESETS)
-def test_every_preset_builds_and_describe_counts_it(preset):
-    model = symbolic_model(lambda: models.from_preset(preset, task="contrastive"))
-    description = models.describe(preset)
-    count = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    assert description.parameters == count
-    assert 0 < description.active_parameters <= description.parameters
-
-
-def test_parts_are_those_of_the_layers(backbone):
-    description = models.describe(backbone)
-    counts = {}
-    for weight in backbone.trainable_weights:
-        parts = weight.path.split("/")
-        name = "/".join(parts[:2]) if parts[0] in ("image", "text") else parts[0]
-        counts[name] = counts.get(name, 0) + int(np.prod(weight.shape))
-    for part in description.parts:
-        if part.name in counts:
-            assert part.parameters == counts[part.name], part
-    assert description.parameters == sum(counts.values())
+def test_presets_route_as_their_papers_do():
+    for preset in builtin_presets():
+        if "emoji" in preset or not preset.startswith(("limoe", "clip_up")):
+            continue
+        config = models.resolve(preset, {}).config
+        if preset.startswith("limoe"):
+            assert config["moe"]["examples_per_group"] >= 32
+        else:
+            assert not config.get("text", config)["mask_padding"]
 
 
 # Contrastive accuracy
