@@ -252,7 +252,7 @@ OTHERS = [
 CALLS = [
     (lambda: ViTBackbone.from_preset("vmoe_digits", num_expert=8), "nearest: num_exp"),
     (lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1), "MuMoEConfig; rec"),
-    (lambda: dense_mixer().with_router_arguments(tau=1.0), "MixerBackbone without"),
+    (lambda: ViTBackbone(**IMAGE).with_router_arguments(tau=1.0), "Backbone without"),
     (lambda: upcycle(dense_mixer(), 1, router="mumoe"), "num_experts=1"),
     (
         lambda: upcycle(dense_mixer(), 4, router="mumoe", use_bias=False, rank=4),
