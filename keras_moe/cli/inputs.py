@@ -161,7 +161,6 @@ def find_examples(
 ) -> Examples:
     """The data that is asked for, or that of the run."""
     from keras_moe.checks import check_argument_names
-    from keras_moe.data.selection import check_unreadable
 
     if args.data is None and not recipe:
         raise ValueError(
@@ -187,7 +186,6 @@ def find_examples(
     if "exclude" in options:
         excluded[split] = options.pop("exclude")
     keras_moe.data.PairOptions(**options)
-    check_unreadable(options.get("unreadable", "raise"))
     return Examples(
         source,
         split,

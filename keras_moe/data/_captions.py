@@ -26,7 +26,6 @@ from keras_moe.templates import PLACE, fill, read_templates
 
 # Keys of captions in CSV, JSON and JSONL files, in order of precedence.
 CAPTION_NAMES = ("captions", "caption", "text")
-CHOICES = ("random", "all", "first")
 # Seed number of the caption draw, different from those of augmentation steps.
 _DRAW = -1
 _EXPECTED = "an example with an image, and with captions in UTF-8, none of them empty"
@@ -35,7 +34,7 @@ _EXPECTED = "an example with an image, and with captions in UTF-8, none of them 
 class CaptionOptions(NamedTuple):
     """Options of a source with captions.
 
-    Fields:
+    Attributes:
         image_shape: shape of the images in the batches.
         every_caption: whether each caption becomes a pair.
         templates: caption templates for a source of classes, or None.
@@ -48,21 +47,19 @@ class CaptionOptions(NamedTuple):
     data_dir: str | None = None
 
 
-class CaptionChoice(NamedTuple):
-    """Chooses one caption per image: drawn by the image's key, or the first."""
+def random_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+    """Draws one of the captions of an image by the image's key."""
+    import tensorflow as tf
 
-    is_random: bool
+    count = tf.shape(texts["text_ids"])[0]
+    seed = key_seed(key, _DRAW)
+    which = tf.random.stateless_uniform([], seed, 0, count, "int32")
+    return select_caption(texts, which)
 
-    def __call__(self, texts: dict[str, Any], key: Any) -> dict[str, Any]:
-        """Returns the caption of a pair as TensorFlow tensors."""
-        import tensorflow as tf
 
-        if not self.is_random:
-            return select_caption(texts, 0)
-        count = tf.shape(texts["text_ids"])[0]
-        seed = key_seed(key, _DRAW)
-        which = tf.random.stateless_uniform([], seed, 0, count, "int32")
-        return select_caption(texts, which)
+def first_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+    """Chooses the first of the captions of an image."""
+    return select_caption(texts, 0)
 
 
 def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
@@ -73,31 +70,32 @@ def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
     }
 
 
-class _CaptionTable:
-    """All captions in memory; equal captions share an id."""
+def _caption_table(captions: Iterable[tuple[str, ...]]) -> tuple[Callable, np.ndarray]:
+    """Holds all captions in memory; equal captions share an id.
 
-    def __init__(self, captions: Iterable[tuple[str, ...]]):
-        import tensorflow as tf
+    Returns a function from a row and an image's id to the caption features, and the
+    number of captions in each row.
+    """
+    import tensorflow as tf
 
-        captions = list(captions)
-        self.counts = np.array([len(several) for several in captions], "int64")
-        flat = [caption for several in captions for caption in several]
-        numbers: dict[str, int] = {}
-        ids = [numbers.setdefault(caption, len(numbers)) for caption in flat]
-        self._flat = tf.constant([encoded(caption) for caption in flat], "string")
-        self._ids = tf.constant(ids, "int32")
-        self._ends = tf.constant(np.concatenate([[0], np.cumsum(self.counts)]), "int64")
+    captions = list(captions)
+    counts = np.array([len(several) for several in captions], "int64")
+    flat = [caption for several in captions for caption in several]
+    numbers: dict[str, int] = {}
+    ids = [numbers.setdefault(caption, len(numbers)) for caption in flat]
+    flat = tf.constant([encoded(caption) for caption in flat], "string")
+    ids = tf.constant(ids, "int32")
+    ends = tf.constant(np.concatenate([[0], np.cumsum(counts)]), "int64")
 
-    def texts(self, row: Any, image_id: Any) -> dict[str, Any]:
-        """Returns the caption features of a row."""
-        import tensorflow as tf
-
-        some = slice(self._ends[row], self._ends[row + 1])
+    def texts(row, image_id):
+        some = slice(ends[row], ends[row + 1])
         return {
             "image_ids": tf.cast(image_id, "int32"),
-            "text_ids": self._ids[some],
-            "captions": self._flat[some],
+            "text_ids": ids[some],
+            "captions": flat[some],
         }
+
+    return texts, counts
 
 
 def encoded(caption: str) -> bytes:
@@ -111,18 +109,14 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
         captions = [captions]
     texts = []
     for caption in captions:
-        if caption is None:
-            return ("",), "no caption"
         if isinstance(caption, bytes):
             caption = caption.decode(errors="surrogateescape")
-        if not isinstance(caption, str):
-            return ("",), f"no string for a caption: {caption!r:.50}"
+        if caption is None or (isinstance(caption, str) and not caption.strip()):
+            return ("",), "no caption"
         try:
             caption.encode()
-        except UnicodeEncodeError:
-            return ("",), f"a caption that is not UTF-8: {caption!r:.50}"
-        if not caption.strip():
-            return ("",), "an empty caption"
+        except (AttributeError, UnicodeEncodeError):
+            return ("",), f"a caption that is not text in UTF-8: {caption!r:.50}"
         texts.append(str(caption).strip())
     return (tuple(texts), None) if texts else (("",), "no caption")
 
@@ -143,31 +137,36 @@ def _equal_ids(contents: Any) -> Any:
 
 def captioned(
     captions: Sequence[Any],
+    names: Iterable[str],
+    faults: dict[int, str],
     read: Callable,
     decode: Callable,
-    place: Callable | None = None,
-    places: Sequence[str] | None = None,
-    faults: dict[int, str] | None = None,
+    location: Callable | None = None,
 ) -> IndexedExamples:
     """Examples with captions in memory and images from `read`.
 
-    With `place`, images are files, which are decoded to three channels.
+    Args:
+        captions: captions of each image, which may be unusable.
+        names: what errors call each image.
+        faults: descriptions of unusable images by index.
+        read: function from an index to a stored image.
+        decode: function from a stored image to pixels.
+        location: see `Examples`; images are then files, decoded to three channels.
     """
-    checked, faults = [], dict(faults or {})
-    for index, several in enumerate(captions):
+    checked, faults = [], dict(faults)
+    for index, (name, several) in enumerate(zip(names, captions)):
         texts, fault = checked_captions(several)
         checked.append(texts)
-        if fault is not None and index not in faults:
-            image = f"image {index}" if places is None else places[index]
-            faults[index] = f"{image} has {fault}"
-    table = _CaptionTable(checked)
+        if fault is not None:
+            faults.setdefault(index, f"{name} has {fault}")
+    texts_of, counts = _caption_table(checked)
     return IndexedExamples(
         len(checked),
-        lambda index: {"image": read(index), **table.texts(index, index)},
+        lambda index: {"image": read(index), **texts_of(index, index)},
         decode,
-        captions=CaptionInfo(checked, table.counts, faults),
-        encoded_channels=None if place is None else 3,
-        place=place,
+        captions=CaptionInfo(checked, counts, faults),
+        encoded_channels=None if location is None else 3,
+        location=location,
     )
 
 
@@ -181,14 +180,14 @@ def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
             "Expected images of uint8 (images, height, width, 1 or 3); received: "
             f"shape={images.shape}, dtype={images.dtype}"
         )
-    captions = [captions] if isinstance(captions, (str, bytes)) else list(captions)
-    if len(images) != len(captions) or not captions:
+    if len(images) != len(captions):
         raise ValueError(
             "Expected a caption, or a sequence of captions, for each image; received: "
             f"{len(images)} images, {len(captions)} captions"
         )
     pixels = tf.constant(images)
-    return captioned(captions, lambda index: pixels[index], lambda stored: stored)
+    names = [f"image {index}" for index in range(len(images))]
+    return captioned(captions, names, {}, lambda index: pixels[index], lambda x: x)
 
 
 def captioned_records(
@@ -220,7 +219,7 @@ def captioned_records(
 
     examples = RecordExamples(
         files,
-        lambda record, place: read_or_name(features, record, _EXPECTED, place),
+        lambda record, location: read_or_name(features, record, _EXPECTED, location),
         decode,
         captions=CaptionInfo(),
         encoded_channels=encoded_channels,
@@ -243,8 +242,7 @@ def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
         def of_record(record):
             return tf.shape(next(iter(parse(record)[1].values())))[0]
 
-        number = attempt(of_record, item[0], lambda *_: tf.constant(1))
-        return tf.maximum(number, 1)
+        return tf.maximum(attempt(of_record, item[0], lambda *_: tf.constant(1)), 1)
 
     dataset = examples.all_items()
     dataset = dataset.map(count, num_parallel_calls=tf.data.AUTOTUNE)
@@ -257,56 +255,29 @@ def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.3.
     """
-    templates = options.templates
-    templates = read_templates(PLACE if templates is None else templates)
-    names = _class_names(examples)
-    captions = [tuple(fill(template, name) for template in templates) for name in names]
-    indexed = isinstance(examples, IndexedExamples)
-    if options.every_caption and not indexed:
+    classes = examples.classes
+    if classes.max_labels is not None or classes.names is None:
         raise ValueError(
-            'Expected captions="random" or "first" with classes in record files; '
-            f'received: source={examples.name!r}, captions="all"'
+            "Expected one class of each image, with a name that becomes the caption; "
+            f"received: source={examples.name!r} with several, or without names"
         )
-    table = _CaptionTable(captions)
+    templates = PLACE if options.templates is None else options.templates
+    templates = read_templates(templates)
+    captions = [tuple(fill(x, name) for x in templates) for name in classes.names]
+    if options.every_caption and isinstance(examples, RecordExamples):
+        examples = examples.indexed()
+    indexed = isinstance(examples, IndexedExamples)
+    texts_of, _ = _caption_table(captions)
 
     def texts(item, features):
         image = features["image"]
         image_id = item if indexed else _equal_ids(image)
-        return {"image": image, **table.texts(features["label"], image_id)}
+        return {"image": image, **texts_of(features["label"], image_id)}
 
     counts = np.full(examples.count, len(templates))
     examples = _with_features(examples, texts)
     examples.captions = CaptionInfo(captions, counts, of_classes=True)
     return examples
-
-
-def _class_names(examples: Examples) -> tuple[str, ...]:
-    """Returns the class names without duplicates."""
-    classes, source = examples.classes, examples.name
-    if classes.max_labels is not None:
-        raise ValueError(
-            "Expected one label for each image, whose class's name is the caption; "
-            f"received: source={source!r} with several"
-        )
-    if classes.names is None:
-        raise ValueError(
-            "Expected classes with names, which become captions; received: "
-            f"source={source!r} with {classes.count} classes without"
-        )
-    first: dict[str, int] = {}
-    for number, name in enumerate(classes.names):
-        _, fault = checked_captions(name)
-        if fault is not None:
-            raise ValueError(
-                f"Expected a name of each class of {source!r}; received: {fault} for "
-                f"class {number}"
-            )
-        if first.setdefault(name, number) != number:
-            raise ValueError(
-                f"Expected each class's name once in {source!r}; received: {name!r} "
-                f"for classes {first[name]} and {number}"
-            )
-    return classes.names
 
 
 def _with_features(examples: Examples, function: Callable) -> Examples:
@@ -331,14 +302,16 @@ def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
         features = examples.read(image_of[pair])
         return select_caption(features, slice(which[pair], which[pair] + 1))
 
-    place = examples.place
-    return IndexedExamples(
+    location = examples.location
+    pairs = IndexedExamples(
         len(rows),
         read,
         examples.decode,
         encoded_channels=examples.encoded_channels,
-        place=None if place is None else lambda pair: place(image_of[pair]),
+        location=None if location is None else lambda pair: location(image_of[pair]),
     )
+    pairs.name = examples.name
+    return pairs
 
 
 def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ...]]:
@@ -354,8 +327,6 @@ def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ..
         return captions(item)
 
     dataset = examples.all_items()
-    if "captions" not in dataset.map(lambda _, item: examples.read(item)).element_spec:
-        raise ValueError("Expected captions as text; received: stored tokens")
     dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE)
     with reading_errors():
         return [
@@ -375,12 +346,10 @@ def batch_sizes(
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.1.
     """
-    if not sources:
-        raise ValueError("Expected sources with their weights; received: none")
-    weights = {}
-    for source, weight in sources.items():
-        check_positive(f"source[{source!r}]", weight)
-        weights[source] = Fraction(float(weight))
+    weights = {
+        source: Fraction(check_positive(f"source[{source!r}]", weight))
+        for source, weight in sources.items()
+    }
     total, own = sum(weights.values()), batch_size // shards
     shares = {name: own * weight / total for name, weight in weights.items()}
     sizes = {name: int(share) for name, share in shares.items()}
@@ -400,8 +369,8 @@ def mixed(datasets: list) -> Any:
     """Concatenates batches of several sources, in the order of the sources."""
     import tensorflow as tf
 
-    keys = [sorted(dataset.element_spec[1]) for dataset in datasets]
-    if any(other != keys[0] for other in keys):
+    keys = {tuple(sorted(dataset.element_spec[1])) for dataset in datasets}
+    if len(keys) > 1:
         raise ValueError(
             "Expected captions in all sources of a mixture, or stored tokens in all; "
             f"received: {keys}"
@@ -411,7 +380,7 @@ def mixed(datasets: list) -> Any:
         images = tf.concat([images for images, _ in batches], axis=0)
         texts = {
             key: tf.concat([texts[key] for _, texts in batches], axis=0)
-            for key in keys[0]
+            for key in batches[0][1]
         }
         # Offsets ids, which different sources may share.
         numbers = tf.concat(

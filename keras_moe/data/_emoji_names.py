@@ -17,7 +17,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_moe.data._files import held_out_split
+from keras_moe.data._files import extra, held_out_split
 
 LANGUAGES = (
     *("ar", "de", "en", "es", "fa", "fr", "id"),
@@ -181,12 +181,8 @@ def captions(language: str) -> dict[str, str]:
 
 
 def _package() -> Any:
-    try:
+    with extra("emoji"):
         import emoji
-    except ImportError as error:
-        raise ImportError(
-            'Names of emoji come from a package: pip install "keras-moe[emoji]"'
-        ) from error
     return emoji
 
 

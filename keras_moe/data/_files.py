@@ -1,13 +1,12 @@
 """Files of sources, confined to their folder; cached arrays; and splits by name."""
 
+import contextlib
 import glob
 import hashlib
 import os
 import re
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -23,6 +22,15 @@ _PATIENCE = 600
 # Splits drawn from the names of examples, and the shares of validation and test.
 SPLITS = ("train", "validation", "test", "all")
 _HELD_OUT_FRACTION = 0.1
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Imports within name the extra of keras-moe that has the package."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f'{error}: pip install "keras-moe[{name}]"') from error
 
 
 def matching_files(source: str, names: str) -> list[Path]:
@@ -69,42 +77,47 @@ def folders_in(path: Path) -> list[str]:
 
 def leads_outside(name: str) -> bool:
     """Whether a name is not a relative path, or may leave its folder."""
-    place = PurePosixPath(name.replace("\\", "/"))
-    return place.is_absolute() or ".." in place.parts
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.is_absolute() or ".." in path.parts
 
 
 def image_suffixes() -> tuple[str, ...]:
     """Returns the file suffixes that the installed TensorFlow decodes."""
     import tensorflow as tf
 
-    has_webp = hasattr(tf.io, "decode_webp")
-    return _SUFFIXES if has_webp else tuple(x for x in _SUFFIXES if x != ".webp")
+    return _SUFFIXES if hasattr(tf.io, "decode_webp") else _SUFFIXES[:-1]
 
 
-def files_below(folder: Path, root: Path | None = None) -> list[Path]:
+def images_below(folder: Path, root: Path) -> list[Path]:
+    """Returns the images among `files_below`."""
+    suffixes = image_suffixes()
+    return [x for x in files_below(folder, root) if x.suffix.lower() in suffixes]
+
+
+def files_below(folder: Path, root: Path) -> list[Path]:
     """Returns all regular files below a folder, sorted, without hidden ones.
 
     Links may lead to other paths below `root`.
     """
-    root = os.path.realpath(folder if root is None else root)
+    root = os.path.realpath(root)
     paths, seen, pending = [], set(), [Path(folder)]
     while pending:
-        place = pending.pop()
+        current = pending.pop()
         # A link may lead to a parent folder.
-        real = _within(place, root)
+        real = _within(current, root)
         if real in seen:
             continue
         seen.add(real)
-        with os.scandir(place) as entries:
+        with os.scandir(current) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
         # Makes the first of several names of a folder the same on all machines.
         for entry in sorted(shown, key=lambda entry: entry.name, reverse=True):
             if entry.is_dir():
-                pending.append(place / entry.name)
+                pending.append(current / entry.name)
             elif entry.is_file():
                 if entry.is_symlink():
                     _within(entry.path, root)
-                paths.append(place / entry.name)
+                paths.append(current / entry.name)
     return sorted(paths)
 
 
@@ -133,20 +146,13 @@ def cache_folder(name: str) -> Path:
 
 
 def kept_arrays(
-    path: Path,
-    kinds: dict[str, tuple[str, tuple[int, ...]]],
-    make: Callable[[], dict[str, np.ndarray]],
+    path: Path, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Loads arrays of equal length from a file, or makes and saves them.
+    """Loads arrays from a file, or makes and saves them.
 
     Concurrent processes wait for the one that makes them. A failed write only warns.
-
-    Args:
-        path: path of the file.
-        kinds: dtype kind and shape (without the first axis) of each array, by name.
-        make: function that makes the arrays.
     """
-    if (kept := _read(path, kinds)) is not None:
+    if (kept := _read(path)) is not None:
         return kept
     made = None
     try:
@@ -154,7 +160,7 @@ def kept_arrays(
         lock = path.with_name(f".{path.name}.lock")
         with locked(lock, f"the pictures in {path}", _PATIENCE):
             # Another process may have made them in the meantime.
-            if (kept := _read(path, kinds)) is not None:
+            if (kept := _read(path)) is not None:
                 return kept
             made = make()
             with new_file(path) as file:
@@ -164,21 +170,14 @@ def kept_arrays(
     return make() if made is None else made
 
 
-def _read(path, kinds):
+def _read(path: Path) -> dict[str, np.ndarray] | None:
     """Reads the arrays of a file; None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            kept = {name: file[name] for name in kinds}
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+            return dict(file)
+    except Exception:
+        # NumPy and zipfile fail over damaged files in many ways.
         return None
-    except RuntimeError:
-        # Damaged headers may look like encryption or an unknown compression.
-        return None
-    fits = len({len(array) for array in kept.values()}) == 1 and all(
-        (kept[name].dtype.kind, kept[name].shape[1:]) == kind
-        for name, kind in kinds.items()
-    )
-    return kept if fits else None
 
 
 def with_progress(items: Iterable, text: str, total: int) -> Iterable:

@@ -14,74 +14,65 @@ import io
 import json
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import IndexedExamples
 from keras_moe.data._files import (
     files_below,
     folders_in,
     image_suffixes,
+    images_below,
     is_file_within,
     leads_outside,
 )
-from keras_moe.data._json_schema import DictOf, ListOf, Text, read_json
+from keras_moe.data._json_schema import read_json
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")
 _IMAGE_NAMES = ("image", "file_name")
-_FILE = DictOf(ListOf(Text()))
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
-    root = _root(path)
-    if _is_multi_label(root):
-        listed = [_listed(root, split) for split in folders_in(root)]
-        names = {name for files in listed for names in files.values() for name in names}
-        most = max(
-            (len(names) for files in listed for names in files.values()), default=1
-        )
-        return Classes(len(names), tuple(sorted(names)), max(1, most))
-    names = {name for split in folders_in(root) for name in folders_in(root / split)}
-    return Classes(len(names), tuple(sorted(names)))
+    root = Path(path)
+    if not _is_multi_label(root):
+        splits = folders_in(root)
+        names = {name for split in splits for name in folders_in(root / split)}
+        return Classes(len(names), tuple(sorted(names)))
+    listed = [_listed(root, split).values() for split in folders_in(root)]
+    labels = [names for files in listed for names in files]
+    names = {name for several in labels for name in several}
+    most = max([1, *map(len, labels)])
+    return Classes(len(names), tuple(sorted(names)), most)
 
 
 def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
     """Opens a split with labels; images stay in their files."""
     import tensorflow as tf
 
-    root = _root(path)
-    if split not in folders_in(root):
-        raise ValueError(
-            f"Expected a split of folder:{path}, one of {folders_in(root)}; "
-            f"received: split={split!r}"
-        )
+    root = Path(path)
+    check_one_of("split", split, folders_in(root))
     classes = find_classes(path)
-    number = {name: index for index, name in enumerate(classes.names)}
-    if classes.count < 2:
-        raise ValueError(
-            f"Expected at least two classes in folder:{path}; received: "
-            f"{[*classes.names]}"
-        )
     several = classes.max_labels is not None
     if several:
         listed = _listed(root, split)
         files = [(root / split / file, names) for file, names in listed.items()]
     else:
         files = _files_of_classes(root / split)
-    if not files:
+    if classes.count < 2 or not files:
         raise ValueError(
-            f"Expected images ({', '.join(image_suffixes())}) in the folders of "
-            f"classes below folder:{path}, or in {LABELS}; "
-            f"received: split={split!r} without any"
+            f"Expected at least two classes, and images ({', '.join(image_suffixes())})"
+            f" in {root / split}/class/ or in {LABELS} of folder:{path}; received: "
+            f"{len(files)} images, classes {[*classes.names]}"
         )
     _report_others(root / split, {file for file, _ in files})
+    number = {name: index for index, name in enumerate(classes.names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
         classes = classes._replace(max_labels=most)
@@ -93,7 +84,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
     return _labelled_files([file for file, _ in files], labels, classes)
 
 
-def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
+def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
     """Returns the images of all splits, and the listed paths that are missing.
 
     Unlike `open_labelled` this works for folders that cannot be trained on: splits may
@@ -101,7 +92,7 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
     """
     import tensorflow as tf
 
-    root = _root(path)
+    root = Path(path)
     files, missing = [], []
     for split in folders_in(root):
         if (root / split / LABELS).is_file():
@@ -109,12 +100,7 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
         else:
             files += [file for file, _ in _files_of_classes(root / split)]
     if not files and not missing:
-        raise ValueError(
-            f"Expected images ({', '.join(image_suffixes())}) in a split of "
-            f"folder:{path}; received: none"
-        )
-    if not files:
-        return None, missing
+        raise ValueError(f"Expected images in a split of folder:{path}; received: none")
     labels = tf.zeros(len(files), "int32")
     return _labelled_files(files, labels, Classes(1)), missing
 
@@ -124,22 +110,21 @@ def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
     return [
         (file, [name])
         for name in folders_in(folder)
-        for file in files_below(folder / name, folder.parent)
-        if file.suffix.lower() in image_suffixes()
+        for file in images_below(folder / name, folder.parent)
     ]
 
 
 def _labelled_files(files, labels, classes) -> IndexedExamples:
     import tensorflow as tf
 
-    read, place = _file_reader(files)
+    read, path_of = _file_reader(files)
     return IndexedExamples(
         len(files),
         lambda index: {"image": read(index), "label": tf.gather(labels, index)},
         decode_image,
         classes=classes,
         encoded_channels=3,
-        place=place,
+        location=path_of,
     )
 
 
@@ -148,25 +133,28 @@ def _file_reader(files) -> tuple[Callable, Callable]:
     import tensorflow as tf
 
     # Paths are bytes, because names need not be UTF-8.
-    places = tf.constant([os.fsencode(file) for file in files])
+    paths = tf.constant([os.fsencode(file) for file in files], "string")
+
+    def path_of(index):
+        return tf.gather(paths, index)
 
     def read(index):
-        place = tf.gather(places, index)
-        return read_or_name(tf.io.read_file, place, "a file that can be read", place)
+        path = path_of(index)
+        return read_or_name(tf.io.read_file, path, "a file that can be read", path)
 
-    return read, lambda index: tf.gather(places, index)
+    return read, path_of
 
 
 def _is_multi_label(root: Path) -> bool:
     """Whether the splits have label files."""
-    with_labels = [s for s in folders_in(root) if (root / s / LABELS).is_file()]
-    without = [s for s in folders_in(root) if s not in with_labels]
-    if with_labels and without:
+    splits = folders_in(root)
+    without = [split for split in splits if not (root / split / LABELS).is_file()]
+    if without and without != splits:
         raise ValueError(
             f"Expected {LABELS} in every split of {root} or in none; "
-            f"received: {with_labels} with, {without} without"
+            f"received: {without} without, of {splits}"
         )
-    return bool(with_labels)
+    return not without and bool(splits)
 
 
 def _listed(
@@ -177,55 +165,34 @@ def _listed(
     Missing images are left out, and added to the list `missing` if given.
     """
     path = root / split / LABELS
-    listed = read_json(path, _FILE)
-    there = {}
-    for file, classes in listed.items():
-        outside = leads_outside(file)
-        known = Path(file).suffix.lower() in image_suffixes()
-        is_there = not outside and known and is_file_within(root / split / file, root)
-        if outside or not known or (missing is None and not is_there):
+    listed = read_json(path, {str: [str]})
+    found = {}
+    for name, classes in listed.items():
+        file = root / split / name
+        is_valid = not leads_outside(name) and file.suffix.lower() in image_suffixes()
+        if is_valid and is_file_within(file, root):
+            found[name] = classes
+        elif is_valid and missing is not None:
+            missing.append(str(file))
+        else:
             raise ValueError(
                 f"Expected images ({', '.join(image_suffixes())}) relative to the "
-                f"folder of {path}; received: {file!r}"
+                f"folder of {path}; received: {name!r}"
             )
-        if is_there:
-            there[file] = classes
-        else:
-            missing.append(str(root / split / file))
-    return there
-
-
-def _root(path: str) -> Path:
-    root = Path(path)
-    if (
-        not path
-        or not root.is_dir()
-        or not any(
-            folders_in(root / name) or (root / name / LABELS).is_file()
-            for name in folders_in(root)
-        )
-    ):
-        raise ValueError(
-            f"Expected a folder with images in PATH/split/class/, or {LABELS} in "
-            f"PATH/split/; received: source='folder:{path}'"
-        )
-    return root
+    return found
 
 
 def _report_others(folder: Path, used: set[Path]) -> None:
     """Warns about files of a split that are not used as images."""
     files = files_below(folder, folder.parent)
     others = [x for x in files if x not in used and x != folder / LABELS]
-    if not others:
-        return
-    kinds = Counter(file.suffix.lower() or "no suffix" for file in others)
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    warnings.warn(
-        f"{len(others)} files in {folder} are not among its images ({counts}), such "
-        f"as {others[0]}: images are {', '.join(image_suffixes())} in the folder of a "
-        f"class, or listed in {LABELS}",
-        stacklevel=5,
-    )
+    if others:
+        warnings.warn(
+            f"{len(others)} files in {folder} are not among its images, such as "
+            f"{others[0]}: images are {', '.join(image_suffixes())} in the folder of "
+            f"a class, or listed in {LABELS}",
+            stacklevel=5,
+        )
 
 
 def open_captioned(
@@ -235,54 +202,33 @@ def open_captioned(
 
     Faults are images listed but missing, present but not listed, and unreadable lines.
     """
-    splits = sorted(x.name for x in Path(path).glob("*") if _has_captions(path, x.name))
-    if not _has_captions(path, split):
-        has_classes = any(x.is_dir() for x in (Path(path) / split).glob("*"))
-        if splits and not has_classes:
-            raise ValueError(
-                f"Expected a split of folder:{path} with captions, one of {splits}; "
-                f"received: split={split!r}"
-            )
-        return None
-    folder = Path(path) / split
+    root = Path(path)
+    check_one_of("split", split, folders_in(root))
+    folder = root / split
     names = [name for name in CAPTIONS if (folder / name).is_file()]
+    if not names:
+        return None
     if len(names) > 1:
         raise ValueError(
             f"Expected one file of captions in {folder}; received: {names}"
         )
-    file = folder / names[0]
-    captions, faults = _listed_captions(file)
-    there = [
-        x.relative_to(folder).as_posix()
-        for x in files_below(folder, folder.parent)
-        if x.suffix.lower() in image_suffixes()
-    ]
+    captions, faults = _listed_captions(folder / names[0])
     for image in captions:
-        if image not in faults and not is_file_within(folder / image, folder.parent):
+        if image not in faults and not is_file_within(folder / image, root):
             faults[image] = f"{folder / image} is not there"
-    for image in sorted({*there} - {*captions}):
-        captions[image] = []
-    if not captions:
-        raise ValueError(f"Expected images with captions in {file}; received: none")
+    for file in images_below(folder, root):
+        captions.setdefault(file.relative_to(folder).as_posix(), [])
     images = list(captions)
-    places = [str(folder / image) for image in images]
-    read, place = _file_reader(places)
+    names = [str(folder / image) for image in images]
+    read, path_of = _file_reader(names)
     return captioned(
-        [captions[image] or None for image in images],
+        list(captions.values()),
+        names,
+        {i: faults[image] for i, image in enumerate(images) if image in faults},
         read,
         decode_image,
-        place=place,
-        places=places,
-        faults={i: faults[image] for i, image in enumerate(images) if image in faults},
+        path_of,
     )
-
-
-def _has_captions(path: str, split: str) -> bool:
-    """Whether a split has a caption file."""
-    folder = Path(path)
-    if not folder.is_dir() or split not in folders_in(folder):
-        return False
-    return any((folder / split / name).is_file() for name in CAPTIONS)
 
 
 def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
@@ -292,10 +238,10 @@ def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
     captions: dict[str, list] = {}
     faults: dict[str, str] = {}
     for number, image, several, fault in lines(file, text):
-        place = f"{file}, line {number}"
-        if not isinstance(image, str) or not image or "\0" in image:
-            faults[place] = f"{place} names no image"
-            captions[place] = []
+        line = f"{file}, line {number}"
+        if not isinstance(image, str) or not image:
+            faults[line] = f"{line} names no image"
+            captions[line] = []
         elif leads_outside(image):
             raise ValueError(
                 f"Expected paths of images relative to the folder of {file}; "
@@ -304,10 +250,10 @@ def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
         else:
             # "./a.png" is "a.png".
             image = PurePosixPath(image).as_posix()
-            several = [several] if isinstance(several, (str, type(None))) else several
+            several = several if isinstance(several, list) else [several]
             captions.setdefault(image, []).extend(several)
             if fault is not None:
-                faults[image] = f"{place} {fault}"
+                faults[image] = f"{line} {fault}"
     return captions, faults
 
 
@@ -321,9 +267,9 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
             next((name for name in names if name in columns), None)
             for names in (_IMAGE_NAMES, CAPTION_NAMES)
         )
-        if columns.count(image) != 1 or columns.count(caption) != 1:
+        if image is None or caption is None:
             raise ValueError(
-                f'Expected one column "image" and one "caption" in {file}; '
+                f'Expected a column "image" and one "caption" in {file}; '
                 f"received: {columns}"
             )
         for row in rows:
@@ -346,12 +292,11 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
-            entry = {}
-        entry = entry if isinstance(entry, dict) else {}
+            entry = None
         image, caption = (
             next((entry[name] for name in names if name in entry), None)
+            if isinstance(entry, dict)
+            else None
             for names in (_IMAGE_NAMES, CAPTION_NAMES)
         )
-        if not isinstance(caption, (str, list, type(None))):
-            caption = [caption]
         yield number, image, caption, None

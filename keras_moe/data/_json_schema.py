@@ -1,147 +1,62 @@
-"""Validates JSON files against a schema while reading them.
+"""Reads JSON files that must match a schema of plain Python values.
 
-A schema is built from the classes below, such as
-
-    Record({"classes": ListOf(Text(), minimum=1), "count": Integer(0)}, {"classes"})
-
-and the errors of `read_json` name the file and the first value that does not fit.
+In a schema, `str` is a string that is not empty, `int` an integer from 0 on, `[item]` a
+list, `{str: item}` a dict with any names, and `{"name": item}` a dict with some of its
+names. Of a tuple, the first is for numbers and the second for lists.
 """
 
 import json
 import reprlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class _Fault(Exception):
-    """A value that does not fit, and its location."""
+def read_json(
+    path: Path,
+    schema: dict[str, Any],
+    required: Collection[str] = (),
+    others: bool = False,
+) -> dict[str, Any]:
+    """Reads a JSON file; errors name the file and the first value that does not fit.
 
-    def __init__(self, expected: Any, place: str, received: Any):
-        where = f" at {place}" if place else ""
-        super().__init__(f"Expected {expected}{where}", reprlib.repr(received))
-
-
-class Integer(NamedTuple):
-    """An integer between `minimum` and `maximum`, not a boolean."""
-
-    minimum: int
-    maximum: int = 2**31 - 1
-
-    def __str__(self):
-        return f"an integer in [{self.minimum}, {self.maximum}]"
-
-    def check(self, value: Any, place: str) -> None:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or not self.minimum <= value <= self.maximum:
-            raise _Fault(self, place, value)
-
-
-class Text(NamedTuple):
-    """A string that can name a file or a class."""
-
-    def __str__(self):
-        return "a string of Unicode characters, not empty"
-
-    def check(self, value: Any, place: str) -> None:
-        if not isinstance(value, str) or not value or "\0" in value:
-            raise _Fault(self, place, value)
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # One half of a pair of surrogates.
-            raise _Fault(self, place, value) from error
-
-
-class ListOf(NamedTuple):
-    """A list of at least `minimum` `item`s, optionally without duplicates."""
-
-    item: Any
-    minimum: int = 0
-    unique: bool = False
-
-    def __str__(self):
-        least = f", {self.minimum} or more," if self.minimum else ""
-        return f"a list{least} of items that are {self.item}"
-
-    def check(self, value: Any, place: str) -> None:
-        if not isinstance(value, list) or len(value) < self.minimum:
-            raise _Fault(self, place, value)
-        for index, item in enumerate(value):
-            self.item.check(item, f"{place}[{index}]")
-        if self.unique and len(set(value)) < len(value):
-            twice = [item for item, count in Counter(value).items() if count > 1]
-            raise _Fault("each item once", place, twice)
-
-
-class DictOf(NamedTuple):
-    """A dict with any keys and values that match `value`."""
-
-    value: Any
-
-    def __str__(self):
-        return f"a dict of values that are {self.value}"
-
-    def check(self, value: Any, place: str) -> None:
-        if not isinstance(value, dict):
-            raise _Fault(self, place, value)
-        for name, item in value.items():
-            Text().check(name, f"{place}[{name!r:.50}]")
-            self.value.check(item, f"{place}[{name!r:.50}]")
-
-
-class Record(NamedTuple):
-    """A dict with a schema for each of some keys."""
-
-    fields: Mapping[str, Any]
-    required: Iterable[str] = ()
-    others: bool = False
-
-    def __str__(self):
-        return f"a dict with any of {sorted(self.fields)}"
-
-    def check(self, value: Any, place: str) -> None:
-        if not isinstance(value, dict):
-            raise _Fault(self, place, value)
-        if missing := sorted({*self.required} - {*value}):
-            raise _Fault(f"a dict with {missing}", place, sorted(value))
-        if (unknown := sorted({*value} - {*self.fields})) and not self.others:
-            raise _Fault(f"{self} and no others", place, unknown)
-        for name, description in self.fields.items():
-            if name in value:
-                description.check(value[name], f"{place}[{name!r}]")
-
-
-class Either(NamedTuple):
-    """A value that matches one of two schemas; the second one is for lists."""
-
-    one: Any
-    several: ListOf
-
-    def __str__(self):
-        return f"{self.one}, or {self.several}"
-
-    def check(self, value: Any, place: str) -> None:
-        if isinstance(value, list):
-            self.several.check(value, place)
-            return
-        try:
-            self.one.check(value, place)
-        except _Fault as error:
-            raise _Fault(self, place, value) from error
-
-
-def read_json(path: Path, description: Any) -> Any:
-    """Reads a JSON file and validates it."""
+    `others` allows names that the schema lacks, next to the `required` ones.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"Expected a JSON file; received: {path}") from error
+        known = value
+        if others and isinstance(value, dict):
+            known = {name: value[name] for name in schema if name in value}
+        _check(known, schema, "")
+        _expect({*required} <= {*value}, f"a dict with {sorted(required)}", value, "")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
-    try:
-        description.check(value, "")
-    except _Fault as fault:
-        expected, received = fault.args
-        raise ValueError(f"{expected} in {path}; received: {received}") from fault
+        raise ValueError(f"In {path}: {error}") from error
     return value
+
+
+def _check(value, schema, where):
+    if schema is str:
+        _expect(isinstance(value, str) and value, "a string", value, where)
+    elif schema is int:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        fits = is_integer and 0 <= value < 2**63
+        _expect(fits, "an integer from 0 on", value, where)
+    elif isinstance(schema, tuple):
+        _check(value, schema[isinstance(value, list)], where)
+    elif isinstance(schema, list):
+        _expect(isinstance(value, list), "a list", value, where)
+        for index, item in enumerate(value):
+            _check(item, schema[0], f"{where}[{index}]")
+    else:
+        _expect(isinstance(value, dict), "a dict", value, where)
+        if str not in schema:
+            known = f"a dict with any of {sorted(schema)}"
+            _expect({*value} <= {*schema}, known, value, where)
+        for name, item in value.items():
+            _check(item, schema.get(name) or schema[str], f"{where}[{name!r:.50}]")
+
+
+def _expect(fits, expected, value, where):
+    if not fits:
+        at = f" at {where}" if where else ""
+        raise ValueError(f"Expected {expected}{at}; received: {reprlib.repr(value)}")

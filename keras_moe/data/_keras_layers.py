@@ -164,8 +164,8 @@ class Equalization(keras.layers.Equalization):
         others = tf.maximum(below[:, -1:] - lowest, 1)
         table = tf.cast((below - lowest) * 255, "float32") / tf.cast(others, "float32")
         table = tf.clip_by_value(tf.round(table), 0.0, 255.0)
-        places = tf.clip_by_value(pixels / 255.0 * last, 0.0, float(last))
-        equalized = tf.gather(table, tf.cast(places, "int32"), axis=1, batch_dims=1)
+        columns = tf.clip_by_value(pixels / 255.0 * last, 0.0, float(last))
+        equalized = tf.gather(table, tf.cast(columns, "int32"), axis=1, batch_dims=1)
         # Channels with a single level stay unchanged.
         several = tf.math.count_nonzero(counts, axis=-1) > 1
         equalized = tf.raw_ops.Select(condition=several, x=equalized, y=pixels)

@@ -23,6 +23,7 @@ from keras_moe.data._examples import IndexedExamples, in_memory
 from keras_moe.data._files import (
     SPLITS,
     cache_folder,
+    extra,
     held_out_split,
     kept_arrays,
     with_progress,
@@ -47,7 +48,7 @@ _NO_CLASS = "unsorted"
 # Keywords that do not describe the picture.
 _NO_KEYWORDS = ("", "hash", "unsorted", "magick")
 _BY_SOMEONE = re.compile(r"^clip ?art by .* - ")
-_PLACES = ("", "usr/share/openclipart")
+_FOLDERS = ("", "usr/share/openclipart")
 
 
 class ClipArt(NamedTuple):
@@ -77,11 +78,7 @@ def read_clip_art(path: str, split: str) -> ClipArt:
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     path = cache_folder("openclipart") / f"{digest}.npz"
-    kinds = {name: ("U", ()) for name in ClipArt._fields}
-    kinds["images"] = ("u", (SIDE, SIDE, 3))
-    everything = ClipArt(
-        **kept_arrays(path, kinds, lambda: _rendered(root, files)._asdict())
-    )
+    everything = ClipArt(**kept_arrays(path, lambda: _rendered(root, files)._asdict()))
     if split == "all":
         return everything
     rows = everything.splits == split
@@ -125,9 +122,9 @@ def open_captioned(
 
 
 def _root(path: str) -> Path:
-    for place in _PLACES:
-        root = Path(path) / place
-        if path and (root / "png").is_dir() and (root / "svg").is_dir():
+    for folder in _FOLDERS:
+        root = Path(path) / folder
+        if (root / "png").is_dir() and (root / "svg").is_dir():
             return root
     raise ValueError(
         "Expected a folder with png and svg of the Debian packages openclipart-png and "
@@ -141,8 +138,8 @@ def _files(folder: Path, suffix: str) -> list[str]:
     Links, which show pictures in several categories, are left out.
     """
     found = []
-    for place, _, files in os.walk(folder):
-        below = Path(place).relative_to(folder).as_posix()
+    for current, _, files in os.walk(folder):
+        below = Path(current).relative_to(folder).as_posix()
         if below != ".":
             found += [f"{below}/{name}" for name in files if name.endswith(suffix)]
     return sorted(name for name in found if not (folder / name).is_symlink())
@@ -150,8 +147,6 @@ def _files(folder: Path, suffix: str) -> list[str]:
 
 def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
     """Reads all pictures and their metadata, with a progress bar."""
-    if not files:
-        raise ValueError(f"Expected PNG files in folders below {root / 'png'}")
     # Pillow warns of palettes, and of sizes below those that it rejects.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
         pictures = threads.map(lambda name: _picture(root / "png" / name), files)
@@ -177,19 +172,13 @@ def _picture(path: Path) -> np.ndarray | None:
 
     None if Pillow takes it for a decompression bomb; one has 231 million pixels.
     """
-    try:
+    with extra("emoji"):
         from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            'Pillow reads the pictures: pip install "keras-moe[emoji]"'
-        ) from error
     try:
         with Image.open(path) as file:
             picture = file.convert("RGBA")
     except Image.DecompressionBombError:
         return None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"Expected a PNG in {path}; received: {error}") from error
     picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS, reducing_gap=2.0)
     canvas = Image.new("RGBA", (SIDE, SIDE), "white")
     corner = (SIDE - picture.width) // 2, (SIDE - picture.height) // 2
@@ -252,8 +241,8 @@ def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
     pixels = small.reshape(len(images), -1).astype("float32")
     pixels -= pixels.mean(axis=1, keepdims=True)
     pixels /= np.maximum(np.linalg.norm(pixels, axis=1, keepdims=True), 1e-3)
-    places: dict[str, int] = {}
-    first = [places.setdefault(name, row) for row, name in enumerate(series)]
+    rows: dict[str, int] = {}
+    first = [rows.setdefault(name, row) for row, name in enumerate(series)]
     links = [*enumerate(first)]
     for start in range(0, len(pixels), _BLOCK):
         alike = pixels[start : start + _BLOCK] @ pixels.T > _ALIKE

@@ -16,7 +16,7 @@ _EXAMPLES_OF_A_RUN = 20_000
 class BatchSettings(NamedTuple):
     """How `batches` makes batches of examples.
 
-    Fields:
+    Attributes:
         image_shape: (height, width, channels).
         steps: augmentation.
         targets: function from an example's features (without the image) and key to what
@@ -37,6 +37,11 @@ class BatchSettings(NamedTuple):
     drop_remainder: bool
     start_batch: int | None
 
+    @property
+    def mixes_labels(self) -> bool:
+        """Whether the augmentation mixes labels."""
+        return any(step.mixes_labels for step in self.steps)
+
 
 def batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1].
@@ -46,6 +51,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
     """
     import tensorflow as tf
 
+    _check_count(examples, settings)
     # From the first step that mixes labels on, augmentation works on batches.
     first_mixer = [step.mixes_labels for step in settings.steps] + [True]
     per_image = list(enumerate(settings.steps))[: first_mixer.index(True)]
@@ -57,8 +63,8 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
     at_once = per_image[: is_stateless.index(False)]
     one_by_one = per_image[len(at_once) :]
 
-    def prepare(placed, number_of_pass):
-        position, item = placed
+    def prepare(element, number_of_pass):
+        position, item = element
         key = tf.stack([number_of_pass, position])
         features = examples.read(item)
         stored = features.pop("image")
@@ -79,7 +85,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
         warnings.warn(
             "Augmentations with their own random state do not continue where they "
             "were: these batches differ from those of an uninterrupted run",
-            stacklevel=4,
+            stacklevel=3,
         )
     dataset = _prepared(tf, examples, settings, prepare)
     dataset = _augmented(tf, dataset, one_by_one)
@@ -94,6 +100,21 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
     else:
         dataset = dataset.map(lambda x, y, _: (x, y))
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def _check_count(examples: Examples, settings: BatchSettings) -> None:
+    """Validates that the examples fill a batch on all hosts."""
+    share = settings.share
+    count, batch_size = examples.count, share.batch_size * share.count
+    if (settings.start_batch is not None and count < batch_size) or (
+        not settings.drop_remainder and 0 < count % batch_size < share.count
+    ):
+        raise ValueError(
+            "Expected a batch no larger than the examples, and an example of a last "
+            f"batch for each shard or drop_remainder=True; there are {count} examples "
+            f"of {examples.name!r}; received: batch_size={batch_size}, "
+            f"shard={(share.index, share.count)}"
+        )
 
 
 def _pixels(tf, examples, item, stored, key, crop, image_shape):
@@ -141,7 +162,7 @@ class _Passes:
             self.first, self.skipped = first, batches_before * share.batch_size
             # Reading from memory cannot fail, so a single run is enough.
             whole = -(-_EXAMPLES_OF_A_RUN // self.length)
-            self.passes = 2**40 if examples.place is None else whole
+            self.passes = 2**40 if examples.location is None else whole
             self.runs = tf.data.Dataset.range(tf.int64.max)
             self.cardinality = tf.data.INFINITE_CARDINALITY
             return
@@ -199,7 +220,7 @@ def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable
             elements(run), passes.count(run), prepare, lambda n: passes.elements(run, n)
         )
 
-    if examples.place is None:
+    if examples.location is None:
         dataset = passes.runs.flat_map(elements)
         dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     else:

@@ -32,6 +32,7 @@ Stored tokens are rows of "max_length" integers, one after the other:
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import (
@@ -41,58 +42,52 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files
-from keras_moe.data._json_schema import (
-    DictOf,
-    Either,
-    Integer,
-    ListOf,
-    Record,
-    Text,
-    read_json,
-)
-from keras_moe.data.labels import PARENTS, Classes
+from keras_moe.data._json_schema import read_json
+from keras_moe.data.labels import Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
 
 SIDECAR = "dataset.json"
-_NAMES = "*.tfrecord*"
-IMAGE, LABEL, CAPTIONS = "image/encoded", "image/class/label", "image/captions"
-TOKENS = {"token_ids": "image/token_ids", "padding_mask": "image/padding_mask"}
-_COUNTS = DictOf(Integer(0, 2**40))
-LABEL_FILE = Record(
-    {
-        # Too many classes for a head or a one-hot vector.
-        "classes": Either(Integer(1, 2**24), ListOf(Text(), minimum=1, unique=True)),
-        "features": Record({"image": Text(), "label": Text()}),
-        "first_label": Integer(-(2**31)),
-        "max_labels": Integer(1, 2**16),
-        "counts": _COUNTS,
-        "parents": PARENTS,
-    },
-    required=("classes",),
-)
-CAPTION_FILE = Record(
-    {
-        "features": Record({name: Text() for name in ("image", "captions", *TOKENS)}),
-        "max_length": Integer(1, 2**20),
-        "counts": _COUNTS,
-    }
-)
+_FILES = "*.tfrecord*"
+# Names of features that `dataset.json` may replace.
+FEATURES = {
+    "image": "image/encoded",
+    "label": "image/class/label",
+    "captions": "image/captions",
+    "token_ids": "image/token_ids",
+    "padding_mask": "image/padding_mask",
+}
+_SCHEMA = {
+    "classes": (int, [str]),
+    "features": dict.fromkeys(FEATURES, str),
+    "first_label": int,
+    "max_labels": int,
+    "max_length": int,
+    "counts": {str: int},
+    "parents": {str: [str]},
+}
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns the content of `dataset.json`, or an empty dict if there is none."""
+    path = folder / SIDECAR
+    return read_json(path, _SCHEMA) if path.exists() else {}
 
 
 def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
     """Returns the classes from `dataset.json`."""
-    return _settings(pattern)[1]
+    return _classes(_settings(pattern), pattern)
 
 
 def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split with labels; images stay encoded until `decode`."""
     import tensorflow as tf
 
-    settings, classes = _settings(pattern)
-    files = _split_files(pattern, split, settings.get("counts", {}))
-    names = {"image": IMAGE, "label": LABEL, **settings.get("features", {})}
+    settings = _settings(pattern)
+    classes = _classes(settings, pattern)
+    files = _split_files(pattern, split, settings)
+    names = {**FEATURES, **settings.get("features", {})}
     image, label = names["image"], names["label"]
-    _check_first(files[0].path, {image: "bytes_list", label: "int64_list"})
+    _check_first(files[0].path, {image, label})
     first_label = settings.get("first_label", 0)
     several = classes.max_labels is not None
     label_spec = tf.io.VarLenFeature if several else partial(tf.io.FixedLenFeature, [])
@@ -107,12 +102,12 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
         labels = example[label]
         return example[image], labels.values if several else labels
 
-    def read(record, place):
-        stored, labels = read_or_name(parse, record, expected, place)
+    def read(record, location):
+        stored, labels = read_or_name(parse, record, expected, location)
         labels = labels - first_label
         within = tf.reduce_all((labels >= 0) & (labels < classes.count))
         check = check_or_name(
-            within, f"labels of {classes.count} classes", place, labels
+            within, f"labels of {classes.count} classes", location, labels
         )
         with tf.control_dependencies([check]):
             return {"image": stored, "label": tf.cast(labels, "int32")}
@@ -128,49 +123,79 @@ def open_captioned(
     """Opens a split with captions or tokens; None if records have labels."""
     import tensorflow as tf
 
-    path = _sidecar_path(pattern)
-    settings = {}
-    if path.is_file():
-        if "classes" in read_json(path, Record({}, others=True)):
-            return None
-        settings = read_json(path, CAPTION_FILE)
-    names = settings.get("features", {})
-    image = names.get("image", IMAGE)
+    settings = _settings(pattern)
+    if "classes" in settings:
+        return None
+    names = {**FEATURES, **settings.get("features", {})}
     length = settings.get("max_length")
-    if length is None:
-        fields = {"captions": (names.get("captions", CAPTIONS), "string")}
-    else:
-        fields = {key: (names.get(key, TOKENS[key]), "int64") for key in TOKENS}
-    files = _split_files(pattern, split, settings.get("counts", {}))
     # For examples without captions the feature is missing or empty.
-    _check_first(files[0].path, {image: "bytes_list"})
+    kinds = (
+        {"captions": "string"}
+        if length is None
+        else {"token_ids": "int64", "padding_mask": "int64"}
+    )
     features = {
-        image: tf.io.FixedLenFeature([], "string"),
-        **{name: tf.io.VarLenFeature(dtype) for name, dtype in fields.values()},
+        names["image"]: tf.io.FixedLenFeature([], "string"),
+        **{names[key]: tf.io.VarLenFeature(dtype) for key, dtype in kinds.items()},
     }
 
     def parse(record):
         example = tf.io.parse_single_example(record, features)
-        texts = {key: example[name].values for key, (name, _) in fields.items()}
+        texts = {key: example[names[key]].values for key in kinds}
         if length is not None:
             rows = {key: tf.reshape(x, [-1, length]) for key, x in texts.items()}
             texts = {
                 "token_ids": tf.cast(rows["token_ids"], "int32"),
                 "padding_mask": rows["padding_mask"] > 0,
             }
-        return example[image], texts
+        return example[names["image"]], texts
 
+    files = _split_files(pattern, split, settings)
     return captioned_records(files, parse, decode_image, 3, options.every_caption)
 
 
-def _split_files(pattern: str, split: str, counts: dict[str, int]) -> list[RecordFile]:
+def corrupt_files(pattern: str) -> list[str]:
+    """Returns the files that cannot be read to the end."""
+    import tensorflow as tf
+
+    corrupt = []
+    for path in map(str, matching_files(f"tfrecord:{pattern}", _FILES)):
+        try:
+            for _ in tf.data.TFRecordDataset(path):
+                pass
+        except tf.errors.OpError:
+            corrupt.append(path)
+    return corrupt
+
+
+def _settings(pattern: str) -> dict[str, Any]:
+    return read_settings(matching_files(f"tfrecord:{pattern}", _FILES)[0].parent)
+
+
+def _classes(settings: dict[str, Any], pattern: str) -> Classes:
+    if "classes" not in settings:
+        raise ValueError(
+            f'Expected {SIDECAR} with {{"classes": [names]}} or their number next to '
+            f"the TFRecord files; received: source='tfrecord:{pattern}' without"
+        )
+    names, most = settings["classes"], settings.get("max_labels")
+    if isinstance(names, int):
+        return Classes(names, None, most)
+    return Classes(len(names), tuple(names), most)
+
+
+def _split_files(
+    pattern: str, split: str, settings: dict[str, Any]
+) -> list[RecordFile]:
     """Returns the files of a split with their numbers of records."""
+    paths = files_of_split(f"tfrecord:{pattern}", _FILES, split)
     # Counts do not apply to files of the same name in other folders.
-    folder = _sidecar_path(pattern).parent
+    counts = settings.get("counts", {})
+    folder = matching_files(f"tfrecord:{pattern}", _FILES)[0].parent
     known = {folder / name: count for name, count in counts.items()}
     files = [
         RecordFile(str(p), 0, known[p] if p in known else len(record_offsets(p)))
-        for p in files_of_split(f"tfrecord:{pattern}", _NAMES, split)
+        for p in paths
     ]
     files = [file for file in files if file.take]
     if not files:
@@ -181,60 +206,14 @@ def _split_files(pattern: str, split: str, counts: dict[str, int]) -> list[Recor
     return files
 
 
-def corrupt_files(pattern: str) -> list[str]:
-    """Returns the files that cannot be read to the end."""
+def _check_first(path: str, names: set[str]) -> None:
+    """Checks that the first record has these features, as several labels need not."""
     import tensorflow as tf
 
-    corrupt = []
-    for path in map(str, _record_paths(pattern)):
-        try:
-            for _ in tf.data.TFRecordDataset(path):
-                pass
-        except tf.errors.OpError:
-            corrupt.append(path)
-    return corrupt
-
-
-def _record_paths(pattern: str) -> list[Path]:
-    """Returns the sorted TFRecord files of a folder or a glob."""
-    return matching_files(f"tfrecord:{pattern}", _NAMES)
-
-
-def _sidecar_path(pattern: str) -> Path:
-    """Returns the path of `dataset.json`, which may not exist."""
-    return _record_paths(pattern)[0].parent / SIDECAR
-
-
-def _settings(pattern: str) -> tuple[dict, Classes]:
-    """Returns the content of `dataset.json`, and the classes."""
-    path = _sidecar_path(pattern)
-    if not path.is_file():
-        raise ValueError(
-            f'Expected {SIDECAR} with {{"classes": [names]}} or their number next to '
-            f"the TFRecord files; received: source='tfrecord:{pattern}' without"
-        )
-    settings = read_json(path, LABEL_FILE)
-    names, most = settings["classes"], settings.get("max_labels")
-    if isinstance(names, int):
-        return settings, Classes(names, None, most)
-    return settings, Classes(len(names), tuple(names), most)
-
-
-def _check_first(path: str, fields: dict[str, str]) -> None:
-    """Reads the first record, so that missing features are an early error."""
-    import tensorflow as tf
-
-    try:
-        record = next(iter(tf.data.TFRecordDataset(path).take(1)), None)
-        example = tf.train.Example.FromString(record.numpy())
-    except Exception as error:
-        raise ValueError(
-            f"Expected records of tf.train.Example in {path}; received: {error}"
-        ) from error
-    features = example.features.feature
-    for name, field in fields.items():
-        if name not in features or not features[name].HasField(field):
+    for record in tf.data.TFRecordDataset(path).take(1).ignore_errors():
+        features = tf.train.Example.FromString(record.numpy()).features.feature
+        if not names <= {*features}:
             raise ValueError(
-                f"Expected a feature {name!r} ({field}) in {path}, or another "
-                f"name under 'features' in {SIDECAR}; received: {sorted(features)}"
+                f"Expected features {sorted(names)} in {path}, or their names under "
+                f"'features' in {SIDECAR}; received: {sorted(features)}"
             )

@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,23 +16,26 @@ import numpy as np
 
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import IndexedExamples
-from keras_moe.data._files import (
-    files_of_split,
-    image_suffixes,
-    leads_outside,
-)
+from keras_moe.data._files import files_of_split, image_suffixes, leads_outside
 from keras_moe.data.reading import decode_image, read_or_name
 
 _TEXTS = (".txt", ".json")
-# gzip, bzip2, xz and Zstandard.
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
 class _Member(NamedTuple):
-    """The location of a member's content in its tar file."""
+    """The position of a member's content in its tar file."""
 
     offset: int
     size: int
+
+
+class _Example(NamedTuple):
+    """An image and its captions, or a fault, by the name that errors use."""
+
+    name: str
+    image: _Member = _Member(0, 0)
+    captions: Any = None
+    fault: str | None = None
 
 
 def open_captioned(
@@ -46,50 +48,42 @@ def open_captioned(
     import tensorflow as tf
 
     files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
-    captions, places, faults = [], [], {}
-    file_of, members = [], []
+    file_of, examples = [], []
     for number, path in enumerate(files):
         about = path.stat()
-        examples, cut_off = _read_index(path, about.st_size, about.st_mtime_ns)
-        for key, parts in examples.items():
-            image, several, fault = parts
-            if fault is not None:
-                faults[len(places)] = f"{path}: {key} {fault}"
-            captions.append(several)
-            places.append(f"{path}: {key}")
-            file_of.append(number)
-            members.append(image or _Member(0, 0))
-        if cut_off is not None:
-            faults[len(places)] = cut_off
-            captions.append(None)
-            places.append(str(path))
-            file_of.append(number)
-            members.append(_Member(0, 0))
-    if not places:
+        own = _read_index(path, about.st_size, about.st_mtime_ns)
+        examples += own
+        file_of += [number] * len(own)
+    if not examples:
         raise ValueError(
             f"Expected images with captions in webdataset:{pattern}; "
             f"received: split={split!r} without any"
         )
     paths = tf.constant([os.fsencode(path) for path in files])
     file_of = tf.constant(file_of, "int64")
-    bounds = tf.constant(members, "int64")
+    bounds = tf.constant([example.image for example in examples], "int64")
 
-    def place(index):
+    def location(index):
         return paths[file_of[index]]
 
     def read(index):
-        member = {"path": place(index), "bounds": bounds[index]}
+        path = location(index)
         return read_or_name(
             lambda x: tf.ensure_shape(
                 tf.numpy_function(_read_at, [x["path"], x["bounds"]], tf.string), []
             ),
-            member,
+            {"path": path, "bounds": bounds[index]},
             "a tar file that has not changed since it was opened",
-            place(index),
+            path,
         )
 
     return captioned(
-        captions, read, decode_image, place=place, places=places, faults=faults
+        [example.captions for example in examples],
+        [example.name for example in examples],
+        {i: x.fault for i, x in enumerate(examples) if x.fault is not None},
+        read,
+        decode_image,
+        location,
     )
 
 
@@ -106,108 +100,76 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 
 # Captions, the number of pairs and batches all need the same headers.
 @functools.lru_cache(maxsize=4096)
-def _read_index(
-    path: Path, size: int, changed: int
-) -> tuple[dict[str, tuple[_Member | None, Any, str | None]], str | None]:
-    """Returns the image, captions and fault of each example, and the file's fault."""
-    members: dict[str, dict[str, list[_Member]]] = {}
-    cut_off, last = None, ""
+def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
+    """Returns the examples of a file, and one with a fault if it is cut off."""
+    members: dict[str, dict[str, _Member]] = {}
+    faults, last, bad = [], "", None
     with path.open("rb") as file:
         try:
-            for member in _plain_members(path, file, size):
-                last = f" after {member.name}"
-                key, suffix = _key_of(member.name)
-                places = members.setdefault(key, {}).setdefault(suffix, [])
-                places.append(_Member(member.offset_data, member.size))
-        except tarfile.TarError as error:
-            if not last and not _begins_as_tar(file):
-                raise ValueError(
-                    "Expected a tar file, not compressed, with whole members; "
-                    f"received: {path} ({error})"
-                ) from error
-            cut_off = f"{path} is cut off{last} ({error})"
-        read = {key: _example(file, parts) for key, parts in members.items()}
-    return {key: parts for key, parts in read.items() if parts is not None}, cut_off
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                for member in archive:
+                    if not _is_plain(member):
+                        bad = member.name
+                        break
+                    end = member.offset_data + member.size
+                    # A negative size would lead back to the same header.
+                    if member.size < 0 or end > size:
+                        raise tarfile.ReadError("unexpected end of data")
+                    if member.isreg():
+                        key, suffix = _key_of(member.name)
+                        content = _Member(member.offset_data, member.size)
+                        members.setdefault(key, {}).setdefault(suffix, content)
+                        last = f" after {member.name}"
+            # Only the zeros at the end tell that an archive is whole.
+            file.seek(archive.offset)
+            if bad is None and file.read(512) != bytes(512):
+                raise tarfile.ReadError("no end of the archive")
+        except (tarfile.TarError, OverflowError, ValueError) as error:
+            # tarfile does not check the numbers in PAX headers.
+            fault = f"{path} is cut off{last}, compressed or no tar file ({error})"
+            faults = [_Example(str(path), fault=fault)]
+        if bad is not None:
+            raise ValueError(
+                "Expected plain files with paths inside the archive; received: "
+                f"{bad!r} in {path}"
+            )
+        examples = [_example(path, file, *item) for item in members.items()]
+    return [example for example in examples if example is not None] + faults
 
 
-def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]:
-    """Yields the files of an archive; raises an error of tarfile if it is truncated."""
-    with _read_header(lambda: tarfile.open(fileobj=file, mode="r:")) as archive:
-        at = 0
-        while (member := _read_header(archive.next)) is not None:
-            _check_member(path, member)
-            if member.size < 0 or member.offset_data + member.size > end:
-                raise tarfile.ReadError("unexpected end of data")
-            at = archive.offset
-            # The list of members would keep all headers of a large file.
-            archive.members = []
-            if not member.isdir():
-                yield member
-    # An archive ends with at least 1,024 zeros.
-    file.seek(at)
-    if file.read(512) != bytes(512):
-        raise tarfile.ReadError("no end of the archive")
-    while chunk := file.read(1 << 20):
-        if chunk.count(0) != len(chunk):
-            raise tarfile.ReadError("content after its end")
-
-
-def _read_header(read: Callable[[], Any]) -> Any:
-    """Calls `read` and turns all errors of damaged headers into errors of tarfile."""
-    try:
-        return read()
-    except (OverflowError, ValueError) as error:
-        # tarfile does not check the numbers of sparse files in PAX headers.
-        raise tarfile.InvalidHeaderError(f"a damaged header, {error}") from error
-
-
-def _begins_as_tar(file: Any) -> bool:
-    """Whether a file may be the beginning of an archive, such as an empty file."""
-    file.seek(0)
-    header = file.read(512)
-    try:
-        tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-    except tarfile.InvalidHeaderError:
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """Whether a member is a file or folder inside the archive."""
+    if leads_outside(member.name) or member.issparse():
         return False
-    except tarfile.HeaderError:
-        return not header.startswith(_COMPRESSED)
-    return True
+    return member.isdir() or member.isreg()
 
 
 def _example(
-    file: Any, parts: dict[str, list[_Member]]
-) -> tuple[_Member | None, Any, str | None] | None:
-    """Returns the image, captions and fault of an example; None if it has neither."""
-    images = [suffix for suffix in image_suffixes() if suffix in parts]
+    path: Path, file: Any, key: str, parts: dict[str, _Member]
+) -> _Example | None:
+    """Returns an example; None if it has neither image nor caption."""
+    image = next((suffix for suffix in image_suffixes() if suffix in parts), None)
     text = next((suffix for suffix in _TEXTS if suffix in parts), None)
-    if not images and text is None:
+    if image is None and text is None:
         return None
-    captions, fault = None, None
-    if text is not None:
-        captions, fault = _captions(file, parts[text][0], text)
-    if not images:
-        return None, captions, "has a caption and no image"
-    if len(images) > 1:
-        fault = f"has several images: {', '.join(images)}"
-    for suffix in (*images, *_TEXTS):
-        if len(parts.get(suffix, ())) > 1:
-            fault = f"has several members {suffix}"
-    return parts[images[0]][0], captions, fault
+    captions = None if text is None else _captions(file, parts[text], text)
+    name = f"{path}: {key}"
+    if image is None:
+        return _Example(name, fault=f"{name} has a caption and no image")
+    return _Example(name, parts[image], captions)
 
 
-def _captions(file: Any, member: _Member, suffix: str) -> tuple[Any, str | None]:
-    """Reads the captions of a member, or a fault."""
+def _captions(file: Any, member: _Member, suffix: str) -> Any:
+    """Reads the captions of a member; None if there are none."""
     file.seek(member.offset)
     text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")
     if suffix == ".txt":
-        return text.strip(), None
+        return text
     try:
         entry = json.loads(text)
-    except (ValueError, RecursionError):
-        entry = None
-    if not isinstance(entry, dict):
-        return None, "has no JSON object with a caption"
-    return next((entry[name] for name in CAPTION_NAMES if name in entry), None), None
+        return next((entry[name] for name in CAPTION_NAMES if name in entry), None)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _key_of(name: str) -> tuple[str, str]:
@@ -215,13 +177,3 @@ def _key_of(name: str) -> tuple[str, str]:
     folder, _, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
     return f"{folder}/{stem}" if folder else stem, (dot + suffix).lower()
-
-
-def _check_member(path: Path, member: tarfile.TarInfo) -> None:
-    """Rejects members that are not plain files inside the archive."""
-    is_plain = (member.isdir() or member.isreg()) and not member.issparse()
-    if leads_outside(member.name) or not is_plain:
-        raise ValueError(
-            "Expected plain files with paths inside the archive; received: "
-            f"{member.name!r} in {path}"
-        )

@@ -6,15 +6,14 @@ batches.
 """
 
 import contextlib
-import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_integer, check_positive, nearest
 from keras_moe.compat import (
     flatten_layers,
     has_seed_generator,
@@ -167,21 +166,16 @@ class RandomResizedCrop:
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
     ):
-        if height < 1 or width < 1:
+        if not (
+            0 < scale[0] <= scale[1] <= 1
+            and 0 < ratio[0] <= ratio[1]
+            and min(height, width) >= 1
+        ):
             raise ValueError(
-                f"Expected a positive size; received: height={height}, width={width}"
+                "Expected 0 < lowest <= highest for scale, at most 1, and ratio, and a "
+                f"positive size; received: scale={scale}, ratio={ratio}, "
+                f"height={height}, width={width}"
             )
-        for name, pair in (("scale", scale), ("ratio", ratio)):
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise ValueError(
-                    f"Expected the lowest and the highest; received: {name}={pair!r}"
-                )
-        if not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(
-                f"Expected 0 < lowest <= highest <= 1; received: scale={scale}"
-            )
-        if not 0 < ratio[0] <= ratio[1]:
-            raise ValueError(f"Expected 0 < lowest <= highest; received: ratio={ratio}")
         self.height, self.width = int(height), int(width)
         self.scale, self.ratio = tuple(scale), tuple(ratio)
 
@@ -265,7 +259,7 @@ class RandomResizedCrop:
         low = np.array([self.scale[0], np.log(self.ratio[0]), 0, 0], "float32")
         high = np.array([self.scale[1], np.log(self.ratio[1]), 1, 1], "float32")
         draws = low + (high - low) * uniform
-        share, log_ratio, places = tf.split(draws, [1, 1, 2], axis=-1)
+        share, log_ratio, corners = tf.split(draws, [1, 1, 2], axis=-1)
         mean = tf.sqrt(share * tf.reduce_prod(limits))
         sides = tf.round(mean * tf.exp(log_ratio * [-0.5, 0.5]))
         # The last candidate is used if no draw fits: a centred crop, as high and as
@@ -275,7 +269,7 @@ class RandomResizedCrop:
         centred = tf.pad(centred, [[0, 2]], constant_values=0.5)
         draws = tf.concat(
             [
-                tf.concat([sides, places], axis=-1),
+                tf.concat([sides, corners], axis=-1),
                 tf.broadcast_to(centred, [*shape, 1, 4]),
             ],
             axis=-2,
@@ -287,10 +281,10 @@ class RandomResizedCrop:
         first = tf.argmax(tf.where(fits, order, 0), axis=-1)
         axis = len(shape)
         chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
-        sides, places = tf.split(chosen, 2, axis=-1)
+        sides, corner = tf.split(chosen, 2, axis=-1)
         room = limits - sides
         # Draws are below 1, but the product may round up.
-        corner = tf.minimum(tf.floor(places * (room + 1)), room)
+        corner = tf.minimum(tf.floor(corner * (room + 1)), room)
         return tf.cast(corner, "int32"), tf.cast(sides, "int32")
 
 
@@ -312,12 +306,6 @@ def build_steps(
         return []
     if isinstance(augment, (str, dict)) or callable(augment):
         augment = [augment]
-    if not isinstance(augment, Sequence):
-        raise ValueError(
-            "Expected None, the name of an augmentation or a dict of its name and "
-            "options, a Keras layer, a callable or a sequence of these; "
-            f"received: augment={augment!r}"
-        )
     return [
         _build_step(
             _by_name(item, image_shape, seed + i)
@@ -341,7 +329,11 @@ def _by_name(
         ),
         "rotation": lambda factor=0.03: layers.RandomRotation(factor, **moved),
         "randaugment": lambda num_ops=2, magnitude=1.0: RandAugment(num_ops, magnitude),
-        "mixup": lambda alpha=0.2: layers.MixUp(_positive(alpha), **plain),
+        "mixup": lambda alpha=0.2: layers.MixUp(
+            # Of others Keras makes NaN.
+            check_positive("alpha", alpha),
+            **plain,
+        ),
         "cutmix": lambda factor=1.0: fast.CutMix(factor, **plain),
         "random_resized_crop": lambda scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3): (
             RandomResizedCrop(height, width, scale, ratio)
@@ -349,39 +341,25 @@ def _by_name(
     }
     options = dict(item) if isinstance(item, dict) else {"name": item}
     name = options.pop("name", None)
-    if not isinstance(name, str) or name not in makers:
-        close = difflib.get_close_matches(str(name), makers, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+    if name not in makers:
         raise ValueError(
-            f"Expected an augmentation, one of {sorted(makers)}; "
-            f"received: augment={item!r}{hint}"
-        )
-    known = list(inspect.signature(makers[name]).parameters)
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise ValueError(
-            f"Expected options of {name!r}, any of {known}; received: augment={item!r}"
+            f"Expected an augmentation, one of {sorted(makers)}; received: "
+            f"augment={item!r} ({nearest(str(name), makers)})"
         )
     try:
         return makers[name](**options)
     except TypeError as error:
+        known = list(inspect.signature(makers[name]).parameters)
         raise ValueError(
-            f"Expected numbers as options of {name!r}; received: augment={item!r}"
+            f"Expected numbers as options of {name!r}, any of {known}; received: "
+            f"augment={item!r}"
         ) from error
-
-
-def _positive(alpha: float) -> float:
-    """Rejects an alpha for which Keras would return NaN."""
-    if not alpha > 0:
-        raise ValueError(f"Expected a positive number; received: alpha={alpha}")
-    return alpha
 
 
 def _build_step(item: Any) -> Step:
     if not callable(item) or inspect.isclass(item):
         raise ValueError(
-            "Expected a name, a Keras layer or a callable in `augment`; "
-            f"received: {item!r}"
+            f"Expected an augmentation's name, a layer or a function; received: {item}"
         )
     is_layer = isinstance(item, keras.layers.Layer)
     mixes_labels = _mixes_labels(item)

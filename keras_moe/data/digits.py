@@ -5,12 +5,12 @@
 
 import numpy as np
 
-from keras_moe.checks import check_image_shape
+from keras_moe.checks import check_image_shape, check_one_of
 from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._files import extra
 from keras_moe.data.labels import Classes
 
-NUM_CLASSES = 10
-CLASS_NAMES = tuple(map(str, range(NUM_CLASSES)))
+CLASS_NAMES = tuple(map(str, range(10)))
 SPLITS = ("train", "test", "all")
 TEST_FRACTION = 0.25
 
@@ -44,12 +44,8 @@ def load_digits(
     ((450, 16, 16, 1), (450,))
     """
     height, width, channels = check_image_shape(image_shape)
-    check_channels(image_shape)
     pixels, labels = read_pixels(split, test_fraction, seed)
-    rows, columns = (
-        _bilinear(pixels.shape[1], height),
-        _bilinear(pixels.shape[2], width),
-    )
+    rows, columns = _bilinear(8, height), _bilinear(8, width)
     # (height, 8) @ (N, 8, 8) @ (8, width)
     images = rows @ pixels[..., 0] @ columns.T
     images = (images / 127.5 - 1.0).astype("float32")
@@ -60,22 +56,9 @@ def read_pixels(
     split: str, test_fraction: float = TEST_FRACTION, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the original images, (N, 8, 8, 1) in [0, 255], and the labels."""
-    if split not in SPLITS:
-        raise ValueError(
-            f"Expected one of {SPLITS} for the digits; received: split={split!r}"
-        )
-    if not 0 < test_fraction < 1:
-        raise ValueError(
-            "Expected a fraction strictly between 0 and 1; "
-            f"received: test_fraction={test_fraction!r}"
-        )
-    try:
+    check_one_of("split", split, SPLITS)
+    with extra("digits"):
         from sklearn import datasets, model_selection
-    except ImportError as error:
-        raise ImportError(
-            'The digits are scikit-learn\'s: pip install "keras-moe[digits]"'
-        ) from error
-
     digits = datasets.load_digits()
     # Pixels count ink from 0 to 16.
     pixels = (digits.images * (255.0 / 16.0)).astype("float32")[..., None]
@@ -94,22 +77,13 @@ def read_pixels(
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
     """Returns the ten classes."""
-    return Classes(NUM_CLASSES, CLASS_NAMES)
+    return Classes(len(CLASS_NAMES), CLASS_NAMES)
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExamples:
     """Opens a split for a pipeline."""
     pixels, labels = read_pixels(split)
     return in_memory(pixels, labels, find_classes(name, data_dir))
-
-
-def check_channels(image_shape: tuple[int, int, int]) -> None:
-    """Validates that images have one or three channels."""
-    if image_shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected 1 channel, or 3 of equal values, for grey digits; "
-            f"received: image_shape={tuple(image_shape)}"
-        )
 
 
 def _bilinear(size: int, new_size: int) -> np.ndarray:

@@ -25,12 +25,13 @@ EMOJI_CREDIT = (
 )
 # Side of labelled pictures: resizing them bilinearly to 32 pixels averages four pixels.
 _SIDE = 64
+_OPTIONS = ("style", "language", "size")
 
 
 class EmojiPairs(NamedTuple):
     """Pictures of emoji with captions, in Unicode's order.
 
-    Fields:
+    Attributes:
         images: (N, height, width, 3), uint8, on white.
         captions: unique names in the chosen language, such as `"woman firefighter: dark
             skin tone"`.
@@ -100,7 +101,7 @@ def load_emoji(
     # Of emoji drawn alike the first is kept.
     by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))
     drawn = pictures(style, [one.text for one in by_modifiers], tuple(image_shape))
-    rows = {by_modifiers[p].text: row for row, p in enumerate(drawn.places.tolist())}
+    rows = {by_modifiers[i].text: row for row, i in enumerate(drawn["indices"])}
     chosen = [
         one
         for one in all_emoji()
@@ -109,7 +110,7 @@ def load_emoji(
         and split in ("all", split_of(one.parts, seed))
     ]
     return EmojiPairs(
-        drawn.images[[rows[one.text] for one in chosen]],
+        drawn["images"][[rows[one.text] for one in chosen]],
         tuple(names[one.text] for one in chosen),
         tuple(code_of(one.text) for one in chosen),
         tuple(one.subgroup for one in chosen),
@@ -121,7 +122,6 @@ def load_emoji(
 
 def find_classes(name: str, data_dir: str | None = None) -> Classes:
     """Returns the subgroups as classes, in Unicode's order."""
-    _source_options(name)
     return Classes(len(subgroups()), tuple(subgroups()))
 
 
@@ -150,17 +150,6 @@ def _source_options(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in filter(None, name.split(",")):
         key, _, value = part.rpartition("=")
-        options[key or "style"] = value
-    known = {"style": STYLES, "language": LANGUAGES, "size": None}
-    for key, value in options.items():
-        check_one_of("an option of emoji", key, tuple(known))
-        if key != "size":
-            check_one_of(key, value, known[key])
-        elif not value.isdecimal() or int(value) < 1:
-            raise ValueError(
-                "Expected a positive size of the pictures; received: "
-                f"source='emoji:{name}'"
-            )
-    if "size" in options:
-        options["size"] = int(options["size"])
+        key = check_one_of("an option of emoji", key or "style", _OPTIONS)
+        options[key] = int(value) if key == "size" else value
     return options

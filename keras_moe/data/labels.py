@@ -8,16 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data._json_schema import DictOf, ListOf, Record, Text, read_json
+from keras_moe.data._json_schema import read_json
 from keras_moe.files import write_json
 
-PARENTS = DictOf(ListOf(Text()))
-# Keys of `dataset.json` in addition to classes and parents.
-_FILE = Record(
-    {"classes": ListOf(Text(), minimum=1, unique=True), "parents": PARENTS},
-    required=("classes", "parents"),
-    others=True,
-)
+# The part of a hierarchy's file, or of `dataset.json`, that a hierarchy needs.
+_FILE = {"classes": [str], "parents": {str: [str]}}
 
 
 class LabelHierarchy:
@@ -43,24 +38,12 @@ class LabelHierarchy:
     """
 
     def __init__(self, classes: Sequence[str], parents: Mapping[str, Sequence[str]]):
-        self.classes = _names("classes", classes)
+        self.classes = tuple(classes)
+        self.parents = {name: tuple(above) for name, above in parents.items() if above}
         number = {name: index for index, name in enumerate(self.classes)}
-        if not self.classes or len(number) < len(self.classes):
+        if len(number) < len(self.classes):
             twice = sorted({x for x in self.classes if self.classes.count(x) > 1})
-            raise ValueError(
-                "Expected at least one class and each once; "
-                f"received: {len(self.classes)} classes, more than once: {twice[:5]}"
-            )
-        if not isinstance(parents, Mapping):
-            raise ValueError(
-                "Expected a dict from a class to its parents; "
-                f"received: parents={parents!r}"
-            )
-        self.parents = {
-            name: _names(f"parents of {name!r}", above)
-            for name, above in parents.items()
-            if above
-        }
+            raise ValueError(f"Expected each class once; received several: {twice[:5]}")
         for name, above in self.parents.items():
             unknown = [other for other in (name, *above) if other not in number]
             if unknown:
@@ -68,30 +51,14 @@ class LabelHierarchy:
                     f"Expected names of the {len(number)} classes; received: "
                     f"{unknown[0]!r} in parents[{name!r}]={above!r}"
                 )
-        self._above = [
-            [number[above] for above in self.parents.get(name, ())]
-            for name in self.classes
-        ]
-        self._closed = self._closures()
-
-    def _closures(self) -> list[list[int]]:
-        """Returns for each class the class itself, then its ancestors, sorted."""
-        closed: dict[int, set[int]] = {}
-        # Ancestors come before their descendants.
-        order = graphlib.TopologicalSorter(dict(enumerate(self._above)))
-        try:
-            for index in order.static_order():
-                above = [closed[other] for other in self._above[index]]
-                closed[index] = {index}.union(*above)
-        except graphlib.CycleError as error:
-            # The error lists the cycle from child to parent.
-            names = " -> ".join(self.classes[index] for index in error.args[1][::-1])
-            raise ValueError(
-                f"Expected no class above itself; received: {names}"
-            ) from error
-        return [
-            [index, *sorted(closed[index] - {index})]
-            for index in range(len(self.classes))
+        # Each class with its ancestors, which come before it in this order.
+        closed: dict[str, set[int]] = {}
+        graph = {name: self.parents.get(name, ()) for name in self.classes}
+        for name in graphlib.TopologicalSorter(graph).static_order():
+            closed[name] = {number[name]}.union(*(closed[x] for x in graph[name]))
+        self._closed = [
+            [index, *sorted(closed[name] - {index})]
+            for index, name in enumerate(self.classes)
         ]
 
     def close(self, labels: Sequence[int]) -> list[int]:
@@ -135,11 +102,11 @@ class LabelHierarchy:
         Args:
             path: a file written by `save`, or the `dataset.json` of TFRecord files.
         """
-        settings = read_json(Path(path), _FILE)
+        content = read_json(Path(path), _FILE, required=_FILE, others=True)
         try:
-            return cls(settings["classes"], settings["parents"])
+            return cls(content["classes"], content["parents"])
         except ValueError as error:
-            raise ValueError(f"{error}, in {path}") from error
+            raise ValueError(f"In {path}: {error}") from error
 
     def __eq__(self, other: Any) -> bool:
         same_kind = isinstance(other, LabelHierarchy)
@@ -152,26 +119,15 @@ def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
     """Returns a hierarchy given as object, dict or path of a file."""
     if isinstance(hierarchy, LabelHierarchy):
         return hierarchy
-    if isinstance(hierarchy, (str, os.PathLike)):
-        return LabelHierarchy.load(hierarchy)
-    if isinstance(hierarchy, dict) and set(hierarchy) == {"classes", "parents"}:
+    if isinstance(hierarchy, dict):
         return LabelHierarchy(**hierarchy)
-    raise ValueError(
-        "Expected a LabelHierarchy, a dict of its classes and parents, or the path of "
-        f"its file; received: hierarchy={hierarchy!r}"
-    )
-
-
-def _names(what: str, names: Any) -> tuple[str, ...]:
-    if isinstance(names, (list, tuple)) and all(isinstance(x, str) for x in names):
-        return tuple(names)
-    raise ValueError(f"Expected a list of names; received: {what}={names!r:.100}")
+    return LabelHierarchy.load(hierarchy)
 
 
 class Classes(NamedTuple):
     """The classes of a source.
 
-    Fields:
+    Attributes:
         count: number of classes.
         names: names in the order of the labels, or None.
         max_labels: maximum number of labels of an example; None for single labels, 0 if
@@ -186,7 +142,7 @@ class Classes(NamedTuple):
 class Labels(NamedTuple):
     """Converts labels of examples to those of batches.
 
-    Fields:
+    Attributes:
         count: number of classes.
         max_labels: length of padded labels; None for single labels.
         dense: whether labels become 0-1 vectors.
@@ -226,31 +182,22 @@ class Labels(NamedTuple):
         return tf.ensure_shape(labels, [self.max_labels])
 
 
-def make_labels(
-    classes: Classes,
-    source: str,
-    multi_label: bool,
-    hierarchy: LabelHierarchy | None,
-    max_labels: int | None,
-    dense: bool,
-) -> Labels:
-    """Builds `Labels` from the arguments of `keras_moe.data.load`."""
-    if not multi_label:
-        if classes.max_labels is not None:
+def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Labels:
+    """Builds `Labels` from the `LoadOptions` of `keras_moe.data.load`."""
+    max_labels = options.max_labels
+    if not options.multi_label:
+        asked = (classes.max_labels, options.hierarchy, max_labels)
+        if asked != (None, None, None):
             raise ValueError(
-                f"Expected multi_label=True with {source!r}, whose examples have "
-                "several labels; received: multi_label=False"
-            )
-        if hierarchy is not None or max_labels is not None:
-            raise ValueError(
-                "Expected hierarchy and max_labels with multi_label=True alone; "
-                f"received: hierarchy={hierarchy}, max_labels={max_labels}"
+                f"Expected multi_label=True with {source!r} of several labels, or "
+                "with hierarchy or max_labels; received: multi_label=False"
             )
         return Labels(classes.count, None, dense, None)
     count, most = classes.count, classes.max_labels
     most = 1 if most is None else most
     closure = None
-    if hierarchy is not None:
+    if options.hierarchy is not None:
+        hierarchy = as_hierarchy(options.hierarchy)
         count = len(hierarchy.classes)
         closure = hierarchy.table()[_numbers_in(classes, source, hierarchy)]
         most *= closure.shape[1]
@@ -266,18 +213,14 @@ def make_labels(
 
 def _numbers_in(classes: Classes, source: str, hierarchy: LabelHierarchy) -> list[int]:
     """Maps a source's classes to their numbers in a hierarchy."""
-    if classes.names is None:
-        if classes.count != len(hierarchy.classes):
-            raise ValueError(
-                f"Expected a hierarchy of the {classes.count} classes of {source!r}, "
-                f"which have no names; received: {len(hierarchy.classes)} classes"
-            )
-        return list(range(classes.count))
+    # Classes without names are those of the hierarchy.
+    names = hierarchy.classes if classes.names is None else classes.names
     number = {name: index for index, name in enumerate(hierarchy.classes)}
-    unknown = [name for name in classes.names if name not in number]
-    if unknown:
+    unknown = [name for name in names if name not in number]
+    if unknown or len(names) != classes.count:
         raise ValueError(
-            f"Expected every class of {source!r} in the hierarchy; "
-            f"received: a hierarchy without {unknown[:5]}"
+            f"Expected every class of {source!r} in the hierarchy; received: "
+            f"{len(hierarchy.classes)} classes for {classes.count}, without "
+            f"{unknown[:5]}"
         )
-    return [number[name] for name in classes.names]
+    return [number[name] for name in names]

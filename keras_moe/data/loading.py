@@ -11,100 +11,53 @@ from keras_moe.checks import (
     check_image_shape,
     check_integer,
 )
-from keras_moe.data import digits
 from keras_moe.data._captions import (
-    CaptionChoice,
     CaptionOptions,
     batch_sizes,
     every_caption,
+    first_caption,
     mixed,
+    random_caption,
     stored_captions,
 )
 from keras_moe.data._examples import Examples
+from keras_moe.data._files import extra
 from keras_moe.data._pipeline import BatchSettings, batches
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.labels import as_hierarchy, make_labels
-from keras_moe.data.options import LoadOptions, PairOptions, made_options
+from keras_moe.data.labels import make_labels
+from keras_moe.data.options import LoadOptions, PairOptions
 from keras_moe.data.selection import left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
 
 
-class _Loader:
-    """Shared part of `load` and `load_pairs`: checked arguments and batches."""
-
-    def __init__(
-        self,
-        options: LoadOptions | PairOptions,
-        split: str,
-        image_shape: tuple[int, int, int],
-        batch_size: int,
-        augment: Any,
-        shuffle: bool | None,
-        seed: int,
-        drop_remainder: bool,
-    ):
-        self.image_shape = check_image_shape(image_shape)
-        self.batch_size = check_integer("batch_size", batch_size)
-        self.seed = check_integer("seed", seed, 0, LARGEST_SEED)
-        check_bool("drop_remainder", drop_remainder)
-        if shuffle is not None:
-            check_bool("shuffle", shuffle)
-        _check_split(split)
-        self.options, self.split = options, split
-        self.share = options.share_of(batch_size)
-        self.steps = build_steps(augment, self.image_shape, seed)
-        self.shuffle = split.startswith("train") if shuffle is None else shuffle
-        self.drop_remainder = drop_remainder or options.repeat
-        _check_tensorflow()
-
-    @property
-    def mixes_labels(self) -> bool:
-        """Whether the augmentation mixes labels."""
-        return any(step.mixes_labels for step in self.steps)
-
-    def batches(
-        self,
-        examples: Examples,
-        targets: Callable,
-        batch_size: int | None = None,
-        number: int = 0,
-    ) -> Any:
-        """Returns batches of the examples that are not left out.
-
-        Args:
-            examples: examples of a source.
-            targets: see `BatchSettings`.
-            batch_size: batch size of a source in a mixture.
-            number: number of the source in a mixture, so that sources of equal length
-                have different orders.
-        """
-        batch_size = self.batch_size if batch_size is None else batch_size
-        self._check_count(examples, batch_size)
-        start = int(self.options.start_batch) if self.options.repeat else None
-        settings = BatchSettings(
-            image_shape=self.image_shape,
-            steps=self.steps,
-            targets=targets,
-            share=self.options.share_of(batch_size),
-            shuffle=self.shuffle,
-            seed=int(self.seed) + number,
-            drop_remainder=self.drop_remainder,
-            start_batch=start,
-        )
-        return batches(examples, settings)
-
-    def _check_count(self, examples: Examples, batch_size: int) -> None:
-        """Validates that the examples fill a batch on all hosts."""
-        count, rest = examples.count, examples.count % batch_size
-        if (self.options.repeat and count < batch_size) or (
-            not self.drop_remainder and 0 < rest < self.share.count
-        ):
-            raise ValueError(
-                "Expected a batch no larger than the examples, and an example of a "
-                "last batch for each shard or drop_remainder=True; there are "
-                f"{count} examples of {examples.name!r}, split={self.split!r}; "
-                f"received: batch_size={batch_size}, shard={self.options.shard}"
-            )
+def _settings(
+    options: LoadOptions | PairOptions,
+    split: str,
+    image_shape: tuple[int, int, int],
+    batch_size: int,
+    augment: Any,
+    shuffle: bool | None,
+    seed: int,
+    drop_remainder: bool,
+) -> BatchSettings:
+    """Checks the arguments that `load` and `load_pairs` share."""
+    _check_tensorflow()
+    image_shape = check_image_shape(image_shape)
+    check_integer("batch_size", batch_size)
+    check_integer("seed", seed, 0, LARGEST_SEED)
+    check_bool("drop_remainder", drop_remainder)
+    if shuffle is None:
+        shuffle = split.startswith("train")
+    return BatchSettings(
+        image_shape=image_shape,
+        steps=build_steps(augment, image_shape, seed),
+        targets=None,
+        share=options.share_of(batch_size),
+        shuffle=check_bool("shuffle", shuffle),
+        seed=int(seed),
+        drop_remainder=drop_remainder or options.repeat,
+        start_batch=int(options.start_batch) if options.repeat else None,
+    )
 
 
 def load(
@@ -201,25 +154,15 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    options = made_options(LoadOptions, options, "load")
-    loader = _Loader(
+    options = LoadOptions(**options)
+    settings = _settings(
         options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
     )
-    check_bool("one_hot", one_hot)
-    if source == "digits":
-        digits.check_channels(image_shape)
     examples = open_source(source, split, data_dir)
-    hierarchy = options.hierarchy
-    labels = make_labels(
-        examples.classes,
-        source,
-        options.multi_label,
-        None if hierarchy is None else as_hierarchy(hierarchy),
-        options.max_labels,
-        one_hot or loader.mixes_labels,
-    )
+    dense = check_bool("one_hot", one_hot) or settings.mixes_labels
+    labels = make_labels(examples.classes, source, options, dense)
     excluded = left_out(examples, split, options.exclude, options.unreadable)
-    return loader.batches(examples.without(excluded), labels)
+    return batches(examples.without(excluded), settings._replace(targets=labels))
 
 
 def load_pairs(
@@ -298,11 +241,11 @@ def load_pairs(
     >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
     ([b'a cat', b'a dog'], [0, 1])
     """
-    options = made_options(PairOptions, options, "load_pairs")
-    loader = _Loader(
+    options = PairOptions(**options)
+    settings = _settings(
         options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
     )
-    if loader.mixes_labels:
+    if settings.mixes_labels:
         raise ValueError(
             "Expected augmentation of the images alone, which mixes no labels; "
             f"received: augment={augment!r}"
@@ -315,13 +258,18 @@ def load_pairs(
         )
     sizes = [batch_size]
     if is_mixture:
-        sizes = list(batch_sizes(source, batch_size, loader.share.count).values())
-    choice = CaptionChoice(options.captions == "random")
+        sizes = list(batch_sizes(source, batch_size, settings.share.count).values())
+    choice = random_caption if options.captions == "random" else first_caption
     datasets = []
-    opened = _open_pairs(source, split, options, data_dir, loader.image_shape)
+    opened = _open_pairs(source, split, options, data_dir, settings.image_shape)
     for number, (examples, size) in enumerate(zip(opened, sizes)):
-        examples = _pairs(examples, source, split, options)
-        datasets.append(loader.batches(examples, choice, size, number))
+        # Sources of equal length in a mixture have different orders.
+        own = settings._replace(
+            targets=choice,
+            share=options.share_of(size),
+            seed=settings.seed + number,
+        )
+        datasets.append(batches(_pairs(examples, source, split, options), own))
     return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)
 
 
@@ -368,7 +316,6 @@ def num_examples(
     >>> num_examples("digits", "test")
     450
     """
-    _check_split(split)
     _check_tensorflow()
     examples = open_source(source, split, data_dir)
     return examples.count - len(left_out(examples, split, exclude, unreadable))
@@ -395,7 +342,7 @@ def num_pairs(
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
     (2, 3)
     """
-    options = made_options(PairOptions, options, "num_pairs")
+    options = PairOptions(**options)
     opened = _open_pairs(source, split, options, data_dir)
     return sum(_pairs(examples, source, split, options).count for examples in opened)
 
@@ -423,7 +370,7 @@ def load_captions(
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
     ('a cat', 'a dog', 'a puppy')
     """
-    options = made_options(PairOptions, options, "load_captions")
+    options = PairOptions(**options)
     captions: list[tuple[str, ...]] = []
     for examples in _open_pairs(source, split, options, data_dir):
         exclude = options.exclude_of(examples.name, source)
@@ -439,17 +386,14 @@ def load_captions(
     return tuple(caption for several in captions for caption in several)
 
 
-def _open_pairs(source, split, options, data_dir, image_shape=None) -> list[Examples]:
+def _open_pairs(
+    source, split, options, data_dir, image_shape=(32, 32, 3)
+) -> list[Examples]:
     """Opens the sources of pairs; counts and captions need no image size."""
-    _check_split(split)
     _check_tensorflow()
     asked = CaptionOptions(
-        every_caption=options.captions == "all",
-        templates=options.templates,
-        data_dir=data_dir,
+        image_shape, options.captions == "all", options.templates, data_dir
     )
-    if image_shape is not None:
-        asked = asked._replace(image_shape=image_shape)
     return open_captioned(source, split, asked)
 
 
@@ -457,22 +401,11 @@ def _pairs(examples, source, split, options) -> Examples:
     """Returns the pairs of a source that are not left out."""
     exclude = options.exclude_of(examples.name, source)
     excluded = left_out(examples, split, exclude, options.unreadable)
-    if options.captions != "all":
-        return examples.without(excluded)
-    pairs = every_caption(examples, excluded)
-    pairs.name = examples.name
-    return pairs
-
-
-def _check_split(split: Any) -> None:
-    if not isinstance(split, str):
-        raise ValueError(f"Expected the name of a split; received: split={split!r}")
+    if options.captions == "all":
+        return every_caption(examples, excluded)
+    return examples.without(excluded)
 
 
 def _check_tensorflow() -> None:
-    try:
+    with extra("data"):
         import tensorflow  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            'Input pipelines are tf.data: pip install "keras-moe[data]"'
-        ) from error

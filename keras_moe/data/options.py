@@ -4,13 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from keras_moe.checks import (
-    check_argument_names,
-    check_bool,
-    check_integer,
-    check_one_of,
-)
-from keras_moe.data._captions import CHOICES
+from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.data._examples import Share
 
 
@@ -32,19 +26,17 @@ class _Options:
                 "Expected repeat=True with a batch to start at; received: "
                 f"repeat={self.repeat}, start_batch={self.start_batch}"
             )
+        check_one_of("unreadable", self.unreadable, ("raise", "exclude"))
 
     def share_of(self, batch_size: int) -> Share:
         """Returns the host's share of batches of this size."""
-        try:
-            index, count = self.shard
-            index = check_integer("shard[0]", index, minimum=0)
-            count = check_integer("shard[1]", count)
-        except (TypeError, ValueError):
-            index, count = 0, 0
-        if index >= count or batch_size % count:
+        index, count = self.shard
+        check_integer("shard[1]", count)
+        check_integer("shard[0]", index, 0, count - 1)
+        if batch_size % count:
             raise ValueError(
-                "Expected (index, count) with 0 <= index < count, where count divides "
-                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
+                "Expected shards that divide the batch; received: "
+                f"shard={self.shard!r}, batch_size={batch_size}"
             )
         return Share(index, count, batch_size // count)
 
@@ -128,25 +120,16 @@ class PairOptions(_Options):
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of("captions", self.captions, CHOICES)
+        check_one_of("captions", self.captions, ("random", "all", "first"))
 
     def exclude_of(self, name: str, source: Any) -> Any:
         """Returns `exclude` for the source `name`, which may be part of a mixture."""
-        exclude = self.exclude
         if not isinstance(source, Mapping):
-            return exclude
-        if exclude is None or (isinstance(exclude, (tuple, list)) and not exclude):
-            return ()
+            return self.exclude
+        exclude = self.exclude if len(self.exclude) else {}
         if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
             raise ValueError(
                 f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
                 f"received: exclude={self.exclude!r:.100}"
             )
         return exclude.get(name, ())
-
-
-def made_options(kind: type, options: dict[str, Any], owner: str) -> Any:
-    """Builds the options of a function after checking their names."""
-    known = [field.name for field in dataclasses.fields(kind)]
-    check_argument_names(options, known, owner)
-    return kind(**options)

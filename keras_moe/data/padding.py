@@ -3,12 +3,12 @@
 Axes: B batch, N examples, M examples with padding.
 """
 
-import numbers
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_moe.checks import check_integer
 from keras_moe.processes import batch_devices, process_count
 
 
@@ -114,39 +114,19 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
         if num_examples is None:
             sizes = x.map(lambda *batch: _size(tf, batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
-    elif isinstance(x, keras.utils.PyDataset):
-        # Batches of a PyDataset cannot be rebatched.
-        raise ValueError("Expected arrays or a tf.data.Dataset; received: a PyDataset")
     else:
-        if y is None and sample_weight is not None:
-            raise ValueError("Expected labels with sample_weight; received: y=None")
         arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
-        lengths = {len(array) for array in keras.tree.flatten(arrays)}
-        if len(lengths) != 1 or num_examples not in (None, *lengths):
-            raise ValueError(
-                "Expected arrays of one length; received: "
-                f"lengths={sorted(lengths)}, num_examples={num_examples}"
-            )
-        (num_examples,) = lengths
+        num_examples = len(keras.tree.flatten(x)[0])
         x = tf.data.Dataset.from_tensor_slices(arrays).batch(32)
-    if num_examples < 1:
-        raise ValueError(
-            f"Expected at least one example; received: num_examples={num_examples}"
-        )
-    processes = process_count()
     # Each process gives the batches of its own devices.
-    devices = max(batch_devices() // processes, 1)
+    devices = max(batch_devices() // process_count(), 1)
     if batch_size is None:
         batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
         batch_size = -(-batch_size // devices) * devices
-    elif (
-        not isinstance(batch_size, numbers.Integral)
-        or batch_size < 1
-        or batch_size % devices
-    ):
+    if check_integer("batch_size", batch_size) % devices:
         raise ValueError(
-            f"Expected batch_size to be a positive multiple of the {devices} devices "
-            f"that share a batch; received: batch_size={batch_size!r}"
+            f"Expected a multiple of the {devices} devices that share a batch; "
+            f"received: batch_size={batch_size}"
         )
     return _filled(tf, x, int(batch_size), num_examples), num_examples
 

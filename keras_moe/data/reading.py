@@ -86,11 +86,11 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
     return tf.data.Dataset.zip((tf.data.Dataset.range(count), done)).map(check)
 
 
-def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> Any:
+def read_or_name(function: Callable, item: Any, expected: str, location: Any) -> Any:
     """Returns `function(item)`, or raises an error that names the location."""
     if not _with_names.get():
         return function(item)
-    return attempt(function, item, lambda _, specs: _fail(specs, expected, place))
+    return attempt(function, item, lambda _, specs: _fail(specs, expected, location))
 
 
 def records_or_name(records: Any, path: Any, count: Any) -> Any:
@@ -104,11 +104,11 @@ def records_or_name(records: Any, path: Any, count: Any) -> Any:
     return records.ignore_errors().concatenate(failure).take(count)
 
 
-def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> Any:
+def check_or_name(condition: Any, expected: str, location: Any, received: Any) -> Any:
     """Asserts a condition with an error that names the location."""
     import tensorflow as tf
 
-    about = [f"Expected {expected} in", place, "; received:", received]
+    about = [f"Expected {expected} in", location, "; received:", received]
     return tf.debugging.Assert(condition, about)
 
 
@@ -136,11 +136,11 @@ def reading_errors() -> Iterator[None]:
         raise ValueError(failed[1].replace("] [", " ").replace(" ;", ";")) from error
 
 
-def _fail(specs, expected, place):
+def _fail(specs, expected, location):
     """Raises an error in an element of the given structure."""
     import tensorflow as tf
 
-    about = [f"Expected {expected}; received:", place]
+    about = [f"Expected {expected}; received:", location]
     with tf.control_dependencies([tf.debugging.Assert(False, about)]):
         return _zeros(specs)
 

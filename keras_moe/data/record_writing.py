@@ -1,7 +1,6 @@
 """Writes the TFRecord files of a split, and their `dataset.json`."""
 
 import contextlib
-import errno
 import operator
 import os
 import re
@@ -11,21 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import check_integer, check_path
+from keras_moe.checks import check_integer
 from keras_moe.data._captions import checked_captions, encoded
-from keras_moe.data._json_schema import read_json
-from keras_moe.data._tfrecord import (
-    CAPTION_FILE,
-    CAPTIONS,
-    IMAGE,
-    LABEL,
-    LABEL_FILE,
-    SIDECAR,
-    TOKENS,
-)
+from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
 from keras_moe.data.labels import LabelHierarchy
-from keras_moe.files import new_file, write_failed, write_json
+from keras_moe.files import new_file, write_json
 
+# The part of `dataset.json` that describes the records of this module.
+_LABELLED = {name: FEATURES[name] for name in ("image", "label")}
+_CAPTIONED = {name: FEATURES[name] for name in ("image", "captions")}
+_TOKENIZED = {name: FEATURES[name] for name in ("image", "token_ids", "padding_mask")}
 # Magic bytes of JPEG, PNG, GIF, BMP and WebP.
 _IMAGE_FILE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
 
@@ -61,64 +55,40 @@ def write_tfrecords(
     ```
     """
     folder = Path(folder)
-    settings: dict[str, Any] = {
-        "features": {"image": IMAGE, "label": LABEL},
-        "first_label": 0,
-    }
-    settings["classes"] = classes if isinstance(classes, int) else list(classes)
     count = classes if isinstance(classes, int) else len(classes)
+    settings = {
+        "features": _LABELLED,
+        "first_label": 0,
+        "classes": classes if isinstance(classes, int) else list(classes),
+    }
     if parents is not None:
         settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
-    sidecar = folder / SIDECAR
-    before = read_json(sidecar, LABEL_FILE) if sidecar.exists() else {}
-    for name in ("classes", "parents"):
-        if before and before.get(name) != settings.get(name):
-            raise ValueError(
-                f"Expected the {name} of {folder / SIDECAR}; "
-                f"received: {name}={settings.get(name)!r:.100}"
-            )
-
-    def write(parts):
-        counts, most = _write_labelled(parts, examples, count)
-        if before and ("max_labels" in before) != (most is not None):
-            raise ValueError(
-                f"Expected lists of labels in all splits of {folder / SIDECAR} or in "
-                f"none; received: split={split!r} {'with' if most else 'without'}"
-            )
-        if most is not None:
-            settings["max_labels"] = max(most, before.get("max_labels", 1))
-        return counts, settings
-
-    _write_split(folder, split, num_files, before.get("counts", {}), write)
-
-
-def _write_labelled(parts, examples, num_classes) -> tuple[list[int], int | None]:
-    """Returns the numbers of examples, and `max_labels` (None for single labels)."""
-    most, is_list = 1, None
+    before = read_settings(folder)
+    if "max_labels" in before:
+        settings["max_labels"] = before["max_labels"]
 
     def records():
-        nonlocal most, is_list
         for number, (image, labels) in enumerate(examples):
-            one = isinstance(labels, (int, np.integer))
+            if not before and not number and not isinstance(labels, (int, np.integer)):
+                settings["max_labels"] = 1
+            is_list = "max_labels" in settings
             try:
-                values = [int(labels)] if one else list(map(operator.index, labels))
-            except TypeError:  # No integers, or no list of integers.
+                values = [*map(operator.index, labels if is_list else [labels])]
+            except TypeError:  # A list among numbers, or a number among lists.
                 values = [-1]
-            if is_list is None:
-                is_list = not one
-            if is_list == one or not all(0 <= x < num_classes for x in values):
+            if not all(0 <= x < count for x in values):
                 raise ValueError(
-                    f"Expected labels of {num_classes} classes, all alike numbers or "
+                    f"Expected labels of {count} classes, all of {folder} numbers or "
                     f"lists; received: {labels!r} of example {number}"
                 )
-            most = max(most, len(values))
+            if is_list:
+                settings["max_labels"] = max(settings["max_labels"], len(values))
             yield {
-                IMAGE: [_encoded_image(image, number)],
-                LABEL: values,
+                FEATURES["image"]: [_encoded_image(image, number)],
+                FEATURES["label"]: values,
             }
 
-    counts = _write_records(parts, records())
-    return counts, most if is_list else None
+    _write_split(folder, split, num_files, records(), settings, before)
 
 
 def write_pair_tfrecords(
@@ -151,9 +121,12 @@ def write_pair_tfrecords(
     ```
     """
     folder = Path(folder)
-    sidecar = folder / SIDECAR
-    before = read_json(sidecar, CAPTION_FILE) if sidecar.exists() else {}
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"features": _CAPTIONED}
+    before = read_settings(folder)
+    if tokenizer is not None:
+        settings["features"] = _TOKENIZED
+        if "max_length" in before:
+            settings["max_length"] = before["max_length"]
 
     def records():
         for number, (image, captions) in enumerate(pairs):
@@ -163,70 +136,58 @@ def write_pair_tfrecords(
                     f"Expected captions of each image; received: pair {number} has "
                     f"{fault}"
                 )
-            texts, about = _stored_texts(captions, tokenizer)
-            if about != settings.setdefault("texts", about):
-                raise ValueError(
-                    f"Expected tokens of one length; received: {about} of pair "
-                    f"{number} after {settings['texts']}"
-                )
-            yield {IMAGE: [_encoded_image(image, number)], **texts}
+            texts = {FEATURES["captions"]: [encoded(caption) for caption in captions]}
+            if tokenizer is not None:
+                tokens = tokenizer(list(captions))
+                rows = {key: np.asarray(tokens[key], "int64") for key in tokens}
+                texts = {FEATURES[key]: x.ravel().tolist() for key, x in rows.items()}
+                length = settings.setdefault("max_length", rows["token_ids"].shape[-1])
+                if {x.shape for x in rows.values()} != {(len(captions), length)}:
+                    raise ValueError(
+                        f"Expected {length} tokens and a mask of them for each "
+                        f"caption; received: {[x.shape for x in rows.values()]} of "
+                        f"pair {number} with {len(captions)} captions"
+                    )
+            yield {FEATURES["image"]: [_encoded_image(image, number)], **texts}
 
-    def write(parts):
-        counts = _write_records(parts, records())
-        about = settings["texts"]
-        if before and {k: x for k, x in before.items() if k != "counts"} != about:
-            raise ValueError(
-                f"Expected the features and the length of {sidecar}; received: {about}"
-            )
-        return counts, about
-
-    _write_split(folder, split, num_files, before.get("counts", {}), write)
-
-
-def _stored_texts(captions, tokenizer) -> tuple[dict[str, list], dict[str, Any]]:
-    """Returns the features of captions, and their entries in `dataset.json`."""
-    if tokenizer is None:
-        texts = {CAPTIONS: [encoded(caption) for caption in captions]}
-        return texts, {"features": {"image": IMAGE, "captions": CAPTIONS}}
-    tokens = tokenizer(list(captions))
-    rows = {key: np.asarray(tokens[key]) for key in TOKENS}
-    shapes = {rows[key].shape for key in TOKENS}
-    shape = rows["token_ids"].shape
-    if len(shapes) > 1 or len(shape) != 2 or shape[0] != len(captions):
-        raise ValueError(
-            "Expected a tokenizer with rows of tokens and of their mask for "
-            f"{len(captions)} captions; received: shapes {shapes}"
-        )
-    texts = {TOKENS[key]: rows[key].astype("int64").ravel().tolist() for key in TOKENS}
-    return texts, {"features": {"image": IMAGE, **TOKENS}, "max_length": shape[1]}
+    _write_split(folder, split, num_files, records(), settings, before)
 
 
 def _write_split(
     folder: Path,
     split: str,
     num_files: int,
-    known: dict[str, int],
-    write: Callable[[list[str]], tuple[list[int], dict[str, Any]]],
+    records: Iterable[dict[str, list]],
+    settings: dict[str, Any],
+    before: dict[str, Any],
 ) -> None:
-    """Writes the files of a split and renames them after all are written."""
-    if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
+    """Writes the files of a split and renames them after all are written.
+
+    Args:
+        folder: path of the folder.
+        split: name of the split.
+        num_files: number of files.
+        records: features of the examples, which may add to `settings`.
+        settings: content of `dataset.json`.
+        before: what is there now, of which all splits share some.
+    """
+    for name in ("classes", "parents", "features"):
+        if before and before.get(name) != settings.get(name):
+            raise ValueError(
+                f"Expected the {name} of {folder / SIDECAR}; "
+                f"received: {name}={settings.get(name)!r:.100}"
+            )
+    if not re.fullmatch(r"[A-Za-z0-9]+", split):
         raise ValueError(
             f"Expected a split of letters and digits; received: split={split!r}"
         )
     check_integer("num_files", num_files)
-    check_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
     with contextlib.ExitStack() as files:
         # Globs of the records do not match the names of unfinished files.
         parts = [files.enter_context(new_file(folder / name)).name for name in names]
-        try:
-            counts, settings = write(parts)
-        except OSError as error:
-            if error.filename not in parts:
-                raise
-            path = folder / names[parts.index(error.filename)]
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        counts = _write_records(parts, records)
         own = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
         old = [
             path
@@ -235,6 +196,7 @@ def _write_split(
         ]
         # New counts are written last, in case the process ends in between: files
         # without a count are counted.
+        known = before.get("counts", {})
         kept = {n: number for n, number in known.items() if not own.fullmatch(n)}
         write_json(folder / SIDECAR, {**settings, "counts": kept})
     for path in old:
@@ -247,28 +209,14 @@ def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list
     """Writes records to files in turn, and returns the number in each."""
     import tensorflow as tf
 
-    counts, sizes = [0] * len(parts), [0] * len(parts)
-    try:
-        with contextlib.ExitStack() as stack:
-            writers = [
-                stack.enter_context(tf.io.TFRecordWriter(part)) for part in parts
-            ]
-            for number, values in enumerate(records):
-                features = {name: _feature(tf, value) for name, value in values.items()}
-                example = tf.train.Example(features=tf.train.Features(feature=features))
-                content, index = example.SerializeToString(), number % len(parts)
-                counts[index] += 1
-                sizes[index] += len(content)
-                writers[index].write(content)
-    except tf.errors.OpError as error:
-        part = next((part for part in parts if part in error.message), None)
-        if part is None:
-            # Applies to records, too: they may come from TensorFlow.
-            raise
-        reasons = {os.strerror(number): number for number in errno.errorcode}
-        reason = error.message.rpartition("; ")[2]
-        cause = OSError(reasons.get(reason, errno.EIO), reason)
-        raise write_failed(cause, part, sizes[parts.index(part)]) from error
+    counts = [0] * len(parts)
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(tf.io.TFRecordWriter(part)) for part in parts]
+        for number, values in enumerate(records):
+            features = {name: _feature(tf, value) for name, value in values.items()}
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            writers[number % len(parts)].write(example.SerializeToString())
+            counts[number % len(parts)] += 1
     if not sum(counts):
         raise ValueError("Expected examples to write; received: none")
     return counts
@@ -278,18 +226,13 @@ def _encoded_image(image: Any, number: int) -> bytes:
     """Returns encoded bytes as they are, and encodes arrays as PNG."""
     import tensorflow as tf
 
-    if isinstance(image, bytes):
-        if not _IMAGE_FILE.match(image):
-            raise ValueError(
-                "Expected the bytes of an image file; received: "
-                f"{len(image)} bytes, {image[:16]!r}, of example {number}"
-            )
+    if isinstance(image, bytes) and _IMAGE_FILE.match(image):
         return image
     pixels = np.asarray(image)
     if pixels.dtype != "uint8" or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
         raise ValueError(
             "Expected the bytes of an image file, or uint8 (height, width, 1 or 3); "
-            f"received: {type(image).__name__} of shape {pixels.shape} and dtype "
+            f"received: {image!r:.40} of shape {pixels.shape} and dtype "
             f"{pixels.dtype}, of example {number}"
         )
     return tf.io.encode_png(pixels).numpy()

@@ -5,7 +5,6 @@ recompressed or brightened: its 64 bits say which low frequencies of the grey im
 above their median, and copies differ in few of them.
 """
 
-import numbers
 import os
 import warnings
 from collections.abc import Callable
@@ -14,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
-from keras_moe.data._json_schema import Integer, ListOf, Record, Text, read_json
+from keras_moe.data._json_schema import read_json
 from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 from keras_moe.files import write_json
@@ -29,16 +28,7 @@ _SIZE, _FREQUENCIES = 32, 8
 _LEAST_DEVIATION = 2.0
 # Number of distances to hold in memory.
 _BLOCK = 1 << 22
-_FILE = Record(
-    {
-        "split": Text(),
-        "source": Text(),
-        "count": Integer(0, 2**63 - 1),
-        "indices": ListOf(Integer(0, 2**63 - 1)),
-    },
-    required=("split", "count", "indices"),
-    others=True,
-)
+_SCHEMA = {"split": str, "source": str, "count": int, "indices": [int]}
 
 
 def write_exclusion(
@@ -120,10 +110,9 @@ def find_corrupt_files(source: str) -> list[str]:
     """
     kind, _, path = source.partition(":")
     if kind == "folder":
-        examples, paths = _folder.read_files(path)
-        if examples is not None:
-            paths += [_text(place) for _, place in _unreadable(examples)]
-        return sorted(paths)
+        examples, missing = _folder.read_files(path)
+        bad = [os.fsdecode(location) for _, location in _unreadable(examples)]
+        return sorted(missing + bad)
     return _tfrecord.corrupt_files(path if kind == "tfrecord" else source)
 
 
@@ -160,7 +149,7 @@ def left_out(
     examples: Examples, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:
     """Returns the sorted indices that `exclude` and `unreadable` leave out."""
-    check_unreadable(unreadable)
+    check_one_of("unreadable", unreadable, UNREADABLE)
     indices = without_captions(examples, split, exclude, unreadable)
     if unreadable == "raise":
         return indices
@@ -168,21 +157,17 @@ def left_out(
     bad = _unreadable(rest)
     if not bad:
         return indices
-    source = examples.name
-    names = ", ".join(_text(place) for _, place in bad[:5])
+    names = ", ".join(os.fsdecode(location) for _, location in bad[:5])
     message = (
-        f"{len(bad)} of {rest.count} images of {source!r}, split={split!r} "
-        f"cannot be read and are left out: {names}{', ...' if len(bad) > 5 else ''}"
+        f"{len(bad)} of {rest.count} images of {examples.name!r}, split={split!r} "
+        f"cannot be read and are left out: {names}"
     )
+    if len(bad) == rest.count:
+        raise ValueError(f"Expected images that can be read; received: {message}")
     # A fixed location makes Python show the warning once for several calls.
     warnings.warn(message, stacklevel=1)
-    if len(bad) == rest.count:
-        raise ValueError(
-            f"Expected images that can be read in {source!r}, split={split!r}; "
-            f"received: {rest.count} that cannot, such as {names}"
-        )
     left = np.delete(np.arange(examples.count), indices)
-    return np.union1d(indices, left[[int(index) for index, _ in bad]])
+    return np.union1d(indices, left[[index for index, _ in bad]])
 
 
 def without_captions(
@@ -195,72 +180,55 @@ def without_captions(
     faults = sorted({*info.faults} - {*indices.tolist()}) if info else []
     if not faults:
         return indices
-    where = f"{source!r}, split={split!r}"
-    some = "; ".join(info.faults[index] for index in faults[:5])
-    some += "; ..." if len(faults) > 5 else ""
+    message = (
+        f"{len(faults)} of {count} images of {source!r}, split={split!r} have no image "
+        f"or no usable caption: {'; '.join(info.faults[i] for i in faults[:5])}"
+    )
     if unreadable == "raise" or len(faults) + len(indices) == count:
         raise ValueError(
-            f'Expected images with captions in {where}, or unreadable="exclude" '
-            f"with some; received: {len(faults)} faults in {count} images: {some}"
+            'Expected images with captions, or unreadable="exclude" with some; '
+            f"received: {message}"
         )
-    warnings.warn(
-        f"{len(faults)} of {count} images of {where} have no image or no usable "
-        f"caption and are left out: {some}",
-        stacklevel=1,
-    )
+    warnings.warn(message, stacklevel=1)
     return np.union1d(indices, np.array(faults, "int64"))
-
-
-def check_unreadable(unreadable: str) -> None:
-    """Validates the treatment of unreadable images."""
-    check_one_of("unreadable", unreadable, UNREADABLE)
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
     """Returns the sorted unique indices of `exclude`, an argument of `load`."""
-    what = f"exclude={exclude!r:.100}"
     files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
-    is_list = isinstance(files, (list, tuple)) and files
-    if is_list and all(isinstance(file, (str, os.PathLike)) for file in files):
-        exclude = [i for file in files for i in _indices(file, source, split, count)]
-    indices = np.asarray(exclude if exclude is not None else [0.5])
-    if not indices.size:
+    if len(files) and isinstance(files[0], (str, os.PathLike)):
+        parts = [_read_indices(Path(file), source, split, count) for file in files]
+        exclude = [index for part in parts for index in part]
+    indices = np.unique(np.asarray(exclude))
+    if not len(indices):
         return np.zeros(0, "int64")
     if (
-        indices.ndim != 1
-        or not np.issubdtype(indices.dtype, np.integer)
-        or not 0 <= indices.min() <= indices.max() < count
-        or len(np.unique(indices)) == count
+        not np.issubdtype(indices.dtype, np.integer)
+        or not 0 <= indices[0] <= indices[-1] < count
+        or len(indices) == count
     ):
         raise ValueError(
-            f"Expected indices of some of {count} examples; received: {what}"
+            f"Expected indices of some of {count} examples; "
+            f"received: exclude={exclude!r:.100}"
         )
-    return np.unique(indices).astype("int64")
+    return indices.astype("int64")
 
 
-def _indices(path, source, split, count) -> list[int]:
-    """Reads the indices of a file, if it is for this split."""
-    content = read_json(Path(path), _FILE)
-    same = content["split"] == split and content["count"] == count
-    if not same or not _may_be(source, content.get("source", source)):
+def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
+    """Reads the indices of a file of `write_exclusion`, if it is for this split."""
+    content = read_json(path, _SCHEMA, ("split", "count", "indices"), others=True)
+    own = str(content.get("source", source))
+    # Folders and record files may have moved.
+    kind = source.partition(":")[0]
+    is_moved = kind in ("folder", "tfrecord") and own.startswith(f"{kind}:")
+    same = (content["split"], content["count"]) == (split, count)
+    if not same or not (own == source or is_moved):
         raise ValueError(
             f"Expected {path} to be of split={split!r} with {count} examples of "
             f"{source!r}; received: split={content['split']!r}, "
-            f"count={content['count']!r}, source={content.get('source')!r}"
+            f"count={content['count']!r}, source={own!r}"
         )
     return content["indices"]
-
-
-def _may_be(source, other):
-    """Whether two names may refer to the same data: folders may have moved."""
-    kinds = [str(name).partition(":")[0] for name in (source, other)]
-    return kinds[0] == kinds[1] and (
-        kinds[0] in ("folder", "tfrecord") or source == other
-    )
-
-
-def _text(place: bytes) -> str:
-    return place.decode(errors="surrogateescape")
 
 
 def _unreadable(
@@ -269,7 +237,7 @@ def _unreadable(
     """Returns positions and locations of images that cannot be read or decoded."""
     import tensorflow as tf
 
-    if examples.place is None:
+    if examples.location is None:
         return []
 
     def checked(position, item):
@@ -278,18 +246,19 @@ def _unreadable(
             return tf.size(examples.decode(examples.read(item)["image"])) > 0
 
         is_good = attempt(readable, item, lambda *_: tf.constant(False))
-        return position, examples.place(item), is_good
+        return position, examples.location(item), is_good
 
     bad = []
     for columns in examples.scan(checked, progress):
-        bad += [(index, place) for index, place, good in zip(*columns) if not good]
+        rows = zip(*columns)
+        bad += [(int(index), location) for index, location, good in rows if not good]
     return bad
 
 
 class ImageHashes(NamedTuple):
     """Hashes of the images of a split, in the order of the source.
 
-    Fields:
+    Attributes:
         exact: (N,) int64, hashes of shape and pixels.
         perceptual: (N,) uint64, hashes of low frequencies.
         has_structure: (N,) bool, False for images of a single colour, where the
@@ -368,15 +337,8 @@ def find_duplicates(
     >>> len(duplicates) >= len(test.exact)
     True
     """
-    if max_distance is not None and (
-        isinstance(max_distance, bool)
-        or not isinstance(max_distance, int)
-        or not 0 <= max_distance <= 32
-    ):
-        raise ValueError(
-            "Expected max_distance to be None or an integer in [0, 32]; "
-            f"received: max_distance={max_distance!r}"
-        )
+    if max_distance is not None:
+        check_integer("max_distance", max_distance, 0, 32)
     is_copy = np.isin(hashes.exact, reference.exact)
     known = np.unique(reference.perceptual[reference.has_structure])
     candidates = np.flatnonzero(~is_copy & hashes.has_structure)
@@ -398,8 +360,8 @@ def _perceptual(tf, pixels):
         pixels = tf.image.rgb_to_grayscale(pixels)
     # Resizing by area uses every pixel, however large the image is.
     small = tf.image.resize(pixels, (_SIZE, _SIZE), method="area")[..., 0]
-    places = (2 * np.arange(_SIZE) + 1) * np.pi / (2 * _SIZE)
-    cosines = np.cos(np.arange(_FREQUENCIES)[:, None] * places).astype("float32")
+    angles = (2 * np.arange(_SIZE) + 1) * np.pi / (2 * _SIZE)
+    cosines = np.cos(np.arange(_FREQUENCIES)[:, None] * angles).astype("float32")
     low = tf.reshape(cosines @ small @ cosines.T, [-1])
     # The first is the mean, which changes with brightness. The others are odd in
     # number, so that their median is one of them.
@@ -446,8 +408,6 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
             "Expected booleans, one for each example; received: "
             f"shape={members.shape}, dtype={members.dtype}"
         )
-    if not isinstance(count, numbers.Integral):
-        raise ValueError(f"Expected count to be an integer; received: count={count!r}")
     examples = np.flatnonzero(members)
     if not 0 < len(examples) <= count:
         raise ValueError(
@@ -456,9 +416,8 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
         )
     generator = np.random.default_rng(seed)
     whole, rest = divmod(count, len(examples))
-    places = [
-        np.repeat(examples, whole),
-        generator.choice(examples, rest, replace=False),
-    ]
-    indices = np.concatenate([np.flatnonzero(~members), *places])
+    once_more = generator.choice(examples, rest, replace=False)
+    indices = np.concatenate(
+        [np.flatnonzero(~members), np.repeat(examples, whole), once_more]
+    )
     return generator.permutation(indices)

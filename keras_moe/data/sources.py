@@ -1,10 +1,18 @@
-"""Sources of examples by name, and their classes."""
+"""Sources of examples by name, and their classes.
 
-import difflib
+A kind of source is a module with some of these functions, which receive what follows
+the colon in a source's name:
+
+    find_classes(name, data_dir)            the classes, without a download
+    open_labelled(name, split, data_dir)    examples with labels
+    open_captioned(name, split, options)    examples with captions, by `CaptionOptions`;
+                                            None if this source only has labels
+"""
+
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from keras_moe.checks import nearest
 from keras_moe.data import (
     _fashion_mnist,
     _folder,
@@ -21,78 +29,48 @@ from keras_moe.data._captions import (
     captions_of_classes,
 )
 from keras_moe.data._examples import Examples
-from keras_moe.data.labels import Classes
 
-
-class Source(NamedTuple):
-    """A kind of source; its functions receive what follows the colon in the name.
-
-    Fields:
-        classes: function of (name, data_dir) to the classes, without a download; None
-            for sources without labels.
-        labelled: function of (name, split, data_dir) to examples with labels.
-        captioned: function of (name, split, `CaptionOptions`) to examples with
-            captions, or to None if they only have labels; None for kinds without
-            captions.
-        alone: whether the kind is a source without a name, such as "digits".
-        named: whether it is a source with a name, such as "tfds:cifar10".
-    """
-
-    classes: Callable[[str, str | None], Classes] | None = None
-    labelled: Callable[[str, str, str | None], Examples] | None = None
-    captioned: Callable[[str, str, CaptionOptions], Examples | None] | None = None
-    alone: bool = False
-    named: bool = True
-
-
-def _of_module(module: Any, **names: bool) -> Source:
-    """Builds a source from a module's functions."""
-    functions = ("find_classes", "open_labelled", "open_captioned")
-    return Source(*(getattr(module, name, None) for name in functions), **names)
-
-
-SOURCES = {
-    "digits": _of_module(digits, alone=True, named=False),
-    "emoji": _of_module(emoji, alone=True),
-    "fashion_mnist": _of_module(_fashion_mnist, alone=True, named=False),
-    "folder": _of_module(_folder),
-    "openclipart": _of_module(_openclipart),
-    "tfds": _of_module(_tfds),
-    "tfrecord": _of_module(_tfrecord),
-    "webdataset": _of_module(_webdataset),
+# Kinds that are sources without a name, and those that have one.
+_ALONE = {"digits": digits, "emoji": emoji, "fashion_mnist": _fashion_mnist}
+_NAMED = {
+    "emoji": emoji,
+    "folder": _folder,
+    "openclipart": _openclipart,
+    "tfds": _tfds,
+    "tfrecord": _tfrecord,
+    "webdataset": _webdataset,
 }
 
 
-def find_source(source: Any) -> tuple[Source, str]:
-    """Returns the kind and the name of a source; errors suggest the nearest names."""
-    if isinstance(source, str):
-        kind, colon, name = source.partition(":")
-        found = SOURCES.get(kind)
-        if found and (found.named if name else found.alone and not colon):
-            return found, name
-    hint = ""
-    if isinstance(source, str) and source:
-        known = [kind for kind in SOURCES if SOURCES[kind].alone]
-        guesses = difflib.get_close_matches(source, known, cutoff=0.75)
-        kind = "folder" if Path(source).is_dir() else "tfds"
-        guesses.append(f"{kind}:{source.split(':')[-1] or 'NAME'}")
-        hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
-    raise ValueError(
-        "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
-        "'tfrecord:GLOB', 'folder:PATH', 'openclipart:PATH' or, for captions, "
-        f"'webdataset:GLOB'; received: source={source!r}{hint}"
-    )
+def _find_source(source: Any, function: str) -> tuple[Callable | None, str]:
+    """Returns a function of the source's module, or None, and the source's name."""
+    kind, colon, name = str(source).partition(":")
+    kinds = _NAMED if name else {} if colon else _ALONE
+    if kind not in kinds:
+        raise ValueError(
+            "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
+            "'tfrecord:GLOB', 'folder:PATH', 'openclipart:PATH' or, for captions, "
+            f"'webdataset:GLOB'; received: source={source!r} "
+            f"({nearest(kind, {**_ALONE, **_NAMED})})"
+        )
+    return getattr(kinds[kind], function, None), name
 
 
-def open_source(source: str, split: str, data_dir: str | None) -> Examples:
-    """Opens a split with labels; downloads missing data of `tfds:`."""
-    kind, name = find_source(source)
-    if kind.labelled is None:
+def _find_labelled(source: Any, function: str) -> tuple[Callable, str]:
+    """Returns a function of a source with labels, and the source's name."""
+    found, name = _find_source(source, function)
+    if found is None:
         raise ValueError(
             "Expected a source with labels, not with captions alone; received: "
             f"source={source!r}"
         )
-    examples = kind.labelled(name, split, data_dir)
+    return found, name
+
+
+def open_source(source: str, split: str, data_dir: str | None) -> Examples:
+    """Opens a split with labels; downloads missing data of `tfds:`."""
+    open_labelled, name = _find_labelled(source, "open_labelled")
+    examples = open_labelled(name, split, data_dir)
     examples.name = source
     return examples
 
@@ -116,19 +94,12 @@ def has_captions(source: str, split: str, data_dir: str | None) -> bool:
 
 
 def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Examples:
-    if isinstance(source, tuple) and len(source) == 2:
+    if isinstance(source, tuple):
         examples = captioned_arrays(*source)
         examples.name = "arrays"
         return examples
-    if not isinstance(source, str):
-        raise ValueError(
-            "Expected the name of a source, a dict of names and weights, or a tuple of "
-            f"images and captions; received: {type(source).__name__}"
-        )
-    kind, name = find_source(source)
-    examples = None
-    if kind.captioned is not None:
-        examples = kind.captioned(name, split, options)
+    function, name = _find_source(source, "open_captioned")
+    examples = None if function is None else function(name, split, options)
     if examples is None:
         labelled = open_source(source, split, options.data_dir)
         examples = captions_of_classes(labelled, options)
@@ -152,7 +123,8 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     >>> class_names("digits")[:3]
     ('0', '1', '2')
     """
-    return _classes(source, data_dir).names
+    find_classes, name = _find_labelled(source, "find_classes")
+    return find_classes(name, data_dir).names
 
 
 def num_classes(source: str, data_dir: str | None = None) -> int:
@@ -168,11 +140,5 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     >>> num_classes("digits")
     10
     """
-    return _classes(source, data_dir).count
-
-
-def _classes(source, data_dir) -> Classes:
-    kind, name = find_source(source)
-    if kind.classes is None:
-        raise ValueError(f"Expected a source with labels; received: source={source!r}")
-    return kind.classes(name, data_dir)
+    find_classes, name = _find_labelled(source, "find_classes")
+    return find_classes(name, data_dir).count

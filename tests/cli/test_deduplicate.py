@@ -38,7 +38,7 @@ def test_a_distance_out_of_range_is_refused(mistake, distance):
     ("arguments", "message"),
     [
         (("--data", "digits", "--split", "dev"), "Expected one of"),
-        (("--data", "digit"), "did you mean 'digits'"),
+        (("--data", "digit"), "nearest: digits"),
         (("--data", "folder:nowhere"), "folder:nowhere"),
     ],
 )

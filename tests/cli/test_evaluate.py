@@ -230,7 +230,7 @@ def test_architectures_without_weights_are_named(program):
     ("arguments", "message"),
     [
         ((), "Expected --data"),
-        (("--data", "digit"), "did you mean 'digits'"),
+        (("--data", "digit"), "nearest: digits"),
         (("--data", "folder:nowhere"), "nowhere"),
         (("--data", "digits", "--split", "dev"), "split='dev'"),
         (("--data", "digits", "--metrics", "recall"), "invalid choice: 'recall'"),

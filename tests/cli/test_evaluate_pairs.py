@@ -157,7 +157,7 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
 def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
     # Any font will do: none is drawn.
     font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
-    monkeypatch.setattr(_emoji_pictures, "NOTO_PLACES", (str(font),))
+    monkeypatch.setattr(_emoji_pictures, "NOTO_PATHS", (str(font),))
     _, metrics, _ = data_of("--data", "emoji:noto")
     assert metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
     examples, metrics, _ = data_of(source="emoji:language=de", test_split="validation")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from keras_moe.data import (
-    EMOJI_CREDIT,
     _emoji_names,
     class_names,
     emoji,
@@ -338,23 +337,6 @@ def test_pictures_are_rendered_once(monkeypatch, tmp_path):
         assert files[0].stat().st_size > 1000
 
 
-def test_a_file_of_other_arrays_is_not_read():
-    pairs = load_emoji("all", (4, 4, 3))
-    (path,) = cache_folder("emoji").iterdir()
-    with np.load(path) as file:
-        good = dict(file)
-    for change in (
-        {"images": np.zeros((KEPT, 4, 5, 3), "uint8")},
-        {"images": good["images"].astype("float32")},
-        {"places": good["places"][:1]},
-        {"places": np.asarray([None, {}], object)},
-    ):
-        np.savez(path, **{**good, **change})
-        np.testing.assert_array_equal(load_emoji("all", (4, 4, 3))[0], pairs.images)
-        with np.load(path) as file:
-            np.testing.assert_array_equal(file["places"], good["places"])
-
-
 def test_a_full_disk_keeps_no_pictures(monkeypatch):
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -424,21 +406,6 @@ def test_pairs_by_style_at_any_size(few_emoji, monkeypatch):
     assert "feuerwehrfrau: dunkle hautfarbe" in german
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("apple", "style='apple'"),
-        ("language=la", "language='la'"),
-        ("noto,size=0", "source='emoji:noto,size=0'"),
-        ("colour=red", "'colour'"),
-    ],
-)
-def test_options_of_a_source(options, message):
-    for read in (load_captions, num_examples):
-        with pytest.raises(ValueError, match=f"Expected.*received: .*{message}"):
-            read(f"emoji:{options}", "all")
-
-
 def test_subgroups_are_classes():
     dataset = load("emoji", "all", (8, 8, 3), batch_size=24, shuffle=False)
     images, labels = next(iter(dataset))
@@ -449,7 +416,7 @@ def test_subgroups_are_classes():
 
 
 @pytest.mark.skipif(
-    not any(Path(place).is_file() for place in fonts.NOTO_PLACES),
+    not any(Path(path).is_file() for path in fonts.NOTO_PATHS),
     reason="the Debian package fonts-noto-color-emoji is not installed",
 )
 def test_noto_is_another_style_of_the_same_emoji():
@@ -464,7 +431,7 @@ def test_noto_is_another_style_of_the_same_emoji():
 
 
 def test_noto_names_its_package(monkeypatch):
-    monkeypatch.setattr(fonts, "NOTO_PLACES", ("/nowhere/NotoColorEmoji.ttf",))
+    monkeypatch.setattr(fonts, "NOTO_PATHS", ("/nowhere/NotoColorEmoji.ttf",))
     with pytest.raises(FileNotFoundError, match="package fonts-noto-color-emoji"):
         load_emoji("test", style="noto")
 
@@ -482,23 +449,3 @@ def test_without_shaping(monkeypatch):
     monkeypatch.setattr(features, "check", lambda name: False)
     with pytest.raises(ImportError, match="libfribidi0"):
         load_emoji("test", (16, 16, 3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"split": "valid"}, "split='valid'"),
-        ({"style": "apple"}, "style='apple'"),
-        ({"language": "la"}, "language='la'"),
-        ({"image_shape": (32, 32, 1)}, r"image_shape=\(32, 32, 1\)"),
-        ({"image_shape": (32, 0, 3)}, r"image_shape=\(32, 0, 3\)"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=f"Expected.*received: {message}"):
-        load_emoji(**{"split": "train", **arguments})
-
-
-def test_the_credit_names_designer_and_licence():
-    assert "OpenMoji" in EMOJI_CREDIT
-    assert "CC BY-SA 4.0" in EMOJI_CREDIT

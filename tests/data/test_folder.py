@@ -44,21 +44,6 @@ def photos(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["folder", "tfrecord", "webdataset"])
-def test_nul_in_a_path_is_named(kind):
-    source = f"{kind}:a\0b"
-    calls = [lambda: load_pairs(source, "train", GREY)]
-    if kind != "webdataset":
-        calls += [
-            lambda: load(source, "train", GREY),
-            lambda: num_examples(source, "train"),
-            lambda: find_corrupt_files(source),
-        ]
-    for call in calls:
-        with pytest.raises(ValueError, match=f"received: source='{kind}:a"):
-            call()
-
-
 def test_classes_are_those_of_all_splits(tmp_path):
     for number, name in enumerate(["train/b/0", "train/a/1", "test/b/2", "test/c/3"]):
         save(tmp_path / f"{name}.png", number)
@@ -71,10 +56,13 @@ def test_classes_are_those_of_all_splits(tmp_path):
     with pytest.raises(ValueError, match=r"one of .'test', 'train'.*split='dev'"):
         load(source, "dev")
     (tmp_path / "empty" / "a").mkdir(parents=True)
-    with pytest.raises(ValueError, match="split='empty' without any"):
+    with pytest.raises(ValueError, match="received: 0 images"):
         load(source, "empty")
-    with pytest.raises(ValueError, match=r"a source with labels.*'webdataset:a\*'"):
-        load("webdataset:a*", "train")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load("folder:nowhere", "train")
+    # The folder of a split is not that of a source.
+    with pytest.raises(ValueError, match="Expected images in a split of folder:"):
+        find_corrupt_files(f"{source}/train")
 
 
 def test_animations(tmp_path):
@@ -211,7 +199,7 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, tur
     save(tmp_path / "m" / "0.png", 0)
     # Two names of one folder.
     (tmp_path / "z").symlink_to("m")
-    assert _files.files_below(tmp_path) == [tmp_path / "m" / "0.png"]
+    assert _files.files_below(tmp_path, tmp_path) == [tmp_path / "m" / "0.png"]
 
 
 def test_what_is_left_out_is_told_once(photos):
@@ -242,14 +230,9 @@ def test_images_that_cannot_be_read_are_left_out(photos):
     other = photos / "other.json"
     write_exclusion(other, source, "train", 20, [0, 3], note="mine")
     assert num_examples(source, "train", exclude=[path, other]) == 17
-    with pytest.raises(ValueError, match="unreadable='skip'"):
-        load(source, "train", GREY, unreadable="skip")
     for file in (photos / "train").rglob("*.png"):
         file.write_bytes(b"no image")
-    with (
-        pytest.warns(UserWarning, match=r"20 of 20 images.*, \.\.\.$"),
-        pytest.raises(ValueError, match="received: 20 that cannot, such as "),
-    ):
+    with pytest.raises(ValueError, match="received: 20 of 20 images"):
         load(source, "train", GREY, unreadable="exclude")
 
 
@@ -317,10 +300,7 @@ def test_other_files_are_reported(tmp_path):
     for name in ("a/1.tif", "a/x/2.TIF", "b/labels.json", "b/README"):
         (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "train" / name).write_bytes(b"")
-    message = (
-        r"5 files in .*train are not among its images "
-        r"\(1 \.json, 1 \.png, 2 \.tif, 1 no suffix\), such as .*train/0\.png"
-    )
+    message = r"5 files in .*train are not among its images, such as .*train/0\.png"
     with pytest.warns(UserWarning, match=message):
         assert num_examples(f"folder:{tmp_path}", "train") == 2
     # Those that a file of labels does not list, too.
@@ -329,7 +309,7 @@ def test_other_files_are_reported(tmp_path):
         save(listed / f"{number}.png", number)
     labels = {"0.png": ["a"], "1.png": ["b"]}
     (listed / "labels.json").write_text(json.dumps(labels))
-    with pytest.warns(UserWarning, match=r"1 files .*1 \.png.*2\.png"):
+    with pytest.warns(UserWarning, match=r"1 files .*2\.png"):
         assert num_examples(f"folder:{listed.parent}", "train") == 2
     (listed / "labels.json").write_text(json.dumps({**labels, "2.tif": ["a"]}))
     (listed / "2.tif").write_bytes(b"")
@@ -436,11 +416,11 @@ def test_faults_of_captions_are_named_or_left_out(folder):
     file.write_bytes(b"\n".join(entries))
     (folder / "train/bad.png").write_bytes(b"no picture")
     source = f"folder:{folder}"
-    with pytest.raises(ValueError, match="4 faults in 6 images") as error:
+    with pytest.raises(ValueError, match="4 of 6 images") as error:
         load_pairs(source, "train", SHAPE)
     for message in (
         r"gone.png is not there",
-        r"sub/b.png has a caption that is not UTF-8",
+        r"sub/b.png has a caption that is not text in UTF-8",
         r"captions.jsonl, line 4 names no image",
         r"ü.png has no caption",
     ):
@@ -461,16 +441,15 @@ def test_faults_of_captions_are_named_or_left_out(folder):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("captions.csv", "picture,caption\na.png,an ant\n", "one column.*'picture'"),
+        ("captions.csv", "picture,caption\na.png,an ant\n", "a column.*'picture'"),
         ("captions.csv", "", "column"),
-        ("captions.csv", "image,caption,caption\na.png,x,y\n", "one column.*'caption'"),
         ("captions.csv", "image,caption\na.png,a cat, asleep\n", "line 2 has more"),
         ("captions.csv", 'image,caption\na.png,"a\nü.png,b\n', "rows of a CSV file"),
         ("captions.csv", 'image,"caption\na.png,a\n', "rows of a CSV file"),
         ("captions.csv", "image,caption\n../a.png,an ant\n", r"'\.\./a\.png'.*line 2"),
         ("captions.jsonl", '{"image": "/a.png", "caption": "x"}', "'/a.png' in line 1"),
         ("captions.csv", "image,caption\na.png\n", "a.png has no caption"),
-        ("captions.jsonl", '{"image": "a.png", "caption": 7}', "caption: 7"),
+        ("captions.jsonl", '{"image": "a.png", "caption": 7}', "UTF-8: 7"),
         ("captions.jsonl", '{"image": "a.png", "captions": []}', "a.png has no"),
         ("captions.jsonl", "[" * 100_000, "line 1 names no image"),
     ],

@@ -42,33 +42,11 @@ def test_long_chains():
     assert LabelHierarchy(names, parents).close([0]) == list(range(3000))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], {}), "0 classes"),
-        ((["a", "b", "a"], {}), r"more than once: \['a'\]"),
-        (("ab", {}), "classes='ab'"),
-        ((["a", "b"], {"a": ["c"]}), r"'c' in parents\['a'\]"),
-        ((["a", "b"], {"c": ["a"]}), r"'c' in parents\['c'\]"),
-        ((["a", "b"], {"a": "b"}), "parents of 'a'='b'"),
-        ((["a", "b"], [-1, 0]), r"parents=\[-1, 0\]"),
-        ((["a"], {"a": ["a"]}), "a -> a"),
-        (
-            (["a", "b", "c", "d"], {"a": ["b"], "b": ["c"], "c": ["d", "b"]}),
-            "(b -> c -> b|c -> b -> c)",
-        ),
-    ],
-)
-def test_bad_hierarchies(arguments, message):
-    with pytest.raises(ValueError, match=f"Expected .*received: .*{message}"):
-        LabelHierarchy(*arguments)
-
-
 def test_bad_files(tmp_path):
     path = tmp_path / "classes.json"
-    with pytest.raises(ValueError, match=r"Expected a JSON file.*classes\.json"):
+    with pytest.raises(FileNotFoundError, match=r"classes\.json"):
         LabelHierarchy.load(path)
-    for text, message in (("{", "Expected JSON in"), ('{"classes": []}', "'parents'")):
+    for text, message in (("{", "Expecting"), ('{"classes": []}', "'parents'")):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"In {path}: .*{message}"):
             LabelHierarchy.load(path)

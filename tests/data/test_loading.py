@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from keras_moe.data import (
-    RandAugment,
     RandomResizedCrop,
     _pipeline,
     load,
@@ -49,9 +48,6 @@ def test_batches():
     full = load("digits", "test", SHAPE, batch_size=64, drop_remainder=True)
     assert len(full) == 7
     assert full.element_spec[0].shape == (64, *SHAPE)
-
-
-def test_one_hot():
     labels = digits(one_hot=True)[1]
     np.testing.assert_array_equal(labels, np.eye(10)[digits()[1]])
     assert labels.dtype == "float32"
@@ -68,12 +64,9 @@ def test_training_data_is_shuffled_by_seed_and_pass():
     # The same images, whatever the seed: the split does not depend on it.
     for labels in (first[1], digits("train", seed=1)[1]):
         np.testing.assert_array_equal(np.bincount(labels), np.bincount(ordered[1]))
-
-
-def test_other_splits_keep_their_order():
-    assert same(*[digits() for _ in range(2)])
-    shuffled = load("digits", "test", SHAPE, shuffle=True)
-    assert not same(arrays(shuffled), digits())
+    # Other splits keep their order.
+    assert same(digits(), digits(shuffle=False))
+    assert not same(digits(), digits(shuffle=True))
 
 
 AUGMENTATIONS = [
@@ -110,15 +103,6 @@ def test_every_name_works_with_every_backend(augment):
     again = make(0)
     assert same(first, arrays(again))
     assert same(second, arrays(again))
-
-
-def test_flip_mirrors_about_half_of_the_images():
-    plain = digits()[0]
-    flipped = digits(augment="flip")[0]
-    kept = np.isclose(flipped, plain, atol=1e-6).all((1, 2, 3))
-    mirrored = np.isclose(flipped, plain[:, :, ::-1], atol=1e-6).all((1, 2, 3))
-    assert (kept | mirrored).all()
-    assert 0.4 < mirrored.mean() < 0.6
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
@@ -213,6 +197,11 @@ def test_functions_see_pixels():
     seen.clear()
     load("digits", "test", SHAPE, augment=["mixup", invert])
     assert seen[0].rank == 4
+    # What leaves the range is clipped, and layers may change the size.
+    images, _ = digits(augment=lambda x: 3 * x - 100)
+    assert (images.min(), images.max()) == (-1, 1)
+    crop = keras.layers.RandomCrop(8, 12, seed=0)
+    assert digits(augment=crop)[0].shape[1:] == (8, 12, 3)
 
 
 def test_functions_may_take_a_seed():
@@ -222,17 +211,6 @@ def test_functions_may_take_a_seed():
     first, again = (load("digits", "test", SHAPE, augment=noise) for _ in range(2))
     assert same(arrays(first), arrays(again))
     assert not same(arrays(first), digits())
-
-
-def test_what_leaves_the_range_is_clipped():
-    images, _ = digits(augment=lambda x: 3 * x - 100)
-    assert images.min() == -1
-    assert images.max() == 1
-
-
-def test_layers_may_change_the_size():
-    crop = keras.layers.RandomCrop(8, 12, seed=0)
-    assert digits(augment=crop)[0].shape[1:] == (8, 12, 3)
 
 
 def test_a_leading_crop_reads_the_full_size():
@@ -303,63 +281,6 @@ def test_names_with_options_are_the_layers_with_these():
     # The share of the first label: near 0 or 1, and near a half.
     assert np.median(weak.max(1)) > 0.95
     assert np.median(strong.max(1)) < 0.7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"source": "digit"}, "source='digit'; did you mean 'digits' or 'tfds:digit'"),
-        ({"source": "cifar10"}, "source='cifar10'; did you mean 'tfds:cifar10'"),
-        ({"source": "tdfs:mnist"}, "did you mean 'tfds:mnist'"),
-        ({"source": "tfds:"}, "source='tfds:'"),
-        ({"source": 3}, "source=3"),
-        ({"split": "foo"}, "split='foo'"),
-        ({"split": 0}, "split=0"),
-        ({"image_shape": (0, 8, 3)}, r"image_shape=\(0, 8, 3\)"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 2.0}, "batch_size=2.0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**70}, f"seed={2**70}"),
-        ({"shuffle": "False"}, "shuffle='False'"),
-        ({"one_hot": "x"}, "one_hot='x'"),
-        ({"drop_remainder": 3}, "drop_remainder=3"),
-        ({"multi_label": "no"}, "multi_label='no'"),
-        ({"repeat": 1}, "repeat=1"),
-        ({"augment": "mixupp"}, "augment='mixupp'; did you mean 'mixup'"),
-        ({"augment": ["flip", "blur"]}, "augment='blur'"),
-        ({"augment": 3}, "augment=3"),
-        ({"augment": ["flip", 3]}, "3"),
-        ({"augment": {"alpha": 0.5}}, "{'alpha': 0.5}"),
-        ({"augment": {"name": "mixup", "alpa": 0.5}}, "'alpa': 0.5"),
-        ({"augment": {"name": "mixup", "alpha": "x"}}, "'alpha': 'x'"),
-        ({"augment": {"name": "mixup", "alpha": 0}}, "alpha=0"),
-        ({"augment": {"name": "randaugment", "magnitude": 15}}, "magnitude=15"),
-        ({"source": "folder:nowhere"}, "source='folder:nowhere'"),
-        ({"source": "tests"}, "did you mean 'folder:tests'"),
-        ({"augment": keras.layers.RandomFlip}, "RandomFlip"),
-        ({"start_batch": 3}, "repeat=False, start_batch=3"),
-        ({"repeat": True, "start_batch": -1}, "start_batch=-1"),
-        ({"repeat": True, "batch_size": 451}, "batch_size=451"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=f"Expected.*received: .*{message}"):
-        load(**{"source": "digits", "split": "test", **arguments})
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (lambda: RandomResizedCrop(0, 8), "height=0, width=8"),
-        (lambda: RandomResizedCrop(8, 8, scale=(0.5, 1.5)), r"scale=\(0.5, 1.5\)"),
-        (lambda: RandomResizedCrop(8, 8, ratio=(2, 1)), r"ratio=\(2, 1\)"),
-        (lambda: RandAugment(num_ops=0), "num_ops=0"),
-        (lambda: RandAugment(magnitude=2), "magnitude=2"),
-    ],
-)
-def test_bad_layers(layer, message):
-    with pytest.raises(ValueError, match=message):
-        layer()
 
 
 ROOT = Path(__file__).resolve().parents[2]

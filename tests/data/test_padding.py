@@ -124,29 +124,6 @@ def test_batch_sizes():
     assert padded(dataset(IMAGES), num_examples=11).cardinality() == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"x": IMAGES, "batch_size": 0}, "batch_size=0"),
-        ({"x": IMAGES, "y": LABELS[:3]}, r"lengths=\[3, 11\]"),
-        ({"x": IMAGES, "num_examples": 3}, "num_examples=3"),
-        ({"x": IMAGES[:0]}, "num_examples=0"),
-        ({"x": IMAGES, "sample_weight": WEIGHTS}, "y=None"),
-        ({"x": keras.utils.PyDataset()}, "a PyDataset"),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        padded(**arguments)
-
-
-def test_datasets_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="repeats"):
-        padded(dataset(IMAGES).repeat())
-    with pytest.raises(ValueError, match="neither y nor sample_weight"):
-        padded(dataset(IMAGES), LABELS)
-
-
 def test_metrics_that_would_count_padding_are_refused(model):
     padded(IMAGES, LABELS, model=model)
     plain = models.from_preset("vit_s16", num_classes=3, **SMALL)

@@ -1,17 +1,12 @@
 """TFRecord files, and what every source can do: several labels, shards, exclusion."""
 
-import errno
 import json
-import os
-from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 
 from keras_moe.data import (
     LabelHierarchy,
-    _tfrecord,
     find_corrupt_files,
     find_unreadable,
     load,
@@ -25,7 +20,7 @@ from keras_moe.data import (
     write_tfrecords,
 )
 from tests.disk import files_up_to
-from tests.pipelines import SHAPE, picture, png, rows
+from tests.pipelines import SHAPE, levels, picture, png, rows, save
 
 tf = pytest.importorskip("tensorflow")
 
@@ -54,10 +49,7 @@ def read(source, split="train", **options):
     dataset = load(source, split, **{"image_shape": SHAPE, "shuffle": False, **options})
     if options.get("repeat"):
         dataset = dataset.take(12)
-    return [
-        (np.round((x[:, 0, 0, 0] + 1) * 127.5).astype(int).tolist(), y.tolist())
-        for x, y in dataset.as_numpy_iterator()
-    ]
+    return [(levels(x), y.tolist()) for x, y in dataset.as_numpy_iterator()]
 
 
 def read_all(source, **options):
@@ -95,9 +87,7 @@ def test_files_of_others(tmp_path):
         for number in range(1, 4):
             feature = {
                 "jpg": tf.train.Feature(
-                    bytes_list=tf.train.BytesList(
-                        value=[tf.io.encode_png(picture(number)).numpy()]
-                    )
+                    bytes_list=tf.train.BytesList(value=[png(number)])
                 ),
                 "cls": tf.train.Feature(int64_list=tf.train.Int64List(value=[number])),
             }
@@ -115,12 +105,20 @@ def test_files_of_others(tmp_path):
     message = r"labels of 3 classes in .*photos-val\.rec, record 2; received: 3"
     with pytest.raises(ValueError, match=message), reading_errors():
         read(source, "val")
-    describe(classes=3, features={"image": "jpg"})
-    with pytest.raises(ValueError, match=r"'image/class/label'.*\['cls', 'jpg'\]"):
-        read(source, "val")
-    describe(classes=3, features=names, first_labels=1)
-    with pytest.raises(ValueError, match=r"no others .*\['first_labels'\]"):
-        read(source, "val")
+    for settings, message in (
+        ({"features": {"image": "jpg"}}, r"'image/class/label'.*\['cls', 'jpg'\]"),
+        ({"features": {"jpg": "image"}}, r"any of .*'captions'.*at \['features'\]"),
+        ({"first_labels": 1}, "any of .*'first_labels': 1"),
+    ):
+        describe(classes=3, **settings)
+        with pytest.raises(ValueError, match=message):
+            read(source, "val")
+    describe(classes=3)
+    with pytest.raises(ValueError, match=r"split='dev', \['photos-val"):
+        read(source, "dev")
+    (tmp_path / "dataset.json").unlink()
+    with pytest.raises(ValueError, match=r"Expected dataset\.json"):
+        num_classes(source)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):
@@ -147,35 +145,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     # Nothing, or all but the end.
     for limit in (0, max(map(len, before.values())) - 1):
-        message = r"large; received: [\d,]+ bytes to"
-        with pytest.raises(OSError, match=message) as caught, files_up_to(limit):
+        message = r"train-0000.-of-00003\.tfrecord.*large"
+        with pytest.raises(tf.errors.OpError, match=message), files_up_to(limit):
             write(tmp_path)
-        assert caught.value.errno == errno.EFBIG
-        assert Path(caught.value.filename).name in before
         assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
     assert flat(read(source, batch_size=23))[:3] == [0, 3, 6]
-
-
-def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):
-    synced, replaced = [], []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor):
-        synced.append(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def note_replace(part, path):
-        assert os.stat(part).st_ino in synced
-        replaced.append(Path(path).name)
-        replace(part, path)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    write(tmp_path, 4, 2)
-    records = [name for name in replaced if name != _tfrecord.SIDECAR]
-    assert sorted(records) == [f"train-0000{i}-of-00002.tfrecord" for i in range(2)]
-    # The folder's entries, too, after the last of its files.
-    assert synced[-1] == os.stat(tmp_path).st_ino
 
 
 def test_corrupt_files_are_named(tmp_path):
@@ -207,11 +181,10 @@ def test_a_record_without_an_image_is_named(tmp_path):
     source = write(tmp_path)
     path = tmp_path / "train-00002-of-00003.tfrecord"
     records = [x.numpy() for x in tf.data.TFRecordDataset(str(path))]
-    png = tf.io.encode_png(picture(5)).numpy()
-    broken = png[:-20]
+    broken = png(5)[:-20] + b"0" * 20
     for new, message in (
         (b"no example", "Expected a tf.train.Example with .*received: "),
-        (records[1].replace(png, broken + b"0" * 20), "Expected an image that can"),
+        (records[1].replace(png(5), broken), "Expected an image that can"),
     ):
         with tf.io.TFRecordWriter(str(path)) as writer:
             for record in [records[0], new, *records[2:]]:
@@ -227,29 +200,6 @@ def test_a_record_without_an_image_is_named(tmp_path):
         # The number in the file is that of the file, whatever is left out before it.
         with pytest.raises(ValueError, match=f"{path}, record 1$"):
             read_all(source, exclude=[0, 9, 16])
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (b"no image at all, but text", "25 bytes, b'no image at all,', of example 1"),
-        (b"", "0 bytes"),
-        ("photo.png", r"str of shape \(\) and dtype <U9, of example 1"),
-        (picture(1) / 255, "dtype float64, of example 1"),
-        (picture(1)[..., :2], r"shape \(4, 4, 2\)"),
-        (picture(1)[..., 0], r"shape \(4, 4\)"),
-        (None, "NoneType"),
-    ],
-)
-def test_what_is_no_image_is_not_written(tmp_path, other, message):
-    png = tf.io.encode_png(picture(5)).numpy()
-    for write_one in (
-        lambda x: write_tfrecords(tmp_path, "train", [(png, 0), (x, 1)], CLASSES),
-        lambda x: write_pair_tfrecords(tmp_path, "train", [(png, "a"), (x, "b")]),
-    ):
-        with pytest.raises(ValueError, match=f"of an image file.*{message}"):
-            write_one(other)
-    assert not any(tmp_path.iterdir())
 
 
 def test_several_labels(tmp_path):
@@ -292,11 +242,10 @@ def test_single_labels_in_a_hierarchy():
 
 def test_folders_with_several_labels(tmp_path):
     for split, count in (("train", 7), ("test", 2)):
-        (tmp_path / split / "images").mkdir(parents=True)
         listed = {}
         for index in range(count):
             name = f"images/{index}.png"
-            keras.utils.save_img(tmp_path / split / name, picture(index), scale=False)
+            save(tmp_path / split / name, index)
             listed[name] = [CLASSES[label] for label in SEVERAL[index]]
         (tmp_path / split / "labels.json").write_text(json.dumps(listed))
     source = f"folder:{tmp_path}"
@@ -311,13 +260,13 @@ def test_folders_with_several_labels(tmp_path):
     ((_, labels),) = read(source, "test", multi_label=True, hierarchy=hierarchy)
     assert labels == [[0, 1, -1, -1], [0, 2, 3, -1]]
     unknown = LabelHierarchy(["bee", "cat"], {})
-    with pytest.raises(ValueError, match=r"a hierarchy without \['rock'\]"):
+    with pytest.raises(ValueError, match=r"without \['rock'\]"):
         read(source, multi_label=True, hierarchy=unknown)
     (tmp_path / "test" / "labels.json").write_text('{"images/9.png": ["cat"]}')
     with pytest.raises(ValueError, match=r"received: 'images/9\.png'"):
         read(source, "test", multi_label=True)
     (tmp_path / "test" / "labels.json").unlink()
-    with pytest.raises(ValueError, match=r"received: \['train'\] with, \['test'\]"):
+    with pytest.raises(ValueError, match=r"received: \['test'\] without"):
         read(source, multi_label=True)
 
 
@@ -327,9 +276,7 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     records = write(folder / "records")
     for index in range(23):
-        place = folder / "files" / "train" / CLASSES[index % 4]
-        place.mkdir(parents=True, exist_ok=True)
-        keras.utils.save_img(place / f"{index}.png", picture(index), scale=False)
+        save(folder / "files" / "train" / CLASSES[index % 4] / f"{index}.png", index)
     return {"tfrecord": records, "folder": f"folder:{folder / 'files'}"}
 
 
@@ -364,14 +311,6 @@ def test_shards(sources, kind):
         assert together == [images for images, _ in read(source, **options)]
 
 
-def test_shards_that_cannot_be(sources):
-    for shard in ((2, 2), (-1, 2), (0, 5), 3, (0, 1.5)):
-        with pytest.raises(ValueError, match=r"Expected .index, count.*shard="):
-            read(sources["folder"], batch_size=6, shard=shard)
-    with pytest.raises(ValueError, match="an example of a last batch for each shard"):
-        read(sources["folder"], batch_size=22, shard=(0, 2))
-
-
 @pytest.mark.parametrize("kind", ["tfrecord", "folder"])
 def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     source = sources[kind]
@@ -395,28 +334,6 @@ def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     path.write_text(json.dumps(actual))
     with pytest.raises(ValueError, match="source='tfds:other'"):
         read(source, exclude=path)
-    for wrong in ([23], [-1], [0.5], list(range(23))):
-        with pytest.raises(ValueError, match="indices of some of 23 examples"):
-            read(source, exclude=wrong)
-
-
-def test_bad_files(tmp_path):
-    with pytest.raises(ValueError, match="received: source='tfrecord:"):
-        read(f"tfrecord:{tmp_path}")
-    source = write(tmp_path)
-    with pytest.raises(ValueError, match=r"split='dev', \['train-00000"):
-        read(source, "dev")
-    (tmp_path / "dataset.json").unlink()
-    with pytest.raises(ValueError, match=r"Expected dataset\.json"):
-        num_classes(source)
-    for options, message in (
-        ({"split": "a-b"}, "split='a-b'"),
-        ({"num_files": 0}, "num_files=0"),
-        ({"parents": {"bee": ["x"]}}, "'x' in parents"),
-        ({"count": 0}, "examples to write"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write(tmp_path / "other", **options)
 
 
 def captions_of(number):
@@ -499,12 +416,8 @@ def test_stored_tokens(tmp_path):
     assert len({*ids["text_ids"].tolist()}) == len(expected)
     with pytest.raises(ValueError, match="tokenizer=None with stored tokens"):
         load_pairs(source, "test", tokenizer=tokenizer)
-    with pytest.raises(
-        ValueError, match=r"^Expected captions as text; received: stored"
-    ):
-        load_captions(source, "test")
     # Another split cannot have text, and nothing of it is left.
-    with pytest.raises(ValueError, match="the features and the length"):
+    with pytest.raises(ValueError, match="Expected the features"):
         write_pair_tfrecords(tmp_path, "train", pairs)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["dataset.json", "test-00000-of-00001.tfrecord"]
@@ -555,35 +468,3 @@ def test_faults(tmp_path):
         file.truncate(path.stat().st_size - 5)
     with pytest.raises(ValueError, match=r"whole records.*train\.tfrecord"):
         load_pairs(source, "train")
-
-
-def test_bad_arguments(tmp_path):
-    image = png(0)
-    flat = {"token_ids": [1], "padding_mask": [1]}
-    for pairs, options, message in (
-        ([(image, "")], {}, "pair 0 has an empty caption"),
-        ([(image, "a"), (image, [])], {}, "pair 1 has no caption"),
-        ([(image, b"\xff")], {}, "pair 0 has a caption that is not UTF-8"),
-        ([], {}, "examples to write; received: none"),
-        ([(image, "a")], {"num_files": 0}, "num_files=0"),
-        (
-            [(image, "a")],
-            {"tokenizer": lambda _: flat},
-            "rows of tokens",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write_pair_tfrecords(tmp_path, "train", pairs, **options)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="letters and digits"):
-        write_pair_tfrecords(tmp_path, "../train", [(image, "a")])
-    write_pair_tfrecords(tmp_path, "train", [(image, "a")])
-    sidecar = tmp_path / "dataset.json"
-    content = json.loads(sidecar.read_text())
-    for features, message in (
-        ({"image": 7}, "dataset.json"),
-        ({"image": "jpg"}, "'jpg'.*image/encoded"),
-    ):
-        sidecar.write_text(json.dumps({**content, "features": features}))
-        with pytest.raises(ValueError, match=message):
-            load_pairs(f"tfrecord:{tmp_path}", "train")

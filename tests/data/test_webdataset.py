@@ -103,11 +103,9 @@ def test_a_tar_that_is_cut_off(tmp_path):
         assert [row[0] for row in rows(dataset)[0]] == [0, 1]
     # The image is there, and its caption is cut off.
     path.write_bytes(whole[: 3 * 1024 + 100])
-    with pytest.raises(ValueError, match=r"2 faults.*0001 has no caption.*is cut off"):
-        load_pairs(source, "train", SHAPE)
-    # Content behind the end is as good as cut off.
-    path.write_bytes(whole + whole)
-    with pytest.raises(ValueError, match=r"after 0002\.txt \(content after its end"):
+    with pytest.raises(
+        ValueError, match=r"2 of 3 images.*0001 has no caption.*cut off"
+    ):
         load_pairs(source, "train", SHAPE)
     path.write_bytes(whole + bytes(4096))
     assert num_pairs(source, "train") == 3
@@ -159,39 +157,29 @@ def test_faults(tmp_path):
         "5.txt": b" \n",
         "6.jpg": b"no picture",
         "6.txt": b"noise",
-        "7.png": png(7),
-        "7.jpg": b"another image",
-        "7.txt": b"seven",
         "8.json": b'\xef\xbb\xbf{"caption": "eight"}',
         "8.png": png(8),
         "9.png": png(9),
         "9.txt": b"\xef\xbb\xbfnine",
-        "10.png": png(10),
-        "10.PNG": png(11),
-        "10.txt": b"ten",
     }
     write_tar(path, members)
     source = f"webdataset:{path}"
-    with pytest.raises(ValueError, match="7 faults in 11 images") as error:
+    with pytest.raises(ValueError, match="5 of 9 images") as error:
         load_pairs(source, "train")
     for message in (
         "1 has no caption",
         "2 has a caption and no image",
-        "3 has no JSON object",
-        "4 has a caption that is not UTF-8",
-        "5 has an empty caption",
+        "3 has no caption",
+        "4 has a caption that is not text in UTF-8",
+        "5 has no caption",
     ):
         assert f"{path}: {message}" in str(error.value)
-    with pytest.warns(UserWarning, match="are left out") as warned:
+    with pytest.warns(UserWarning, match="images of") as warned:
         dataset = load_pairs(source, "train", SHAPE, unreadable="exclude")
     counts = [str(warning.message).partition(" images")[0] for warning in warned]
-    assert counts == ["7 of 11", "1 of 4"]
+    assert counts == ["5 of 9", "1 of 4"]
     kept = [(0, "number 0"), (8, "eight"), (9, "nine")]
     assert sorted(row[:2] for row in rows(dataset)[0]) == kept
-    with pytest.raises(ValueError, match="2 faults in 11 images") as error:
-        load_pairs(source, "train", exclude=[1, 2, 3, 4, 5])
-    for message in ("7 has several images: .jpg, .png", "10 has several members .png"):
-        assert f"{path}: {message}" in str(error.value)
 
 
 def test_members_that_lead_out_of_the_archive(tmp_path):
@@ -217,29 +205,23 @@ def test_members_that_lead_out_of_the_archive(tmp_path):
         assert f"received: {name!r} in {path}" in str(error.value)
 
 
-@pytest.mark.parametrize("number", ["x", "1,x"])
-def test_damaged_numbers_of_sparse_files(tmp_path, number):
+def test_damaged_numbers_of_sparse_files(tmp_path):
     path = tmp_path / "train-0.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         member = tarfile.TarInfo("0.txt")
-        member.pax_headers = {"GNU.sparse.map": number}
+        member.pax_headers = {"GNU.sparse.map": "1,x"}
         archive.addfile(member)
-    with pytest.raises(ValueError, match=r"Expected images .*train-0\.tar.*damaged"):
+    with pytest.raises(ValueError, match=r"Expected images .*train-0\.tar is cut off"):
         load_captions(f"webdataset:{tmp_path}", "train")
 
 
 def test_other_files(tmp_path):
     path = tmp_path / "train.tar"
     write_tar(path, examples([0]), "w:gz")
-    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
-        load_pairs(f"webdataset:{path}", "train")
-    # Compressed, and smaller than a header.
-    path.write_bytes(b"\x1f\x8b" + bytes(100))
-    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
-        load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
-    path.write_bytes(b"no tar file" * 100)
-    with pytest.raises(ValueError, match=r"Expected a tar file.*train\.tar"):
-        load_pairs(f"webdataset:{path}", "train")
+    for content in (path.read_bytes(), b"no tar file" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train\.tar is .*compressed or no tar"):
+            load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
     write_tar(path, {"README": b"nothing"})
     with pytest.raises(ValueError, match=r"Expected images with captions.*without any"):
         load_pairs(f"webdataset:{path}", "train")
