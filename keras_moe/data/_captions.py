@@ -145,13 +145,8 @@ def captioned(
 ) -> IndexedExamples:
     """Examples with captions in memory and images from `read`.
 
-    Args:
-        captions: captions of each image, which may be unusable.
-        names: what errors call each image.
-        faults: descriptions of unusable images by index.
-        read: function from an index to a stored image.
-        decode: function from a stored image to pixels.
-        location: see `Examples`; images are then files, decoded to three channels.
+    Each image has captions, which may be unusable, and a name for errors; `faults` are
+    those of images by index. With `location`, images are files of three channels.
     """
     checked, faults = [], dict(faults)
     for index, (name, several) in enumerate(zip(names, captions)):

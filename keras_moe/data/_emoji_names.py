@@ -167,11 +167,12 @@ def captions(language: str) -> dict[str, str]:
     """Returns the captions of all emoji by their text."""
     package = _package()
     package.config.load_language(language)
-    names = {
-        text: _plain(entry[language])
-        for text, entry in package.EMOJI_DATA.items()
-        if language in entry
-    }
+    names = {}
+    for text, entry in package.EMOJI_DATA.items():
+        if language in entry:
+            name = unicodedata.normalize("NFC", entry[language]).strip(":")
+            # Without underscores and punctuation.
+            names[text] = " ".join(re.sub("[_,]", " ", name).split())
     make = _english if language == "en" else _punctuated
     return {
         emoji.text: make(emoji.text, names)
@@ -184,12 +185,6 @@ def _package() -> Any:
     with extra("emoji"):
         import emoji
     return emoji
-
-
-def _plain(name: str) -> str:
-    """Removes colons and underscores from a name."""
-    name = unicodedata.normalize("NFC", name).strip(":").replace("_", " ")
-    return " ".join(name.replace(",", " ").split())
 
 
 def _punctuated(text: str, names: dict[str, str]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
-from keras_moe.data._examples import IndexedExamples
+from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
     files_below,
     folders_in,
@@ -195,9 +195,7 @@ def _report_others(folder: Path, used: set[Path]) -> None:
         )
 
 
-def open_captioned(
-    path: str, split: str, options: CaptionOptions
-) -> IndexedExamples | None:
+def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples | None:
     """Opens a split with captions; None without a caption file.
 
     Faults are images listed but missing, present but not listed, and unreadable lines.

@@ -3,7 +3,7 @@
 On CPUs, TensorFlow is many times slower at selecting with a broadcast condition or
 `tf.where` than at arithmetic, and several times slower at broadcasting over three
 channels than over rows of pixels. For the same seed, images equal those of Keras's
-layers. Remove a class when Keras's layer is as fast.
+layers in training. Remove a class when Keras's layer is as fast.
 """
 
 from typing import Any
@@ -42,13 +42,9 @@ class CutMix(keras.layers.CutMix):
     def _generate_batch_mask(self, images_shape, box_corners):
         return super()._generate_batch_mask((*images_shape[:3], 1), box_corners)
 
-    def transform_images(
-        self, images: Any, transformation: Any = None, training: bool = True
-    ) -> Any:
+    def transform_images(self, images, transformation=None, training=True):
         import tensorflow as tf
 
-        if not training or transformation is None:
-            return super().transform_images(images, transformation, training)
         images = tf.cast(images, self.compute_dtype)
         channels = tf.shape(images)[-1]
         others = tf.gather(images, transformation["permutation_order"])
@@ -64,13 +60,9 @@ class CutMix(keras.layers.CutMix):
 class Contrast(keras.layers.RandomContrast):
     """`keras.layers.RandomContrast` for pixels in [0, 255], in whole rows."""
 
-    def transform_images(
-        self, images: Any, transformation: Any, training: bool = True
-    ) -> Any:
+    def transform_images(self, images, transformation, training=True):
         import tensorflow as tf
 
-        if not training:
-            return images
         factor = transformation["contrast_factor"]
         mean = tf.reduce_mean(images, axis=-3, keepdims=True)
         mean = tf.reduce_mean(mean, axis=-2, keepdims=True)
@@ -91,18 +83,12 @@ class ScaledSolarization(keras.layers.Solarization):
 
     def get_random_transformation(self, data, training=True, seed=None):
         drawn = super().get_random_transformation(data, training, seed)
-        if drawn is None:
-            return None
         thresholds = 256 - self.magnitude * (256 - drawn["thresholds"])
         return {**drawn, "thresholds": thresholds}
 
-    def transform_images(
-        self, images: Any, transformation: Any, training: bool = True
-    ) -> Any:
+    def transform_images(self, images, transformation, training=True):
         import tensorflow as tf
 
-        if not training:
-            return images
         images = tf.clip_by_value(images + transformation["additions"], 0.0, 255.0)
         is_dark = images < transformation["thresholds"]
         return tf.raw_ops.Select(condition=is_dark, x=images, y=255 - images)
@@ -114,9 +100,7 @@ class AutoContrast(keras.layers.AutoContrast):
     Keras computes NaN for channels of one colour and then selects element by element.
     """
 
-    def transform_images(
-        self, images: Any, transformation: Any = None, training: bool = True
-    ) -> Any:
+    def transform_images(self, images, transformation=None, training=True):
         import tensorflow as tf
 
         rows = _rows(tf, images)
@@ -141,13 +125,9 @@ class Equalization(keras.layers.Equalization):
     with JAX, 256 comparisons per channel, which takes 40 times as long.
     """
 
-    def transform_images(
-        self, images: Any, transformation: Any, training: bool = True
-    ) -> Any:
+    def transform_images(self, images, transformation, training=True):
         import tensorflow as tf
 
-        if not training:
-            return images
         # (channels, pixels). Levels are truncated to integers, as in Keras.
         pixels = tf.transpose(tf.reshape(images, [-1, tf.shape(images)[-1]]))
         last = self.bins - 1

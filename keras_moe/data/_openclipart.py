@@ -19,7 +19,7 @@ import numpy as np
 
 from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CaptionOptions, captioned_arrays
-from keras_moe.data._examples import IndexedExamples, in_memory
+from keras_moe.data._examples import Examples, in_memory
 from keras_moe.data._files import (
     SPLITS,
     cache_folder,
@@ -72,7 +72,7 @@ def read_clip_art(path: str, split: str) -> ClipArt:
     """Returns the pictures of a split, cached below `KERAS_HOME` or `~/.keras`."""
     check_one_of("split", split, SPLITS)
     root = _root(path)
-    files = _files(root / "png", ".png")
+    files = _files(root / "png")
     sizes = [f"{name} {(root / 'png' / name).stat().st_size}" for name in files]
     key = "\n".join([str(_VERSION), *sizes])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -87,7 +87,7 @@ def read_clip_art(path: str, split: str) -> ClipArt:
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the sorted categories with enough pictures."""
-    files = _files(_root(path) / "png", ".png")
+    files = _files(_root(path) / "png")
     counts = Counter(name.split("/")[0] for name in files)
     names = tuple(
         name
@@ -97,23 +97,16 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     return Classes(len(names), names)
 
 
-def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
+def open_labelled(path: str, split: str, data_dir: str | None) -> Examples:
     """Opens a split with labels, without pictures of too small categories."""
     classes = find_classes(path)
-    if classes.count < 2:
-        raise ValueError(
-            f"Expected two categories of at least {_LEAST_OF_CLASS} pictures; "
-            f"received: {classes.names} in openclipart:{path}"
-        )
     clip_art = read_clip_art(path, split)
     rows = np.isin(clip_art.categories, classes.names)
     labels = [classes.names.index(name) for name in clip_art.categories[rows]]
     return in_memory(clip_art.images[rows], np.asarray(labels, "int32"), classes)
 
 
-def open_captioned(
-    path: str, split: str, options: CaptionOptions
-) -> IndexedExamples | None:
+def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples | None:
     """Opens a split with captions; None if templates ask for classes."""
     if options.templates is not None:
         return None
@@ -132,7 +125,7 @@ def _root(path: str) -> Path:
     )
 
 
-def _files(folder: Path, suffix: str) -> list[str]:
+def _files(folder: Path) -> list[str]:
     """Returns sorted relative paths of the files below a folder's subfolders.
 
     Links, which show pictures in several categories, are left out.
@@ -141,7 +134,7 @@ def _files(folder: Path, suffix: str) -> list[str]:
     for current, _, files in os.walk(folder):
         below = Path(current).relative_to(folder).as_posix()
         if below != ".":
-            found += [f"{below}/{name}" for name in files if name.endswith(suffix)]
+            found += [f"{below}/{name}" for name in files if name.endswith(".png")]
     return sorted(name for name in found if not (folder / name).is_symlink())
 
 

@@ -44,11 +44,7 @@ class BatchSettings(NamedTuple):
 
 
 def batches(examples: Examples, settings: BatchSettings) -> Any:
-    """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1].
-
-    Each example carries a key of two integers, for the pass over the data and for its
-    position in it, from which all randomness of its augmentation follows.
-    """
+    """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1]."""
     import tensorflow as tf
 
     _check_count(examples, settings)
@@ -65,6 +61,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 
     def prepare(element, number_of_pass):
         position, item = element
+        # All randomness of an example's augmentation follows from this.
         key = tf.stack([number_of_pass, position])
         features = examples.read(item)
         stored = features.pop("image")
@@ -120,27 +117,27 @@ def _check_count(examples: Examples, settings: BatchSettings) -> None:
 def _pixels(tf, examples, item, stored, key, crop, image_shape):
     """Reads an image at the batch's size, after an optional crop."""
     height, width, channels = image_shape
-    number, step = (None, None) if crop is None else crop
-    seed = None if crop is None else key_seed(key, number)
+
+    def whole():
+        pixels = tf.cast(examples.decoded(item, stored), "float32")
+        return _to_channels(tf, pixels, channels)
+
+    if crop is None:
+        return tf.image.resize(whole(), (height, width))
+    number, step = crop
+    seed = key_seed(key, number)
     # Subclasses of the crop may override `__call__`, which expects the full image.
-    if (
-        crop is not None
-        and examples.encoded_channels is not None
-        and type(step.crop).__call__ is RandomResizedCrop.__call__
-    ):
-        pixels = examples.decoded(
-            item,
-            stored,
-            lambda stored: step.crop.decode(
-                stored, examples.decode, examples.encoded_channels, seed
-            ),
-        )
+    is_plain = type(step.crop).__call__ is RandomResizedCrop.__call__
+    stored_channels = examples.encoded_channels
+    if is_plain and stored_channels is not None:
+
+        def decode(stored):
+            return step.crop.decode(stored, examples.decode, stored_channels, seed)
+
+        pixels = examples.decoded(item, stored, decode)
         pixels = _to_channels(tf, pixels, channels)
     else:
-        pixels = tf.cast(examples.decoded(item, stored), "float32")
-        pixels = _to_channels(tf, pixels, channels)
-        if crop is not None:
-            pixels, _ = step.function(pixels, None, seed)
+        pixels, _ = step.function(whole(), None, seed)
     return tf.image.resize(pixels, (height, width))
 
 

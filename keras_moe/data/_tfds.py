@@ -27,10 +27,9 @@ def find_classes(name: str, data_dir: str | None) -> Classes:
 
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples:
-    """Opens a split with labels.
+    """Opens a split with labels; images stay encoded until `decode`."""
+    import tensorflow as tf
 
-    Images stay encoded until `decode`, so that shuffling buffers bytes, not pixels.
-    """
     builder = _open_builder(name, data_dir)
     import tensorflow_datasets as tfds
 
@@ -41,7 +40,11 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples
         example = info.features.deserialize_example(
             record, decoders={image: tfds.decode.SkipDecoding()}
         )
-        return {"image": example[image], "label": _label_numbers(example[label])}
+        labels = example[label]
+        if isinstance(labels, dict):
+            has = tf.stack([labels[name] for name in sorted(labels)])
+            labels = tf.where(has)[:, 0]
+        return {"image": example[image], "label": tf.cast(labels, "int32")}
 
     return RecordExamples(
         _record_files(name, split, builder),
@@ -135,16 +138,6 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
         RecordFile(file.filename, file.skip, file.take)
         for file in builder.info.splits[split].file_instructions
     ]
-
-
-def _label_numbers(label: Any) -> Any:
-    """Returns one or more class numbers, int32."""
-    import tensorflow as tf
-
-    if not isinstance(label, dict):
-        return tf.cast(label, "int32")
-    has = tf.stack([label[name] for name in sorted(label)])
-    return tf.cast(tf.where(has)[:, 0], "int32")
 
 
 def _classes(labels: Any) -> Classes:

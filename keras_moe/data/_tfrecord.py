@@ -44,7 +44,7 @@ from keras_moe.data._examples import (
 from keras_moe.data._files import files_of_split, matching_files
 from keras_moe.data._json_schema import read_json
 from keras_moe.data.labels import Classes
-from keras_moe.data.reading import check_or_name, decode_image, read_or_name
+from keras_moe.data.reading import decode_image, read_or_name
 
 SIDECAR = "dataset.json"
 _FILES = "*.tfrecord*"
@@ -106,9 +106,8 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
         stored, labels = read_or_name(parse, record, expected, location)
         labels = labels - first_label
         within = tf.reduce_all((labels >= 0) & (labels < classes.count))
-        check = check_or_name(
-            within, f"labels of {classes.count} classes", location, labels
-        )
+        about = f"Expected labels of {classes.count} classes in"
+        check = tf.debugging.Assert(within, [about, location, "; received:", labels])
         with tf.control_dependencies([check]):
             return {"image": stored, "label": tf.cast(labels, "int32")}
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
-from keras_moe.data._examples import IndexedExamples
+from keras_moe.data._examples import Examples
 from keras_moe.data._files import files_of_split, image_suffixes, leads_outside
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -38,9 +38,7 @@ class _Example(NamedTuple):
     fault: str | None = None
 
 
-def open_captioned(
-    pattern: str, split: str, options: CaptionOptions
-) -> IndexedExamples:
+def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Examples:
     """Opens a split with captions; images stay in their files.
 
     Faults are images without captions, captions without images, and truncated files.

@@ -7,7 +7,7 @@ batches.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -213,22 +213,10 @@ class RandomResizedCrop:
         """
         import tensorflow as tf
 
-        # A draw needs the size of the image, which JPEG files have in their header.
-        # Other files are decoded to find it.
-        is_jpeg = tf.io.is_jpeg(encoded)
-
-        def header():
+        def part_of_jpeg():
+            # The header has the size, which a draw needs.
             size = tf.image.extract_jpeg_shape(encoded)[:2]
-            return tf.zeros([0, 0, channels], "uint8"), size
-
-        def pixels_of_others():
-            pixels = decode(encoded)
-            return pixels, tf.shape(pixels)[:2]
-
-        whole, size = tf.cond(is_jpeg, header, pixels_of_others)
-        corner, sides = self._draw(tf, size, [], seed)
-
-        def part():
+            corner, sides = self._draw(tf, size, [], seed)
             # One more pixel on each side is decoded: at the edge of the decoded part,
             # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(corner - 1, 0)
@@ -236,10 +224,11 @@ class RandomResizedCrop:
             pixels = tf.io.decode_and_crop_jpeg(
                 encoded, tf.concat([begin, end - begin], 0), channels=channels
             )
-            return pixels, corner - begin
+            return self._resized(tf, pixels, corner - begin, sides, channels)
 
-        pixels, corner = tf.cond(is_jpeg, part, lambda: (whole, corner))
-        return self._resized(tf, pixels, corner, sides, channels)
+        return tf.cond(
+            tf.io.is_jpeg(encoded), part_of_jpeg, lambda: self(decode(encoded), seed)
+        )
 
     def _resized(self, tf, image, corner, sides, channels):
         """Resizes a part of an image to (height, width, channels)."""
@@ -306,14 +295,7 @@ def build_steps(
         return []
     if isinstance(augment, (str, dict)) or callable(augment):
         augment = [augment]
-    return [
-        _build_step(
-            _by_name(item, image_shape, seed + i)
-            if isinstance(item, (str, dict))
-            else item
-        )
-        for i, item in enumerate(augment)
-    ]
+    return [_build_step(item, image_shape, seed + i) for i, item in enumerate(augment)]
 
 
 def _by_name(
@@ -329,10 +311,9 @@ def _by_name(
         ),
         "rotation": lambda factor=0.03: layers.RandomRotation(factor, **moved),
         "randaugment": lambda num_ops=2, magnitude=1.0: RandAugment(num_ops, magnitude),
-        "mixup": lambda alpha=0.2: layers.MixUp(
-            # Of others Keras makes NaN.
-            check_positive("alpha", alpha),
-            **plain,
+        # Of an alpha that is not positive, Keras makes NaN.
+        "mixup": lambda alpha=0.2: (
+            check_positive("alpha", alpha) and layers.MixUp(alpha, **plain)
         ),
         "cutmix": lambda factor=1.0: fast.CutMix(factor, **plain),
         "random_resized_crop": lambda scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3): (
@@ -356,7 +337,9 @@ def _by_name(
         ) from error
 
 
-def _build_step(item: Any) -> Step:
+def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step:
+    if isinstance(item, (str, dict)):
+        item = _by_name(item, image_shape, seed)
     if not callable(item) or inspect.isclass(item):
         raise ValueError(
             f"Expected an augmentation's name, a layer or a function; received: {item}"
@@ -386,9 +369,8 @@ def _build_step(item: Any) -> Step:
 
 
 def _mixes_labels(item: Any) -> bool:
-    if getattr(item, "mixes_labels", False):
-        return True
-    if any(kind.__name__ in LABEL_MIXERS for kind in type(item).__mro__):
+    kinds = {kind.__name__ for kind in type(item).__mro__}
+    if getattr(item, "mixes_labels", False) or kinds & LABEL_MIXERS:
         return True
     # A pipeline of layers mixes labels if one of them does.
     layers = getattr(item, "layers", None)
@@ -402,18 +384,12 @@ def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
     depend on the number of earlier images, and parallel calls would race for it.
     """
     options = {"training": True} if has_argument(layer.call, "training") else {}
-    with _seeded(layer, seed) if seed is not None else contextlib.nullcontext():
-        return layer(data, **options)
-
-
-@contextlib.contextmanager
-def _seeded(layer: keras.layers.Layer, seed: Any) -> Iterator[None]:
-    generator = _ElementSeed(seed)
     with contextlib.ExitStack() as replaced:
-        for part in flatten_layers(layer):
-            if has_seed_generator(part):
+        if seed is not None:
+            generator = _ElementSeed(seed)
+            for part in filter(has_seed_generator, flatten_layers(layer)):
                 replaced.enter_context(replaced_seed_generator(part, generator))
-        yield
+        return layer(data, **options)
 
 
 class _ElementSeed(keras.random.SeedGenerator):

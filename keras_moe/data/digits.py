@@ -12,24 +12,21 @@ from keras_moe.data.labels import Classes
 
 CLASS_NAMES = tuple(map(str, range(10)))
 SPLITS = ("train", "test", "all")
-TEST_FRACTION = 0.25
 
 
 def load_digits(
     split: str,
     image_shape: tuple[int, int, int] = (32, 32, 3),
-    test_fraction: float = TEST_FRACTION,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads the handwritten digits as arrays, without a download.
 
-    The split is stratified by class. Images are resized bilinearly and repeated over
-    the channels.
+    A quarter of each class is in `"test"`. Images are resized bilinearly and repeated
+    over the channels.
 
     Args:
         split: `"train"`, `"test"` or `"all"`.
         image_shape: (height, width, channels).
-        test_fraction: fraction of the images in `"test"`.
         seed: seed of the split; use the same one for `"train"` and `"test"`.
 
     Returns:
@@ -44,7 +41,7 @@ def load_digits(
     ((450, 16, 16, 1), (450,))
     """
     height, width, channels = check_image_shape(image_shape)
-    pixels, labels = read_pixels(split, test_fraction, seed)
+    pixels, labels = read_pixels(split, seed)
     rows, columns = _bilinear(8, height), _bilinear(8, width)
     # (height, 8) @ (N, 8, 8) @ (8, width)
     images = rows @ pixels[..., 0] @ columns.T
@@ -52,9 +49,7 @@ def load_digits(
     return np.repeat(images[..., None], channels, axis=-1), labels
 
 
-def read_pixels(
-    split: str, test_fraction: float = TEST_FRACTION, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def read_pixels(split: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns the original images, (N, 8, 8, 1) in [0, 255], and the labels."""
     check_one_of("split", split, SPLITS)
     with extra("digits"):
@@ -67,7 +62,7 @@ def read_pixels(
         return pixels, labels
     train, test = model_selection.train_test_split(
         np.arange(len(labels)),
-        test_size=test_fraction,
+        test_size=0.25,
         random_state=seed,
         stratify=labels,
     )

@@ -1,8 +1,9 @@
 """Classes, their hierarchy, and labels in batches."""
 
+import functools
 import graphlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,51 +140,45 @@ class Classes(NamedTuple):
     max_labels: int | None = None
 
 
-class Labels(NamedTuple):
-    """Converts labels of examples to those of batches.
+def _convert(
+    features: dict[str, Any],
+    key: Any,
+    count: int,
+    max_labels: int | None = None,
+    dense: bool = False,
+    closure: np.ndarray | None = None,
+) -> Any:
+    """Returns the labels of one of `count` classes, or up to `max_labels` of them.
 
-    Attributes:
-        count: number of classes.
-        max_labels: length of padded labels; None for single labels.
-        dense: whether labels become 0-1 vectors.
-        closure: int32 (classes, most) table of ancestors, or None.
+    `closure` is a table of ancestors to add; dense labels are 0-1 vectors.
     """
+    import tensorflow as tf
 
-    count: int
-    max_labels: int | None
-    dense: bool
-    closure: np.ndarray | None
-
-    def __call__(self, features: dict[str, Any], key: Any = None) -> Any:
-        """Returns the labels of one example as TensorFlow tensors."""
-        import tensorflow as tf
-
-        labels = features["label"]
-        if self.max_labels is None:
-            return tf.one_hot(labels, self.count) if self.dense else labels
-        labels = tf.reshape(labels, [-1])
+    labels = features["label"]
+    if max_labels is None:
+        return tf.one_hot(labels, count) if dense else labels
+    labels = tf.reshape(labels, [-1])
+    labels = tf.boolean_mask(labels, labels >= 0)
+    if closure is not None:
+        labels = tf.reshape(tf.gather(closure, labels), [-1])
         labels = tf.boolean_mask(labels, labels >= 0)
-        if self.closure is not None:
-            labels = tf.reshape(tf.gather(self.closure, labels), [-1])
-            labels = tf.boolean_mask(labels, labels >= 0)
-        labels = tf.unique(tf.sort(labels)).y
-        if self.dense:
-            ones = tf.ones_like(labels, "float32")
-            return tf.scatter_nd(labels[:, None], ones, [self.count])
-        count = tf.size(labels)
-        enough = tf.debugging.assert_less_equal(
-            count,
-            self.max_labels,
-            f"Expected at most max_labels={self.max_labels} labels of an example; "
-            "received more",
-        )
-        with tf.control_dependencies([enough]):
-            labels = tf.pad(labels, [[0, self.max_labels - count]], constant_values=-1)
-        return tf.ensure_shape(labels, [self.max_labels])
+    labels = tf.unique(tf.sort(labels)).y
+    if dense:
+        ones = tf.ones_like(labels, "float32")
+        return tf.scatter_nd(labels[:, None], ones, [count])
+    size = tf.size(labels)
+    enough = tf.debugging.assert_less_equal(
+        size,
+        max_labels,
+        f"Expected at most max_labels={max_labels} labels of an example; received more",
+    )
+    with tf.control_dependencies([enough]):
+        labels = tf.pad(labels, [[0, max_labels - size]], constant_values=-1)
+    return tf.ensure_shape(labels, [max_labels])
 
 
-def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Labels:
-    """Builds `Labels` from the `LoadOptions` of `keras_moe.data.load`."""
+def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Callable:
+    """Returns a function from an example's features and key to its labels."""
     max_labels = options.max_labels
     if not options.multi_label:
         asked = (classes.max_labels, options.hierarchy, max_labels)
@@ -192,7 +187,7 @@ def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Lab
                 f"Expected multi_label=True with {source!r} of several labels, or "
                 "with hierarchy or max_labels; received: multi_label=False"
             )
-        return Labels(classes.count, None, dense, None)
+        return functools.partial(_convert, count=classes.count, dense=dense)
     count, most = classes.count, classes.max_labels
     most = 1 if most is None else most
     closure = None
@@ -208,7 +203,9 @@ def make_labels(classes: Classes, source: str, options: Any, dense: bool) -> Lab
             f"Expected max_labels, the most labels of an example of {source!r}, which "
             "does not say it, or one_hot=True; received: max_labels=None"
         )
-    return Labels(count, max_labels, dense, closure)
+    return functools.partial(
+        _convert, count=count, max_labels=max_labels, dense=dense, closure=closure
+    )
 
 
 def _numbers_in(classes: Classes, source: str, hierarchy: LabelHierarchy) -> list[int]:

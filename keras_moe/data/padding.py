@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.processes import batch_devices, process_count
+from keras_moe.processes import batch_devices, checked_all_gather, process_count
 
 
 def padded(
@@ -57,8 +57,13 @@ def padded(
     >>> images.shape, labels.tolist(), weights.round(2).tolist()
     ((4, 2, 2, 3), [4, 4, 4, 4], [1.600000023841858, 0.0, 0.0, 0.0])
     """
-    if model is not None:
-        _check_metrics(model)
+    metrics = model and model.get_compile_config().get("metrics")
+    if metrics:
+        raise ValueError(
+            "Expected a model compiled with weighted_metrics=... instead of "
+            "metrics=..., which read no weights and would count padding; received: "
+            f"metrics={metrics}"
+        )
     return _padded(x, y, sample_weight, batch_size, num_examples)[0]
 
 
@@ -133,8 +138,11 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
 
 def _filled(tf, dataset, batch_size, num_examples):
     own_batches = -(-num_examples // batch_size)
-    num_batches, total, processes = _of_all_processes(own_batches, num_examples)
-    scale = num_batches * batch_size * processes / total
+    counts = checked_all_gather(lambda: [own_batches, num_examples])
+    # Each process makes as many steps as the one with the most batches.
+    num_batches = max(batches for batches, _ in counts)
+    total = sum(examples for _, examples in counts)
+    scale = num_batches * batch_size * len(counts) / total
 
     def fill_batch(*batch):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -158,7 +166,6 @@ def _filled(tf, dataset, batch_size, num_examples):
         fill_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
     if num_batches > own_batches:
-        # Another process has more batches, and all must make equally many steps.
         weightless = dataset.take(1).map(
             lambda x, *rest: (x, *rest[:1], *(0.0 * weights for weights in rest[1:]))
         )
@@ -167,26 +174,5 @@ def _filled(tf, dataset, batch_size, num_examples):
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
-def _of_all_processes(num_batches, num_examples):
-    """Returns the largest number of batches, and totals of examples and processes."""
-    processes = process_count()
-    if processes == 1:
-        return num_batches, num_examples, 1
-    from jax.experimental import multihost_utils
-
-    counts = multihost_utils.process_allgather(np.array([num_batches, num_examples]))
-    return int(counts[:, 0].max()), int(counts[:, 1].sum()), processes
-
-
 def _size(tf, batch):
     return tf.shape(keras.tree.flatten(batch)[0], out_type=tf.int64)[0]
-
-
-def _check_metrics(model):
-    metrics = model.get_compile_config().get("metrics")
-    if metrics:
-        raise ValueError(
-            "Expected a model compiled with weighted_metrics=... instead of "
-            "metrics=..., which read no weights and would count padding; received: "
-            f"metrics={metrics}"
-        )

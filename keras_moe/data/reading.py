@@ -104,14 +104,6 @@ def records_or_name(records: Any, path: Any, count: Any) -> Any:
     return records.ignore_errors().concatenate(failure).take(count)
 
 
-def check_or_name(condition: Any, expected: str, location: Any, received: Any) -> Any:
-    """Asserts a condition with an error that names the location."""
-    import tensorflow as tf
-
-    about = [f"Expected {expected} in", location, "; received:", received]
-    return tf.debugging.Assert(condition, about)
-
-
 @contextlib.contextmanager
 def reading_errors() -> Iterator[None]:
     """Turns TensorFlow's errors about unreadable examples into ValueErrors.

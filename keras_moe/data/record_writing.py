@@ -163,13 +163,8 @@ def _write_split(
 ) -> None:
     """Writes the files of a split and renames them after all are written.
 
-    Args:
-        folder: path of the folder.
-        split: name of the split.
-        num_files: number of files.
-        records: features of the examples, which may add to `settings`.
-        settings: content of `dataset.json`.
-        before: what is there now, of which all splits share some.
+    `records` may add to `settings`, the content of `dataset.json`; `before` is what is
+    there now.
     """
     for name in ("classes", "parents", "features"):
         if before and before.get(name) != settings.get(name):

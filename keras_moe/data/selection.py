@@ -28,6 +28,7 @@ _SIZE, _FREQUENCIES = 32, 8
 _LEAST_DEVIATION = 2.0
 # Number of distances to hold in memory.
 _BLOCK = 1 << 22
+_ONES_OF_16_BITS = np.array([bin(number).count("1") for number in range(1 << 16)], "u1")
 _SCHEMA = {"split": str, "source": str, "count": int, "indices": [int]}
 
 
@@ -62,19 +63,13 @@ def write_exclusion(
     write_json(Path(path), {**about, "indices": np.asarray(indices).tolist()})
 
 
-def find_unreadable(
-    source: str,
-    split: str,
-    data_dir: str | None = None,
-    progress: Callable[[int, int], Any] | None = None,
-) -> np.ndarray:
+def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.ndarray:
     """Finds the images of a split that cannot be read or decoded, by reading all.
 
     Args:
         source: a source of `keras_moe.data.load`.
         split: a split of the source.
         data_dir: folder of TensorFlow Datasets.
-        progress: called with the number of finished images and the total.
 
     Returns:
         Sorted int64 indices, for `exclude` of `keras_moe.data.load` or for
@@ -87,7 +82,7 @@ def find_unreadable(
     0
     """
     examples = open_source(source, split, data_dir)
-    return np.array([index for index, _ in _unreadable(examples, progress)], "int64")
+    return np.array([index for index, _ in _unreadable(examples)], "int64")
 
 
 def find_corrupt_files(source: str) -> list[str]:
@@ -231,9 +226,7 @@ def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
     return content["indices"]
 
 
-def _unreadable(
-    examples: Examples, progress: Callable | None = None
-) -> list[tuple[int, bytes]]:
+def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
     """Returns positions and locations of images that cannot be read or decoded."""
     import tensorflow as tf
 
@@ -249,7 +242,7 @@ def _unreadable(
         return position, examples.location(item), is_good
 
     bad = []
-    for columns in examples.scan(checked, progress):
+    for columns in examples.scan(checked):
         rows = zip(*columns)
         bad += [(int(index), location) for index, location, good in rows if not good]
     return bad
@@ -347,8 +340,9 @@ def find_duplicates(
         for at in range(0, len(candidates), size):
             block = candidates[at : at + size]
             differing = hashes.perceptual[block, None] ^ known
-            near = _ones(differing).min(axis=1) <= max_distance
-            is_copy[block[near]] = True
+            parts = differing.view("u2").reshape(*differing.shape, 4)
+            distances = _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")
+            is_copy[block[distances.min(axis=1) <= max_distance]] = True
             if progress is not None:
                 progress(min(at + size, len(candidates)), len(candidates))
     return np.flatnonzero(is_copy)
@@ -367,15 +361,6 @@ def _perceptual(tf, pixels):
     # number, so that their median is one of them.
     others = tf.sort(low[1:])
     return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)
-
-
-_ONES_OF_16_BITS = np.array([bin(number).count("1") for number in range(1 << 16)], "u1")
-
-
-def _ones(numbers: np.ndarray) -> np.ndarray:
-    """Counts the set bits of each uint64."""
-    parts = numbers.view("u2").reshape(*numbers.shape, 4)
-    return _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")
 
 
 def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:

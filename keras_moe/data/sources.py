@@ -42,8 +42,8 @@ _NAMED = {
 }
 
 
-def _find_source(source: Any, function: str) -> tuple[Callable | None, str]:
-    """Returns a function of the source's module, or None, and the source's name."""
+def _find(source: Any, function: str) -> tuple[Callable, str]:
+    """Returns a function of the source's module and the source's name."""
     kind, colon, name = str(source).partition(":")
     kinds = _NAMED if name else {} if colon else _ALONE
     if kind not in kinds:
@@ -53,23 +53,20 @@ def _find_source(source: Any, function: str) -> tuple[Callable | None, str]:
             f"'webdataset:GLOB'; received: source={source!r} "
             f"({nearest(kind, {**_ALONE, **_NAMED})})"
         )
-    return getattr(kinds[kind], function, None), name
-
-
-def _find_labelled(source: Any, function: str) -> tuple[Callable, str]:
-    """Returns a function of a source with labels, and the source's name."""
-    found, name = _find_source(source, function)
-    if found is None:
+    module = kinds[kind]
+    if function == "open_captioned":
+        return getattr(module, function, lambda *_: None), name
+    if not hasattr(module, function):
         raise ValueError(
             "Expected a source with labels, not with captions alone; received: "
             f"source={source!r}"
         )
-    return found, name
+    return getattr(module, function), name
 
 
 def open_source(source: str, split: str, data_dir: str | None) -> Examples:
     """Opens a split with labels; downloads missing data of `tfds:`."""
-    open_labelled, name = _find_labelled(source, "open_labelled")
+    open_labelled, name = _find(source, "open_labelled")
     examples = open_labelled(name, split, data_dir)
     examples.name = source
     return examples
@@ -98,8 +95,8 @@ def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Example
         examples = captioned_arrays(*source)
         examples.name = "arrays"
         return examples
-    function, name = _find_source(source, "open_captioned")
-    examples = None if function is None else function(name, split, options)
+    open_kind, name = _find(source, "open_captioned")
+    examples = open_kind(name, split, options)
     if examples is None:
         labelled = open_source(source, split, options.data_dir)
         examples = captions_of_classes(labelled, options)
@@ -123,7 +120,7 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     >>> class_names("digits")[:3]
     ('0', '1', '2')
     """
-    find_classes, name = _find_labelled(source, "find_classes")
+    find_classes, name = _find(source, "find_classes")
     return find_classes(name, data_dir).names
 
 
@@ -140,5 +137,5 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     >>> num_classes("digits")
     10
     """
-    find_classes, name = _find_labelled(source, "find_classes")
+    find_classes, name = _find(source, "find_classes")
     return find_classes(name, data_dir).count

@@ -37,9 +37,9 @@ def test_a_distance_out_of_range_is_refused(mistake, distance):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data", "digits", "--split", "dev"), "Expected one of"),
+        (("--data", "digits", "--split", "dev"), "split='dev'"),
         (("--data", "digit"), "nearest: digits"),
-        (("--data", "folder:nowhere"), "folder:nowhere"),
+        (("--data", "folder:nowhere"), "'nowhere'"),
     ],
 )
 def test_bad_input(mistake, arguments, message):

