@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.ops import Routing
 from keras_moe.processes import predict_batch
 from keras_moe.report.model import TEXT, ReportedModel, plain_text
 from keras_moe.report.section import Batch
@@ -266,11 +267,10 @@ def _symbols(model):
 def _routed(model, examples, records, start):
     """A batch of examples with the records of its routing."""
     inputs, captions = examples.inputs, examples.captions
-    record_class = type(next(iter(model.keras_model.routing.values())))
     routing, finite = {}, {}
     for key, record in records["routing"].items():
         record, is_finite = _without_broken(record)
-        routing[key] = record_class(**record)
+        routing[key] = Routing(**record)
         if not is_finite.all():
             finite[key] = is_finite
     masks = {x: _mask(model, x, inputs, routing) for x in model.modalities}

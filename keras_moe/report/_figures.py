@@ -98,27 +98,46 @@ def draw_class_map(work: Any, names: list[str], title: str) -> Any:
     ticks, label = np.arange(len(order)), "expert"
     if len(order) > _NUM_TICKS:
         ticks, label = ticks[:0], "experts, by the class that uses them most"
+    unit = "times the average class"
+    return _draw_classes(work[:, order], names, ticks, order[ticks], unit, title, label)
+
+
+def draw_class_heat(
+    values: Any, experts: Any, names: list[str], unit: str, diverging: bool = False
+) -> Any:
+    """Plots a heat map of values (classes, experts)."""
+    top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
+    limits = {"cmap": "viridis", "vmin": 0, "vmax": top}
+    if diverging:
+        limits = {"cmap": "PuOr_r", "vmin": -top, "vmax": top}
+    ticks = np.arange(len(experts))
+    return _draw_classes(values, names, ticks, experts, unit, "", **limits)
+
+
+def _draw_classes(values, names, ticks, labels, unit, title, label="expert", **limits):
+    """Plots a heat map of classes and experts."""
     height = 0.95 + max(0.16 * len(names), 0.6)
     names = [shortened(name, 18) for name in names]
-    unit = "times the average class"
     figure = _draw_map(
-        work[:, order], names, height, ticks, order[ticks], unit, title, label
+        values, names, height, ticks, labels, unit, title, label, **limits
     )
     figure.axes[0].set_ylabel("class", fontsize=8)
     figure.tight_layout(pad=0.4)
     return figure
 
 
-def _draw_map(values, names, height, ticks, labels, unit, title, label="expert"):
-    """Plots a heat map of experts with a scale from 0 to 3."""
+def _draw_map(
+    values, names, height, ticks, labels, unit, title, label="expert", **limits
+):
+    """Plots a heat map of experts, with a scale from 0 to 3 unless limits are given."""
     figure = new_figure(figsize=(3.5, height))
     axis = figure.subplots()
-    image = axis.pcolormesh(values, **_MAP)
+    image = axis.pcolormesh(values, **{**_MAP, **limits})
     axis.invert_yaxis()
     axis.set_xticks(np.asarray(ticks) + 0.5, labels)
     axis.set_yticks(np.arange(len(names)) + 0.5, names, parse_math=False)
     axis.set_xlabel(label, fontsize=8)
-    bar = figure.colorbar(image, ax=axis, extend="max", ticks=[0, 1, 2, 3])
+    bar = figure.colorbar(image, ax=axis, extend="neither" if limits else "max")
     bar.set_label(unit, fontsize=8)
     bar.ax.tick_params(labelsize=8)
     plain_axis(axis, title)
@@ -130,41 +149,6 @@ def _expert_ticks(num_experts):
     """Expert numbers to label on an axis."""
     step = 2 ** max(math.ceil(math.log2(num_experts / 12)), 0)
     return np.arange(num_experts)[::step]
-
-
-def draw_class_heat(
-    values: Any,
-    experts: Any,
-    class_names: list[str],
-    label: str,
-    diverging: bool = False,
-) -> Any:
-    """Plots a heat map of values (experts, classes)."""
-    values = np.asarray(values, float)
-    names = [shortened(name, 12) for name in class_names]
-    longest = max(map(len, names))
-    height = 1.15 + 0.2 * len(values) + (0.07 * longest if longest > 2 else 0.1)
-    figure = new_figure(figsize=(_WIDTH, height), dpi=110)
-    axis = figure.subplots()
-    top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
-    limits = {"vmin": 0, "vmax": top, "cmap": "viridis"}
-    if diverging:
-        limits = {"vmin": -top, "vmax": top, "cmap": "PuOr_r"}
-    heat = axis.imshow(values, aspect="auto", **limits)
-    style = {"fontsize": 7, "parse_math": False}
-    rotation = 90 if longest > 2 else 0
-    axis.set_xticks(range(len(names)), names, rotation=rotation, **style)
-    axis.set_yticks(range(len(values)), list(map(str, experts)), **style)
-    axis.set_ylabel("expert", fontsize=8)
-    axis.set_xlabel("class", fontsize=8)
-    axis.tick_params(length=0)
-    bar = figure.colorbar(heat, ax=axis, orientation="horizontal", location="top")
-    bar.set_label(label, fontsize=8)
-    bar.locator.set_params(nbins=5)
-    bar.update_ticks()
-    bar.ax.tick_params(labelsize=7)
-    figure.tight_layout()
-    return figure
 
 
 class Line(NamedTuple):

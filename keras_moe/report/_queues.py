@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe.analysis.routing import expert_queues
-from keras_moe.ops import heterogeneous_capacity
+from keras_moe.ops import Routing, heterogeneous_capacity
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import Batch
 
@@ -32,15 +32,22 @@ class ShuffledBatches:
         self.batch_size = batch_size
         self._keys = [x.key for x in model.blocks.values() if x.is_sparse]
         self._generator = np.random.default_rng(seed)
-        self._waiting, self._drawn, self._record = [], 0, None
+        self._waiting = []
 
     def add(self, batch: Batch) -> Iterator[Batch]:
         """Adds examples, and yields batches once enough are waiting."""
         if not self._keys:
             return
-        self._record = type(batch.routing[self._keys[0]])
+        parts = {}
+        for key in self._keys:
+            record = batch.routing[key]
+            is_finite = batch.finite.get(key, np.ones(record.gates.shape[:2], bool))
+            parts[key] = [record.affinity, record.gates, is_finite]
+        parts = (parts, batch.masks)
         for index in range(batch.size):
-            self._waiting.append(self._row(batch, index))
+            # Copied, so that batches can be freed.
+            row = keras.tree.map_structure(lambda x, i=index: np.array(x[i]), parts)
+            self._waiting.append(row)
         size = sum(x.nbytes for x in keras.tree.flatten(self._waiting[0]))
         while len(self._waiting) >= max(_BYTES // size, 1) + self.batch_size:
             yield self._draw()
@@ -50,17 +57,6 @@ class ShuffledBatches:
         while self._waiting:
             yield self._draw()
 
-    def _row(self, batch, index):
-        """An example's part that queues need, copied so that batches can be freed."""
-        rows = {}
-        for key in self._keys:
-            record = batch.routing[key]
-            is_finite = batch.finite.get(key, np.ones(record.gates.shape[:2], bool))
-            parts = (record.affinity, record.gates, is_finite)
-            rows[key] = [x[index].copy() for x in parts]
-        masks = {x: np.array(y[index], bool) for x, y in batch.masks.items()}
-        return rows, masks
-
     def _draw(self):
         rows = []
         for _ in range(min(self.batch_size, len(self._waiting))):
@@ -69,15 +65,13 @@ class ShuffledBatches:
             last = self._waiting.pop()
             if index < len(self._waiting):
                 self._waiting[index] = last
-        records, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        parts, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
         routing, finite = {}, {}
-        for key, (affinity, gates, is_finite) in records.items():
+        for key, (affinity, gates, is_finite) in parts.items():
             # Queues use no other field.
-            fields = dict.fromkeys(self._record._fields, affinity)
-            routing[key] = self._record(**{**fields, "gates": gates})
-            finite[key] = is_finite
-        start, self._drawn = self._drawn, self._drawn + len(rows)
-        return Batch(start, None, None, None, masks, None, routing, None, finite, {})
+            fields = {**dict.fromkeys(Routing._fields, affinity), "gates": gates}
+            routing[key], finite[key] = Routing(**fields), is_finite
+        return Batch(0, None, None, None, masks, None, routing, None, finite, {})
 
 
 class Queues(NamedTuple):

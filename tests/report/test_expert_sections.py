@@ -144,10 +144,10 @@ def test_experts_of_a_head_are_ablated():
 
 
 def test_names_of_classes_are_cut():
-    names = ["$a_{", "a very long name", "c"]
+    names = ["$a_{", "a very long name of a class", "c"]
     figure = draw_class_heat(np.eye(3) - 0.5, ["0", "1", "2"], names, "lost", True)
-    ticks = [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    assert ticks == ["$a_{", "a very long…", "c"]
+    ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert ticks == ["$a_{", "a very long name …", "c"]
 
 
 def test_columns_without_a_cell_are_left_out():

@@ -8,20 +8,11 @@ import numpy as np
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.routing import served_at
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report._figures import (
-    MAX_PANELS,
-    draw_drops,
-    draw_modalities,
-    draw_positions,
-    draw_priorities,
-    draw_queues,
-)
+from keras_moe.report import _figures
 from keras_moe.report._markup import drawable, sprite_figure, tile_of
 from keras_moe.report._queues import group_texts, queues_of_layers
-from keras_moe.report.model import ReportedModel
 from keras_moe.report.section import (
     NO_TOKENS,
-    Batch,
     Figure,
     Finding,
     Html,
@@ -68,7 +59,8 @@ class Priorities(Section):
     intro = (
         "In training, an expert serves its queue up to its capacity and drops the "
         "choices after it. Here all tokens of the data queue as they do in training; "
-        "the other sections drop tokens only if the model does at inference."
+        "the other sections drop tokens only if the model does at inference. Figures "
+        f"show up to {_figures.MAX_PANELS} layers."
     )
 
     def __init__(self, model, options):
@@ -79,10 +71,10 @@ class Priorities(Section):
         self.counts = [_Counts(x.num_experts, self.num_patches) for x in self.layers]
 
     @classmethod
-    def fits(cls, model: ReportedModel) -> bool:
+    def fits(cls, model):
         return any(block.kind == "token_choice" for block in model.blocks.values())
 
-    def update_queues(self, batch: Batch) -> None:
+    def update_queues(self, batch):
         for layer, counts in zip(self.layers, self.counts):
             queues = layer.read(batch)
             layer.count_groups(queues)
@@ -134,11 +126,11 @@ class Priorities(Section):
             if first:
                 yield 1, slice(run.start, run.start + first)
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         totals = np.array([counts.totals for counts in self.counts])
         present = np.flatnonzero(totals[..., 2].sum(axis=0))
         if not len(present):
-            return NO_TOKENS._replace(data={"layers": []})
+            return NO_TOKENS
         names = [layer.name for layer in self.layers]
         types = [_TYPES[number] for number in present]
         rows, data = [], []
@@ -170,40 +162,34 @@ class Priorities(Section):
                     "the tokens would get no expert: raise capacity_factor."
                 )
                 findings.append(Finding("notice", text))
-        if findings:
-            return findings
         text = (
             f"At the training capacity, at most {worst:.1%} of the tokens' choices "
             "would be dropped in any layer."
         )
-        return [Finding("good", text)]
+        return findings or [Finding("good", text)]
 
     def _figures(self, names, present, types):
-        shown = ""
-        if len(names) > MAX_PANELS:
-            shown = f" The figure shows {MAX_PANELS} of {len(names)} layers."
         queues = [counts.queues[present] for counts in self.counts]
         gates = [[counts.gates[row] for counts in self.counts] for row in (0, 1)]
         figures = [
             Figure(
-                draw_queues(queues, _EDGES, names, types),
+                _figures.draw_queues(queues, _EDGES, names, types),
                 "Histograms of the positions of tokens in the queues before the "
                 f"experts, by layer, for {', '.join(types)}.",
                 "Who stands where: the front of the queue is left, and training drops "
-                "what is right of the line. The last bar has all further positions."
-                f"{shown}",
+                "what is right of the line. The last bar has all further positions.",
                 "priorities_queues",
             ),
             Figure(
-                draw_priorities(*gates, _GATES, names),
+                _figures.draw_priorities(*gates, _GATES, names),
                 "Histograms of the largest gate of served and of dropped tokens, by "
                 "layer.",
                 "How sure the router is of the tokens that are served and dropped. "
-                f"Batch priority routing drops those with small gates.{shown}",
+                "Batch priority routing drops those with small gates.",
                 "priorities_gates",
             ),
         ]
-        return [*figures, *self._modalities(), *self._positions(names, shown)]
+        return [*figures, *self._modalities(), *self._positions(names)]
 
     def _modalities(self):
         """Figures of each modality's choices, for layers shared by modalities."""
@@ -211,8 +197,8 @@ class Priorities(Section):
         shared = [pair for pair in pairs if len(pair[1].modalities) > 1]
         if not shared:
             return []
-        drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
-        drawing = draw_modalities(
+        drawn = [shared[x] for x in evenly_spaced(len(shared), _figures.MAX_PANELS)]
+        drawing = _figures.draw_modalities(
             [counts.modalities for _, counts in drawn],
             [counts.room for _, counts in drawn],
             [layer.name for layer, _ in drawn],
@@ -228,7 +214,7 @@ class Priorities(Section):
         )
         return [Figure(drawing, alt, caption, "priorities_modalities")]
 
-    def _positions(self, names, shown):
+    def _positions(self, names):
         """Figures of where in images patches are dropped, if any are."""
         shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
         if not np.any(shares):
@@ -236,11 +222,10 @@ class Priorities(Section):
         grids = [share.reshape(self.model.grid) for share in shares]
         return [
             Figure(
-                draw_positions(grids, names),
+                _figures.draw_positions(grids, names),
                 "Maps of the share of images whose patch at a position gets no expert, "
                 "by layer.",
-                "Where in images patches get no expert at the capacity of training."
-                f"{shown}",
+                "Where in images patches get no expert at the capacity of training.",
                 "priorities_positions",
             )
         ]
@@ -293,8 +278,8 @@ class DroppedPatches(Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.layers = _layers_of_images(model)
-        # At most four marks, however many factors the layers have.
         marked = {layer.capacity_factor for layer in self.layers} - {None}
+        # At most four marks.
         self.marked = sorted(marked)[:4]
         self.factors = sorted({*_FACTORS, *options.capacities, *self.marked})
         # By layer and factor: tokens of images, dropped tokens, choices, dropped
@@ -304,15 +289,15 @@ class DroppedPatches(Section):
         self.tiles: dict[int, np.ndarray] = {}
 
     @classmethod
-    def fits(cls, model: ReportedModel) -> bool:
+    def fits(cls, model):
         return model.grid is not None and bool(_layers_of_images(model))
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         for number in self.drawn:
             if number not in self.tiles:
                 self.tiles[number] = self._draw(batch, self.layers[number])
 
-    def update_queues(self, batch: Batch) -> None:
+    def update_queues(self, batch):
         for number, layer in enumerate(self.layers):
             queues = layer.read(batch)
             layer.count_groups(queues)
@@ -354,7 +339,7 @@ class DroppedPatches(Section):
         image = drawable(image[: rows * height, : columns * width])
         return tile_of(2.0 * faded(image, share) - 1.0, _TILE)
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         names = [layer.name for layer in self.layers]
         dropped = self.counts[..., 1] / np.maximum(self.counts[..., 0], 1)
         choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
@@ -364,7 +349,7 @@ class DroppedPatches(Section):
             "Share of image tokens that get no expert at all, by capacity factor. "
             "Dashed: the factor of training."
         )
-        drawing = draw_drops(self.factors, dropped, names, self.marked)
+        drawing = _figures.draw_drops(self.factors, dropped, names, self.marked)
         alt = "Curves of the share of dropped tokens by capacity factor, by layer."
         body.append(Figure(drawing, alt, caption, "dropped_patches"))
         body.append(self._table(names, dropped, choices))

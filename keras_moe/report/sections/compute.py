@@ -4,7 +4,6 @@ Axes: B batch, N tokens, E experts, K selected experts.
 """
 
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -19,15 +18,12 @@ from keras_moe.analysis.plots import (
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 from keras_moe.report._markup import drawable
-from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     MAX_WORDS,
-    Batch,
     Figure,
     Finding,
     Html,
     LayerSection,
-    Options,
     Reservoir,
     SectionContent,
     evenly_spaced,
@@ -88,11 +84,11 @@ class Compute(LayerSection):
     )
 
     @classmethod
-    def reads(cls, block: Block) -> bool:
+    def reads(cls, block):
         mixed = {*block.expert_types} & {*EXPERT_TYPES[1:]}
         return block.kind == "token_choice" and bool(mixed)
 
-    def __init__(self, model: ReportedModel, options: Options):
+    def __init__(self, model, options):
         super().__init__(model, options)
         # Sums of images, and of experts by type and patch, over the examples with
         # finite tokens in all layers.
@@ -102,17 +98,17 @@ class Compute(LayerSection):
         self._examples = Reservoir.of_options(options)
         self._scores = Reservoir(_SCORED, options.seed)
 
-    def new_counts(self, block: Block) -> _Counts:
+    def new_counts(self, block):
         return _Counts(block)
 
-    def count(self, counts: _Counts, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         record, mask = batch.routing[block.key], batch.mask_of(block)
         counts.served += record.dispatched[mask].sum(axis=0, dtype="float64")
         counts.tokens += int(mask.sum())
         gates = _two_highest(record)[mask].astype("float64")
         counts.moments += [gates.sum(axis=0), np.square(gates).sum(axis=0)]
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         super().update(batch)
         by_token, complete = defaultdict(list), np.ones(batch.size, bool)
         scores = {}
@@ -154,7 +150,7 @@ class Compute(LayerSection):
                     entry[0] += 1
                     entry[1] += number
 
-    def row(self, block: Block, counts: _Counts) -> list[Any]:
+    def row(self, block, counts):
         load, scores = counts.load, counts.scores
         gates = [
             f"{scores[f'{gate}_mean']:.3f} ± {scores[f'{gate}_variance'] ** 0.5:.3f}"
@@ -168,7 +164,7 @@ class Compute(LayerSection):
             *gates,
         ]
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         loads = {key: counts.load for key, counts in self.counts.items()}
         table = self.table(
             "Assignments by type of expert, and gates with their standard deviation, "

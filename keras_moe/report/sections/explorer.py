@@ -9,25 +9,11 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report._markup import (
-    CELL,
-    COLOURS,
-    TokenRouting,
-    expert_map,
-    heat_map,
-    json_script,
-    legend,
-    pack,
-    sprite,
-    tile_of,
-    token_routing,
-    word_chips,
-)
+from keras_moe.report import _markup
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
 from keras_moe.report.section import (
     Batch,
     Html,
-    Options,
     Reservoir,
     Section,
     SectionContent,
@@ -59,7 +45,7 @@ class Example(NamedTuple):
     # Number of the class of the largest output, or None.
     predicted: int | None
     # `TokenRouting` of patches or words by key.
-    routing: dict[str, TokenRouting]
+    routing: dict[str, _markup.TokenRouting]
 
     def picture(self, number: int) -> str | None:
         """The id of its image on the page."""
@@ -79,10 +65,10 @@ class Explorer(Section):
     )
 
     @classmethod
-    def fits(cls, model: ReportedModel) -> bool:
+    def fits(cls, model):
         return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
 
-    def __init__(self, model: ReportedModel, options: Options):
+    def __init__(self, model, options):
         super().__init__(model, options)
         blocks = [*model.of_tokens(IMAGE), *model.of_tokens(TEXT)]
         self._blocks = {k: x for k, x in model.blocks.items() if x in blocks}
@@ -92,16 +78,16 @@ class Explorer(Section):
             self._layers.setdefault(block.block, {})[block.modality] = key
         self._reservoir = Reservoir.of_options(options)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         self._reservoir.offer(
             batch.size,
             lambda index: kept_example(self.model, [*self._blocks], batch, index),
         )
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         examples, kept = _within_budget(self._reservoir.kept, self._blocks)
         names = {number: self._name(number, x) for number, x in examples.items()}
-        data = json_script("explorer-data", self._data(examples, names, kept))
+        data = _markup.json_script("explorer-data", self._data(examples, names, kept))
         maps, shown = self._maps(examples, names)
         text = (
             f"{len(examples)} of {self._reservoir.seen:,} examples, the first {shown} "
@@ -129,8 +115,8 @@ class Explorer(Section):
                 'preserveAspectRatio="none"/>'
             ).format(
                 example.picture(number),
-                CELL * columns,
-                CELL * rows,
+                _markup.CELL * columns,
+                _markup.CELL * rows,
                 image_uri(example.image, most),
             )
             for number, example in examples.items()
@@ -155,8 +141,8 @@ class Explorer(Section):
             layers.append({**layer, "kept": by_modality})
         return {
             "grid": self.model.grid,
-            "cell": CELL,
-            "colours": COLOURS,
+            "cell": _markup.CELL,
+            "colours": _markup.COLOURS,
             "layers": layers,
             "examples": [
                 {
@@ -165,7 +151,7 @@ class Explorer(Section):
                     "words": example.words or [],
                     "layers": [
                         {
-                            modality: pack(example.routing[key], kept[key])
+                            modality: _markup.pack(example.routing[key], kept[key])
                             for modality, key in keys.items()
                         }
                         for keys in self._layers.values()
@@ -181,7 +167,7 @@ class Explorer(Section):
         colours, drawn, shown, count = Markup(""), Markup(""), 0, 0
         if not all(block.kind == "soft" for block in blocks):
             longest = max(blocks, key=lambda block: block.num_experts)
-            colours = legend(
+            colours = _markup.legend(
                 [longest.expert_name(e) for e in range(longest.num_experts)]
             )
         for number, example in examples.items():
@@ -202,11 +188,13 @@ class Explorer(Section):
             for modality, key in keys.items():
                 routing = example.routing[key]
                 if modality == TEXT:
-                    chips += word_chips(routing.heaviest(), example.words or [], layer)
+                    chips += _markup.word_chips(
+                        routing.heaviest(), example.words or [], layer
+                    )
                 elif self._blocks[key].kind == "soft":
                     rows += _soft_maps(routing, grid, image, layer)
                 else:
-                    rows += expert_map(routing.heaviest(), grid, image, layer)
+                    rows += _markup.expert_map(routing.heaviest(), grid, image, layer)
         note = ""
         if len(chosen) < len(layers):
             note = f" ({len(chosen)} of {len(layers)} layers)"
@@ -241,12 +229,12 @@ def kept_example(
 
     for key in keys:
         block = model.blocks[key]
-        whole = token_routing(batch.routing[key], block.kind, index)
+        whole = _markup.token_routing(batch.routing[key], block.kind, index)
         if block.modality == IMAGE:
             parts = (of_patches(x[None], model.grid)[0] for x in whole)
         else:
             parts = (x[counts] for x in whole)
-        routing[key] = TokenRouting(*parts)
+        routing[key] = _markup.TokenRouting(*parts)
     label = predicted = None
     if batch.labels is not None and batch.labels[index] >= 0:
         label = int(batch.labels[index])
@@ -264,32 +252,31 @@ def kept_example(
 
 def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
     """An image as a square data URI; maps restore its shape."""
-    tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
-    return sprite(tile[None, None], max_bytes)[0]
+    tile = _markup.tile_of(image, min(max(image.shape[:2]), _SIDE))
+    return _markup.sprite(tile[None, None], max_bytes)[0]
 
 
 def _within_budget(examples, blocks):
     """The examples that fit on the page, and the entries kept per token."""
-    experts = {key: block.num_experts for key, block in blocks.items()}
     least = {
         key: min(block.num_experts, block.num_selected_experts or 2)
         for key, block in blocks.items()
     }
 
-    def entries(chosen, kept):
+    def entries(per_token):
         return sum(
-            len(routing.values) * kept[key]
-            for example in chosen.values()
+            len(routing.values) * per_token[key]
+            for example in examples.values()
             for key, routing in example.routing.items()
         )
 
-    while len(examples) > 1 and entries(examples, least) > _ENTRIES:
-        examples = dict(list(examples.items())[:-1])
-    for more in range(max(experts.values()), 0, -1):
-        wider = {key: max(least[key], min(more, experts[key])) for key in experts}
-        if entries(examples, wider) <= _ENTRIES:
-            return examples, wider
-    return examples, least
+    while len(examples) > 1 and entries(least) > _ENTRIES:
+        examples.popitem()
+    most = _ENTRIES // max(entries(dict.fromkeys(blocks, 1)), 1)
+    return examples, {
+        key: min(block.num_experts, max(most, least[key]))
+        for key, block in blocks.items()
+    }
 
 
 def _soft_maps(routing, grid, image, layer):
@@ -299,7 +286,7 @@ def _soft_maps(routing, grid, image, layer):
     for expert in sorted(most.tolist()):
         values = routing.values[:, expert]
         title = f"{layer}, expert {expert}: up to {values.max():.0%}"
-        maps += heat_map(values, grid, image, title)
+        maps += _markup.heat_map(values, grid, image, title)
     if routing.values.shape[1] > _EXPERTS:
         maps += escape(f"{_EXPERTS} of {routing.values.shape[1]} experts")
     return maps

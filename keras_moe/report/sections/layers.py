@@ -10,9 +10,8 @@ import numpy as np
 
 from keras_moe.analysis.routing import entropy
 from keras_moe.report._figures import Line, draw_depth
-from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.model import ReportedModel
 from keras_moe.report.section import (
-    Batch,
     Figure,
     Finding,
     LayerSection,
@@ -44,7 +43,7 @@ class Overview(Section):
         "multiplications and additions of matrix products."
     )
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         body = [self._layers()]
         data = {"layers": [x._asdict() for x in self.model.blocks.values()]}
         # Custom model families may have no costs.
@@ -161,15 +160,15 @@ class RoutingEntropies(LayerSection):
         "the dispatch they show what the router wants, after it what experts did."
     )
 
-    def new_counts(self, block: Block) -> EntropySums:
+    def new_counts(self, block):
         return EntropySums(block.num_experts)
 
-    def count(self, counts: EntropySums, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         record, mask = batch.routing[block.key], batch.mask_of(block)
         done = record.dispatched if block.is_sparse else record.combined
         counts.add(record.gates[mask], record.combined[mask], done[mask])
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         entropies = {key: sums.entropies() for key, sums in self.counts.items()}
         figures = [
             self._figure(
@@ -224,15 +223,15 @@ class Confidence(LayerSection):
         "line is the median token's, and the shade has the middle half of all tokens."
     )
 
-    def new_counts(self, block: Block) -> np.ndarray:
+    def new_counts(self, block):
         return np.zeros(NUM_BINS, "int64")
 
-    def count(self, counts: np.ndarray, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         gates = batch.routing[block.key].gates[batch.mask_of(block)].max(axis=-1)
         bins = np.clip((gates * NUM_BINS).astype(int), 0, NUM_BINS - 1)
         counts += np.bincount(bins, minlength=NUM_BINS)
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         quartiles = {
             key: quantiles(counts, (0.25, 0.5, 0.75))
             for key, counts in self.counts.items()

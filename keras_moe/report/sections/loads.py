@@ -11,14 +11,12 @@ from keras_moe.analysis.plots import plot_coverage
 from keras_moe.analysis.pruning import CoverageCurve
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
 from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads
-from keras_moe.report.model import Block, ReportedModel
+from keras_moe.report.model import Block
 from keras_moe.report.section import (
     MAX_CLASSES,
-    Batch,
     Figure,
     Finding,
     LayerSection,
-    Options,
     SectionContent,
     Table,
     evenly_spaced,
@@ -45,7 +43,7 @@ class LayerCounts:
         self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
         self.by_class = np.zeros((MAX_CLASSES, block.num_experts))
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         """Adds a batch."""
         block, counts = self.block, batch.routed_of(self.block)
         record = batch.routing[block.key]
@@ -132,17 +130,17 @@ class Loads(LayerSection):
         "choices dropped",
     )
 
-    def __init__(self, model: ReportedModel, options: Options):
+    def __init__(self, model, options):
         super().__init__(model, options)
         # One more than the largest label, and examples that have no such class.
         self._num_classes = self._uncounted = 0
         # Number of examples, and of those with non-finite outputs.
         self._outputs = np.zeros(2, "int64")
 
-    def new_counts(self, block: Block) -> LayerCounts:
+    def new_counts(self, block):
         return LayerCounts(block)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         super().update(batch)
         if batch.labels is None:
             self._uncounted += batch.size
@@ -154,21 +152,25 @@ class Loads(LayerSection):
             is_broken = ~np.isfinite(batch.outputs).all(axis=-1)
             self._outputs += [batch.size, is_broken.sum()]
 
-    def count(self, counts: LayerCounts, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         counts.update(batch)
 
-    def row(self, block: Block, counts: LayerCounts) -> list[Any]:
-        unserved, dropped = _drops(counts)
+    def row(self, block, counts):
+        unserved = dropped = None
+        if block.is_sparse:
+            unserved = f"{counts.unserved / max(counts.tokens, 1):.1%}"
+        if block.kind == "token_choice":
+            dropped = f"{counts.dropped:.1%}"
         return [
             block.key,
             f"{counts.entropy:.3f}",
             f"{counts.shares.max():.1%}",
             int(((counts.work == 0) & block.is_present).sum()),
-            None if unserved is None else f"{unserved / max(counts.tokens, 1):.1%}",
-            None if dropped is None else f"{dropped:.1%}",
+            unserved,
+            dropped,
         ]
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         layers = self.model.by_layer()
         names = list(layers)
         shown = [names[index] for index in evenly_spaced(len(names), MAX_LAYERS)]
@@ -275,7 +277,7 @@ class Loads(LayerSection):
 
     def _data(self, key):
         counts = self.counts[key]
-        unserved, dropped = _drops(counts)
+        block, chooses = counts.block, counts.block.kind == "token_choice"
         data = {
             "tokens": counts.tokens,
             "tokens_not_finite": counts.broken,
@@ -284,21 +286,13 @@ class Loads(LayerSection):
             "mass": counts.mass.tolist(),
             "demand": counts.demand.tolist(),
             "entropy": counts.entropy,
-            "unserved_tokens": unserved,
-            "dropped_choices": dropped,
+            "unserved_tokens": counts.unserved if block.is_sparse else None,
+            "dropped_choices": counts.dropped if chooses else None,
         }
         if self._num_classes:
             by_class = counts.by_class[: self._num_classes]
             data["by_class"] = np.round(by_class, 4).tolist()
         return data
-
-
-def _drops(counts):
-    """Tokens without an expert, and dropped choices; None if not applicable."""
-    return (
-        counts.unserved if counts.block.is_sparse else None,
-        counts.dropped if counts.block.kind == "token_choice" else None,
-    )
 
 
 def relative_work(table: np.ndarray) -> np.ndarray:
@@ -330,13 +324,11 @@ def health_findings(layers: list[LayerCounts]) -> list[Finding]:
         elif not counts.broken:
             findings.append(Finding("notice", f"{key}: the data has no token for it."))
     findings.sort(key=lambda finding: finding.level != "problem")
-    if findings:
-        return findings
     text = (
         "All experts of all layers work, and no layer has collapsed: the entropy of "
         f"loads is at least {min(counts.entropy for counts in layers):.2f} of 1."
     )
-    return [Finding("good", text)]
+    return findings or [Finding("good", text)]
 
 
 def _load_findings(counts):
@@ -401,17 +393,17 @@ class Pruning(LayerSection):
     )
 
     @classmethod
-    def reads(cls, block: Block) -> bool:
+    def reads(cls, block):
         return block.is_sparse
 
-    def new_counts(self, block: Block) -> np.ndarray:
+    def new_counts(self, block):
         return np.zeros(block.num_experts)
 
-    def count(self, counts: np.ndarray, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         served = batch.routing[block.key].dispatched[batch.routed_of(block)]
         counts += served.sum(axis=0, dtype="float64")
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         curves, rows, data = {}, [], {}
         for key, block in self.blocks.items():
             served = self.counts[key]

@@ -3,21 +3,16 @@
 Axes: B batch, N tokens, E experts, U classes.
 """
 
-from typing import Any
-
 import numpy as np
 
 from keras_moe.analysis.ablation import ablate_experts
 from keras_moe.analysis.plots import plot_expert_load
 from keras_moe.report._figures import draw_class_heat
-from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import (
     MAX_CLASSES,
-    Batch,
     Figure,
     Finding,
     LayerSection,
-    Options,
     Reservoir,
     SectionContent,
     Table,
@@ -76,10 +71,10 @@ class MuMoEExperts(LayerSection):
     )
 
     @classmethod
-    def reads(cls, block: Block) -> bool:
+    def reads(cls, block):
         return block.kind == "mumoe"
 
-    def __init__(self, model: ReportedModel, options: Options):
+    def __init__(self, model, options):
         super().__init__(model, options)
         # Only the head, the last block and the last token mixer have classes, which
         # bounds memory for deep models.
@@ -92,16 +87,16 @@ class MuMoEExperts(LayerSection):
         self._examples = self._uncounted = 0
         self._reservoir = None
 
-    def new_counts(self, block: Block) -> _Counts:
+    def new_counts(self, block):
         return _Counts(block.num_experts)
 
-    def count(self, counts: _Counts, block: Block, batch: Batch) -> None:
+    def count(self, counts, block, batch):
         gates = batch.routing[block.key].gates[batch.mask_of(block)]
         counts.load += (gates >= THRESHOLD).sum(axis=0)
         counts.total += gates.sum(axis=0, dtype="float64")
         counts.tokens += len(gates)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         super().update(batch)
         self._examples += batch.size
         if batch.labels is None:
@@ -134,7 +129,7 @@ class MuMoEExperts(LayerSection):
             lambda index: (np.array(batch.images[known[index]]), labels[known[index]]),
         )
 
-    def row(self, block: Block, counts: _Counts) -> list[Any]:
+    def row(self, block, counts):
         mean = counts.mean
         return [
             block.key,
@@ -144,7 +139,7 @@ class MuMoEExperts(LayerSection):
             f"{counts.load.sum() / max(counts.tokens, 1):.1%}",
         ]
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         table = self.table(
             "Coefficients by layer. A token mixer's tokens are channels."
         )
@@ -184,7 +179,7 @@ class MuMoEExperts(LayerSection):
             experts = self.counts[key].experts
             means = self.counts[key].by_class[chosen] / self._images[chosen, None]
             best = [f"{x}: expert {e}" for x, e in zip(names, means.argmax(axis=1))]
-            values = means[:, experts].T
+            values = means[:, experts]
             body.append(
                 Figure(
                     draw_class_heat(values, experts, names, "mean coefficient"),
@@ -252,7 +247,7 @@ class MuMoEExperts(LayerSection):
         row, column = np.unravel_index(changes.argmax(), changes.shape)
         label = "fraction of accuracy lost"
         return Figure(
-            draw_class_heat(changes, ablation.experts, names, label, diverging=True),
+            draw_class_heat(changes.T, ablation.experts, names, label, diverging=True),
             f"{key}: class {names[column]} loses most, {changes[row, column]:.0%} of "
             f"its accuracy, without expert {ablation.experts[row]}",
             f"The fraction of its accuracy that a class loses without an expert of "

@@ -3,17 +3,17 @@
 Axes: B batch, N tokens, E experts, X shown experts, T tile size.
 """
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.report._markup import patch_tile, sprite_figure
-from keras_moe.report.model import IMAGE, TEXT, ReportedModel
+from keras_moe.report.model import IMAGE, TEXT
 from keras_moe.report.section import (
     MAX_WORDS,
     NO_TOKENS,
-    Batch,
     Html,
     Section,
     SectionContent,
@@ -108,9 +108,9 @@ class BestWords:
         self.experts = None
         # For each expert, weight and context by word.
         self._best: list[dict[str, tuple[float, str]]] = []
-        # Word numbers, and how often each expert, and all together, got the word.
-        self._numbers: dict[str, int] = {}
-        self._served, self._all = np.zeros((0, 0)), np.zeros(0)
+        # How often each expert served a word, and how often it occurred.
+        self._served: list[Counter] = []
+        self._all = Counter()
 
     def update(self, weights: Any, words: list[list[str]], mask: Any = True) -> None:
         """Reads a batch of weights (B, N, E)."""
@@ -123,10 +123,16 @@ class BestWords:
         if self.experts is None:
             self.experts = _busiest(weights, self.most)
             self._best = [{} for _ in self.experts]
-            self._served = np.zeros((0, len(self.experts)))
+            self._served = [Counter() for _ in self.experts]
         weights = weights[:, self.experts]
         tokens = [(words[row], position) for row, position in zip(rows, positions)]
-        self._count([row[position] for row, position in tokens], weights > 0)
+        strings = [row[position] for row, position in tokens]
+        for word in strings:
+            if word in self._all or len(self._all) < MAX_WORDS:
+                self._all[word] += 1
+        for token, expert in zip(*np.nonzero(weights > 0)):
+            if strings[token] in self._all:
+                self._served[expert][strings[token]] += 1
         for expert, best in enumerate(self._best):
             self._keep_best(best, weights[:, expert], tokens)
 
@@ -134,41 +140,23 @@ class BestWords:
         """The distinct words with the largest weights."""
         ranked = sorted(self._best[row].items(), key=lambda item: -item[1][0])
         return [
-            Word(word, weight, context, self._times(word, row))
+            Word(word, weight, context, self._served[row][word])
             for word, (weight, context) in ranked[: self.count]
         ]
 
     def by_lift(self, row: int, min_count: int = 3) -> list[Word]:
         """The words most over-represented among the expert's tokens."""
-        served, totals = self._served[:, row], self._all
-        base = totals / max(totals.sum(), 1.0)
-        own = served / max(served.sum(), 1.0)
-        lift = np.divide(own, base, out=np.zeros_like(own), where=base > 0)
-        lift = np.where((served >= min_count) & (lift > 1.0), lift, 0.0)
-        # Words that only this expert gets have equal lift: frequent ones first.
-        order = np.lexsort((-served, -lift))[: self.count]
-        words = list(self._numbers)
-        return [
-            Word(words[i], float(lift[i]), "", int(served[i]))
-            for i in order
-            if lift[i] > 0
+        own = self._served[row]
+        total, everything = sum(own.values()), sum(self._all.values())
+        words = [
+            Word(word, own[word] / total / (count / everything), "", own[word])
+            for word, count in self._all.items()
+            if own[word] >= min_count
         ]
-
-    def _count(self, strings, served):
-        numbers = []
-        for word in strings:
-            if word not in self._numbers and len(self._numbers) < MAX_WORDS:
-                self._numbers[word] = len(self._numbers)
-            numbers.append(self._numbers.get(word, -1))
-        numbers = np.array(numbers)
-        known = numbers >= 0
-        if (missing := len(self._numbers) - len(self._all)) > 0:
-            # At least doubles, for amortised growth.
-            missing = max(missing, len(self._all))
-            self._all = np.pad(self._all, (0, missing))
-            self._served = np.pad(self._served, ((0, missing), (0, 0)))
-        np.add.at(self._all, numbers[known], 1.0)
-        np.add.at(self._served, numbers[known], served[known].astype("float64"))
+        words = [word for word in words if word.score > 1.0]
+        # Words that only this expert gets have equal lift: frequent ones first.
+        words.sort(key=lambda word: (-word.score, -word.count))
+        return words[: self.count]
 
     def _keep_best(self, best, weights, tokens):
         floor = 0.0
@@ -190,10 +178,6 @@ class BestWords:
             if len(best) > self.count:
                 del best[min(best, key=lambda key: best[key][0])]
                 floor = min(weight for weight, _ in best.values())
-
-    def _times(self, word, row):
-        number = self._numbers.get(word)
-        return 0 if number is None else int(self._served[number, row])
 
 
 class TopTokens(Section):
@@ -218,10 +202,10 @@ class TopTokens(Section):
         self.words = {block.key: BestWords(options.top) for block in self.texts}
 
     @classmethod
-    def fits(cls, model: ReportedModel) -> bool:
+    def fits(cls, model):
         return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         for block in self.images:
             weights = _weights(batch.routing[block.key], block)
             self.patches[block.key].update(weights, batch.images, batch.start)
@@ -230,7 +214,7 @@ class TopTokens(Section):
             mask = batch.mask_of(block)
             self.words[block.key].update(weights, batch.words, mask)
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         body, data = [], {}
         for block in self.images:
             best = self.patches[block.key]

@@ -10,10 +10,9 @@ import numpy as np
 
 from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure
 from keras_moe.analysis.tokens import flow_statistics, token_flows
-from keras_moe.report.model import ReportedModel, shortened
+from keras_moe.report.model import shortened
 from keras_moe.report.section import (
     NO_TOKENS,
-    Batch,
     Figure,
     Section,
     SectionContent,
@@ -51,10 +50,10 @@ class ExpertTransitions(Section):
         self.flows = {x: [0] * (len(blocks) - 1) for x, blocks in self.paths.items()}
 
     @classmethod
-    def fits(cls, model: ReportedModel) -> bool:
+    def fits(cls, model):
         return bool(_paths(model))
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch):
         for modality, blocks in self.paths.items():
             flows = self.flows[modality]
             for step, (source, target) in enumerate(itertools.pairwise(blocks)):
@@ -62,7 +61,7 @@ class ExpertTransitions(Section):
                 mask = batch.mask_of(source) & batch.mask_of(target)
                 flows[step] = flows[step] + token_flows(*records, mask)
 
-    def finish(self) -> SectionContent:
+    def finish(self):
         figures, rows, data = [], [], {}
         for modality, blocks in self.paths.items():
             flows = self.flows[modality]
@@ -141,9 +140,7 @@ class Ribbon(NamedTuple):
     # Lower ends at source and target.
     start: float
     stop: float
-    # Widths at source and target, whose layers may have different gaps.
     height: float
-    end_height: float
 
 
 class MainFlows(NamedTuple):
@@ -178,23 +175,25 @@ def main_flows(
         for each, rows, columns in zip(flows, merged, merged[1:])
     ]
     shares = [steps[0].sum(axis=1), *(step.sum(axis=0) for step in steps)]
-    columns = [_placed(merged[0], shares[0], np.arange(len(merged[0])))]
+    room = 1.0 - _GAP * (max(map(len, merged)) - 1)
+    columns = [_placed(merged[0], shares[0] * room, np.arange(len(merged[0])))]
     for groups, share, step, above in zip(merged[1:], shares[1:], steps, merged):
         middles = {node.name: node.bottom + node.height / 2 for node in columns[-1]}
         middle = np.array([middles[name] for name, _ in above])
         heights = middle @ step / np.maximum(share, 1e-12)
-        columns.append(_placed(groups, share, np.argsort(-heights, kind="stable")))
+        order = np.argsort(-heights, kind="stable")
+        columns.append(_placed(groups, share * room, order))
     numbers = [{node.name: number for number, node in enumerate(c)} for c in columns]
     ribbons, shown, per_step = [], 0.0, max(max_ribbons // len(steps), 1)
     for layer, step in enumerate(steps):
         rows = [numbers[layer][name] for name, _ in merged[layer]]
         targets = [numbers[layer + 1][name] for name, _ in merged[layer + 1]]
         placed = np.zeros_like(step)
-        placed[np.ix_(rows, targets)] = step
-        new = _ribbons(layer, placed, columns[layer], columns[layer + 1])
-        new = sorted(new, key=lambda pair: -pair[0])[:per_step]
-        shown += sum(share for share, _ in new)
-        ribbons += [ribbon for _, ribbon in new]
+        placed[np.ix_(rows, targets)] = step * room
+        new = list(_ribbons(layer, placed, columns[layer], columns[layer + 1]))
+        new.sort(key=lambda ribbon: -ribbon.height)
+        ribbons += new[:per_step]
+        shown += sum(ribbon.height for ribbon in new[:per_step]) / room
     ribbons.sort(key=lambda ribbon: -ribbon.height)
     return MainFlows(columns, ribbons, shown / len(steps))
 
@@ -222,35 +221,27 @@ def _matrix(groups, size):
     return matrix
 
 
-def _placed(groups, shares, order):
+def _placed(groups, heights, order):
     """Nodes from top to bottom, with gaps between them."""
-    room = 1.0 - _GAP * (len(groups) - 1)
     nodes, top = [], 1.0
     # The rest and unserved tokens come last.
     for number in sorted(order, key=lambda node: groups[node][0] in (REST, UNSERVED)):
-        height = float(shares[number]) * room
-        top -= height
-        nodes.append(Node(groups[number][0], top, height))
-        top -= _GAP
+        height = float(heights[number])
+        nodes.append(Node(groups[number][0], top - height, height))
+        top -= height + _GAP
     return nodes
 
 
-def _ribbons(layer, step, sources, targets):
-    """Pairs of share and ribbon; at each node ribbons are stacked in order."""
-    shares = np.maximum(step.sum(axis=1), 1e-12), np.maximum(step.sum(axis=0), 1e-12)
-    scale = np.array([node.height for node in sources]) / shares[0]
+def _ribbons(layer, heights, sources, targets):
+    """Yields ribbons; at each node they are stacked in order."""
     out = np.array([node.bottom + node.height for node in sources])
     into = np.array([node.bottom + node.height for node in targets])
-    for source, row in enumerate(step):
-        for target, share in enumerate(row):
-            if share <= 0:
-                continue
-            height = share * scale[source]
-            out[source] -= height
-            arrived = share * targets[target].height / shares[1][target]
-            into[target] -= arrived
-            ends = float(out[source]), float(into[target]), height, arrived
-            yield float(share), Ribbon(layer, source, target, *ends)
+    for source, target in zip(*np.nonzero(heights)):
+        height = float(heights[source, target])
+        out[source] -= height
+        into[target] -= height
+        ends = float(out[source]), float(into[target])
+        yield Ribbon(layer, int(source), int(target), *ends, height)
 
 
 def draw_flows(flows: MainFlows, names: list[str]) -> Any:
@@ -336,7 +327,7 @@ def _draw_ribbons(axis, ribbons, column, bar, colour):
     points, codes = [], []
     for ribbon in ribbons:
         lower, upper = ribbon.start, ribbon.start + ribbon.height
-        end_lower, end_upper = ribbon.stop, ribbon.stop + ribbon.end_height
+        end_lower, end_upper = ribbon.stop, ribbon.stop + ribbon.height
         points += [(left, lower), (middle, lower), (middle, end_lower)]
         points += [(right, end_lower), (right, end_upper), (middle, end_upper)]
         points += [(middle, upper), (left, upper), (left, lower)]
