@@ -15,23 +15,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def start_forked(work: Callable, *arguments: object) -> int:
+    """Starts a process that calls `work`, and returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def run_forked(work: Callable[[int], None], count: int) -> None:
     """Runs `work(number)` in `count` processes, and ends all when one fails."""
-    children = []
-    for number in range(count):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                work(number)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
+    children = [start_forked(work, number) for number in range(count)]
     left = set(children)
     while left:
         child, status = os.wait()

@@ -92,13 +92,12 @@ def read_safetensors(path: Path) -> dict:
     _check_plain_file(path, STATE_FILE)
     try:
         content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        sums = dict(content["sha256"])
-        names = [f"{group}.safetensors" for group in content["variables"]]
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{STATE_FILE} is damaged: {error!r}") from error
-    for name in names:
+    for group in content["variables"]:
+        name = f"{group}.safetensors"
         _check_plain_file(path, name)
-        if sha256_of(path / name) != sums.get(name):
+        if sha256_of(path / name) != content["sha256"][name]:
             raise ValueError(f"{name} is damaged")
     return content
 
@@ -106,17 +105,10 @@ def read_safetensors(path: Path) -> dict:
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
-        file_path = path / f"{group}.safetensors"
-        try:
-            with safe_open(file_path, framework="np") as file:
-                for index, variable in enumerate(variables):
-                    name = f"{index:05d}/{saved[group][index].path}"
-                    variable.assign(file.get_tensor(name))
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(
-                f"Expected the variables of a checkpoint in {file_path}; "
-                f"received: {error}"
-            ) from error
+        with safe_open(path / f"{group}.safetensors", framework="np") as file:
+            for index, variable in enumerate(variables):
+                name = f"{index:05d}/{saved[group][index].path}"
+                variable.assign(file.get_tensor(name))
 
 
 def _check_plain_file(path, name):
@@ -156,9 +148,9 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
     """Writes a checkpoint from all processes together."""
     ocp = _orbax()
     values = {
-        group: {name: _value_to_save(x.value) for name, x in _numbered(variables)}
+        group: {name: _value_to_save(x.value) for name, x in numbered}
         for group, variables in groups.items()
-        if _numbered(variables)
+        if (numbered := _numbered(variables))
     }
     if not is_remote(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,16 @@ _TILED = {
 _NOT_SLOTS = ("_variables", "_trainable_variables")
 
 
+def _source_of(path: str, dense: dict) -> tuple[str | None, bool]:
+    """Returns the dense weight that becomes a sparse one, and whether it is tiled."""
+    if path in dense:
+        return path, False
+    for end, dense_end in _TILED.items():
+        if path.endswith(end):
+            return path.removesuffix(end) + dense_end, True
+    return None, False  # The routers' own.
+
+
 def copy_weights(
     dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
 ) -> None:
@@ -36,21 +46,19 @@ def copy_weights(
     generator = np.random.default_rng(seed)
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)
     for weight in sparse_model.weights:
-        source = dense.get(weight.path)
-        if source is not None:
-            # Copied: on JAX both models would otherwise share, and donate, one buffer.
-            weight.assign(keras.ops.convert_to_numpy(source))
+        source, is_tiled = _source_of(weight.path, dense)
+        if source is None:
             continue
-        end = next((end for end in _TILED if weight.path.endswith(end)), None)
-        if end is None:
-            continue  # The routers' own.
-        source = dense[weight.path.removesuffix(end) + _TILED[end]]
-        value = keras.ops.convert_to_numpy(source).astype("float32")
-        scale = noise * value.std()
-        tiled = np.repeat(value[None], weight.shape[0], axis=0)
-        if scale:
-            tiled += generator.normal(scale=scale, size=tiled.shape).astype("float32")
-        weight.assign(tiled)
+        # Copied: on JAX both models would otherwise share, and donate, one buffer.
+        value = keras.ops.convert_to_numpy(dense[source])
+        if is_tiled:
+            value = value.astype("float32")
+            scale = noise * value.std()
+            value = np.repeat(value[None], weight.shape[0], axis=0)
+            if scale:
+                draw = generator.normal(scale=scale, size=value.shape)
+                value += draw.astype("float32")
+        weight.assign(value)
 
 
 def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
@@ -86,33 +94,24 @@ def carry_state(dense: Any, sparse: Any) -> int:
     sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
     indices = {path: index for index, path in enumerate(dense_paths)}
     for name, slots in vars(dense).items():
-        # A slot is a list with one entry per trainable variable.
         if isinstance(slots, keras.Variable):
             # Scalars, such as the iterations and the loss scale.
             getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
             carried += 1
             continue
-        if name in _NOT_SLOTS or not _is_slots(slots, len(dense_paths)):
+        # Slots are a list with a variable for each weight.
+        is_list = isinstance(slots, (list, tuple)) and len(slots) == len(dense_paths)
+        if name in _NOT_SLOTS or not is_list:
+            continue
+        if not all(isinstance(slot, keras.Variable) for slot in slots):
             continue
         for path, slot in zip(sparse_paths, getattr(sparse, name)):
-            end = None
-            if path not in indices:
-                end = next((end for end in _TILED if path.endswith(end)), None)
-            if end is not None:
-                path = path.removesuffix(end) + _TILED[end]
-            if path not in indices:
-                continue  # A router's.
-            value = keras.ops.convert_to_numpy(slots[indices[path]])
-            if end is not None:
-                value = np.broadcast_to(value, slot.shape)
-            slot.assign(value)
-            carried += 1
+            source, is_tiled = _source_of(path, indices)
+            if source in indices:
+                value = keras.ops.convert_to_numpy(slots[indices[source]])
+                slot.assign(np.broadcast_to(value, slot.shape) if is_tiled else value)
+                carried += 1
     return carried
-
-
-def _is_slots(value, length):
-    is_list = isinstance(value, (list, tuple)) and len(value) == length
-    return is_list and all(isinstance(slot, keras.Variable) for slot in value)
 
 
 def factors_of_dense(
@@ -204,10 +203,6 @@ class ModalityReport(NamedTuple):
     largest_token_difference: float
     preserved: bool
 
-    def to_dict(self) -> dict:
-        """Returns the report as JSON data."""
-        return {**self._asdict(), "blocks": list(self.blocks)}
-
 
 class UpcyclingReport(NamedTuple):
     """The result of upcycling.
@@ -238,12 +233,8 @@ class UpcyclingReport(NamedTuple):
 
     def to_dict(self) -> dict:
         """Returns the report as JSON data."""
-        modalities = {name: each.to_dict() for name, each in self.modalities.items()}
-        return {
-            **self._asdict(),
-            "blocks": list(self.blocks),
-            "modalities": modalities,
-        }
+        modalities = {name: each._asdict() for name, each in self.modalities.items()}
+        return {**self._asdict(), "modalities": modalities}
 
     def print(self, console: Console | None = None) -> None:
         """Prints the report as a table."""
@@ -261,15 +252,12 @@ class UpcyclingReport(NamedTuple):
                 f"{each.largest_difference:.2e} "
                 f"(tokens {each.largest_token_difference:.2e})",
             )
-        table.add_row("the function, in theory", _theory(self.preserved))
+        theory = {True: "the same", False: "not the same"}
+        table.add_row("the function, in theory", theory[self.preserved])
         for name, each in self.modalities.items():
-            table.add_row(f"the function, {name}", _theory(each.preserved))
+            table.add_row(f"the function, {name}", theory[each.preserved])
         table.add_row("optimizer variables carried over", str(self.slots))
         (console or Console()).print(table)
-
-
-def _theory(preserved):
-    return "the same" if preserved else "not the same"
 
 
 def report_of(
@@ -282,18 +270,34 @@ def report_of(
 ) -> UpcyclingReport:
     """Compares a sparse model with its dense original on the same inputs."""
     description = describe(sparse_model)
-    differences = largest_differences(dense_model, sparse_model, inputs)
     backbone = getattr(sparse_model, "backbone", sparse_model)
+    before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
+    outputs, tokens = (
+        {
+            name: float(np.abs(value - after[part][name]).max())
+            for name, value in before[part].items()
+        }
+        for part in ("outputs", "tokens")
+    )
+    modalities = {}
+    for modality in MODALITIES if isinstance(backbone, PairBackbone) else ():
+        own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
+        modalities[modality] = ModalityReport(
+            own,
+            outputs[modality],
+            tokens[modality],
+            _preserves(backbone, own, noise),
+        )
     return UpcyclingReport(
         blocks=tuple(blocks),
         dense_parameters=describe(dense_model).parameters,
         parameters=description.parameters,
         active_parameters=description.active_parameters,
-        largest_difference=max(differences[0].values()),
-        largest_token_difference=max(differences[1].values()),
-        preserved=preserves(backbone, blocks, noise),
+        largest_difference=max(outputs.values()),
+        largest_token_difference=max(tokens.values()),
+        preserved=_preserves(backbone, blocks, noise),
         slots=slots,
-        modalities=modality_reports(backbone, blocks, differences, noise),
+        modalities=modalities,
     )
 
 
@@ -319,20 +323,6 @@ def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
     return inputs
 
 
-def largest_differences(
-    dense_model: keras.Model, sparse_model: keras.Model, inputs: Any
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the largest differences of two models' outputs and of their tokens."""
-    before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
-    return tuple(
-        {
-            name: float(np.abs(value - after[part][name]).max())
-            for name, value in before[part].items()
-        }
-        for part in ("outputs", "tokens")
-    )
-
-
 def _results(model, inputs):
     """Returns float arrays of outputs and of tokens, by modality."""
     backbone = getattr(model, "backbone", model)
@@ -347,15 +337,15 @@ def _results(model, inputs):
             results["tokens"][""] = tokens[np.asarray(inputs["padding_mask"], bool)]
             results["outputs"][""] = results["outputs"][""]["pooled"]
     else:
-        names = {name: _last_block(backbone, name) for name in MODALITIES}
         features = backbone.features
+        last = {name.partition("/")[0]: name for name in features if "/" in name}
         results = keras.Model(
             backbone.input,
             {
                 "outputs": {
                     name: features[f"{name}_embeddings"] for name in MODALITIES
                 },
-                "tokens": {name: features[names[name]] for name in MODALITIES},
+                "tokens": {name: features[last[name]] for name in MODALITIES},
             },
         ).predict(inputs, verbose=0)
         mask = np.asarray(inputs["padding_mask"], bool)
@@ -366,39 +356,13 @@ def _results(model, inputs):
     }
 
 
-def _last_block(backbone, modality):
-    """Returns the name of a modality's last block."""
-    names = [name for name in backbone.features if name.startswith(f"{modality}/")]
-    return names[-1]
-
-
-def modality_reports(
-    backbone: keras.Model,
-    blocks: list[str],
-    differences: tuple[dict[str, float], dict[str, float]],
-    noise: float,
-) -> dict[str, ModalityReport]:
-    """Returns a report per modality; empty for single-modality backbones."""
-    if not isinstance(backbone, PairBackbone):
-        return {}
-    reports = {}
-    for modality in MODALITIES:
-        own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
-        reports[modality] = ModalityReport(
-            own,
-            *(each[modality] for each in differences),
-            preserves(backbone, own, noise),
-        )
-    return reports
-
-
-def preserves(backbone: keras.Model, blocks: Any, noise: float) -> bool:
+def _preserves(backbone, blocks, noise):
     """Whether a sparse backbone computes the dense one's function, in theory."""
     layers = [backbone.get_layer(name).feed_forward for name in blocks]
-    return not layers or (noise == 0 and all(map(_preserves, layers)))
+    return not layers or (noise == 0 and all(map(_averages_experts, layers)))
 
 
-def _preserves(layer):
+def _averages_experts(layer):
     """Whether identical experts in this layer compute what the MLP did."""
     router = layer.router
     if isinstance(layer, MuMoEBlock):

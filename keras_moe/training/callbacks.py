@@ -17,7 +17,6 @@ from keras_moe.compat import moving_averages, own_variables, restored
 
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
-BEST = ("keep", "restore")
 
 
 class Progress:
@@ -271,7 +270,9 @@ class BestEpoch(keras.callbacks.Callback):
         self, monitor: str, mode: str | None = None, patience: int | None = None
     ):
         super().__init__()
-        check_monitor(monitor, mode, patience, "mode")
+        check_one_of("mode", mode, (None, *MODES))
+        if patience is not None:
+            check_integer("patience", patience)
         self.monitor = monitor
         self.mode = mode or ("min" if monitor.endswith("loss") else "max")
         self.patience = patience
@@ -279,7 +280,6 @@ class BestEpoch(keras.callbacks.Callback):
         self.improved = False
         self._epochs = 0
         self._wait = 0
-        self._known = []
 
     def count_from(self, rows: int) -> None:
         """Sets the number of past epochs of a run that began without this callback."""
@@ -290,7 +290,6 @@ class BestEpoch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         row, self._epochs = self._epochs, self._epochs + 1
-        self._known = sorted({*self._known, *(logs or {})})
         value = (logs or {}).get(self.monitor)
         if value is None:
             if "/" not in self.monitor:
@@ -311,10 +310,9 @@ class BestEpoch(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         if self.value is not None or not self._epochs:
             return
-        reason = "was always NaN" if self._wait else "never came"
         warnings.warn(
-            f"No epoch is the best: monitor={self.monitor!r} {reason}; the metrics "
-            f"were {self._known}",
+            "No epoch is the best, since none has a number for "
+            f"monitor={self.monitor!r}; the last metrics were {sorted(logs or {})}",
             stacklevel=2,
         )
 
@@ -336,27 +334,3 @@ class BestEpoch(keras.callbacks.Callback):
         """Restores the state from a checkpoint."""
         self.value, self.row = state["value"], state["row"]
         self._epochs, self._wait = state["epochs"], state["wait"]
-
-
-def check_monitor(
-    monitor: Any, mode: Any, patience: Any, mode_name: str = "monitor_mode"
-) -> None:
-    """Validates the arguments of `BestEpoch`."""
-    if not isinstance(monitor, str) or not monitor:
-        raise ValueError(
-            f"Expected the name of a metric; received: monitor={monitor!r}"
-        )
-    check_one_of(mode_name, mode, (None, *MODES))
-    if patience is not None:
-        check_integer("patience", patience)
-
-
-def check_best(monitor: Any, mode: Any, patience: Any, best: Any) -> None:
-    """Validates a recipe's settings for the best epoch."""
-    check_one_of("best", best, (None, *BEST))
-    check_monitor("loss" if monitor is None else monitor, mode, patience)
-    if patience is best is None and (monitor, mode) != (None, None):
-        raise ValueError(
-            "Expected patience or best with monitor and monitor_mode; received: "
-            f"monitor={monitor!r}, monitor_mode={mode!r}, patience=None, best=None"
-        )

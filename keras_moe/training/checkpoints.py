@@ -6,7 +6,6 @@ two formats.
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -25,18 +24,8 @@ from keras_moe.processes import (
     checked_all_gather,
     rank_and_world_size,
 )
-from keras_moe.training._checkpoint_files import (
-    STATE_FILE,
-    as_path,
-    is_orbax,
-    is_remote,
-    read_orbax,
-    read_safetensors,
-    restore_orbax,
-    restore_safetensors,
-    write_orbax,
-    write_safetensors,
-)
+from keras_moe.training import _checkpoint_files as formats
+from keras_moe.training.non_finite import NonFiniteLoss
 
 _STEP = re.compile(r"step-\d{8,}")
 # Leftovers of interrupted writes: ours, ours during a replacement, and Orbax's.
@@ -47,15 +36,11 @@ _LEFTOVER = re.compile(
 )
 
 
-class NonFiniteValues(ValueError):
-    """A variable to be saved contains NaN or Inf."""
-
-
 class SavedVariable(NamedTuple):
     """Path, shape and dtype of a variable in a checkpoint."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
 
 
@@ -100,10 +85,10 @@ class Checkpoint:
                         f"Expected shape {tuple(variable.shape)} and {variable.dtype} "
                         f"of {variable.path} in {self.path}; received: {entry}"
                     )
-        if is_orbax(self.path):
-            restore_orbax(self.path, groups)
+        if formats.is_orbax(self.path):
+            formats.restore_orbax(self.path, groups)
         else:
-            restore_safetensors(self.path, groups, self.variables)
+            formats.restore_safetensors(self.path, groups, self.variables)
 
 
 def save_checkpoint(
@@ -135,7 +120,7 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        ValueError: a variable contains NaN or Inf, or the state is not JSON.
+        NonFiniteLoss: a variable contains NaN or Inf.
         OSError: writing failed; older checkpoints are intact.
 
     Example:
@@ -150,11 +135,8 @@ def save_checkpoint(
     >>> checkpoint.step, checkpoint.state["note"], keras.ops.max(weight).item()
     (7, 'good', 2.0)
     """
-    step = check_integer("step", step, minimum=0)
     check_integer("keep", keep)
-    if keep_every is not None:
-        check_integer("keep_every", keep_every)
-    _check_finite(groups)
+    _check_finite(step, groups)
     content = {
         "step": step,
         "state": state,
@@ -163,19 +145,11 @@ def save_checkpoint(
             for group, variables in groups.items()
         },
     }
-    try:
-        # Unlike weights, metrics in the state may be NaN.
-        json.dumps(content)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected a state that JSON can hold; received: state={state!r:.200} "
-            f"({error})"
-        ) from error
     path = step_folder(folder, step)
-    if is_remote(folder) or rank_and_world_size()[1] > 1:
-        checked_all_gather(lambda: write_orbax(path, groups, content))
+    if formats.is_remote(folder) or rank_and_world_size()[1] > 1:
+        checked_all_gather(lambda: formats.write_orbax(path, groups, content))
     else:
-        write_safetensors(path, groups, content)
+        formats.write_safetensors(path, groups, content)
     if rank_and_world_size()[0] == 0:
         try:
             _remove_older(path, keep, keep_every, keep_steps)
@@ -199,22 +173,18 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
 
     Example: see `save_checkpoint`.
     """
-    folder = as_path(folder)
+    folder = formats.as_path(folder)
     damaged = []
     # Other processes may still see folders that the first one is about to delete.
     names = broadcast_from_primary(lambda: [x.name for x in list_checkpoints(folder)])
-    for path in reversed([folder / name for name in names]):
+    for name in reversed(names):
         try:
-            checkpoint = open_checkpoint(path)
+            checkpoint = open_checkpoint(folder / name)
         except ValueError as error:
             damaged.append(str(error))
             continue
         if damaged:
-            warnings.warn(
-                f"Damaged checkpoints are skipped: {'; '.join(damaged)}. "
-                f"{path} is whole, and is used",
-                stacklevel=2,
-            )
+            warnings.warn(f"Skips checkpoints: {'; '.join(damaged)}", stacklevel=2)
         return checkpoint
     if damaged:
         raise ValueError(f"{'; '.join(damaged)}. Remove them to start over")
@@ -229,7 +199,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
     Example: see `save_checkpoint`.
     """
-    path = as_path(path)
+    path = formats.as_path(path)
     opened = []
     try:
         checked_all_gather(lambda: opened.append(_read(path)))
@@ -252,7 +222,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    folder = as_path(folder)
+    folder = formats.as_path(folder)
     if not folder.exists():
         return []
     paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
@@ -261,7 +231,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
 
 def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
     """Deletes leftovers of interrupted writes, and optionally all checkpoints."""
-    folder = as_path(folder)
+    folder = formats.as_path(folder)
 
     def clean() -> None:
         for path in list(folder.iterdir()) if folder.exists() else ():
@@ -300,7 +270,7 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
         ...
     keras_moe.files.FolderInUse: Expected no one else at work on the run in ...
     """
-    if is_remote(folder):
+    if formats.is_remote(folder):
         yield
         return
     folder = Path(folder)
@@ -316,14 +286,14 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
     """Whether a local or remote folder is a checkpoint."""
-    if is_remote(path):
+    if formats.is_remote(path):
         return True
-    return (Path(path) / STATE_FILE).exists() or is_orbax(Path(path))
+    return (Path(path) / formats.STATE_FILE).exists() or formats.is_orbax(Path(path))
 
 
 def step_folder(folder: str | os.PathLike, step: int) -> Any:
     """Returns the folder of a step's checkpoint."""
-    return as_path(folder) / f"step-{step:08d}"
+    return formats.as_path(folder) / f"step-{step:08d}"
 
 
 # Folders
@@ -334,7 +304,7 @@ def _step_of(path):
 
 
 def _remove(path):
-    if is_remote(path):
+    if formats.is_remote(path):
         path.rmtree()
     elif path.is_symlink() or not path.is_dir():
         path.unlink()
@@ -359,30 +329,27 @@ def _remove_older(newest, keep, keep_every, keep_steps):
 # Variables
 
 
-def _check_finite(groups):
+def _check_finite(step, groups):
     for group, variables in groups.items():
         for variable in variables:
             if not keras.backend.is_float_dtype(variable.dtype):
                 continue
             if not bool(ops.all(ops.isfinite(variable.value))):
-                raise NonFiniteValues(
+                raise NonFiniteLoss(
+                    step,
                     "Expected finite values; received: NaN or Inf in "
-                    f"{group}/{variable.path}"
+                    f"{group}/{variable.path}",
                 )
 
 
 def _fits(group, saved, variable):
-    same = saved.shape == tuple(variable.shape)
-    same = same and _is_float(saved.dtype) == _is_float(variable.dtype)
+    same = tuple(saved.shape) == tuple(variable.shape)
+    same = same and ("float" in saved.dtype) == ("float" in variable.dtype)
     if group != "model":
         return same
     # Keras calls unnamed variables "variable".
     names = {_name(saved.path), _name(variable.path)} - {"variable"}
     return same and len(names) < 2
-
-
-def _is_float(dtype):
-    return "float" in keras.backend.standardize_dtype(dtype)
 
 
 def _name(path):
@@ -392,19 +359,17 @@ def _name(path):
 
 def _read(path):
     """Opens the checkpoint in a folder and verifies its files."""
-    content = read_orbax(path) if is_orbax(path) else read_safetensors(path)
+    read = formats.read_orbax if formats.is_orbax(path) else formats.read_safetensors
     try:
+        content = read(path)
         variables = {
-            group: [
-                SavedVariable(str(name), tuple(map(int, shape)), str(dtype))
-                for name, shape, dtype in entries
-            ]
+            group: [SavedVariable(*entry) for entry in entries]
             for group, entries in content["variables"].items()
         }
-        step, state = int(content["step"]), dict(content["state"])
-        # A copy under another name would pass for another step of its run.
-        if _STEP.fullmatch(path.name) and step != _step_of(path):
-            raise ValueError(f"it is of step {step}")
-        return Checkpoint(path, step, state, variables)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        step, state = content["step"], content["state"]
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its state is damaged: {error!r}") from error
+    # A copy under another name would pass for another step of its run.
+    if _STEP.fullmatch(path.name) and step != _step_of(path):
+        raise ValueError(f"it is of step {step}")
+    return Checkpoint(path, step, state, variables)

@@ -3,16 +3,13 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any
-
-import keras
 
 from keras_moe import data
 from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.losses.pairs import check_similarity
 from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenizer
-from keras_moe.processes import process_index
+from keras_moe.processes import process_index, process_shard
 from keras_moe.training.data_sections import Datasets, PairData
 from keras_moe.training.objectives import Monitor, Objective, register_objective
 
@@ -77,26 +74,13 @@ class Contrastive(Objective):
         for name in ("vocabulary_size", "max_length", "evaluation_batch_size"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
-        if self.tokenizer is not None and not (
-            isinstance(self.tokenizer, str) and self.tokenizer
-        ):
-            raise ValueError(
-                "Expected tokenizer to be 'trained', 'clip', a path or None; "
-                f"received: tokenizer={self.tokenizer!r}"
-            )
         if self.tokenizer not in (None, _TRAINED):
             self._check_no_size(f"tokenizer={self.tokenizer!r}")
 
-    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+    def model_arguments(self, num_classes):
         return {"task": ContrastiveModel.task_name}
 
-    def prepare(
-        self,
-        model: keras.Model,
-        config: PairData,
-        data_dir: str | None = None,
-        run_folder: Path | None = None,
-    ) -> None:
+    def prepare(self, model, config, data_dir=None, run_folder=None):
         """Sets the model's tokenizer; `run_folder` keeps a trained one."""
         if self.tokenizer is None and model.preprocessor is not None:
             self._check_no_size("the preset's tokenizer")
@@ -108,15 +92,13 @@ class Contrastive(Objective):
         if kept is not None and (kept / _TOKENIZER).is_file():
             tokenizer = TextTokenizer.from_preset(kept)
         else:
-            tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
+            tokenizer = self._new_tokenizer(model.backbone, config, data_dir)
             if kept is not None and process_index() == 0:
                 tokenizer.save_to_preset(kept)
         tokenizer.check_fits(model.backbone)
         model.preprocessor = tokenizer
 
-    def new_tokenizer(
-        self, backbone: Any, config: PairData, data_dir: str | None = None
-    ) -> TextTokenizer:
+    def _new_tokenizer(self, backbone, config, data_dir):
         """Returns the configured tokenizer, trained on the captions if needed."""
         length = self.max_length or backbone.max_length
         name = self.tokenizer
@@ -150,12 +132,11 @@ class Contrastive(Objective):
         if self.max_length not in (None, tokenizer.max_length):
             raise ValueError(
                 f"Expected the preset's own max_length={tokenizer.max_length}, or "
-                "tokenizer='trained'; received: "
-                f"max_length={self.max_length}"
+                f"tokenizer='trained'; received: max_length={self.max_length}"
             )
         return tokenizer
 
-    def taken_from_data(self, model: keras.Model) -> dict[str, str]:
+    def taken_from_data(self, model):
         """Returns the digest of a byte-pair vocabulary, which may have been trained."""
         tokenizer = getattr(model.preprocessor, "tokenizer", None)
         merges = getattr(tokenizer, "merges", None)
@@ -164,28 +145,42 @@ class Contrastive(Objective):
         digest = hashlib.sha256("\n".join(map(str, merges)).encode())
         return {"tokenizer_sha256": digest.hexdigest()}
 
-    def datasets(
-        self,
-        config: PairData,
-        model: keras.Model,
-        batch_size: int,
-        seed: int,
-        data_dir: str | None = None,
-        start_step: int = 0,
-    ) -> Datasets:
-        return config.datasets(
-            model.backbone.image_shape,
-            batch_size,
-            seed,
-            model.preprocessor,
-            self.evaluation_batch_size or batch_size,
-            data_dir,
-            start_step,
+    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+        options, exclude = config.pair_options(), config.exclude or ()
+        count = config.epoch_size or data.num_pairs(
+            config.source, config.train_split, data_dir, exclude=exclude, **options
         )
+        steps = config.steps_per_epoch(count, batch_size)
+        common = {
+            "image_shape": tuple(model.backbone.image_shape),
+            "tokenizer": model.preprocessor,
+            "seed": seed,
+            "data_dir": data_dir,
+            "shard": process_shard(),
+        }
+        train = data.load_pairs(
+            config.source,
+            config.train_split,
+            batch_size=batch_size,
+            augment=config.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            exclude=exclude,
+            **common,
+            **options,
+        )
+        test = data.load_pairs(
+            config.evaluated_source,
+            config.test_split,
+            batch_size=self.evaluation_batch_size or batch_size,
+            shuffle=False,
+            **common,
+            **config.test_pair_options(data_dir),
+        )
+        return Datasets(train, test, None, steps)
 
-    def loss_and_metrics(
-        self, model: keras.Model, config: PairData
-    ) -> tuple[Any, list]:
+    def loss_and_metrics(self, model, config):
         loss = LOSSES.get(self.loss, type(model.default_loss()))
         return loss(
             multi_positive=self.multi_positive,

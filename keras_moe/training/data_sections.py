@@ -1,23 +1,19 @@
-"""The `data` section of a recipe for each kind of data, and the batches it yields.
+"""The `data` section of a recipe for each kind of data.
 
 The objective determines the kind of data.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_moe import data
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.data.sources import has_captions
-from keras_moe.processes import process_shard
 from keras_moe.training.sections import Section
-
-_PAIR_OPTIONS = ("captions", "templates")
 
 
 class Datasets(NamedTuple):
@@ -95,7 +91,8 @@ class DataConfig(Section):
         """Returns the examples that a search left out; None without a search."""
         return None
 
-    def _steps_per_epoch(self, count: int, batch_size: int) -> int:
+    def steps_per_epoch(self, count: int, batch_size: int) -> int:
+        """Returns the number of batches in an epoch of `count` examples."""
         if count < batch_size:
             raise ValueError(
                 "Expected a batch no larger than the examples to train on; "
@@ -148,50 +145,6 @@ class ImageData(DataConfig):
             )
         return self._left_out[data_dir]
 
-    def datasets(
-        self,
-        image_shape: tuple[int, int, int],
-        batch_size: int,
-        seed: int,
-        num_classes: int | None,
-        data_dir: str | None = None,
-        start_step: int = 0,
-        **labels: Any,
-    ) -> Datasets:
-        """Returns the batches of a run, starting `start_step` batches into it.
-
-        `labels` are label options of `keras_moe.data.load`.
-        """
-        exclude, exclude_from_test = self.left_out(data_dir)
-        count = data.num_examples(self.source, self.train_split, data_dir, exclude)
-        common = {
-            "image_shape": tuple(image_shape),
-            "batch_size": batch_size,
-            "seed": seed,
-            "data_dir": data_dir,
-            "shard": process_shard(),
-            **labels,
-        }
-        steps = self._steps_per_epoch(count, batch_size)
-        train = data.load(
-            self.source,
-            self.train_split,
-            augment=self.augment,
-            shuffle=True,
-            repeat=True,
-            start_batch=start_step,
-            exclude=exclude,
-            **common,
-        )
-        test = data.load(
-            self.source,
-            self.test_split,
-            shuffle=False,
-            exclude=exclude_from_test,
-            **common,
-        )
-        return Datasets(train, test, num_classes, steps)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairData(DataConfig):
@@ -227,12 +180,13 @@ class PairData(DataConfig):
     test_source: str | None = None
 
     def __post_init__(self):
-        _check_source(self.source)
-        if not isinstance(self.test_source, str | None):
+        if not self.source or not isinstance(self.source, (str, dict)):
             raise ValueError(
-                "Expected test_source to be a string or None; "
-                f"received: test_source={self.test_source!r}"
+                "Expected source to be a name, or a dict from names to weights; "
+                f"received: source={self.source!r}"
             )
+        for name, weight in _weights(self.source).items():
+            check_positive(f"source[{name!r}]", weight)
         if self.epoch_size is not None:
             check_integer("epoch_size", self.epoch_size)
         # Validates the rest as far as possible without data.
@@ -250,13 +204,14 @@ class PairData(DataConfig):
 
     def pair_options(self) -> dict[str, Any]:
         """Returns the given options as arguments of `keras_moe.data.load_pairs`."""
-        options = {name: getattr(self, name) for name in (*_PAIR_OPTIONS, "unreadable")}
+        names = ("captions", "templates", "unreadable")
+        options = {name: getattr(self, name) for name in names}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def evaluated_source(self) -> str:
         """Source of the pairs to evaluate on."""
-        return self.test_source or next(iter(_sources(self.source)))
+        return self.test_source or next(iter(_weights(self.source)))
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
         """Returns `keras_moe.data.load_pairs` options for the test pairs.
@@ -273,68 +228,7 @@ class PairData(DataConfig):
             del options["templates"]
         return options
 
-    def datasets(
-        self,
-        image_shape: tuple[int, int, int],
-        batch_size: int,
-        seed: int,
-        tokenizer: Any,
-        test_batch_size: int,
-        data_dir: str | None = None,
-        start_step: int = 0,
-    ) -> Datasets:
-        """Returns the batches of a run, starting `start_step` batches into it."""
-        options, exclude = self.pair_options(), self.exclude or ()
-        count = self.epoch_size or data.num_pairs(
-            self.source, self.train_split, data_dir, exclude=exclude, **options
-        )
-        steps = self._steps_per_epoch(count, batch_size)
-        common = {
-            "image_shape": tuple(image_shape),
-            "tokenizer": tokenizer,
-            "seed": seed,
-            "data_dir": data_dir,
-            "shard": process_shard(),
-        }
-        train = data.load_pairs(
-            self.source,
-            self.train_split,
-            batch_size=batch_size,
-            augment=self.augment,
-            shuffle=True,
-            repeat=True,
-            start_batch=start_step,
-            exclude=exclude,
-            **common,
-            **options,
-        )
-        test = data.load_pairs(
-            self.evaluated_source,
-            self.test_split,
-            batch_size=test_batch_size,
-            shuffle=False,
-            **common,
-            **self.test_pair_options(data_dir),
-        )
-        return Datasets(train, test, None, steps)
 
-
-def _sources(source):
-    """Returns the names of all sources, which may be mixed."""
-    return source if isinstance(source, dict) else [source]
-
-
-def _check_source(source):
-    """Validates that `source` is a name or a dict of positive weights."""
-    if isinstance(source, str):
-        return
-    weights = source.values() if isinstance(source, dict) else ()
-    are_numbers = all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
-        for x in weights
-    )
-    if not weights or not are_numbers or not all(isinstance(x, str) for x in source):
-        raise ValueError(
-            "Expected source to be a name, or a dict from names to weights above 0; "
-            f"received: source={source!r}"
-        )
+def _weights(source):
+    """Returns the weights of all sources, which may be mixed."""
+    return source if isinstance(source, dict) else {source: 1}

@@ -1,6 +1,5 @@
 """Evaluation during training: few-shot, zero-shot, retrieval, or your own."""
 
-import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,18 +60,13 @@ class PeriodicEvaluation(PeriodicCallback):
         path: str | os.PathLike | None = None,
     ):
         super().__init__(every, unit)
-        if not isinstance(evaluators, Mapping) or not evaluators:
+        self.evaluators = dict(evaluators)
+        # Fails here rather than after an epoch.
+        if not evaluators or not all(map(callable, evaluators.values())):
             raise ValueError(
-                "Expected a dict of at least one evaluator; "
+                "Expected a dict of functions from a model to a dict of numbers; "
                 f"received: evaluators={evaluators!r}"
             )
-        for name, evaluator in evaluators.items():
-            if not callable(evaluator):
-                raise ValueError(
-                    "Expected callables from a model to a dict; "
-                    f"received: {name}={evaluator!r}"
-                )
-        self.evaluators = dict(evaluators)
         self.path = path
 
     def measure(self):
@@ -82,11 +76,6 @@ class PeriodicEvaluation(PeriodicCallback):
             with averages_in_place(self.model):
                 results = evaluator(self.model)
             for key, value in results.items():
-                if not isinstance(value, numbers.Real):
-                    raise ValueError(
-                        f"Expected numbers of the evaluator {name!r}; "
-                        f"received: {key}={value!r}"
-                    )
                 figures[f"{name}/{key}"] = float(value)
         return figures
 

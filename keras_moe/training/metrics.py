@@ -12,6 +12,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
+    argument_names,
     check_bool,
     check_class_labels,
     check_integer,
@@ -53,10 +54,7 @@ class PrecisionAt1(keras.metrics.Mean):
         self.sparse_labels = check_bool("sparse_labels", sparse_labels)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        if self.sparse_labels:
-            check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
-        y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
-        _check_shapes(y_true, y_pred, self.sparse_labels)
+        y_true, y_pred = _checked(y_true, y_pred, self.sparse_labels)
         top = ops.expand_dims(ops.argmax(y_pred, axis=-1), -1)
         if self.sparse_labels:
             hit = ops.any(ops.cast(y_true, "int32") == ops.cast(top, "int32"), axis=-1)
@@ -123,16 +121,8 @@ class MeanAveragePrecision(keras.metrics.Metric):
         self.examples = self.add_weight(size, "zeros", name="examples")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        if self.sparse_labels:
-            check_class_labels(y_true, self.num_classes, ignored=-1)
-        y_true = ops.convert_to_tensor(y_true)
-        y_pred = ops.cast(ops.convert_to_tensor(y_pred), "float32")
-        _check_shapes(y_true, y_pred, self.sparse_labels)
-        if y_pred.shape[1] != self.num_classes:
-            raise ValueError(
-                f"Expected predictions of num_classes={self.num_classes}; "
-                f"received: y_pred.shape={tuple(y_pred.shape)}"
-            )
+        y_true, y_pred = _checked(y_true, y_pred, self.sparse_labels)
+        y_pred = ops.cast(y_pred, "float32")
         weight = _vector(sample_weight, y_pred)
         if weight is None:
             weight = ops.ones_like(y_pred[:, 0])
@@ -145,20 +135,20 @@ class MeanAveragePrecision(keras.metrics.Metric):
         share = (y_pred + self.max_logit) / (2.0 * self.max_logit)
         bins = ops.clip(share * self.num_bins, 0.0, self.num_bins - 1.0)
         first = ops.arange(self.num_classes, dtype="int32") * self.num_bins
-        places = ops.cast(bins, "int32") + first
-        self._add(self.examples, places, ops.broadcast_to(weight, ops.shape(places)))
+        indices = ops.cast(bins, "int32") + first
+        self._add(self.examples, indices, ops.broadcast_to(weight, ops.shape(indices)))
         if self.sparse_labels:
             labels = ops.cast(y_true, "int32")
-            places = ops.take_along_axis(places, ops.maximum(labels, 0), axis=1)
+            indices = ops.take_along_axis(indices, ops.maximum(labels, 0), axis=1)
             is_label = counted(labels)
         else:
             is_label = y_true > 0
-        self._add(self.positives, places, ops.where(is_label, weight, 0.0))
+        self._add(self.positives, indices, ops.where(is_label, weight, 0.0))
 
-    def _add(self, counts, places, values):
+    def _add(self, counts, indices, values):
         flat = ops.segment_sum(
             ops.reshape(values, [-1]),
-            ops.reshape(places, [-1]),
+            ops.reshape(indices, [-1]),
             num_segments=self.num_classes * self.num_bins,
         )
         counts.assign_add(flat)
@@ -186,17 +176,15 @@ class MeanAveragePrecision(keras.metrics.Metric):
         return ops.sum(values * is_there) / ops.maximum(ops.sum(is_there), 1.0)
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "num_classes": self.num_classes,
-            "num_bins": self.num_bins,
-            "max_logit": self.max_logit,
-            "from_logits": self.from_logits,
-            "sparse_labels": self.sparse_labels,
-        }
+        own = {name: getattr(self, name) for name in argument_names(type(self))}
+        return {**own, **super().get_config()}
 
 
-def _check_shapes(y_true, y_pred, sparse_labels):
+def _checked(y_true, y_pred, sparse_labels):
+    """Returns labels and predictions as tensors."""
+    if sparse_labels:
+        check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
+    y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
     fits = len(y_true.shape) == len(y_pred.shape) == 2
     if not fits or not (sparse_labels or y_true.shape[1] == y_pred.shape[1]):
         raise ValueError(
@@ -205,6 +193,7 @@ def _check_shapes(y_true, y_pred, sparse_labels):
             f"{tuple(y_true.shape)}, y_pred.shape={tuple(y_pred.shape)}, "
             f"sparse_labels={sparse_labels}"
         )
+    return y_true, y_pred
 
 
 def _vector(sample_weight, y_pred):

@@ -12,7 +12,6 @@ from keras_moe.checks import check_bool, check_integer
 from keras_moe.models.weights_file import checked_weights
 from keras_moe.training.checkpoints import (
     is_checkpoint,
-    is_remote,
     open_checkpoint,
 )
 from keras_moe.training.recipes import Recipe
@@ -89,7 +88,8 @@ def greedy_soup(
     weights = {id(x) for x in model.weights}
     done = False
     try:
-        soup = _cook(_Pot(model, checkpoints, metric), replacement, max_ingredients)
+        average = _Average(model, checkpoints, metric)
+        soup = _greedy_soup(average, replacement, max_ingredients)
         done = True
     finally:
         for variable, value in zip(model.variables, before, strict=True):
@@ -98,68 +98,98 @@ def greedy_soup(
     return soup
 
 
-def _cook(pot, replacement, max_ingredients):
-    count = range(len(pot.checkpoints))
-    singles = [pot.score_alone(position) for position in count]
-    pot.add(int(np.argmax(singles)))
+def _greedy_soup(average, replacement, max_ingredients):
+    indices = range(len(average.checkpoints))
+    singles = [average.score(index, alone=True) for index in indices]
+    average.add(int(np.argmax(singles)))
     scores = [max(singles)]
-    while len(pot.ingredients) < max_ingredients:
+    while len(average.ingredients) < max_ingredients:
         candidates = {
-            position: pot.score_with(position)
-            for position in count
-            if replacement or position not in pot.ingredients
+            index: average.score(index)
+            for index in indices
+            if replacement or index not in average.ingredients
         }
         if not candidates or max(candidates.values()) <= scores[-1]:
             break
         best = max(candidates, key=candidates.get)
-        pot.add(best)
+        average.add(best)
         scores.append(candidates[best])
-    pot.serve()
-    return Soup(tuple(pot.ingredients), tuple(scores), tuple(singles))
+    average.assign()
+    return Soup(tuple(average.ingredients), tuple(scores), tuple(singles))
 
 
-class _Pot:
+class _Average:
     """The sum of the ingredients so far, and a model to try them with."""
 
     def __init__(self, model, checkpoints, metric):
         self.model, self.checkpoints, self.metric = model, checkpoints, metric
-        floats = (x for x in model.weights if keras.backend.is_float_dtype(x.dtype))
-        self.averaged = list(floats)
+        self.averaged = [
+            x for x in model.weights if keras.backend.is_float_dtype(x.dtype)
+        ]
         self.totals = [np.zeros(x.shape, "float32") for x in self.averaged]
         self.ingredients: list[int] = []
 
-    def score_alone(self, position: int) -> float:
-        _load(self.model, self.checkpoints, position)
-        return self._score(position)
-
-    def score_with(self, position: int) -> float:
-        """Returns the metric of the soup with one more checkpoint."""
-        _load(self.model, self.checkpoints, position)
-        for variable, total in zip(self.averaged, self.totals, strict=True):
-            mean = (total + _numpy(variable)) / (len(self.ingredients) + 1)
-            variable.assign(mean)
-        return self._score(position)
-
-    def add(self, position: int) -> None:
-        _load(self.model, self.checkpoints, position)
-        for variable, total in zip(self.averaged, self.totals, strict=True):
-            total += _numpy(variable)
-        self.ingredients.append(position)
-
-    def serve(self) -> None:
-        """Gives the model the soup's weights and the best checkpoint's integers."""
-        _load(self.model, self.checkpoints, self.ingredients[0])
-        for variable, total in zip(self.averaged, self.totals, strict=True):
-            variable.assign(total / len(self.ingredients))
-
-    def _score(self, position):
+    def score(self, index: int, alone: bool = False) -> float:
+        """Returns the metric of a checkpoint, alone or added to the average."""
+        self._load(index)
+        if not alone:
+            for variable, total in zip(self.averaged, self.totals, strict=True):
+                mean = (total + _to_numpy(variable)) / (len(self.ingredients) + 1)
+                variable.assign(mean)
         value = float(self.metric(self.model))
         if not np.isfinite(value):
             raise ValueError(
-                f"Expected a finite metric; received: {value} with checkpoint "
-                f"{_name(self.checkpoints, position)}"
+                f"Expected a finite metric; received: {value} with checkpoint {index}"
             )
         return value
+
+    def add(self, index: int) -> None:
+        """Adds a checkpoint to the average."""
+        self._load(index)
+        for variable, total in zip(self.averaged, self.totals, strict=True):
+            total += _to_numpy(variable)
+        self.ingredients.append(index)
+
+    def assign(self) -> None:
+        """Gives the model the average weights and the best checkpoint's integers."""
+        self._load(self.ingredients[0])
+        for variable, total in zip(self.averaged, self.totals, strict=True):
+            variable.assign(total / len(self.ingredients))
+
+    def _load(self, index):
+        try:
+            _load_weights(self.model, self.checkpoints[index])
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Expected the weights of the model; received: checkpoint {index}: "
+                f"{error}"
+            ) from error
+
+
+def _to_numpy(variable) -> np.ndarray:
+    return keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+
+
+def _load_weights(model, checkpoint):
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        values = [np.asarray(array) for array in checkpoint]
+    elif is_checkpoint(checkpoint):
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        open_checkpoint(checkpoint).restore({"model": variables})
+        return
+    elif os.fspath(checkpoint).endswith(".weights.h5"):
+        optimizer = getattr(model, "optimizer", None)
+        skipped = [] if optimizer is None else [optimizer]
+        with checked_weights(checkpoint):
+            keras.saving.load_weights(model, checkpoint, objects_to_skip=skipped)
+        return
+    else:
+        # These have several weight files, or include an optimizer.
+        is_folder = os.path.isdir(checkpoint)
+        load = models.from_preset if is_folder else keras.saving.load_model
+        values = load(os.fspath(checkpoint), compile=False).weights
+    for variable, value in zip(model.weights, values, strict=True):
+        variable.assign(value)
 
 
 def cooldown_branch(
@@ -221,64 +251,3 @@ def cooldown_branch(
         "schedule.schedule_steps": None,
     }
     return recipe.replace(**{**settings, **overrides})
-
-
-def _numpy(variable) -> np.ndarray:
-    return keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
-
-
-def _name(checkpoints, position) -> str:
-    """Returns the name of a checkpoint for an error message."""
-    checkpoint = checkpoints[position]
-    is_path = isinstance(checkpoint, (str, os.PathLike))
-    return f"{position}, {os.fspath(checkpoint)}" if is_path else f"{position}"
-
-
-def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
-    """Loads a checkpoint's weights into the model."""
-    checkpoint, name = checkpoints[position], _name(checkpoints, position)
-    if not isinstance(checkpoint, (str, os.PathLike)):
-        _assign(model.weights, [np.asarray(array) for array in checkpoint], name)
-        return
-    path = os.fspath(checkpoint)
-    if not is_remote(path) and not os.path.exists(path):
-        raise ValueError(
-            "Expected a file of weights, or the folder of a preset or a checkpoint; "
-            f"received: checkpoint {name}"
-        )
-    try:
-        if is_checkpoint(path):
-            variables = [*model.trainable_variables, *model.non_trainable_variables]
-            open_checkpoint(path).restore({"model": variables})
-            return
-        if path.endswith(".weights.h5"):
-            optimizer = getattr(model, "optimizer", None)
-            skipped = [] if optimizer is None else [optimizer]
-            with checked_weights(path):
-                keras.saving.load_weights(model, path, objects_to_skip=skipped)
-            return
-        # These have several weight files, or include an optimizer.
-        load = models.from_preset if os.path.isdir(path) else keras.saving.load_model
-        other = load(path, compile=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"Expected the weights of the model; received: checkpoint {name}: "
-            f"{' '.join(str(error).split())}"
-        ) from error
-    _assign(model.weights, other.weights, name)
-
-
-def _assign(variables: Sequence, values: Sequence, name: str) -> None:
-    if len(variables) != len(values):
-        raise ValueError(
-            f"Expected {len(variables)} arrays, one for each of the model's weights; "
-            f"received: checkpoint {name} of {len(values)}"
-        )
-    for variable, value in zip(variables, values, strict=True):
-        if tuple(variable.shape) != tuple(value.shape):
-            raise ValueError(
-                f"Expected {variable.path} of shape {tuple(variable.shape)}; "
-                f"received: checkpoint {name} with {tuple(value.shape)}"
-            )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)

@@ -1,7 +1,6 @@
 """Finds the origin of NaN and Inf: checks the loss and searches for the layer."""
 
 import contextlib
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -64,9 +63,6 @@ class StopOnNonFinite(ProgressCallback):
     Reads the loss from `fit`'s logs, which are fetched anyway; on JAX in a separate
     thread, so the device does not wait.
 
-    Args:
-        first_step: number of steps before `fit`.
-
     Example:
 
     >>> from keras_moe.training import StopOnNonFinite
@@ -83,8 +79,8 @@ class StopOnNonFinite(ProgressCallback):
     # `fit` may call `on_train_batch_end` from another thread.
     async_safe = True
 
-    def __init__(self, first_step: int = 0):
-        super().__init__(first_step)
+    def __init__(self):
+        super().__init__()
 
     def on_train_batch_end(self, batch, logs=None):
         self._check(logs, self.progress.step_of(batch))
@@ -137,19 +133,18 @@ def locate_non_finite(
         return NonFinite("weights", bad)
     if not all(_is_finite(value) for value in tree.flatten([x, y])):
         return NonFinite("inputs", "")
-    watch = _Watch()
     with restored(model.variables):
-        with watch.layers_of(model):
-            y_pred = _in_training(model, x)
-        if watch.first is not None:
-            return watch.first
+        with _watched_layers(model) as (finished, found):
+            y_pred = model(x, training=True)
+        if found:
+            return found[0]
         y_true = None
         if y is not None:
             y_true = tree.map_structure(ops.convert_to_tensor, y)
         loss = model.compute_loss(x=x, y=y_true, y_pred=y_pred)
         if not _is_finite(loss):
             return NonFinite("loss", "")
-        return _bad_gradient(model, x, y, watch.order) if gradients else None
+        return _bad_gradient(model, x, y, finished) if gradients else None
 
 
 def first_non_finite_step(
@@ -184,63 +179,49 @@ def first_non_finite_step(
 
 def first_non_finite_weight(model: keras.Model) -> str | None:
     """Returns the path of the first weight with NaN or Inf, or None."""
-    for variable in model.weights:
-        if not _is_finite(variable.value):
-            return variable.path
-    return None
+    bad = (x.path for x in model.weights if not _is_finite(x.value))
+    return next(bad, None)
 
 
-def _in_training(model, x):
-    takes = "training" in inspect.signature(model.call).parameters
-    return model(x, **({"training": True} if takes else {}))
+@contextlib.contextmanager
+def _watched_layers(model):
+    """Yields the layers that finish, with their paths, and their non-finite values."""
+    finished, found, within = [], [], []
 
+    def look(what, path, values):
+        if not all(map(_is_finite, tree.flatten(values))):
+            found.append(NonFinite(what, path))
 
-class _Watch:
-    """Records the first non-finite value among the layers' inputs and outputs."""
-
-    def __init__(self):
-        self.first = None
-        # Layers in the order in which they finished, and their paths.
-        self.order = []
-        self._within = []
-
-    @contextlib.contextmanager
-    def layers_of(self, model):
-        layers = [
-            layer
-            for layer in flatten_layers(model, include_self=False)
-            if not isinstance(layer, keras.layers.InputLayer)
-        ]
-        calls = [layer.call for layer in layers]
-        for layer, call in zip(layers, calls):
-            layer.call = self._watched(layer, call)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                # Makes the class's method visible again.
-                del layer.call
-
-    def _watched(self, layer, call):
-        def watched(*args, **kwargs):
+    def watched(layer, call):
+        def watched_call(*args, **kwargs):
             # Layers without weights have no path.
-            path = layer.path or "/".join([*self._within[-1:], layer.name])
-            self._look("input", path, (args, kwargs))
-            self._within.append(path)
+            path = layer.path or "/".join([*within[-1:], layer.name])
+            look("input", path, (args, kwargs))
+            within.append(path)
             outputs = call(*args, **kwargs)
-            self._within.pop()
-            self._look("output", path, outputs)
-            self.order.append((layer, path))
+            within.pop()
+            look("output", path, outputs)
+            finished.append((layer, path))
             return outputs
 
-        return watched
+        return watched_call
 
-    def _look(self, what, path, values):
-        if self.first is None and not all(map(_is_finite, tree.flatten(values))):
-            self.first = NonFinite(what, path)
+    layers = [
+        layer
+        for layer in flatten_layers(model, include_self=False)
+        if not isinstance(layer, keras.layers.InputLayer)
+    ]
+    for layer in layers:
+        layer.call = watched(layer, layer.call)
+    try:
+        yield finished, found
+    finally:
+        for layer in layers:
+            # Makes the class's method visible again.
+            del layer.call
 
 
-class GradientProbe(keras.optimizers.Optimizer):
+class _GradientProbe(keras.optimizers.Optimizer):
     """Replaces each weight by its gradient."""
 
     def __init__(self):
@@ -250,11 +231,11 @@ class GradientProbe(keras.optimizers.Optimizer):
         self.assign(variable, ops.cast(gradient, variable.dtype))
 
 
-def _bad_gradient(model, x, y, order):
+def _bad_gradient(model, x, y, finished):
     optimizer = model.optimizer
     try:
         with restored(model.metrics_variables):
-            model.optimizer = GradientProbe()
+            model.optimizer = _GradientProbe()
             model.optimizer.build(model.trainable_variables)
             model.make_train_function(force=True)
             model.train_on_batch(x, y)
@@ -263,10 +244,8 @@ def _bad_gradient(model, x, y, order):
         model.optimizer = optimizer
         model.train_function = None
     # Gradients flow from the last layer to the first.
-    for layer, path in reversed(order):
-        if any(
-            id(variable) in bad for variable in own_variables(layer, trainable=True)
-        ):
+    for layer, path in reversed(finished):
+        if any(id(x) in bad for x in own_variables(layer, trainable=True)):
             return NonFinite("gradient", path)
     for variable in model.trainable_variables:
         if id(variable) in bad:

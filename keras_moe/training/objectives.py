@@ -13,6 +13,7 @@ import keras
 from keras_moe import data, models
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.processes import process_shard
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
@@ -163,18 +164,7 @@ def register_objective(name: str) -> Callable[[type], type]:
     """
 
     def register(cls: type) -> type:
-        is_objective = isinstance(cls, type) and issubclass(cls, Objective)
-        monitor = getattr(cls, "monitor", None)
-        if (
-            not is_objective
-            or not dataclasses.is_dataclass(cls)
-            or not isinstance(monitor, Monitor)
-        ):
-            raise ValueError(
-                "Expected a dataclass of Objective with a `monitor`; "
-                f"received: {cls!r}, monitor={monitor!r}"
-            )
-        check_one_of("mode", monitor.mode, MODES)
+        check_one_of("mode", cls.monitor.mode, MODES)
         cls.name = name
         OBJECTIVES[name] = cls
         return cls
@@ -211,39 +201,49 @@ class LabelledImages(Objective):
         """Returns the arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
-    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+    def num_classes(self, config, data_dir=None):
         names = self.own_classes()
         if names is not None:
             return len(names)
         return data.num_classes(config.source, data_dir)
 
-    def class_names(
-        self, config: DataConfig, data_dir: str | None = None
-    ) -> tuple[str, ...] | None:
+    def class_names(self, config, data_dir=None):
         names = self.own_classes()
         return data.class_names(config.source, data_dir) if names is None else names
 
-    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+    def model_arguments(self, num_classes):
         return {"num_classes": num_classes}
 
-    def datasets(
-        self,
-        config: DataConfig,
-        model: keras.Model,
-        batch_size: int,
-        seed: int,
-        data_dir: str | None = None,
-        start_step: int = 0,
-    ) -> Datasets:
-        return config.datasets(
-            model.backbone.image_shape,
-            batch_size,
-            seed,
-            self.num_classes(config, data_dir),
-            data_dir,
-            start_step,
+    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+        exclude, exclude_from_test = config.left_out(data_dir)
+        count = data.num_examples(config.source, config.train_split, data_dir, exclude)
+        steps = config.steps_per_epoch(count, batch_size)
+        common = {
+            "image_shape": tuple(model.backbone.image_shape),
+            "batch_size": batch_size,
+            "seed": seed,
+            "data_dir": data_dir,
+            "shard": process_shard(),
             **self.label_options(config),
+        }
+        train = data.load(
+            config.source,
+            config.train_split,
+            augment=config.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            exclude=exclude,
+            **common,
         )
+        test = data.load(
+            config.source,
+            config.test_split,
+            shuffle=False,
+            exclude=exclude_from_test,
+            **common,
+        )
+        return Datasets(train, test, self.num_classes(config, data_dir), steps)
 
 
 @register_objective("classification")
@@ -263,12 +263,10 @@ class Classification(LabelledImages):
 
     monitor = Monitor("val_accuracy")
 
-    def label_options(self, config: DataConfig) -> dict[str, Any]:
+    def label_options(self, config):
         return {"one_hot": True}
 
-    def loss_and_metrics(
-        self, model: keras.Model, config: DataConfig
-    ) -> tuple[Any, list]:
+    def loss_and_metrics(self, model, config):
         loss = "auto"
         if not model.multi_label:
             loss = keras.losses.CategoricalCrossentropy(model.output_activation is None)
@@ -302,20 +300,15 @@ class MultiLabel(LabelledImages):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.hierarchy is not None and not isinstance(self.hierarchy, str):
-            raise ValueError(
-                "Expected hierarchy to be the path of a file, or None; "
-                f"received: hierarchy={self.hierarchy!r}"
-            )
         if self.max_labels is not None:
             check_integer("max_labels", self.max_labels)
 
-    def own_classes(self) -> tuple[str, ...] | None:
+    def own_classes(self):
         if self.hierarchy is None:
             return None
         return tuple(data.LabelHierarchy.load(self.hierarchy).classes)
 
-    def label_options(self, config: DataConfig) -> dict[str, Any]:
+    def label_options(self, config):
         return {
             "one_hot": config.mixes_labels,
             "multi_label": True,
@@ -323,12 +316,10 @@ class MultiLabel(LabelledImages):
             "max_labels": self.max_labels,
         }
 
-    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+    def model_arguments(self, num_classes):
         return {**super().model_arguments(num_classes), "multi_label": True}
 
-    def loss_and_metrics(
-        self, model: keras.Model, config: DataConfig
-    ) -> tuple[Any, list]:
+    def loss_and_metrics(self, model, config):
         numbers = not config.mixes_labels
         from_logits = model.output_activation is None
         loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy

@@ -2,9 +2,8 @@
 
 import dataclasses
 import difflib
-import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +11,9 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import (
+    argument_names,
     check_argument_names,
+    check_dropout,
     check_integer,
     check_not_negative,
     check_one_of,
@@ -46,28 +47,19 @@ class Factors(NamedTuple):
 
 def check_groups(groups: Any) -> list[dict]:
     """Validates parameter groups and returns them as a list of dicts."""
-    if isinstance(groups, (str, dict)) or not isinstance(groups, Iterable):
-        raise ValueError(f"Expected a list of groups; received: groups={groups!r}")
-    checked = []
     for group in groups:
-        if not hasattr(group, "items") or not isinstance(group.get("match"), str):
+        try:
+            re.compile(group["match"])
+        except (KeyError, TypeError, re.error) as error:
             raise ValueError(
-                "Expected groups to be dicts with a string 'match'; "
-                f"received: {group!r}"
-            )
+                "Expected groups to be dicts whose 'match' is a regular expression or "
+                f"one of {', '.join(NAMED_GROUPS)}; received: groups={groups!r} "
+                f"({error!r})"
+            ) from error
         check_argument_names(group, ["match", *Factors._fields], "a group")
         for name in Factors._fields:
             check_not_negative(name, group.get(name, 1.0))
-        try:
-            re.compile(group["match"])
-        except re.error as error:
-            raise ValueError(
-                "Expected a regular expression or one of "
-                f"{', '.join(NAMED_GROUPS)}; received: match={group['match']!r} "
-                f"({error})"
-            ) from error
-        checked.append(dict(group))
-    return checked
+    return [dict(group) for group in groups]
 
 
 def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]:
@@ -79,15 +71,12 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
         matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
         new = [i for i in matched if factors[i] is None]
         if not new:
-            if matched:
-                reason = f"its {len(matched)} weights are in groups before it"
-            else:
-                names = [*NAMED_GROUPS, *paths]
-                close = difflib.get_close_matches(match, names, n=3, cutoff=0.3)
-                reason = f"nearest: {', '.join(close or paths[:3])}"
+            names = [*NAMED_GROUPS, *paths]
+            close = difflib.get_close_matches(match, names, n=3, cutoff=0.3)
             raise ValueError(
-                "Expected every group to have a weight, whose whole path it matches; "
-                f"received: match={match!r} ({reason})"
+                "Expected every group to match the full path of a weight that is not "
+                f"in a group before it; received: match={match!r} "
+                f"(nearest: {', '.join(close or paths[:3])})"
             )
         for index in new:
             factors[index] = Factors(*(group.get(x, 1.0) for x in Factors._fields))
@@ -104,9 +93,6 @@ class ParameterGroups:
         peak_learning_rate: float | None = None,
         **kwargs: Any,
     ):
-        rate = args[0] if args else kwargs.get("learning_rate")
-        if isinstance(rate, numbers.Real):
-            check_not_negative("learning_rate", rate)
         super().__init__(*args, **kwargs)
         self.groups = check_groups(groups)
         if peak_learning_rate is not None:
@@ -135,18 +121,19 @@ class ParameterGroups:
     def _apply_weight_decay(self, variables):
         if not self.weight_decay:
             return
-        for factor, members in self._by_factor(variables, self._decay_factor):
+
+        def factor_of(factors):
+            if self.peak_learning_rate is None or factors.learning_rate == 0:
+                return factors.weight_decay * factors.learning_rate
+            return factors.weight_decay / self.peak_learning_rate
+
+        for factor, members in self._by_factor(variables, factor_of):
             # Weight decay is the learning rate times this.
             self._rate_scale = factor
             try:
                 super()._apply_weight_decay(members)
             finally:
                 self._rate_scale = 1.0
-
-    def _decay_factor(self, factors: Factors) -> float:
-        if self.peak_learning_rate is None or factors.learning_rate == 0:
-            return factors.weight_decay * factors.learning_rate
-        return factors.weight_decay / self.peak_learning_rate
 
     def _by_factor(self, variables: Sequence, factor_of: Callable) -> list[tuple]:
         """Groups variables by their factor, without those of factor zero."""
@@ -180,12 +167,9 @@ class ParameterGroups:
             average.assign(share * average + (1 - share) * variable)
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            groups=[dict(group) for group in self.groups],
-            peak_learning_rate=self.peak_learning_rate,
-        )
-        return config
+        groups = [dict(group) for group in self.groups]
+        own = {"groups": groups, "peak_learning_rate": self.peak_learning_rate}
+        return {**super().get_config(), **own}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -260,12 +244,8 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         )
         self.beta_2_exponent = check_positive("beta_2_exponent", beta_2_exponent)
         self.epsilon = check_positive("epsilon", epsilon)
-        for argument, value in (("beta_2_cap", beta_2_cap), ("momentum", momentum)):
-            if check_not_negative(argument, value) >= 1:
-                raise ValueError(
-                    f"Expected {argument} to be below 1; received: {argument}={value!r}"
-                )
-        self.beta_2_cap, self.momentum = beta_2_cap, momentum
+        self.beta_2_cap = check_dropout("beta_2_cap", beta_2_cap)
+        self.momentum = check_dropout("momentum", momentum)
         self.momentum_dtype = keras.backend.standardize_dtype(momentum_dtype)
         self.per_expert = per_expert
 
@@ -351,17 +331,10 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         self.assign_sub(variable, ops.cast(change, variable.dtype))
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            min_dim_size_to_factor=self.min_dim_size_to_factor,
-            beta_2_exponent=self.beta_2_exponent,
-            beta_2_cap=self.beta_2_cap,
-            epsilon=self.epsilon,
-            momentum=self.momentum,
-            momentum_dtype=self.momentum_dtype,
-            per_expert=self.per_expert,
-        )
-        return config
+        # Without the learning rate, which may be a schedule.
+        names = argument_names(ViTGAdafactor)[1:]
+        own = {name: getattr(self, name) for name in names}
+        return {**own, **super().get_config()}
 
 
 def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
@@ -422,22 +395,6 @@ def optimizer_class(name: str) -> type:
     return OPTIMIZERS[check_one_of("optimizer", str(name).lower(), OPTIMIZERS)]
 
 
-def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
-    """Builds an optimizer by name."""
-    try:
-        if twice := options.keys() & arguments.keys():
-            raise ValueError(f"the recipe itself sets {', '.join(sorted(twice))}")
-        return optimizer_class(name)(**arguments, **options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "Expected the name of an optimizer and its further arguments; received: "
-            f"name={name!r}, options={options!r} ({error})"
-        ) from error
-
-
-DECAY_TIMES = ("learning_rate", "share_of_peak")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """The optimizer of a recipe; learning rates are in `ScheduleConfig`.
@@ -485,20 +442,11 @@ class OptimizerConfig(Section):
         check_not_negative("weight_decay", self.weight_decay)
         if self.gradient_clipping is not None:
             check_positive("gradient_clipping", self.gradient_clipping)
-        check_one_of("weight_decay_times", self.weight_decay_times, DECAY_TIMES)
+        times = ("learning_rate", "share_of_peak")
+        check_one_of("weight_decay_times", self.weight_decay_times, times)
         check_groups(self.groups)
-        if check_not_negative("ema_momentum", self.ema_momentum or 0.0) >= 1:
-            raise ValueError(
-                "Expected ema_momentum to be below 1; "
-                f"received: ema_momentum={self.ema_momentum!r}"
-            )
+        check_dropout("ema_momentum", self.ema_momentum or 0.0)
         super().__post_init__()
-        for name in ("use_ema", "ema_momentum", "ema_overwrite_frequency"):
-            if name in self.options:
-                raise ValueError(
-                    f"Expected no {name} in options, but ema_momentum in the section "
-                    f"itself; received: {name}={self.options[name]!r}"
-                )
 
     def new_optimizer(
         self,
@@ -509,20 +457,25 @@ class OptimizerConfig(Section):
         """Builds the optimizer of weights with these paths; `peak` is the peak rate."""
         # Fails here rather than after the first batch.
         group_factors(self.groups, paths)
-        batches = self.gradient_accumulation_steps
-        ema = {} if self.ema_momentum is None else {"ema_momentum": self.ema_momentum}
-        return make_optimizer(
-            self.name,
-            self.options,
-            learning_rate=learning_rate,
-            weight_decay=float(self.weight_decay),
-            peak_learning_rate=(
-                peak if self.weight_decay_times == "share_of_peak" else None
-            ),
-            groups=self.groups,
-            global_clipnorm=self.gradient_clipping,
-            # Keras rejects 1.
-            gradient_accumulation_steps=batches if batches > 1 else None,
-            use_ema=bool(ema),
-            **ema,
-        )
+        batches, ema_momentum = self.gradient_accumulation_steps, self.ema_momentum
+        by_share = self.weight_decay_times == "share_of_peak"
+        cls = optimizer_class(self.name)
+        try:
+            return cls(
+                learning_rate=learning_rate,
+                weight_decay=float(self.weight_decay),
+                peak_learning_rate=peak if by_share else None,
+                groups=self.groups,
+                global_clipnorm=self.gradient_clipping,
+                # Keras rejects 1.
+                gradient_accumulation_steps=batches if batches > 1 else None,
+                use_ema=ema_momentum is not None,
+                # Keras's default, unused without averages.
+                ema_momentum=0.99 if ema_momentum is None else ema_momentum,
+                **self.options,
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected further arguments of {self.name}; "
+                f"received: options={self.options!r} ({error})"
+            ) from error

@@ -18,6 +18,7 @@ from keras_moe.training.data_sections import DataConfig, Datasets, ImageData, Pa
 from keras_moe.training.objectives import (
     OBJECTIVES,
     Classification,
+    Monitor,
     Objective,
     new_objective,
 )
@@ -79,41 +80,32 @@ class Recipe:
     notes: str = ""
 
     def __post_init__(self):
-        for name in ("name", "description", "reference", "notes"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(
-                    f"Expected {name} to be a string; "
-                    f"received: {name}={getattr(self, name)!r}"
-                )
         if set(self.name) & set("/\\") or self.name in ("", ".", ".."):
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"
             )
         check_integer("seed", self.seed, 0, LARGEST_SEED)
-        for name in ("objective", *SECTIONS[:-1]):
-            section = self._section(name, getattr(self, name))
-            object.__setattr__(self, name, section)
+        objective = self.objective
+        if not isinstance(objective, Objective):
+            objective = new_objective(_settings_of("objective", objective))
+        object.__setattr__(self, "objective", objective)
+        classes = {
+            "data": objective.data_section,
+            "model": ModelConfig,
+            "optimizer": OptimizerConfig,
+            "schedule": ScheduleConfig,
+        }
+        for name, cls in classes.items():
+            value = getattr(self, name)
+            if not isinstance(value, cls):
+                section = cls.from_settings(_settings_of(name, value))
+                object.__setattr__(self, name, section)
         if self.data.batch_size % self._accumulated:
             raise ValueError(
                 "Expected gradient_accumulation_steps to divide batch_size; received: "
                 f"gradient_accumulation_steps={self._accumulated}, "
                 f"batch_size={self.data.batch_size}"
             )
-
-    def _section(self, name: str, value: Any) -> Section:
-        if name == "objective":
-            if isinstance(value, Objective):
-                return value
-            return new_objective(_settings_of(name, value))
-        classes = {
-            "data": self.objective.data_section,
-            "model": ModelConfig,
-            "optimizer": OptimizerConfig,
-            "schedule": ScheduleConfig,
-        }
-        if isinstance(value, classes[name]):
-            return value
-        return classes[name].from_settings(_settings_of(name, value))
 
     @property
     def _accumulated(self) -> int:
@@ -124,16 +116,10 @@ class Recipe:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Recipe":
         """Builds a recipe from the result of `to_dict`."""
-        names = {field.name: None for field in dataclasses.fields(cls)}
         for name, value in settings.items():
-            if name not in names:
-                raise ValueError(
-                    "Expected settings of a recipe; "
-                    f"received: {name}={value!r} ({_nearest_setting(name, names)})"
-                )
-        # A section reports what is missing from it.
-        needed = {"data": {}, "model": {}, "schedule": {}}
-        return cls(**{**needed, **settings})
+            if name not in _TOP_LEVEL:
+                raise _unknown_setting(name, value)
+        return cls(**settings)
 
     def replace(self, /, **overrides: Any) -> "Recipe":
         """Returns a copy with changed settings.
@@ -246,10 +232,10 @@ class Recipe:
         schedule, monitor = self.schedule, self.objective.monitor
         if schedule.patience is None and schedule.best is None:
             return None
-        if schedule.monitor is None:
-            mode = schedule.monitor_mode or monitor.mode
-            return BestEpoch(monitor.metric, mode, schedule.patience)
-        return BestEpoch(schedule.monitor, schedule.monitor_mode, schedule.patience)
+        if schedule.monitor is not None:
+            monitor = Monitor(schedule.monitor, None)
+        mode = schedule.monitor_mode or monitor.mode
+        return BestEpoch(monitor.metric, mode, schedule.patience)
 
     def datasets(
         self, model: keras.Model, data_dir: str | None = None, start_step: int = 0
@@ -271,6 +257,9 @@ class Recipe:
     def class_names(self, data_dir: str | None = None) -> tuple[str, ...] | None:
         """Returns the class names in the order of the labels, or None if unknown."""
         return self.objective.class_names(self.data, data_dir)
+
+
+_TOP_LEVEL = tuple(field.name for field in dataclasses.fields(Recipe))
 
 
 def list_recipes() -> dict[str, str]:
@@ -316,28 +305,18 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
             "Expected the name of a recipe or a TOML or JSON file; received: "
             f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))})"
         )
-    settings = _read(path)
     try:
-        recipe = Recipe.from_dict({"name": path.stem, **settings})
-    except (ValueError, RecursionError) as error:
+        recipe = Recipe.from_dict({"name": path.stem, **_read(path)})
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{error}, in {path}") from error
     return recipe.replace(**overrides)
 
 
 def _read(path):
-    kind = "TOML" if path.suffix == ".toml" else "JSON"
-    try:
-        text = path.read_text(encoding="utf-8")
-        settings = (
-            _with_none(tomllib.loads(text)) if kind == "TOML" else json.loads(text)
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"Expected {kind} in {path}; received: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"Expected a dict of settings in {path}; received: {settings!r}"
-        )
-    return settings
+    text = path.read_text(encoding="utf-8")
+    return (
+        json.loads(text) if path.suffix == ".json" else _with_none(tomllib.loads(text))
+    )
 
 
 def _with_none(value):
@@ -369,11 +348,8 @@ def _changes_by_section(current, overrides) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
         top, *rest = name.split(".")
-        if top not in current or (rest and top not in SECTIONS):
-            raise ValueError(
-                "Expected settings of a recipe; "
-                f"received: {name}={value!r} ({_nearest_setting(name, current)})"
-            )
+        if top not in _TOP_LEVEL or (rest and top not in SECTIONS):
+            raise _unknown_setting(name, value)
         if top not in SECTIONS:
             changes[top] = value
         elif not rest:
@@ -398,21 +374,18 @@ def _settings_of(section, value) -> dict[str, Any]:
     return dict(value)
 
 
-def _nearest_setting(name, top_level) -> str:
-    """Returns a clause with the settings that a name may have meant."""
-    if "." in name:
-        dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
-        return nearest(name, dotted)
-    places = {name: name for name in top_level if name not in SECTIONS}
-    for section in SECTIONS:
-        places = {**dotted_names(section), **places}
-    similar = difflib.get_close_matches(name, places, n=3, cutoff=0.5)
-    close = list(dict.fromkeys(places[leaf] for leaf in similar))
-    if name in places:
-        close = [places[name]]
-    if close:
-        return f"nearest: {', '.join(close)}"
-    return nearest(name, list(top_level))
+def _unknown_setting(name, value) -> ValueError:
+    """Returns an error with the settings that a name may have meant."""
+    dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
+    names = {x: x for x in dotted}
+    if "." not in name:
+        names = {x.rpartition(".")[2]: x for x in reversed(dotted)}
+        names |= {x: x for x in _TOP_LEVEL if x not in SECTIONS}
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return ValueError(
+        f"Expected settings of a recipe; received: {name}={value!r} "
+        f"(nearest: {', '.join(names[x] for x in close) or _TOP_LEVEL})"
+    )
 
 
 def _changed(value, name, path, new):

@@ -11,7 +11,6 @@ import statistics
 import time
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import keras
@@ -109,31 +108,21 @@ class RouterHealth(PeriodicCallback):
         max_dead: float = MAX_DEAD,
     ):
         super().__init__(every, unit)
-        number = _number_of_examples(images)
-        devices = batch_devices()
-        if number < devices:
-            raise ValueError(
-                f"Expected at least as many images as the {devices} devices that share "
-                f"a batch; received: {number}"
-            )
+        self.images, number = _arrays(images)
         # The same number on each device.
-        number -= number % devices
-        self.images = keras.tree.map_structure(lambda x: np.asarray(x)[:number], images)
+        number -= number % batch_devices()
+        if not number:
+            raise ValueError(
+                f"Expected at least as many images as the {batch_devices()} devices "
+                "that share a batch; received fewer"
+            )
+        self.images = keras.tree.map_structure(lambda x: x[:number], self.images)
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         if tensorboard is not None:
-            import_tensorboardx()
-        self.limits = {
-            "min_entropy": min_entropy,
-            "max_share": max_share,
-            "max_dead": max_dead,
-        }
-        for name, limit in self.limits.items():
-            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-            if not is_number or not 0 <= limit <= 1:
-                raise ValueError(
-                    f"Expected {name} between 0 and 1; received: {name}={limit!r}"
-                )
+            _import_tensorboardx()
+        self.min_entropy, self.max_share = min_entropy, max_share
+        self.max_dead = max_dead
         self.layers = []
         self._events = None
         # Rows not yet written to TensorBoard.
@@ -143,28 +132,23 @@ class RouterHealth(PeriodicCallback):
     def measure(self):
         if self._of is not self.model:
             self._of, self._probe = self.model, _RoutingProbe(self.model, self.training)
-        self._rows = [
-            _row(name, routing_statistics(record, selected, mask))
-            for name, (record, selected, mask) in self._probe.route(self.images).items()
-        ]
+        self._rows = rows = self._probe.rows(self.images)
         dropped = [
             row["dropped_tokens"]
             if row["dropped_choices"] is None
             else row["dropped_choices"]
-            for row in self._rows
+            for row in rows
         ]
         return {
-            "router/entropy": min(row["load_entropy"] for row in self._rows),
-            "router/dead": max(row["dead_experts"] for row in self._rows),
+            "router/entropy": min(row["load_entropy"] for row in rows),
+            "router/dead": max(row["dead_experts"] for row in rows),
             "router/dropped": max(dropped),
-            "router/max_gate": statistics.fmean(
-                row["mean_max_gate"] for row in self._rows
-            ),
+            "router/max_gate": statistics.fmean(row["mean_max_gate"] for row in rows),
         }
 
     def measured(self, record):
-        place = {name: record[name] for name in ("epoch", "step")}
-        rows = [{**place, **row} for row in self._rows]
+        when = {name: record[name] for name in ("epoch", "step")}
+        rows = [{**when, **row} for row in self._rows]
         self.layers += rows
         if process_index():
             return
@@ -185,20 +169,13 @@ class RouterHealth(PeriodicCallback):
             self._write_csv()
 
     def _warn(self, row):
-        reasons, limits = [], self.limits
-        if row["load_entropy"] < limits["min_entropy"]:
-            reasons.append(
-                f"load_entropy={row['load_entropy']:.3f} < {limits['min_entropy']}"
-            )
-        many = len(row["expert_shares"]) > 2
-        if many and row["largest_share"] > limits["max_share"]:
-            reasons.append(
-                f"largest_share={row['largest_share']:.3f} > {limits['max_share']}"
-            )
-        if row["dead_experts"] > limits["max_dead"]:
-            reasons.append(
-                f"dead_experts={row['dead_experts']:.3f} > {limits['max_dead']}"
-            )
+        reasons = []
+        if row["load_entropy"] < self.min_entropy:
+            reasons.append(f"load_entropy={row['load_entropy']:.3f}")
+        if len(row["expert_shares"]) > 2 and row["largest_share"] > self.max_share:
+            reasons.append(f"largest_share={row['largest_share']:.3f}")
+        if row["dead_experts"] > self.max_dead:
+            reasons.append(f"dead_experts={row['dead_experts']:.3f}")
         if reasons:
             warnings.warn(
                 f"The router of {row['layer']} has collapsed in step {row['step']}: "
@@ -226,7 +203,13 @@ class RouterHealth(PeriodicCallback):
             # After a failure, a new file hides what the last one has of these steps.
             events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
             for row in self._unwritten:
-                events.write(row["step"], _scalars(row))
+                name = f"router/{row['layer']}"
+                scalars = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
+                for expert, share in enumerate(row["expert_shares"]):
+                    scalars[f"{name}/load/{expert}"] = share
+                events.write(
+                    row["step"], {k: x for k, x in scalars.items() if x is not None}
+                )
             self._events, self._unwritten = events, []
 
 
@@ -244,77 +227,56 @@ class _RoutingProbe(keras.Model):
             )
         self.records = keras.Model(model.input, routing)
         self.in_training = training
+        backbone = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
-        self.selected = {name: _num_selected_experts(model, name) for name in routing}
+        self.selected = dict.fromkeys(routing)
+        for name in routing:
+            # Heads and token mixers of muMoE use all experts.
+            if name != "head" and not name.endswith("/token_mixer"):
+                router = getattr(backbone.get_layer(name).feed_forward, "router", None)
+                self.selected[name] = getattr(router, "num_selected_experts", None)
         self.without_padding = [name for name in routing if masks_padding(model, name)]
 
     def call(self, inputs):
         return self.records(inputs, training=self.in_training)
 
-    def route(self, inputs):
+    def rows(self, inputs):
+        """Returns the figures of each layer."""
         for number, variable in enumerate(self.records.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
-        records = predict_batch(self, inputs)
-        masks = dict.fromkeys(self.selected)
-        for name in self.without_padding:
-            masks[name] = np.asarray(inputs["padding_mask"], bool)
-        return {
-            name: (records[name], selected, masks[name])
-            for name, selected in self.selected.items()
-        }
+        records, rows = predict_batch(self, inputs), []
+        for name, selected in self.selected.items():
+            mask = None
+            if name in self.without_padding:
+                mask = np.asarray(inputs["padding_mask"], bool)
+            figures = routing_statistics(records[name], selected, mask)
+            shares = figures.expert_shares
+            rows.append(
+                {
+                    "layer": name,
+                    "load_entropy": figures.load_entropy,
+                    "largest_share": float(shares.max()),
+                    "dead_experts": float((shares < DEAD / len(shares)).mean()),
+                    "dropped_tokens": figures.dropped_tokens,
+                    "dropped_choices": figures.dropped_choices,
+                    "mean_max_gate": figures.mean_max_gate,
+                    "expert_shares": [float(share) for share in shares],
+                }
+            )
+        return rows
 
 
-def _number_of_examples(inputs):
-    """Returns B of an array or a dict of arrays."""
-    if isinstance(inputs, dict):
-        numbers = {len(x) if np.ndim(x) else 0 for x in inputs.values()}
-        if len(numbers) == 1 and 0 not in numbers:
-            return numbers.pop()
+def _arrays(inputs, *others):
+    """Returns an array or a dict of arrays, and their number of examples."""
+    arrays = keras.tree.map_structure(np.asarray, inputs)
+    lengths = {len(x) for x in [*keras.tree.flatten(arrays), *others]}
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            "Expected arrays of one number of examples, at least one; received: "
-            f"{ ({name: np.shape(x) for name, x in inputs.items()}) }"
+            "Expected arrays of one length, at least 1; "
+            f"received: lengths {sorted(lengths)}"
         )
-    shape = tuple(getattr(inputs, "shape", ()))
-    if len(shape) != 4 or not shape[0]:
-        raise ValueError(
-            "Expected an array of at least one image (batch, height, width, "
-            f"channels); received: shape={shape}"
-        )
-    return shape[0]
-
-
-def _num_selected_experts(model, name):
-    backbone = getattr(model, "backbone", model)
-    # Heads and token mixers of muMoE use all experts.
-    if name == "head" or name.endswith("/token_mixer"):
-        return None
-    block = backbone.get_layer(name)
-    router = getattr(block.feed_forward, "router", None)
-    return getattr(router, "num_selected_experts", None)
-
-
-def _row(name, figures):
-    shares = figures.expert_shares
-    return {
-        "layer": name,
-        "load_entropy": figures.load_entropy,
-        "largest_share": float(shares.max()),
-        "dead_experts": float((shares < DEAD / len(shares)).mean()),
-        "dropped_tokens": figures.dropped_tokens,
-        "dropped_choices": figures.dropped_choices,
-        "mean_max_gate": figures.mean_max_gate,
-        "expert_shares": [float(share) for share in shares],
-    }
-
-
-def _scalars(row):
-    """Returns the metrics of a row for TensorBoard, by tag."""
-    name = f"router/{row['layer']}"
-    figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
-    for expert, share in enumerate(row["expert_shares"]):
-        figures[f"{name}/load/{expert}"] = share
-    return {tag: x for tag, x in figures.items() if x is not None}
+    return arrays, lengths.pop()
 
 
 class EventFile:
@@ -325,7 +287,7 @@ class EventFile:
     """
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0):
-        tensorboardx = import_tensorboardx()
+        tensorboardx = _import_tensorboardx()
         self._event = tensorboardx.proto.event_pb2.Event
         self._scalar = tensorboardx.summary.scalar
         folder = Path(folder)
@@ -348,8 +310,7 @@ class EventFile:
         self._writer.write_event(self._event(wall_time=time.time(), **fields))
 
 
-def import_tensorboardx() -> ModuleType:
-    """Imports tensorboardX, or raises an error with the install command."""
+def _import_tensorboardx():
     try:
         import tensorboardX
     except ImportError as error:
@@ -425,26 +386,11 @@ class UsageRecorder(PeriodicCallback):
             raise ValueError(
                 f"Expected last to be at least every={every}; received: last={last}"
             )
-        arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
-        arrays = {name: np.asarray(array) for name, array in arrays.items()}
         groups = None if groups is None else np.asarray(groups)
-        lengths = {len(x) if x.ndim else 0 for x in arrays.values()}
-        if groups is not None:
-            lengths.add(len(groups))
-        if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(
-                "Expected arrays of inputs and groups of one length, at least 1; "
-                f"received: lengths {sorted(lengths)}"
-            )
-        if group_names is not None and groups is None:
-            raise ValueError(
-                "Expected group_names=None without groups; "
-                f"received: group_names={group_names}"
-            )
+        others = [] if groups is None else [groups]
+        self.inputs, self.num_examples = _arrays(inputs, *others)
         if group_names is None and groups is not None:
             group_names = [str(number) for number in range(int(groups.max()) + 1)]
-        (self.num_examples,) = lengths
-        self.inputs = arrays if isinstance(inputs, dict) else arrays["inputs"]
         self.groups, self.group_names, self.mask = groups, group_names, mask
         self.batch_size = check_integer("batch_size", batch_size)
         self.training = check_bool("training", training)
@@ -466,13 +412,11 @@ class UsageRecorder(PeriodicCallback):
         # Wraps around, so that all batches have one size.
         rows = (self._next + np.arange(self.batch_size)) % self.num_examples
         self._next = int(rows[-1] + 1) % self.num_examples
-        if isinstance(self.inputs, dict):
-            batch = {name: array[rows] for name, array in self.inputs.items()}
-        else:
-            batch = self.inputs[rows]
+        batch = keras.tree.map_structure(lambda array: array[rows], self.inputs)
         groups = None if self.groups is None else self.groups[rows]
-        names, mask = self.group_names, self.mask
-        self._counts.append(self._probe.count(batch, groups, names, mask))
+        self._counts.append(
+            self._probe.count(batch, groups, self.group_names, self.mask)
+        )
         curves = coverage_curves(self._counts[-1]).values()
         needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
         return {"usage/experts": float(statistics.fmean(needed))}

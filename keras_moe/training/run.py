@@ -126,13 +126,12 @@ def train(
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
     best = recipe.schedule.best
-    for name, value in (("best", best), ("branch_from", branch_from)):
-        if value is not None and checkpoint_dir is None:
-            raise ValueError(
-                f"Expected a checkpoint_dir with {name}; "
-                f"received: {name}={value!r}, checkpoint_dir=None"
-            )
     if checkpoint_dir is None:
+        if best is not None or branch_from is not None:
+            raise ValueError(
+                "Expected a checkpoint_dir with best or branch_from; received: "
+                f"best={best!r}, branch_from={branch_from!r}, checkpoint_dir=None"
+            )
         run = _Run(recipe, datasets, data_dir)
         return _trained(run, None, callbacks, verbose)
     if isinstance(datasets, Datasets):
@@ -141,7 +140,11 @@ def train(
             f"received: datasets={type(datasets).__name__}"
         )
     with run_lock(checkpoint_dir):
-        folder = _tokenizer_folder(checkpoint_dir, resume)
+        # Folder for a trained tokenizer.
+        folder = None if is_remote(checkpoint_dir) else Path(checkpoint_dir)
+        resumes = resume and list_checkpoints(checkpoint_dir)
+        if folder and not resumes and process_index() == 0:
+            shutil.rmtree(folder / "tokenizer", ignore_errors=True)
         run = _Run(recipe, datasets, data_dir, folder)
         checkpoint = RunCheckpoint(
             checkpoint_dir,
@@ -156,16 +159,6 @@ def train(
             may_differ=_EXTENDABLE if extend else (),
         )
         return _trained(run, checkpoint, callbacks, verbose)
-
-
-def _tokenizer_folder(checkpoint_dir, resume):
-    """Returns the folder for a trained tokenizer; None for remote runs."""
-    if is_remote(checkpoint_dir):
-        return None
-    folder = Path(checkpoint_dir)
-    if process_index() == 0 and not (resume and list_checkpoints(folder)):
-        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    return folder
 
 
 class _Run:
@@ -214,8 +207,7 @@ class _Run:
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-                x, y = keras.tree.map_structure(_to_numpy, (x, y))
-                yield x, y, weight
+                yield *keras.tree.map_structure(_to_numpy, (x, y)), weight
 
     def settings(self) -> dict[str, Any]:
         """Returns all that a run depends on, to compare with its checkpoints.
@@ -229,10 +221,8 @@ class _Run:
             del settings[name]
         if self.own_datasets is not None:
             return settings
-        left_out = None
         if recipe.data.unreadable is not None:
-            left_out = recipe.data.left_out(self.data_dir)
-        if left_out is not None:
+            left_out = recipe.data.left_out(self.data_dir) or ()
             settings["unreadable_images"] = {
                 split: {
                     "left_out": len(indices),
@@ -245,21 +235,21 @@ class _Run:
 
 def _trained(run, checkpoint, callbacks, verbose) -> Training:
     """Trains from the newest checkpoint to the end."""
-    step = 0 if checkpoint is None else checkpoint.restore(run.model)
-    if checkpoint is not None and checkpoint.changed:
-        checkpoint.finished = not _is_extended(run, checkpoint.changed, step)
-    if checkpoint is not None and checkpoint.finished:
-        # As at the end of `fit`, averages replace the weights.
-        run.model.optimizer.finalize_variable_values(run.model.trainable_weights)
-        return _result(run, checkpoint, checkpoint.history)
+    step = 0
+    if checkpoint is not None:
+        step = checkpoint.restore(run.model)
+        if checkpoint.changed:
+            checkpoint.finished = not _is_extended(run, checkpoint.changed, step)
+        if checkpoint.finished:
+            # As at the end of `fit`, averages replace the weights.
+            run.model.optimizer.finalize_variable_values(run.model.trainable_weights)
+            return _result(run, checkpoint, checkpoint.history)
     try:
         with data.reading_errors():
             history = _fit(run, checkpoint, step, callbacks, verbose)
     except NonFiniteLoss as error:
         raise ValueError(_diagnosis(run, checkpoint, error, verbose)) from error
-    if checkpoint is not None:
-        history = checkpoint.history
-    return _result(run, checkpoint, history)
+    return _result(run, checkpoint, checkpoint.history if checkpoint else history)
 
 
 def _fit(run, checkpoint, step, callbacks, verbose):
@@ -271,7 +261,16 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
-    callbacks = _all_callbacks(run, checkpoint, step, callbacks)
+    callbacks = [*run.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
+    if run.best is not None:
+        callbacks.append(run.best)
+    if checkpoint is None:
+        Progress().hand_to(callbacks)
+    else:
+        if run.best is not None:
+            # Unless the checkpoint has its state.
+            run.best.count_from(len(checkpoint.history.get("loss", ())))
+        callbacks = checkpoint.around(callbacks)
     if step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
         # Creates the metrics' variables, which are in the checkpoint and which other
         # backends create before the first step.
@@ -287,19 +286,6 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         callbacks=callbacks,
         verbose=verbose,
     ).history
-
-
-def _all_callbacks(run, checkpoint, step, callbacks):
-    callbacks = [*run.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
-    if run.best is not None:
-        callbacks.append(run.best)
-    if checkpoint is None:
-        Progress().hand_to(callbacks)
-        return callbacks
-    if run.best is not None:
-        # Unless the checkpoint has its state.
-        run.best.count_from(len(checkpoint.history.get("loss", ())))
-    return checkpoint.around(callbacks)
 
 
 def _is_extended(run, before, batches):
@@ -340,8 +326,6 @@ def _diagnosis(run, checkpoint, error, verbose):
     parts = [f"{error}, in epoch {epoch}"]
     if origin is not None:
         parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
-    elif alone:
-        parts.append("With checkpoints, one would see where it began")
     if good:
         parts.append(f"The last good checkpoint is {good}")
     rate = run.recipe.schedule.learning_rate

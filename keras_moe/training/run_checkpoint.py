@@ -17,25 +17,12 @@ from keras_moe.checks import check_integer
 from keras_moe.training.callbacks import BestEpoch, Progress
 from keras_moe.training.checkpoints import (
     Checkpoint,
-    NonFiniteValues,
     clean_folder,
     find_checkpoint,
     open_checkpoint,
     save_checkpoint,
     step_folder,
 )
-from keras_moe.training.non_finite import NonFiniteLoss
-
-# State entries required to resume.
-_STATE = {
-    "settings",
-    "steps_per_epoch",
-    "finished",
-    "history",
-    "callbacks",
-    "random",
-    "versions",
-}
 
 
 class RunCheckpoint(keras.callbacks.Callback):
@@ -121,7 +108,6 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.branch_from = branch_from
         # One step count for all callbacks of the run.
         self.progress = Progress()
-        # Whether the run is over.
         self.finished = False
         self.history = {}
         self.last = None
@@ -132,7 +118,6 @@ class RunCheckpoint(keras.callbacks.Callback):
         # Old values of the settings that changed.
         self.changed = {}
         self._restored = None
-        self._moved = False
         self._begins_metrics = False
         self._callbacks = []
 
@@ -150,8 +135,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             The number of past steps; 0 without a checkpoint.
 
         Raises:
-            ValueError: the settings differ, all checkpoints are damaged, or
-                `branch_from` was not written by a `RunCheckpoint`.
+            ValueError: the settings differ or all checkpoints are damaged.
         """
         clean_folder(self.folder, everything=self.restart)
         # Not searched: other processes may still be deleting checkpoints.
@@ -162,7 +146,6 @@ class RunCheckpoint(keras.callbacks.Callback):
             return 0
         if checkpoint is None:
             checkpoint = open_checkpoint(self.branch_from)
-            _check_state(checkpoint)
             # Drops the other run's measurements and position within its epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**checkpoint.state, **begun}
@@ -192,14 +175,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         Returns:
             Whether the weights were restored.
         """
-        if self.best_step is None:
-            warnings.warn(
-                "The model is that of the last epoch: there is no checkpoint of a best "
-                f"one in {self.folder}",
-                stacklevel=2,
-            )
-            return False
         try:
+            if self.best_step is None:
+                raise ValueError(f"there is no best checkpoint in {self.folder}")
             checkpoint = open_checkpoint(step_folder(self.folder, self.best_step))
         except ValueError as error:
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
@@ -235,7 +213,10 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.is_within_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
             checkpoint.restore(metrics)
-        _set_random_state(checkpoint.state["random"])
+        states = checkpoint.state["random"]
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(tuple(states["numpy"]))
 
     def on_epoch_end(self, epoch, logs=None):
         for name, value in (logs or {}).items():
@@ -244,22 +225,15 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         is_due = self.every is None or self.progress.step % self.every == 0
         if self.finished or is_due or (self.best is not None and self.best.improved):
-            self._save()
+            self.save()
 
     @property
     def is_within_epoch(self) -> bool:
         """Whether the run is in the middle of an epoch."""
         return self.progress.step % self.steps_per_epoch != 0
 
-    def save_if_due(self) -> None:
-        """Saves within an epoch, before the next step begins."""
-        is_due = self.every and self.progress.step % self.every == 0
-        # Nothing is new right after restoring.
-        if is_due and self.is_within_epoch and self._moved:
-            self._save()
-        self._moved = True
-
-    def _save(self):
+    def save(self) -> None:
+        """Writes a checkpoint of the current step."""
         model = self.model
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
@@ -268,6 +242,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.is_within_epoch:
             groups["metrics"] = model.metrics_variables
         best = (self.best_step, self.best_row)
+        name, keys, *rest = np.random.get_state()
         if self.best is not None and self.best.improved:
             best = (step, self.best.row)
         state = {
@@ -277,19 +252,20 @@ class RunCheckpoint(keras.callbacks.Callback):
             "history": self.history,
             "best": best,
             "callbacks": {name: x.get_state() for name, x in self._with_state()},
-            "random": _random_state(),
+            "random": {
+                "python": random.getstate(),
+                "numpy": [name, keys.tolist(), *rest],
+            },
             "versions": _versions(),
         }
         try:
             path = save_checkpoint(
                 self.folder, step, groups, state, self.keep, self.keep_every, best[:1]
             )
-        except NonFiniteValues as error:
-            raise NonFiniteLoss(step, str(error)) from error
         except OSError as error:
-            good = f"the last good one is {self.last}" if self.last else "there is none"
             message = (
-                f"The checkpoint of step {step} could not be written: {error}; {good}"
+                f"The checkpoint of step {step} could not be written: {error}; the "
+                f"last good one is {self.last}"
             )
             if self.finished:
                 raise OSError(message) from error
@@ -300,24 +276,19 @@ class RunCheckpoint(keras.callbacks.Callback):
             self.best_step, self.best_row = best
 
     def _check(self, checkpoint: Checkpoint):
-        _check_state(checkpoint)
+        """Compares the settings with the checkpoint's."""
         state = checkpoint.state
-        pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
-        saved = state["settings"]
-        pairs += [
-            (name, saved.get(name), self.settings.get(name))
-            for name in sorted({*saved, *self.settings})
-        ]
-        self.changed = {
-            name: old
-            for name, old, new in pairs
-            if old != new and name in self.may_differ
-        }
-        different = [
-            f"{name}={new!r} (there {old!r})"
-            for name, old, new in pairs
-            if old != new and name not in self.changed
-        ]
+        saved = {**state["settings"], "steps_per_epoch": state["steps_per_epoch"]}
+        given = {**self.settings, "steps_per_epoch": self.steps_per_epoch}
+        self.changed, different = {}, []
+        for name in sorted({*saved, *given}):
+            old, new = saved.get(name), given.get(name)
+            if old == new:
+                continue
+            if name in self.may_differ:
+                self.changed[name] = old
+            else:
+                different.append(f"{name}={new!r} (there {old!r})")
         if different:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
@@ -335,7 +306,7 @@ class RunCheckpoint(keras.callbacks.Callback):
     def _with_state(self):
         counts = {}
         for callback in self._callbacks:
-            if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+            if hasattr(callback, "get_state"):
                 name = type(callback).__name__
                 counts[name] = counts.get(name, 0) + 1
                 yield f"{name} {counts[name]}", callback
@@ -354,13 +325,19 @@ class _First(keras.callbacks.Callback):
         self.checkpoint = checkpoint
         self.begins_within_epoch = checkpoint.is_within_epoch
         self.stopped = False
+        self.moved = False
 
     # At the beginning of a batch: if no callback waits for the logs of each step, JAX
     # computes ahead.
     def on_train_batch_begin(self, batch, logs=None):
-        self.checkpoint.save_if_due()
-        self.checkpoint.progress.begin_step(batch)
-        if self.begins_within_epoch and not self.checkpoint.is_within_epoch:
+        checkpoint = self.checkpoint
+        is_due = checkpoint.every and checkpoint.progress.step % checkpoint.every == 0
+        # Nothing is new right after restoring.
+        if is_due and checkpoint.is_within_epoch and self.moved:
+            checkpoint.save()
+        self.moved = True
+        checkpoint.progress.begin_step(batch)
+        if self.begins_within_epoch and not checkpoint.is_within_epoch:
             # Takes effect after this batch: `fit` leaves the epoch and keeps its
             # iterator.
             self.stopped = self.model.stop_training = True
@@ -375,36 +352,12 @@ class _First(keras.callbacks.Callback):
             self.stopped = self.model.stop_training = False
 
 
-def _check_state(checkpoint):
-    missing = sorted(_STATE - set(checkpoint.state))
-    if missing:
-        raise ValueError(
-            f"Expected a checkpoint that RunCheckpoint has written in "
-            f"{checkpoint.path}; received: a state without {', '.join(missing)}"
-        )
-
-
 def _groups(model) -> dict[str, list[Any]]:
     return {
         # Together with the states of seeds.
         "model": [*model.trainable_variables, *model.non_trainable_variables],
         "optimizer": list(model.optimizer.variables),
     }
-
-
-def _random_state():
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, keys.tolist(), *rest],
-    }
-
-
-def _set_random_state(state):
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
 
 
 def _versions():

@@ -7,12 +7,13 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
+    argument_names,
     check_integer,
     check_not_negative,
     check_one_of,
     check_positive,
 )
-from keras_moe.training.callbacks import check_best
+from keras_moe.training.callbacks import MODES
 from keras_moe.training.sections import Section
 
 DECAYS = ("cosine", "linear", "rsqrt", "constant")
@@ -72,18 +73,14 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
         self.peak = check_positive("peak", peak)
         self.total_steps = check_integer("total_steps", total_steps)
-        self.warmup_steps = check_warmup(warmup_steps, total_steps)
+        self.warmup_steps = _check_warmup(warmup_steps, total_steps)
         if timescale is not None:
             check_integer("timescale", timescale)
         self.timescale = timescale
-        self.cooldown_steps = check_integer("cooldown_steps", cooldown_steps, minimum=0)
+        longest = total_steps - warmup_steps
+        check_integer("cooldown_steps", cooldown_steps, 0, longest)
+        self.cooldown_steps = cooldown_steps
         self.final = check_not_negative("final", final)
-        if warmup_steps + cooldown_steps > total_steps:
-            raise ValueError(
-                f"Expected warm-up and cooldown in a run of {total_steps} steps; "
-                f"received: warmup_steps={warmup_steps}, "
-                f"cooldown_steps={cooldown_steps}"
-            )
 
     def __call__(self, step):
         step = ops.cast(step, "float32")
@@ -100,14 +97,7 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(step < self.warmup_steps, rising, rate)
 
     def get_config(self):
-        return {
-            "peak": self.peak,
-            "total_steps": self.total_steps,
-            "warmup_steps": self.warmup_steps,
-            "timescale": self.timescale,
-            "cooldown_steps": self.cooldown_steps,
-            "final": self.final,
-        }
+        return {name: getattr(self, name) for name in argument_names(type(self))}
 
 
 def warmup_schedule(
@@ -140,11 +130,9 @@ def warmup_schedule(
     >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 20, 30)]
     [0.0, 0.25, 0.5, 0.25, 0.0]
     """
-    check_one_of("decay", decay, DECAYS)
+    _check_decay(decay, cooldown_steps, final)
     check_positive("peak", peak)
     check_not_negative("final", final)
-    check_warmup(warmup_steps, total_steps)
-    check_cooldown(decay, cooldown_steps, final)
     if decay in OPEN_ENDED:
         timescale = timescale if decay == "rsqrt" else None
         return WarmupCooldown(
@@ -155,7 +143,7 @@ def warmup_schedule(
         return WarmupCooldown(peak, total_steps, warmup_steps, None, falling, final)
     # Keras counts the decay steps from the end of the warm-up.
     return keras.optimizers.schedules.CosineDecay(
-        0.0 if warmup_steps else peak,
+        0.0 if _check_warmup(warmup_steps, total_steps) else peak,
         total_steps - warmup_steps,
         alpha=final / peak,
         warmup_target=peak if warmup_steps else None,
@@ -163,7 +151,7 @@ def warmup_schedule(
     )
 
 
-def check_warmup(warmup_steps: int, total_steps: int) -> int:
+def _check_warmup(warmup_steps, total_steps):
     """Returns `warmup_steps` if steps remain for the decay."""
     if check_integer("warmup_steps", warmup_steps, minimum=0) >= total_steps:
         raise ValueError(
@@ -173,8 +161,9 @@ def check_warmup(warmup_steps: int, total_steps: int) -> int:
     return warmup_steps
 
 
-def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
+def _check_decay(decay, cooldown_steps, final):
     """Validates that a decay allows this cooldown and final rate."""
+    check_one_of("decay", decay, DECAYS)
     if cooldown_steps and decay not in OPEN_ENDED:
         raise ValueError(
             f"Expected cooldown_steps=0 with a decay to the last step; received: "
@@ -185,19 +174,6 @@ def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
             f"Expected cooldown_steps >= 1 for the final learning rate of "
             f"decay={decay!r}; received: cooldown_steps=0, "
             f"final_learning_rate={final!r}"
-        )
-
-
-def check_length(
-    steps: int, total: int, decay: str, cooldown_steps: int, final: float
-) -> None:
-    """Rejects runs that go on after their schedule with a learning rate of 0."""
-    falls = decay not in OPEN_ENDED or cooldown_steps
-    if steps < total and falls and not final:
-        raise ValueError(
-            f"Expected final_learning_rate > 0 for the {total - steps} steps of a run "
-            f"after its schedule; received: final_learning_rate={final!r}, "
-            f"schedule_steps={steps}"
         )
 
 
@@ -266,11 +242,18 @@ class ScheduleConfig(Section):
             check_integer(name, getattr(self, name), minimum=0)
         check_not_negative("final_learning_rate", self.final_learning_rate)
         check_positive("learning_rate", self.learning_rate)
-        check_one_of("decay", self.decay, DECAYS)
-        check_cooldown(self.decay, self.cooldown_steps, self.final_learning_rate)
+        _check_decay(self.decay, self.cooldown_steps, self.final_learning_rate)
         if self.schedule_steps is not None:
             check_integer("schedule_steps", self.schedule_steps)
-        check_best(self.monitor, self.monitor_mode, self.patience, self.best)
+        check_one_of("best", self.best, (None, "keep", "restore"))
+        check_one_of("monitor_mode", self.monitor_mode, (None, *MODES))
+        if self.patience is not None:
+            check_integer("patience", self.patience)
+        elif self.best is None and (self.monitor or self.monitor_mode):
+            raise ValueError(
+                "Expected patience or best with monitor and monitor_mode; received: "
+                f"monitor={self.monitor!r}, monitor_mode={self.monitor_mode!r}"
+            )
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "ScheduleConfig":
@@ -282,17 +265,15 @@ class ScheduleConfig(Section):
 
     def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of weight updates, each of `accumulated` batches."""
-        batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.steps is not None:
             return self.steps
-        return self.epochs * batches // accumulated
+        return self.epochs * steps_per_epoch // accumulated
 
     def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of epochs for `fit`; the last may end early."""
-        batches = check_integer("steps_per_epoch", steps_per_epoch)
         if self.epochs is not None:
             return self.epochs
-        return -(-self.steps * accumulated // batches)
+        return -(-self.steps * accumulated // steps_per_epoch)
 
     def new_schedule(
         self, steps_per_epoch: int, accumulated: int = 1
@@ -300,14 +281,12 @@ class ScheduleConfig(Section):
         """Returns the learning rate schedule."""
         total = self.total_steps(steps_per_epoch, accumulated)
         steps = self.schedule_steps or total
-        check_length(
-            steps, total, self.decay, self.cooldown_steps, self.final_learning_rate
-        )
-        if self.warmup_steps >= steps:
+        falls = self.decay not in OPEN_ENDED or self.cooldown_steps
+        if steps < total and falls and not self.final_learning_rate:
             raise ValueError(
-                f"Expected a warm-up shorter than the run, which has {steps} steps "
-                f"(epochs={self.epochs}, {steps_per_epoch} batches in an epoch); "
-                f"received: warmup_steps={self.warmup_steps}"
+                f"Expected final_learning_rate > 0 for the {total - steps} steps of a "
+                f"run after its schedule; received: schedule_steps={steps}, "
+                f"final_learning_rate={self.final_learning_rate!r}"
             )
         return warmup_schedule(
             self.decay,

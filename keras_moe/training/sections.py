@@ -31,20 +31,8 @@ class Section:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
         """Builds a section from the settings of a file."""
-        fields = dataclasses.fields(cls)
-        owner = f"the section {cls.title!r} of a recipe"
-        check_argument_names(settings, [field.name for field in fields], owner)
-        missing = [
-            field.name
-            for field in fields
-            if field.name not in settings
-            and field.default is field.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise ValueError(
-                f"Expected {', '.join(map(repr, missing))} in {owner}; "
-                f"received: {dict(settings)}"
-            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        check_argument_names(settings, names, f"the section {cls.title!r} of a recipe")
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

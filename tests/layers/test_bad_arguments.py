@@ -44,7 +44,6 @@ from keras_moe.routers import (
     SparsityConstrainedAffinity,
     TokenChoiceRouter,
 )
-from keras_moe.training.optimizers import OPTIMIZERS
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -306,8 +305,6 @@ def pathway(*shape, gating_residual=True):
             lambda: training.warmup_schedule("cosine", 1.0, 3, final=float("inf")),
             "final=inf",
         ),
-        (lambda: OPTIMIZERS["adamw"](NAN), "learning_rate=nan"),
-        (lambda: OPTIMIZERS["adamw"](learning_rate=-1.0), "learning_rate=-1.0"),
         (lambda: training.PrecisionAt1(sparse_labels=1), "sparse_labels=1"),
         (lambda: data.load_digits("test", image_shape=(8, 8, 2)), r"\(8, 8, 2\)"),
         (lambda: data.load("digits", "test", (8, 8, 2), batch_size=2), r"\(8, 8, 2\)"),

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 
 ROOT = Path(sys.argv[1])
@@ -30,6 +29,7 @@ import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
 from keras_moe import training  # noqa: E402
+from tests.forks import start_forked  # noqa: E402
 
 # Seconds in which a life of both processes must end.
 PATIENCE = 50
@@ -67,7 +67,9 @@ def datasets_of(number):
     return datasets
 
 
-def train(number, port, folder):
+def train(number, port, folder, kill=None):
+    if kill is not None and kill[0] == number:
+        kill_before(*kill[1:])
     keras.distribution.initialize(f"127.0.0.1:{port}", 2, number)
     devices = keras.distribution.list_devices()
     mesh = keras.distribution.DeviceMesh((2,), ("batch",), devices)
@@ -118,21 +120,8 @@ def live(folder, kill=None):
         port = free.getsockname()[1]
     children = []
     for number in (0, 1):
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                if kill is not None and kill[0] == number:
-                    kill_before(*kill[1:])
-                train(number, port, folder)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-        os.setpgid(child, children[0])
+        children.append(start_forked(train, number, port, folder, kill))
+        os.setpgid(children[number], children[0])
     codes, end = {}, time.monotonic() + PATIENCE
     while len(codes) < 2:
         child, status = os.waitpid(-1, os.WNOHANG)

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 os.environ.update(
@@ -30,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_moe import layers, routers, training
+from tests.forks import start_forked
 
 EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(
@@ -80,27 +80,16 @@ class Counts(keras.callbacks.Callback):
         self.steps = state["steps"]
 
 
-def live(folder):
-    """Trains, in a process of its own, and returns the process's number."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        training.Recipe.new_model = new_model
-        training.train(
-            RECIPE,
-            datasets,
-            callbacks=[Counts()],
-            verbose=0,
-            checkpoint_dir=folder,
-            checkpoint_every=EVERY,
-        )
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+def train(folder):
+    training.Recipe.new_model = new_model
+    training.train(
+        RECIPE,
+        datasets,
+        callbacks=[Counts()],
+        verbose=0,
+        checkpoint_dir=folder,
+        checkpoint_every=EVERY,
+    )
 
 
 def newest(folder):
@@ -120,13 +109,13 @@ def check_alive(child):
 def main():
     root, wanted = Path(sys.argv[1]), int(sys.argv[2])
     uninterrupted, killed = root / "uninterrupted", root / "killed"
-    _, status = os.waitpid(live(uninterrupted), 0)
+    _, status = os.waitpid(start_forked(train, uninterrupted), 0)
     assert status == 0, status
     draw = random.Random(0)
     in_a_write, steps = 0, []
     for kill in range(wanted):
         start = newest(killed)
-        child = live(killed)
+        child = start_forked(train, killed)
         if kill % 10 == 4:
             # While it starts.
             time.sleep(draw.uniform(0, 1))
@@ -145,7 +134,7 @@ def main():
         assert status == signal.SIGKILL, status
         in_a_write += is_writing(killed)
         steps.append(newest(killed))
-    _, status = os.waitpid(live(killed), 0)
+    _, status = os.waitpid(start_forked(train, killed), 0)
     assert status == 0, status
     print("RESULTS " + json.dumps({"in a write": in_a_write, "steps": steps}))
 

@@ -61,29 +61,24 @@ def noise(recipe, model, data_dir=None, start_step=0):
     return Datasets(batches(), (images[0], labels[0]), 10, steps)
 
 
-def dropout_model(self=None, num_classes=10):
-    """A classifier with a seed of its own, quick to compile."""
+def linear_model(multi_label=False, num_classes=10, dropout=0.0):
+    """A stand-in for a classifier in `compile` and `train`, quick to compile."""
     model = keras.Sequential(
         [
             keras.Input((4, 4, 1)),
             keras.layers.Flatten(),
-            keras.layers.Dropout(0.2, seed=3),
+            keras.layers.Dropout(dropout, seed=3),
             keras.layers.Dense(num_classes),
         ]
-    )
-    model.multi_label, model.output_activation = False, None
-    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
-    return model
-
-
-def linear_model(multi_label=False):
-    """A stand-in for a classifier in `compile` and `train`, quick to compile."""
-    model = keras.Sequential(
-        [keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
     )
     model.multi_label, model.output_activation = multi_label, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
+
+
+def dropout_model(self=None, num_classes=10):
+    """Replaces `Recipe.new_model`: a classifier with a seed."""
+    return linear_model(num_classes=num_classes, dropout=0.2)
 
 
 def quick_run(folder, recipe, *callbacks, every=3, **options):

@@ -13,7 +13,6 @@ from keras_moe.training import (
     MeanAveragePrecision,
     ModelConfig,
     Monitor,
-    MultiLabel,
     Objective,
     PeriodicEvaluation,
     PrecisionAt1,
@@ -28,7 +27,7 @@ from keras_moe.training import (
     warmup_schedule,
 )
 from keras_moe.training.optimizers import group_factors
-from tests.pair_models import PAIRS, clip, limoe
+from tests.pair_models import clip, limoe
 from tests.refusals import check_refused, named_values
 from tests.small_models import SMALL, images
 from tests.training.pair_folder import pair_recipe
@@ -50,7 +49,6 @@ WHOLE_RUN = {
 }
 BRANCHED = short_recipe(**WHOLE_RUN)
 COSINE = BRANCHED.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
-LABEL_SETTINGS = {"max_labels": [0, True, "4"], "hierarchy": [3, {"classes": []}]}
 KERNELS = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
 
 
@@ -85,15 +83,6 @@ def measured(callback, model):
     return callback.measure()
 
 
-class NoDataclass(Objective):
-    monitor = Monitor("val_loss", "min")
-
-
-@dataclasses.dataclass(frozen=True)
-class NoMonitor(Objective):
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Most(Objective):
     monitor = Monitor("val_loss", "most")
@@ -110,7 +99,6 @@ MAKERS = {
     "optimizer": lambda **kw: optimizer_class("adamw")(0.1, **kw),
     "groups": lambda **kw: group_factors([kw], KERNELS),
     "best epoch": lambda **kw: BestEpoch("loss", **kw),
-    "multi-label": MultiLabel,
     "recipe of labels": lambda **kw: recipe(objective={"name": "multi_label", **kw}),
     "precision": lambda **kw: MeanAveragePrecision(**{"num_classes": 3, **kw}),
     "health": lambda **kw: RouterHealth(**{"images": IMAGES, **kw}),
@@ -126,7 +114,6 @@ MAKERS = {
 # The message names argument and value.
 BAD_VALUES = {
     "recipe": {
-        "preset": [None],
         "dtype": ["half"],
         "seed": [None],
         "batch_size": [2.5],
@@ -148,18 +135,16 @@ BAD_VALUES = {
         "groups": [{"match": "head"}],
     },
     "pairs": {
+        "data.source": [{}, ["emoji"]],
         "objective.loss": ["hinge"],
         "objective.multi_positive": [1],
         "objective.chunk_size": [0],
         "objective.similarity_dtype": ["int8"],
-        "objective.tokenizer": [3, ""],
         "objective.vocabulary_size": [0],
         "objective.max_length": [2.5],
         "objective.evaluation_batch_size": [0],
-        "data.source": [{}, {"emoji": 0}, {"emoji": True}, ["emoji"]],
         "data.captions": ["last"],
         "data.epoch_size": [0],
-        "data.test_source": [3],
     },
     "schedule": {"decay": ["stairs"]},
     "Adafactor": {
@@ -172,17 +157,15 @@ BAD_VALUES = {
     },
     "optimizer": {"groups": ["head"]},
     "best epoch": {"mode": ["most"]},
-    "multi-label": LABEL_SETTINGS,
-    "recipe of labels": LABEL_SETTINGS,
+    "recipe of labels": {"max_labels": [0, True, "4"]},
     "precision": {"num_classes": [0], "num_bins": [1], "max_logit": [0]},
     "health": {
         "every": [0],
         "unit": ["batches"],
         "training": [1],
-        "min_entropy": [1.5],
-        "max_dead": [True],
     },
     "usage": {"batch_size": [0], "unit": ["days"], "training": [1]},
+    "upcycle CLIP": {"towers": [()]},
     "upcycle": {
         "num_experts": [0, 1],
         "noise": [-1.0],
@@ -193,7 +176,6 @@ BAD_VALUES = {
         "preset": ["limoe"],
         "normalize_gates": ["never"],
     },
-    "upcycle CLIP": {"towers": [(), "image"]},
 }
 
 # Values that do not fit together, and errors that say more.
@@ -205,8 +187,8 @@ OTHERS = [
     ("recipe", {"groups": [{"match": "head", "rate": 1.0}]}, "rate=1.0"),
     ("recipe", {"augment": [len]}, "augment="),
     ("recipe", {"patience": 1, "monitor_mode": "most"}, "monitor_mode='most'"),
-    ("recipe", {"patience": 1, "monitor": 3}, "monitor=3"),
-    ("recipe", {"monitor": "val_loss"}, "'val_loss', monitor_mode=None, patience=No"),
+    ("recipe", {"monitor": "val_loss"}, "monitor='val_loss', monitor_mode=None"),
+    ("pairs", {"data.source": {"emoji": 0}}, r"source\['emoji'\]=0"),
     ("recipe", {"objective": {"name": "rank"}}, "objective.name='rank'"),
     ("recipe", {"objective": {"hierarchy": "a.json"}}, "hierarchy='a.json' .known"),
     ("load", {"epoch": 1}, "epoch=1 .nearest: schedule.epochs"),
@@ -220,7 +202,6 @@ OTHERS = [
     ("replace", {"schedule.epochs.more": 1}, r"dict of settings at schedule\.epochs"),
     ("replace", {"objective.name": "none"}, r"objective\.name to be one of .*'multi_"),
     ("replace", {"model.load_weights": 1}, "load_weights"),
-    ("schedule", {"decay": "rsqrt", "timescale": 0}, "timescale=0"),
     ("schedule", {"decay": "rsqrt", "cooldown_steps": 91}, "cooldown_steps=91"),
     ("schedule", {"decay": "rsqrt", "cooldown_steps": -1}, "cooldown_steps=-1"),
     ("schedule", {"decay": "cosine", "cooldown_steps": 5}, "=5, decay='cosine'"),
@@ -230,32 +211,23 @@ OTHERS = [
     ("branch", {"recipe": BRANCHED, "start_step": 99, "cooldown_steps": 80}, "step=99"),
     ("branch", {"recipe": BRANCHED, "start_step": 801, "cooldown_steps": 80}, "p=801"),
     ("branch", {"recipe": BRANCHED, "start_step": 600, "cooldown_steps": 0}, "steps=0"),
-    ("optimizer", {"groups": [{"learning_rate": 1.0}]}, "'match'; .*'learning_rate'"),
-    ("optimizer", {"groups": [{"match": "("}]}, r"match='\('"),
+    ("optimizer", {"groups": [{"learning_rate": 1.0}]}, "'match' .*'learning_rate'"),
+    ("optimizer", {"groups": [{"match": "("}]}, r"'match': '\('"),
     ("optimizer", {"groups": [{"match": "a", "lr": 1.0}]}, "a group; received: lr=1.0"),
     ("optimizer", {"groups": [{"match": "a", "learning_rate": -1.0}]}, "rate=-1.0"),
     ("groups", {"match": "expert"}, r"match='expert' .nearest: .*experts"),
     ("groups", {"match": "router"}, "match='router'"),
-    ("health", {"images": IMAGES[0]}, r"shape=\(16, 8, 2\)"),
     ("usage", {"inputs": IMAGES[:0]}, r"lengths \[0\]"),
     ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
-    ("usage", {"group_names": ["a"]}, "group_names=None without groups"),
     ("usage", {"every": 5, "last": 4}, "last=4"),
     ("upcycle", {"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
-    ("upcycle", {"images": images(0, 16, 8, 3)}, r"at least one.*\(0, 16, 8, 3\)"),
-    ("upcycle", {"images": images(2, 8, 8, 3)}, r"\(B, 16, 8, 3\).*\(2, 8, 8, 3\)"),
-    ("upcycle", {"images": 3}, r"images\.shape=\(\)"),
     ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),
     ("upcycle", {"carry_optimizer": True}, "without an optimizer"),
     ("upcycle LIMoE", {"towers": ("image",)}, "towers=None for LIMoEBackbone"),
-    ("upcycle LIMoE", {"images": {k: v[:0] for k, v in PAIRS.items()}}, "at least one"),
     ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
-    ("upcycle CLIP", {"towers": {"image": 3}}, r"towers\['image'\]=3"),
     ("upcycle CLIP", {"towers": {"image": {"noise": 1}}}, "noise=1"),
     ("upcycle CLIP", {"towers": {"image": {"num_experts": 1}}}, "num_experts=1"),
     ("upcycle CLIP", {"towers": {"text": {"moe_layers": []}}}, "moe_layers="),
-    ("upcycle CLIP", {"images": PAIRS["images"]}, "to be a dict of"),
-    ("upcycle CLIP", {"images": {**PAIRS, "images": IMAGES[:2]}}, "as many"),
     (
         "pairs",
         {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
@@ -266,7 +238,6 @@ OTHERS = [
 CALLS = [
     (lambda: load_recipe("mumoe_digit"), "'mumoe_digit' .nearest: mumoe_digits"),
     (lambda: ModelConfig(preset="vit_b16", overrides=[1]), r"overrides=\[1\]"),
-    (lambda: recipe(optimizer="adamx").compile(linear_model(), 1), "name='adamx'"),
     (lambda: optimizer_class("adamx"), "received: optimizer='adamx'"),
     (
         lambda: recipe(optimizer_options={"learning_rate": 1}).compile(
@@ -281,7 +252,7 @@ CALLS = [
     (lambda: recipe(batch_size=2000).datasets(linear_model()), "batch_size=2000"),
     (lambda: recipe(test_split="dev").datasets(linear_model()), "split='dev'"),
     (lambda: train(recipe(data="digit")), "source='digit'"),
-    (lambda: train(recipe(best="keep")), "received: best='keep', checkpoint_dir=None"),
+    (lambda: train(recipe(best="keep")), "best='keep'"),
     (
         lambda: recipe(model_arguments={"num_layer": 1}).new_model(10),
         "num_layer=1 .nearest: num_layers",
@@ -292,11 +263,11 @@ CALLS = [
     ),
     (
         lambda: load_recipe("mumoe_mixer_s16", schedule={"epochs": 2}).learning_rate(1),
-        r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000",
+        "the run of 2 steps; received: warmup_steps=10000",
     ),
     (
         lambda: group_factors([{"match": ".*kernel"}, {"match": "head"}], KERNELS),
-        r"match='head' .its 1 weights are in groups",
+        "not in a group before it; received: match='head'",
     ),
     (
         lambda: optimizer_class("adamw")(0.1, groups=[{"match": "three/.*"}]).build(
@@ -307,13 +278,7 @@ CALLS = [
     # Metrics, callbacks and objectives
     (lambda: MeanAveragePrecision(3).update_state(TWO, THREE), "sparse_labels=False"),
     (lambda: PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
-    (lambda: MeanAveragePrecision(3).update_state(TWO, TWO), "num_classes=3"),
-    (lambda: PeriodicEvaluation({}), r"at least one evaluator; .*evaluators=\{\}"),
-    (lambda: PeriodicEvaluation({"few_shot": 3}), "received: few_shot=3"),
-    (
-        lambda: PeriodicEvaluation({"bad": lambda model: {"x": "much"}}).measure(),
-        "evaluator 'bad'; received: x='much'",
-    ),
+    (lambda: PeriodicEvaluation({}), r"evaluators=\{\}"),
     (
         lambda: FewShot((IMAGES, LABELS), (IMAGES, LABELS))(plain_model()),
         "with features; received: Sequential",
@@ -324,20 +289,13 @@ CALLS = [
     ),
     (lambda: measured(UsageRecorder(IMAGES), vit()), "model with MoE blocks"),
     (lambda: UsageRecorder(IMAGES).usage, "at least one usage"),
-    (lambda: register_objective("none")(NoDataclass), "a dataclass of Objective"),
-    (lambda: register_objective("none")(NoMonitor), "a dataclass of Objective"),
-    (lambda: register_objective("none")(dict), "a dataclass of Objective"),
     (lambda: register_objective("none")(Most), "mode='most'"),
     # Models that cannot be upcycled
     (lambda: training.upcycle(vit(moe_layers=[1])), "block_1"),
     (lambda: training.upcycle(with_lora()), "lora_enabled=True"),
     (lambda: training.upcycle(quantized()), "quantization_mode='int8'"),
-    (
-        lambda: training.upcycle(plain_model()),
-        "one of .*'ViTBack.*received: Sequential",
-    ),
-    (lambda: training.upcycle("vmoe_b32"), "a model with one of .*: vmoe_b32"),
-    (lambda: training.upcycle(None), "a model with one of .*received: NoneType"),
+    (lambda: training.upcycle(plain_model()), "a KerasHub model .*<Sequential"),
+    (lambda: training.upcycle("vmoe_b32"), "received: 'vmoe_b32'"),
 ]
 
 
@@ -356,14 +314,25 @@ def test_bad_arguments_are_refused(maker, arguments, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("bad.json", "{", "Expected JSON in .*bad.json"),
-        ("bad.json", "[]", r"received: \[\]"),
         ("bad.json", '{"preset": "vit"}', "preset='vit' .nearest: model.preset.*json"),
         ("bad.json", '{"presets": "vit"}', "presets='vit' .*: model.preset.*bad.json"),
-        ("bad.toml", "[data", "Expected TOML in .*bad.toml"),
-        ("bad.toml", "[model]\npreset = 'vit'", "'batch_size' in .*'data'.*bad.toml"),
     ],
 )
 def test_other_files_are_no_recipes(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     check_refused(load_recipe, {"name_or_path": tmp_path / name}, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("bad.json", "{", "in .*bad.json"),
+        ("bad.json", "[]", "is not a mapping, in .*bad.json"),
+        ("bad.toml", "[data", "in .*bad.toml"),
+        ("bad.toml", "[model]\npreset = 'vit'", "'data' and 'schedule', in .*bad.toml"),
+    ],
+)
+def test_errors_of_a_file_name_it(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / name)

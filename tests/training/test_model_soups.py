@@ -149,20 +149,12 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path):
     good = array(1, 1)
     for checkpoints, metric, message in (
         ([], closeness((0, 0)), "at least one checkpoint"),
-        ([good, array(1, 1) * 2], closeness((0, 0)), "checkpoint 1 of 2"),
-        (
-            [good, [np.zeros((3, 1))]],
-            closeness((0, 0)),
-            r"dense/kernel of shape \(2, 1\); received: checkpoint 1 with \(3, 1\)",
-        ),
-        (
-            [good, tmp_path / "wide.weights.h5"],
-            closeness((0, 0)),
-            "checkpoint 1, .*wide.weights.h5: .*dense",
-        ),
+        ([good, array(1, 1) * 2], closeness((0, 0)), "checkpoint 1: zip"),
+        ([good, [np.zeros((3, 1))]], closeness((0, 0)), "checkpoint 1: The shape"),
+        ([good, tmp_path / "wide.weights.h5"], closeness((0, 0)), "checkpoint 1: "),
         ([good, tmp_path / "torn.weights.h5"], closeness((0, 0)), "torn.weights.h5"),
         ([good, tmp_path / "no.weights.h5"], closeness((0, 0)), "no.weights.h5"),
-        ([tmp_path, good], closeness((0, 0)), "checkpoint 0, "),
+        ([tmp_path, good], closeness((0, 0)), "checkpoint 0: "),
         ([good], lambda model: float("nan"), "finite metric; received: nan with"),
     ):
         with pytest.raises(ValueError, match=f"Expected .*{message}"):

@@ -129,8 +129,8 @@ def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
         run(tmp_path, Ends(4))
     other = recipe(learning_rate=0.5, batch_size=128, description="another word")
     message = (
-        r"steps_per_epoch=10 \(there 7\), data.batch_size=128 \(there 192\), "
-        r"schedule.learning_rate=0.5 \(there 0.01\)\. "
+        r"data.batch_size=128 \(there 192\), schedule.learning_rate=0.5 "
+        r"\(there 0.01\), steps_per_epoch=10 \(there 7\)\. "
     )
     with pytest.raises(ValueError, match=message):
         run(tmp_path, mine=other)

@@ -89,10 +89,6 @@ def test_published_settings(name):
     assert is_sigmoid or "ours" in actual.notes
 
 
-def test_every_recipe_of_pairs_is_here():
-    assert set(PAIRS) == {x for x in PUBLISHED if x in PAIRS} | set(EMOJI)
-
-
 def test_table_7_of_mumoe():
     mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
     for actual, dtype in ((mixer, "mixed_bfloat16"), (clip, "mixed_float16")):
@@ -187,15 +183,15 @@ def test_shipped_recipes_make_models(name):
         assert factors.weight_decay == (100.0 if head else float(decays)), path
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if "_b16" in name])
-def test_groups_are_large_enough(name):
-    model = load_recipe(name).model
-    config = models.resolve(model.preset, model.overrides).config
-    # Groups below 32 examples are unstable: LIMoE, appendix E.5.
-    towers = [config, *(config.get(x) or {} for x in ("image", "text"))]
-    mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
-    assert mixtures or name == "clip_b16"
-    assert all(moe["examples_per_group"] >= 128 for moe in mixtures)
+def test_groups_are_large_enough():
+    for name in ("limoe_b16_pairs", "clip_up_b16", "clip_up_b16_scratch"):
+        model = load_recipe(name).model
+        config = models.resolve(model.preset, model.overrides).config
+        # Groups below 32 examples are unstable: LIMoE, appendix E.5.
+        towers = [config, *(config.get(x) or {} for x in ("image", "text"))]
+        mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
+        assert mixtures
+        assert all(moe["examples_per_group"] >= 128 for moe in mixtures)
 
 
 def test_sizes_of_limoe_differ_in_their_preset_alone():
@@ -213,41 +209,20 @@ def test_sizes_of_limoe_differ_in_their_preset_alone():
         assert load_recipe(f"limoe_{size}_pairs").model.preset == f"limoe_{size}"
 
 
-def rates(recipe, *steps):
-    learning_rate = recipe.learning_rate(1000)
-    return [float(learning_rate(step)) for step in steps]
-
-
-def test_learning_rates_by_hand():
-    # Half of the warm-up, its end, the middle of the cosine, its end.
-    limoe = rates(
-        load_recipe("limoe_s32_pairs"), 20_000, 40_000, 40_000 + 741_250 // 2, 781_250
-    )
-    np.testing.assert_allclose(limoe, [5e-4, 1e-3, 5e-4, 0], atol=1e-9)
-    dense = rates(load_recipe("clip_b16"), 1000, 2000, 221_000, 440_000)
-    np.testing.assert_allclose(dense, [2.5e-4, 5e-4, 2.5e-4, 0], atol=1e-9)
-    sparse = rates(load_recipe("clip_up_b16"), 1000, 2000, 176_000, 350_000)
-    np.testing.assert_allclose(sparse, [1.5e-4, 3e-4, 1.5e-4, 0], atol=1e-9)
-    # A timescale of 10k: after three of them the rate is half, and a square root of
-    # 1 + 71 is that at the cooldown.
-    soft = rates(load_recipe("soft_moe_laion"), 50_000, 730_000, 740_000, 750_000)
-    last = 1e-3 / math.sqrt(1 + 71)
-    np.testing.assert_allclose(soft, [5e-4, last, last / 2, 0], rtol=1e-5, atol=1e-9)
-
-
 def test_the_cooldowns_of_limoe_h14():
     run = load_recipe("limoe_h14_pairs")
-    after = {
-        step: 1e-3 / math.sqrt(1 + (step - 40_000) / 10_000) for step in (65e4, 7e5)
-    }
-    actual = rates(run, 70_000, 650_000, 700_000, 762_500, 825_000)
-    expected = [5e-4, after[65e4], after[7e5], after[7e5] / 2, 0]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
-    branch = cooldown_branch(run, 650_000, 40_000)
-    assert branch.schedule.steps == 690_000
-    actual = rates(branch, 650_000, 670_000, 690_000)
-    expected = [after[65e4], after[65e4] / 2, 0]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
+    # The rate falls with the square root, then in a line.
+    for recipe, start, steps in (
+        (run, 700_000, 125_000),
+        (cooldown_branch(run, 650_000, 40_000), 650_000, 40_000),
+    ):
+        assert recipe.schedule.steps == start + steps
+        rate = 1e-3 / math.sqrt(1 + (start - 40_000) / 10_000)
+        actual = [
+            float(recipe.learning_rate(1000)(step))
+            for step in (start, start + steps // 2, start + steps)
+        ]
+        np.testing.assert_allclose(actual, [rate, rate / 2, 0], rtol=1e-5, atol=1e-9)
     # Pairs and classes are 3:1, and two of the branches have one of them alone.
     assert run.data.source == {"webdataset:pairs": 3, "folder:jft4b": 1}
     assert batch_sizes(run.data.source, run.data.batch_size, 1) == {
@@ -310,12 +285,10 @@ def test_soft_moe_has_the_releases_model():
     assert config["temperature"]["bias"] == -10.0
 
 
-@pytest.mark.parametrize("name", EMOJI)
-def test_emoji_presets_are_small(name):
-    actual = load_recipe(name)
-    assert actual.model.preset == name
-    assert 4e5 < models.describe(name).parameters < 1.2e6
-    assert actual.data.source == "emoji"
-    assert actual.objective.tokenizer is None
-    # Arrows and hands have a left and a right.
-    assert "flip" not in actual.data.augment
+def test_emoji_recipes_are_small():
+    for name in EMOJI:
+        actual = load_recipe(name)
+        assert (actual.model.preset, actual.data.source) == (name, "emoji")
+        assert 4e5 < models.describe(name).parameters < 1.2e6
+        # Arrows and hands have a left and a right.
+        assert "flip" not in actual.data.augment
