@@ -138,15 +138,12 @@ def quantized_head(task: Any, head_dtype: Any) -> Any:
         for layer in flatten_layers(task, include_self=False)
         if id(layer) not in of_backbone
     ]
-    if head_dtype is None:
-        policy = task.backbone.dtype_policy
-        if isinstance(policy, DTypePolicyMap):
-            policy = policy.default_policy
-        head = quantized_policies(layers, policy)
-        if not isinstance(head, DTypePolicyMap):
-            return None
-    else:
-        head = quantized_policies(layers, head_dtype)
-        if isinstance(head_dtype, str) and not isinstance(head, DTypePolicyMap):
-            return head_dtype
+    policy = task.backbone.dtype_policy if head_dtype is None else head_dtype
+    if head_dtype is None and isinstance(policy, DTypePolicyMap):
+        policy = policy.default_policy
+    head = quantized_policies(layers, policy)
+    if not isinstance(head, DTypePolicyMap) and isinstance(
+        head_dtype, (str, type(None))
+    ):
+        return head_dtype
     return keras.dtype_policies.serialize(head)

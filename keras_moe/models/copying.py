@@ -20,22 +20,19 @@ def copied(
 ) -> Any:
     """Creates a model from a changed config and copies the shared weights."""
     new = type(model).from_config(config)
-    both = [[w for w in each.weights if w.name != without] for each in (model, new)]
-    names = [[w.name for w in weights] for weights in both]
-    fits = names[0] == names[1]
-    for old_weight, new_weight in zip(*both) if fits else ():
-        # Copy through an array: on JAX both variables would share one buffer.
-        array = value(old_weight)
-        fits = fits and tuple(array.shape) == tuple(new_weight.shape)
-        if not fits:
-            break
-        new_weight.assign(array)
-        new_weight.trainable = old_weight.trainable
-    if not fits:
+    old_weights, new_weights = (
+        [weight for weight in each.weights if weight.name != without]
+        for each in (model, new)
+    )
+    if [w.name for w in old_weights] != [w.name for w in new_weights]:
         raise ValueError(
             "Expected a model with the weights of its config; received others, such as "
             "LoRA adapters: save_to_preset and load it first"
         )
+    for old_weight, new_weight in zip(old_weights, new_weights):
+        # Copy through an array: on JAX both variables would share one buffer.
+        new_weight.assign(value(old_weight))
+        new_weight.trainable = old_weight.trainable
     preprocessor = getattr(model, "preprocessor", None)
     if hasattr(preprocessor, "load_preset_assets"):
         # The config does not include assets such as a vocabulary.

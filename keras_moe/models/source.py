@@ -148,13 +148,10 @@ class _Saved(ModelSource):
             return {}
         config = {k: v for k, v in self._saved_task.items() if k != "backbone"}
         if isinstance(config.get("preprocessor"), dict):
-            with explained(self._path):
-                preprocessor = keras.saving.deserialize_keras_object(
-                    config["preprocessor"]
-                )
-                if hasattr(preprocessor, "load_preset_assets"):
-                    # Such as a tokenizer's vocabulary.
-                    preprocessor.load_preset_assets(self._path)
+            preprocessor = keras.saving.deserialize_keras_object(config["preprocessor"])
+            if hasattr(preprocessor, "load_preset_assets"):
+                # Such as a tokenizer's vocabulary.
+                preprocessor.load_preset_assets(self._path)
             config["preprocessor"] = preprocessor
         return config
 

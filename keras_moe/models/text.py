@@ -72,11 +72,6 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
         if self.end_of_text_id is not None:
             largest = self.vocabulary_size - 1
             check_integer("end_of_text_id", self.end_of_text_id, 0, largest)
-            if self.pooling == "map":
-                raise ValueError(
-                    "Expected end_of_text_id=None for pooling='map'; received: "
-                    f"end_of_text_id={self.end_of_text_id}"
-                )
         if self.projection_dim is not None:
             check_integer("projection_dim", self.projection_dim)
 

@@ -93,17 +93,7 @@ class Tower(NamedTuple):
             boundaries: positions at which to split an example's tokens into runs that
                 attend only within themselves.
         """
-        for block in self.blocks if modality_ids is None else ():
-            router = getattr(block.feed_forward, "router", None)
-            if getattr(router, "modality_count", None) is not None:
-                raise ValueError(
-                    "Expected modality_ids, or routers of one modality, with "
-                    "num_modalities=None, expert_pools=None and no priority by "
-                    f"modality; received: a router for {router.modality_count} "
-                    "modalities"
-                )
-        x = tokens
-        fixed = {"mask": mask, "modality_ids": modality_ids}
+        x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)

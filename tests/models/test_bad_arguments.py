@@ -215,7 +215,6 @@ OTHERS = [
     ("MoE++", {"router": "soft"}, "router='soft'"),
     ("MoE++", {"router": "softmax_expert_choice", "zero_experts": 0}, "choice'"),
     ("text", {"pooling": "last", "end_of_text_id": 2}, "end_of_text_id=2"),
-    ("text", {"pooling": "map", "end_of_text_id": 2}, "end_of_text_id=2"),
     ("text", {**MOE, "expert_pools": [[0, 1], [1, 2]]}, r"\[\[0, 1\], \[1, 2\]\]"),
     ("classifier", {"output_activation": "sigmoid"}, "activation='sigmoid'"),
     ("classifier", {"num_classes": 4, "head": HEAD}, "units=3"),

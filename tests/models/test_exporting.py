@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe.models import (
-    CLIPBackbone,
     ContrastiveModel,
-    LIMoEBackbone,
     MixerBackbone,
     MixerImageClassifier,
     TextBackbone,
@@ -18,18 +16,13 @@ from keras_moe.models import (
 )
 from keras_moe.models.exporting import export_signature
 from keras_moe.routers import ROUTERS, SparsityConstrainedAffinity
+from tests.pair_models import MOE, ONE, PAIRS, TEXT, TEXTS, one_block
 from tests.small_models import ONE_BLOCK, SMALL, images
 
 BACKEND = keras.backend.backend()
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a format of PyTorch")
 not_on_torch = pytest.mark.skipif(BACKEND == "torch", reason="needs TensorFlow")
 MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
-TINY = {"hidden_dim": 4, "num_layers": 1, "num_heads": 1, "mlp_dim": 4}
-IMAGE = {"image_shape": (4, 4, 1), "patch_size": 2, **TINY}
-TEXT = {"vocabulary_size": 20, "max_length": 5, **TINY}
-MOE = {"moe_layers": [0], "num_experts": 2}
-IDS = np.array([[1, 7, 3, 19, 0], [1, 5, 6, 8, 19], [2, 19, 0, 0, 0]], "int32")
-TEXTS = {"token_ids": IDS, "padding_mask": IDS != 0}
 ANY_BATCH = {
     "dense": lambda: ViTBackbone.from_config({**SMALL, "moe_layers": None}),
     "vmoe": lambda: ViTBackbone.from_config(SMALL),
@@ -41,13 +34,9 @@ ANY_BATCH = {
     "dense mixer": lambda: MixerBackbone.from_config(
         {**MIXER, "moe_layers": None, "token_mlp_dim": 8}
     ),
-    "text": lambda: TextBackbone(**TEXT, moe=MOE),
-    "clip": lambda: ContrastiveModel(
-        CLIPBackbone(image={**IMAGE, "moe": MOE}, text=TEXT, projection_dim=2)
-    ),
-    "limoe": lambda: ContrastiveModel(
-        LIMoEBackbone(**{**IMAGE, **TEXT}, projection_dim=2, moe=MOE)
-    ),
+    "text": lambda: TextBackbone.from_config({**TEXT, **MOE, **ONE}),
+    "clip": lambda: ContrastiveModel(one_block("clip")),
+    "limoe": lambda: ContrastiveModel(one_block("limoe")),
 }
 ONE_BATCH = {
     "expert_choice": {"router": "softmax_expert_choice"},
@@ -56,10 +45,11 @@ ONE_BATCH = {
 
 
 def inputs_of(name, batch):
-    if name in ("clip", "limoe"):
-        return {"images": images(batch, 4, 4, 1), **inputs_of("text", batch)}
-    if name == "text":
-        return {key: value[:batch] for key, value in TEXTS.items()}
+    if name in ("clip", "limoe", "text"):
+        # Programs of PyTorch have texts of the maximum length.
+        padded = {key: np.pad(ids, ((0, 0), (0, 1))) for key, ids in TEXTS.items()}
+        inputs = padded if name == "text" else {**PAIRS, **padded}
+        return {key: value[:batch] for key, value in inputs.items()}
     return images(batch, *SMALL["image_shape"])
 
 
@@ -189,11 +179,11 @@ def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
 
 @on_torch
 def test_texts_are_exported_with_the_largest_length():
-    model = TextBackbone(**TEXT, moe={**MOE, "router": "soft"})
+    model = TextBackbone.from_config({**TEXT, **MOE, **ONE, "router": "soft"})
     for format, batch in (("torch", None), ("onnx", 1)):
         (specs,) = export_signature(model, format, None)
         shapes = {name: spec.shape for name, spec in specs.items()}
-        assert shapes == dict.fromkeys(TEXTS, (batch, 5))
+        assert shapes == dict.fromkeys(TEXTS, (batch, 6))
 
 
 @on_torch
