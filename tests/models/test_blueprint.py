@@ -92,26 +92,6 @@ def test_every_source_refuses_alike(sources, kind, overrides, options, message):
         models.resolve(sources[kind], overrides, **options)
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_another_router_has_its_own_options(sources, tmp_path, is_saved):
-    config = {**SIZES, "moe_layers": [1], "num_experts": 4, "router": "soft"}
-    config["num_slots"] = 3
-    models.register_presets({"soft_of_tests": {**OUTSIDE, "config": config}})
-    source = "soft_of_tests"
-    if is_saved:
-        models.from_preset(source).save_to_preset(tmp_path / "soft")
-        source = str(tmp_path / "soft")
-
-    def router(**overrides):
-        with models.resolve(source, overrides, load_weights=False) as blueprint:
-            return blueprint.unbuilt_blocks()[1].feed_forward.router
-
-    assert router().slots_per_expert == 3
-    # The same router is no other one.
-    assert router(router="soft").slots_per_expert == 3
-    assert router(router="softmax_token_choice").num_selected_experts == 2
-
-
 def test_a_model_is_a_source(sources):
     model = models.from_preset(sources["task"])
     blueprint = models.resolve(model)

@@ -3,7 +3,6 @@
 import json
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
@@ -83,20 +82,6 @@ def test_what_classify_refuses(model):
     for preprocessor in (None, keras.layers.Rescaling(2.0)):
         with pytest.raises(ValueError, match="with an ImagePreprocessor"):
             classifier(preprocessor).classify(PHOTOS)
-
-
-def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
-    converter = keras_hub.layers.ImageConverter((8, 8), scale=1 / 255)
-    theirs = keras_hub.models.ImageClassifierPreprocessor(converter)
-    images = np.full((1, 8, 8, 3), 255, "uint8")
-    for preprocessor, white in (
-        (theirs, 1.0),
-        (keras.layers.Rescaling(2.0), 255.0),
-        (model.preprocessor, 255.0),
-        (None, 255.0),
-    ):
-        actual = classifier(preprocessor).preprocess_samples(images, None)
-        np.testing.assert_allclose(np.asarray(actual).max(), white, rtol=1e-6)
 
 
 def test_a_preset_carries_its_preprocessing(model, tmp_path):

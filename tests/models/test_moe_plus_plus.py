@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import data, models
 from keras_moe.layers import Experts
 from keras_moe.models import MixerBackbone, ViTBackbone
-from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
+from keras_moe.routers import TokenChoiceRouter
 from tests.small_models import assert_same_outputs
 
 to_numpy = ops.convert_to_numpy
@@ -148,15 +148,6 @@ def test_trains_on_digits_and_comes_back(preset, tmp_path):
     config = again.backbone.get_config()
     assert config["moe"]["router"]["tau"] == 0.5
     assert config["moe"]["expert_activation"] == "silu"
-
-
-def test_residuals_alone_have_one_kind_of_router():
-    model = backbone(**{**VANILLA, "gating_residual": True})
-    kinds = {type(router) for router in routers_of(model).values()}
-    assert kinds == {PathwayAwareRouter}
-    for name in model.routing:
-        losses = model.get_layer(name).feed_forward.auxiliary_losses
-        assert [loss.name for loss in losses] == ["heterogeneous_balance"]
 
 
 def test_saved_weights_keep_their_kinds(tmp_path):

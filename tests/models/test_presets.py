@@ -168,19 +168,6 @@ def test_describe_by_hand():
     assert description.active_parameters == description.parameters
 
 
-def test_describe_moe_by_hand():
-    dense, sparse = (
-        models.describe("vit_s32", moe_layers=moe, num_experts=8, num_layers=2)
-        for moe in (None, "every_2")
-    )
-    mlp = 2 * 384 * 1536 + 1536 + 384
-    router = 384 * 8
-    assert sparse.parameters - dense.parameters == 7 * mlp + router
-    assert sparse.active_parameters - dense.active_parameters == mlp + router
-    extra = 1e9 * (sparse.gflops - dense.gflops)
-    assert round(extra) == 2 * 50 * router + 4 * 50 * 384 * 1536
-
-
 def test_describe_h14_is_quick_and_allocates_nothing():
     program = """
 import resource, sys, time
@@ -311,16 +298,6 @@ def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
     other = models.from_preset("vmoe_digits", **overrides, load_weights=False)
     with pytest.raises(ValueError, match=r"received|shape|layers"):
         other.load_weights(tmp_path / "all.weights.h5")
-
-
-def test_sharded_weights_are_checked_too(tmp_path):
-    model = digits_model()
-    model.save_to_preset(tmp_path / "shards", max_shard_size=3e-4)
-    assert len(list((tmp_path / "shards").glob("model_*.weights.h5"))) > 1
-    loaded = models.from_preset(str(tmp_path / "shards"))
-    assert_same_outputs(loaded, model, images())
-    with pytest.raises(ValueError, match="moe_layers"):
-        models.from_preset(str(tmp_path / "shards"), moe_layers=[0, 2])
 
 
 # Not float16: JAX has no attention in it on CPUs.

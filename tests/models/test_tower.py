@@ -75,26 +75,6 @@ def test_padding_changes_no_other_token(kind, rematerialize):
         assert np.abs(difference).max() > 1e-3
 
 
-def test_attention_by_hand():
-    layer = SelfAttention(1, 2)
-    tokens = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], "float32")
-    layer.build((1, 3, 2))
-    for weight in layer.weights:
-        eye = np.eye(2).reshape(weight.shape) if "kernel" in weight.path else 0.0
-        weight.assign(eye * np.ones(weight.shape))
-    mask = np.array([[True, True, False]])
-    share = np.exp(1 / np.sqrt(2)) / (1 + np.exp(1 / np.sqrt(2)))
-    expected = [[share, 1 - share], [1 - share, share]]
-    for values in (mask, np.repeat(mask[:, None], 3, axis=1)):
-        result = to_numpy(layer(tokens, mask=values))
-        np.testing.assert_allclose(result[0, :2], expected, rtol=1e-5)
-    causal = SelfAttention(1, 2, causal=True)
-    causal.build((1, 3, 2))
-    causal.set_weights(layer.get_weights())
-    np.testing.assert_allclose(to_numpy(causal(tokens))[0, 0], [1, 0], atol=1e-6)
-    assert SelfAttention.from_config(causal.get_config()).causal
-
-
 def test_masks_that_do_not_fit_are_refused():
     block = EncoderBlock(SelfAttention(2, 4), MLP(8))
     with pytest.raises(ValueError, match=r"mask.shape=\(3, 5\)"):

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS as ALL_ROUTERS
 from tests.small_models import ONE_BLOCK, SMALL, assert_same_outputs
@@ -62,15 +61,6 @@ def test_every_argument_of_the_classifier_round_trips():
     assert config["multi_label"] is True
     assert config["dropout"] == 0.3
     assert again.name == "mine"
-
-
-def test_losses_may_be_given_as_objects():
-    backbone = ViTBackbone.from_config(
-        {**SMALL, "auxiliary_losses": [losses.AuxiliaryLoss("router_z", 0.25)]}
-    )
-    again = ViTBackbone.from_config(plain(backbone.get_config()))
-    (loss,) = again.get_layer("block_1").feed_forward.auxiliary_losses
-    assert (loss.name, loss.weight) == ("router_z", 0.25)
 
 
 def test_each_site_that_draws_has_a_seed_of_its_own():
