@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.compat import own_variables
-from keras_moe.layers import MultilinearExperts, MuMoEBlock
+from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.models import describe
 from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
@@ -80,7 +80,7 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
                 keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
                 for weight in (layer.kernel, layer.bias)
             )
-            values = factors_of_dense(kernel, bias, experts, noise, generator)
+            values = _factors_of_dense(kernel, bias, experts, noise, generator)
             for factor, value in zip(experts.factors, values):
                 factor.assign(value)
 
@@ -114,13 +114,7 @@ def carry_state(dense: Any, sparse: Any) -> int:
     return carried
 
 
-def factors_of_dense(
-    kernel: np.ndarray,
-    bias: np.ndarray,
-    experts: MultilinearExperts,
-    noise: float,
-    generator: np.random.Generator,
-) -> list[np.ndarray]:
+def _factors_of_dense(kernel, bias, experts, noise, generator):
     """Initialises muMoE factors so that every expert approximates the dense layer.
 
     The kernel with its bias as last row is replaced by its truncated singular value
@@ -260,14 +254,7 @@ class UpcyclingReport(NamedTuple):
         (console or Console()).print(table)
 
 
-def report_of(
-    dense_model: keras.Model,
-    sparse_model: keras.Model,
-    blocks: list[str],
-    inputs: Any,
-    noise: float,
-    slots: int,
-) -> UpcyclingReport:
+def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
     """Compares a sparse model with its dense original on the same inputs."""
     description = describe(sparse_model)
     backbone = getattr(sparse_model, "backbone", sparse_model)

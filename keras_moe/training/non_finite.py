@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -147,14 +146,11 @@ def locate_non_finite(
         return _bad_gradient(model, x, y, finished) if gradients else None
 
 
-def first_non_finite_step(
-    model: keras.Model,
-    batches: Iterator[tuple[Any, Any, Any]],
-    error: NonFiniteLoss,
-    step: int = 0,
-    verbose: Any = 0,
-) -> tuple[int, NonFinite] | None:
-    """Repeats the steps before an error and checks the last ones layer by layer."""
+def first_non_finite_step(model, batches, error, step, verbose):
+    """Repeats the steps before an error and checks the last ones layer by layer.
+
+    Returns the number of a step and its first `NonFinite`, or None.
+    """
     bar = keras.utils.Progbar(
         error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )
@@ -225,7 +221,7 @@ class _GradientProbe(keras.optimizers.Optimizer):
     """Replaces each weight by its gradient."""
 
     def __init__(self):
-        super().__init__(learning_rate=1.0)
+        super().__init__(learning_rate=1.0, name="gradient_probe")
 
     def update_step(self, gradient, variable, learning_rate):
         self.assign(variable, ops.cast(gradient, variable.dtype))

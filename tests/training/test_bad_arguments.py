@@ -62,15 +62,9 @@ def vit(**changes):
     return models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
 
 
-def with_lora():
+def vit_after(change):
     model = vit()
-    model.enable_lora(2)
-    return model
-
-
-def quantized():
-    model = vit()
-    model.quantize("int8")
+    change(model)
     return model
 
 
@@ -159,11 +153,7 @@ BAD_VALUES = {
     "best epoch": {"mode": ["most"]},
     "recipe of labels": {"max_labels": [0, True, "4"]},
     "precision": {"num_classes": [0], "num_bins": [1], "max_logit": [0]},
-    "health": {
-        "every": [0],
-        "unit": ["batches"],
-        "training": [1],
-    },
+    "health": {"every": [0], "unit": ["batches"], "training": [1]},
     "usage": {"batch_size": [0], "unit": ["days"], "training": [1]},
     "upcycle CLIP": {"towers": [()]},
     "upcycle": {
@@ -182,7 +172,6 @@ BAD_VALUES = {
 OTHERS = [
     ("recipe", {"epochs": None}, "epochs=None, steps=None"),
     ("recipe", {"steps": 10}, "epochs=3, steps=10"),
-    ("recipe", {"epochs": None, "steps": 0}, "steps=0"),
     ("recipe", {"cooldown_steps": 5}, "cooldown_steps=5, decay='cosine'"),
     ("recipe", {"groups": [{"match": "head", "rate": 1.0}]}, "rate=1.0"),
     ("recipe", {"augment": [len]}, "augment="),
@@ -196,14 +185,11 @@ OTHERS = [
     ("load", {"data.batch": 1}, "batch=1 .nearest: batch_size"),
     ("load", {"optimiser.name": "sgd"}, "optimizer.name"),
     ("load", {"data.captions": "first"}, "received: captions='first'"),
-    ("replace", {"epochs": 2}, "epochs=2 .nearest: schedule.epochs"),
     ("replace", {"data": "digits"}, "as data.batch_size; received: data='digits'"),
     ("replace", {"model": [1]}, r"model=\[1\]"),
     ("replace", {"schedule.epochs.more": 1}, r"dict of settings at schedule\.epochs"),
     ("replace", {"objective.name": "none"}, r"objective\.name to be one of .*'multi_"),
-    ("replace", {"model.load_weights": 1}, "load_weights"),
     ("schedule", {"decay": "rsqrt", "cooldown_steps": 91}, "cooldown_steps=91"),
-    ("schedule", {"decay": "rsqrt", "cooldown_steps": -1}, "cooldown_steps=-1"),
     ("schedule", {"decay": "cosine", "cooldown_steps": 5}, "=5, decay='cosine'"),
     ("schedule", {"decay": "constant", "final": 0.01}, "final_learning_rate=0.01"),
     ("schedule", {"decay": "cosine", "warmup_steps": 100}, "run of 100 steps; .*=100"),
@@ -216,17 +202,14 @@ OTHERS = [
     ("optimizer", {"groups": [{"match": "a", "lr": 1.0}]}, "a group; received: lr=1.0"),
     ("optimizer", {"groups": [{"match": "a", "learning_rate": -1.0}]}, "rate=-1.0"),
     ("groups", {"match": "expert"}, r"match='expert' .nearest: .*experts"),
-    ("groups", {"match": "router"}, "match='router'"),
     ("usage", {"inputs": IMAGES[:0]}, r"lengths \[0\]"),
     ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
     ("usage", {"every": 5, "last": 4}, "last=4"),
-    ("upcycle", {"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
     ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),
     ("upcycle", {"carry_optimizer": True}, "without an optimizer"),
     ("upcycle LIMoE", {"towers": ("image",)}, "towers=None for LIMoEBackbone"),
     ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
     ("upcycle CLIP", {"towers": {"image": {"noise": 1}}}, "noise=1"),
-    ("upcycle CLIP", {"towers": {"image": {"num_experts": 1}}}, "num_experts=1"),
     ("upcycle CLIP", {"towers": {"text": {"moe_layers": []}}}, "moe_layers="),
     (
         "pairs",
@@ -269,12 +252,6 @@ CALLS = [
         lambda: group_factors([{"match": ".*kernel"}, {"match": "head"}], KERNELS),
         "not in a group before it; received: match='head'",
     ),
-    (
-        lambda: optimizer_class("adamw")(0.1, groups=[{"match": "three/.*"}]).build(
-            plain_model().trainable_variables
-        ),
-        r"match='three/.*' .nearest: ",
-    ),
     # Metrics, callbacks and objectives
     (lambda: MeanAveragePrecision(3).update_state(TWO, THREE), "sparse_labels=False"),
     (lambda: PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
@@ -288,12 +265,17 @@ CALLS = [
         "with MoE blocks.*received: Sequential",
     ),
     (lambda: measured(UsageRecorder(IMAGES), vit()), "model with MoE blocks"),
-    (lambda: UsageRecorder(IMAGES).usage, "at least one usage"),
     (lambda: register_objective("none")(Most), "mode='most'"),
     # Models that cannot be upcycled
     (lambda: training.upcycle(vit(moe_layers=[1])), "block_1"),
-    (lambda: training.upcycle(with_lora()), "lora_enabled=True"),
-    (lambda: training.upcycle(quantized()), "quantization_mode='int8'"),
+    (
+        lambda: training.upcycle(vit_after(lambda x: x.enable_lora(2))),
+        "lora_enabled=True",
+    ),
+    (
+        lambda: training.upcycle(vit_after(lambda x: x.quantize("int8"))),
+        "quantization_mode='int8'",
+    ),
     (lambda: training.upcycle(plain_model()), "a KerasHub model .*<Sequential"),
     (lambda: training.upcycle("vmoe_b32"), "received: 'vmoe_b32'"),
 ]
@@ -314,25 +296,15 @@ def test_bad_arguments_are_refused(maker, arguments, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("bad.json", '{"preset": "vit"}', "preset='vit' .nearest: model.preset.*json"),
-        ("bad.json", '{"presets": "vit"}', "presets='vit' .*: model.preset.*bad.json"),
-    ],
-)
-def test_other_files_are_no_recipes(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    check_refused(load_recipe, {"name_or_path": tmp_path / name}, message)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("bad.json", "{", "in .*bad.json"),
-        ("bad.json", "[]", "is not a mapping, in .*bad.json"),
-        ("bad.toml", "[data", "in .*bad.toml"),
-        ("bad.toml", "[model]\npreset = 'vit'", "'data' and 'schedule', in .*bad.toml"),
+        ("bad.json", '{"preset": "vit"}', "preset='vit' .nearest: model.preset"),
+        ("bad.json", '{"presets": "vit"}', "presets='vit' .*: model.preset"),
+        ("bad.json", "{", ""),
+        ("bad.json", "[]", "is not a mapping"),
+        ("bad.toml", "[data", ""),
+        ("bad.toml", "[model]\npreset = 'vit'", "'data' and 'schedule'"),
     ],
 )
 def test_errors_of_a_file_name_it(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*, in .*{name}"):
         load_recipe(tmp_path / name)

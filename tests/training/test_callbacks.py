@@ -93,9 +93,8 @@ def names(folder):
 def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     tmp_path, ema_momentum
 ):
-    mine = recipe(
-        monitor="score", patience=2, best="restore", ema_momentum=ema_momentum
-    )
+    averages = {"ema_momentum": ema_momentum}
+    mine = recipe(monitor="score", patience=2, best="restore", **averages)
     whole = run(tmp_path / "whole", mine, keep_checkpoints=1)
     # A score as high as the best is no better one.
     assert whole.history["score"] == SCORES[:4]
@@ -112,8 +111,7 @@ def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     # At its end, it is the same again.
     assert_same(run(tmp_path / "killed", mine, Ends(0)), whole)
     # The weights are those of a run that ended there.
-    short = recipe(epochs=2, schedule_steps=42, ema_momentum=ema_momentum)
-    expected = train(short, verbose=0)
+    expected = train(recipe(epochs=2, schedule_steps=42, **averages), verbose=0)
     np.testing.assert_array_equal(
         to_numpy(whole.model.weights[0].value),
         to_numpy(expected.model.weights[0].value),

@@ -16,6 +16,7 @@ from keras_moe import processes, training
 from keras_moe.files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
+from tests.training.runs import Ends
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
@@ -333,29 +334,13 @@ def test_remote_folders_are_read_by_orbax(tmp_path, monkeypatch):
 # Runs
 
 
-def small_model():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.optimizer.build(model.trainable_variables)
-    return model
-
-
-def run(folder, epochs, end_at=None):
-    """A run of two steps in an epoch, which may end before a step."""
-
-    class Ends(keras.callbacks.Callback):
-        seen = 0
-
-        def on_train_batch_begin(self, batch, logs=None):
-            if self.seen == end_at:
-                raise KeyboardInterrupt
-            self.seen += 1
-
+def run(folder, epochs, *callbacks, **settings):
+    """A run of two steps in an epoch."""
     keras.utils.set_random_seed(0)
     layers = [keras.Input((2,)), keras.layers.Dropout(0.5, seed=1)]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.1), "mse")
-    checkpoint = training.RunCheckpoint(folder, 2, every=1)
+    checkpoint = training.RunCheckpoint(folder, 2, every=1, settings=settings)
     step = checkpoint.restore(model)
     x = np.random.default_rng(0).normal(size=(4, 2))
     model.fit(
@@ -365,7 +350,7 @@ def run(folder, epochs, end_at=None):
         shuffle=False,
         epochs=epochs,
         initial_epoch=step // 2,
-        callbacks=checkpoint.around([Ends()]),
+        callbacks=checkpoint.around(callbacks),
         verbose=0,
     )
     return model, checkpoint.history
@@ -375,29 +360,18 @@ def run(folder, epochs, end_at=None):
 def test_a_run_resumes_exactly(tmp_path, kind):
     expected, history = run(tmp_path / "whole", 3)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "ended", 3, end_at=2)
+        run(tmp_path / "ended", 3, Ends(2))
     actual, again = run(tmp_path / "ended", 3)
     assert again == history
     assert_same(actual.variables, expected.variables)
 
 
 def test_your_own_settings_may_have_any_names(tmp_path):
-    settings = {"preset": "vmoe_b16", "note": "mine"}
-
-    def run(epochs, **changes):
-        model = small_model()
-        checkpoint = training.RunCheckpoint(
-            tmp_path, 1, settings={**settings, **changes}
-        )
-        step = checkpoint.restore(model)
-        x = np.ones((2, 1), "float32")
-        options = {"callbacks": checkpoint.around([]), "verbose": 0}
-        model.fit(x, x, epochs=epochs, initial_epoch=step, **options)
-        return step
-
-    assert [run(1), run(2)] == [0, 1]
+    for epochs in (1, 2):
+        _, history = run(tmp_path, epochs, preset="vmoe_b16", note="mine")
+        assert len(history["loss"]) == epochs
     with pytest.raises(ValueError, match=r"note='other' \(there 'mine'\)"):
-        run(3, note="other")
+        run(tmp_path, 3, preset="vmoe_b16", note="other")
 
 
 # Locks

@@ -19,14 +19,9 @@ to_numpy = keras.ops.convert_to_numpy
 
 def point_model():
     """A model that is a point of a plane, a seed and a counter."""
-    model = keras.Sequential(
-        [
-            keras.Input((2,)),
-            keras.layers.Dropout(0.5, seed=1),
-            keras.layers.Dense(1, use_bias=False, name="dense"),
-        ]
-    )
-    return model
+    dropout = keras.layers.Dropout(0.5, seed=1)
+    dense = keras.layers.Dense(1, use_bias=False, name="dense")
+    return keras.Sequential([keras.Input((2,)), dropout, dense])
 
 
 def array(x, y):
@@ -141,9 +136,7 @@ def test_files_of_every_kind(tmp_path, op_by_op):
 def test_an_error_leaves_the_model_as_it_was(tmp_path):
     model = point_model()
     before = model.get_weights()
-    wide = keras.Sequential(
-        [keras.Input((3,)), keras.layers.Dense(1, use_bias=False, name="dense")]
-    )
+    wide = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="dense")])
     wide.save_weights(tmp_path / "wide.weights.h5")
     (tmp_path / "torn.weights.h5").write_bytes(b"none")
     good = array(1, 1)
@@ -199,16 +192,11 @@ def test_branches_of_a_run():
 
 
 def test_checkpoints_of_a_run_make_a_soup(tmp_path):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
-    for step, value in enumerate((1.0, 3.0)):
-        kernel = model.layers[0].kernel
-        kernel.assign(np.full((2, 1), value))
+    model = point_model()
+    for step, point in enumerate(((1, 1), (3, 3))):
+        model.get_layer("dense").kernel.assign(array(*point)[0])
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         save_checkpoint(tmp_path, step, {"model": variables}, {})
-    actual = greedy_soup(
-        model,
-        list_checkpoints(tmp_path),
-        lambda soup: -abs(float(soup.layers[0].kernel[0, 0]) - 2.0),
-    )
+    actual = greedy_soup(model, list_checkpoints(tmp_path), closeness((2, 2)))
     assert sorted(actual.ingredients) == [0, 1]
-    np.testing.assert_allclose(keras.ops.convert_to_numpy(kernel), 2.0)
+    np.testing.assert_allclose(to_numpy(model.get_layer("dense").kernel), 2.0)

@@ -1,7 +1,7 @@
 """Objectives own labels, loss, metrics and monitor; `train` knows none by name."""
 
 import dataclasses
-from typing import Any
+import itertools
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ from keras_moe.training import (
     register_objective,
     train,
 )
-from tests.training.runs import Ends
+from tests.training.runs import Ends, quick_run
 
 SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
 
@@ -32,13 +32,11 @@ class Brightness(Objective):
 
     scale: float = 1.0
 
-    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+    def model_arguments(self, num_classes):
         assert num_classes is None
         return {"num_classes": 1}
 
-    def datasets(
-        self, config, model, batch_size, seed, data_dir=None, start_step=0
-    ) -> Datasets:
+    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
         draw = np.random.default_rng(seed)
         images = draw.uniform(-1, 1, (24, *model.backbone.image_shape))
         images = images.astype("float32")
@@ -46,13 +44,10 @@ class Brightness(Objective):
         steps = len(images) // batch_size
 
         def batches():
-            step = start_step
-            while True:
-                rows = slice(
-                    batch_size * (step % steps), batch_size * (step % steps + 1)
-                )
+            for step in itertools.count(start_step):
+                first = batch_size * (step % steps)
+                rows = slice(first, first + batch_size)
                 yield images[rows], targets[rows]
-                step += 1
 
         return Datasets(batches(), (images, targets), None, steps)
 
@@ -90,16 +85,8 @@ def test_an_objective_from_outside_trains(tmp_path):
     assert actual.model.preprocessor.class_names is None
     # It goes on like any other.
     with pytest.raises(KeyboardInterrupt):
-        train(
-            mine,
-            verbose=0,
-            checkpoint_dir=tmp_path / "ended",
-            checkpoint_every=1,
-            callbacks=[Ends(4)],
-        )
-    again = train(
-        mine, verbose=0, checkpoint_dir=tmp_path / "ended", checkpoint_every=1
-    )
+        quick_run(tmp_path / "ended", mine, Ends(4), every=1)
+    again = quick_run(tmp_path / "ended", mine, every=1)
     assert again.history == actual.history
 
 

@@ -39,9 +39,20 @@ def fit(model, *callbacks, data=(IMAGES, LABELS), batch_size=4, epochs=3):
     return model.fit(*data, **options, callbacks=callbacks, verbose=0).history
 
 
+def all_arrays(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [to_numpy(variable.value) for variable in variables]
+
+
+def quiet_health(**options):
+    """A callback that never warns."""
+    limits = {"min_entropy": 0.0, "max_share": 1.0, "max_dead": 1.0}
+    return training.RouterHealth(IMAGES[:4], **limits, **options)
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_has_figures(name):
-    health = training.RouterHealth(IMAGES[:4], min_entropy=0.0, max_share=1.0)
+    health = quiet_health()
     health.set_model(classifier(**ROUTERS[name]))
     with training.callbacks.unchanged(health.model):
         figures = health.measure()
@@ -92,43 +103,30 @@ def test_pairs_have_figures_by_modality(mask_padding):
 
 
 def test_training_is_the_same_with_it(tmp_path):
-    plain, watched = classifier(**ROUTERS["token choice"]), None
+    plain, watched = (classifier(**ROUTERS["token choice"]) for _ in range(2))
     expected = fit(plain)
-    watched = classifier(**ROUTERS["token choice"])
     board = tmp_path / "board"
-    health = training.RouterHealth(
-        IMAGES[:4],
-        unit="steps",
-        csv_path=tmp_path / "health.csv",
-        tensorboard=board,
-        min_entropy=0.0,
-        max_share=1.0,
-        max_dead=1.0,
+    health = quiet_health(
+        unit="steps", csv_path=tmp_path / "health.csv", tensorboard=board
     )
-    few_shot = training.FewShot(
-        (IMAGES, LABELS.argmax(1)), (IMAGES, LABELS.argmax(1)), shots=(1, 2)
-    )
-    # An evaluator may do what it likes with metrics.
+    examples = IMAGES, LABELS.argmax(1)
+
+    def task(model):
+        """An evaluator may do what it likes with metrics."""
+        return {"loss": model.evaluate(IMAGES, LABELS, verbose=0)[0]}
+
     evaluation = training.PeriodicEvaluation(
         {
-            "few_shot": few_shot,
-            "task": lambda model: {
-                "loss": model.evaluate(IMAGES, LABELS, verbose=0, return_dict=True)[
-                    "loss"
-                ]
-            },
+            "few_shot": training.FewShot(examples, examples, shots=(1, 2)),
+            "task": task,
         },
         every=2,
         path=tmp_path / "evaluation.json",
     )
     history = fit(watched, health, evaluation)
     assert {name: history[name] for name in expected} == expected
-    for a, b in zip(
-        [*watched.variables, *watched.optimizer.variables],
-        [*plain.variables, *plain.optimizer.variables],
-        strict=True,
-    ):
-        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+    for a, b in zip(*map(all_arrays, (watched, plain)), strict=True):
+        np.testing.assert_array_equal(a, b)
     # Measured after each of the 2 x 3 steps, and reported at each epoch's end.
     assert [record["step"] for record in health.records] == [1, 2, 3, 4, 5, 6]
     assert len(history["router/entropy"]) == 3
@@ -179,7 +177,7 @@ def test_a_collapse_is_told():
 
 def test_what_was_measured_goes_on_with_the_run(tmp_path):
     path = tmp_path / "health.csv"
-    health = training.RouterHealth(IMAGES[:4], csv_path=path, min_entropy=0.0)
+    health = quiet_health(csv_path=path)
     model = classifier()
     fit(model, health, epochs=1)
     state, text = health.get_state(), path.read_text()
@@ -194,9 +192,7 @@ def test_what_was_measured_goes_on_with_the_run(tmp_path):
 def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
     model, hidden_from = classifier(), []
     for step in (3, 2):
-        health = training.RouterHealth(
-            IMAGES[:4], tensorboard=tmp_path, min_entropy=0.0, max_share=1.0
-        )
+        health = quiet_health(tensorboard=tmp_path)
         health.set_model(model)
         health.measure()
         health.measured({"epoch": 0, "step": step})
@@ -207,9 +203,7 @@ def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
 def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     path, board = tmp_path / "health.csv", tmp_path / "board"
-    health = training.RouterHealth(
-        IMAGES[:4], csv_path=path, tensorboard=board, min_entropy=0.0, max_share=1.0
-    )
+    health = quiet_health(csv_path=path, tensorboard=board)
     evaluation = training.PeriodicEvaluation({"x": len}, path=tmp_path / "x.json")
     health.set_model(classifier())
     health.measure()
@@ -217,26 +211,27 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    for step, is_full in ((1, False), (2, True), (3, False)):
-        measured = {"epoch": step, "step": step}
-        evaluation.records.append(measured)
-        if not is_full:
-            health.measured(measured)
-            evaluation.measured(measured)
-            continue
-        with monkeypatch.context() as patched:
-            patched.setattr(training.router_health, "write_text", full)
-            patched.setattr(training.router_health.EventFile, "write", full)
-            patched.setattr(training.evaluators, "write_json", full)
-            for call, name in (
-                (health.measured, r"health\.csv"),
-                (evaluation.measured, r"x\.json"),
-            ):
-                message = f"{name} could not be written: .*No space.*; the run goes on"
-                with pytest.warns(UserWarning, match=message):
-                    call(measured)
-            with pytest.warns(UserWarning, match=r"health\.csv could not"):
-                health.set_state(health.get_state() | {"records": []})
+    def measured(step):
+        record = {"epoch": step, "step": step}
+        evaluation.records.append(record)
+        health.measured(record)
+        evaluation.measured(record)
+
+    measured(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(training.router_health, "write_text", full)
+        patched.setattr(training.router_health.EventFile, "write", full)
+        patched.setattr(training.evaluators, "write_json", full)
+        message = r"{} could not be written: .*No space.*; the run goes on"
+        with (
+            pytest.warns(UserWarning, match=message.format(r"health\.csv")),
+            pytest.warns(UserWarning, match=message.format("board")),
+            pytest.warns(UserWarning, match=message.format(r"x\.json")),
+        ):
+            measured(2)
+        with pytest.warns(UserWarning, match=r"health\.csv could not"):
+            health.set_state(health.get_state() | {"records": []})
+    measured(3)
     with open(path) as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3]
     assert [row["step"] for row in json.loads(evaluation.path.read_text())] == [1, 2, 3]

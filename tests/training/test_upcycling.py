@@ -142,7 +142,6 @@ def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserv
     for path, value in after.items():
         if "/moe/" not in path:
             np.testing.assert_array_equal(value, before[path], path)
-    assert not any("/moe/" in path for path in before)
 
 
 def test_experts_are_copies_and_noise_makes_them_differ():
@@ -162,11 +161,10 @@ def test_experts_are_copies_and_noise_makes_them_differ():
     assert np.abs(noise[0] - noise[1]).max() > 0
 
 
-def test_backbones_and_policies():
+def test_a_backbone_keeps_its_policy():
     backbone = with_weights(MAKERS["vit"](dtype="bfloat16")).backbone
-    sparse, report = training.upcycle(backbone, num_experts=2, moe_layers=[0])
+    sparse, report = training.upcycle(backbone, num_experts=2)
     assert sparse.dtype_policy.name == "bfloat16"
-    assert report.blocks == ("block_0",)
     assert report.largest_difference < 0.1
 
 
@@ -239,34 +237,30 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     # Whole batches alone: one shape, one program.
     train = [x[:1344] for x in data.load_digits("train", (16, 16, 1))]
     test = data.load_digits("test", (16, 16, 1))
-    dense = models.from_preset(
-        "vmoe_digits",
-        num_classes=10,
-        moe_layers=None,
-        num_layers=2,
-        seed=0,
-        load_weights=False,
-    )
+
+    def accuracy(model):
+        return model.evaluate(*test, batch_size=150, verbose=0)[1]
+
+    sizes = {"moe_layers": None, "num_layers": 2, "seed": 0, "load_weights": False}
+    dense = models.from_preset("vmoe_digits", num_classes=10, **sizes)
     dense.compile(optimizer=keras.optimizers.AdamW(2e-3))
     dense.fit(*train, epochs=6, batch_size=64, verbose=0)
-    _, dense_accuracy = dense.evaluate(*test, batch_size=150, verbose=0)
-    assert dense_accuracy > 0.8
+    before = accuracy(dense)
+    assert before > 0.8
 
     sparse, report = training.upcycle(dense, num_experts=4, carry_optimizer=True)
     assert report.preserved
     assert report.largest_difference < 1e-4
     # Both go on by themselves: they share nothing.
     sparse.fit(*train, batch_size=64, verbose=0)
-    _, accuracy = sparse.evaluate(*test, batch_size=150, verbose=0)
-    assert accuracy > dense_accuracy - 0.02
-    assert dense.evaluate(*test, batch_size=150, verbose=0)[1] == dense_accuracy
+    assert accuracy(sparse) > before - 0.02
+    assert accuracy(dense) == before
     # A saved one goes on as well.
     sparse, _ = training.upcycle(dense, num_experts=4)
     sparse.save_to_preset(tmp_path / "upcycled")
     loaded = models.from_preset(str(tmp_path / "upcycled"))
     loaded.compile(optimizer=keras.optimizers.AdamW(1e-3))
-    _, start = loaded.evaluate(*test, batch_size=150, verbose=0)
-    assert abs(start - dense_accuracy) < 0.01
+    assert abs(accuracy(loaded) - before) < 0.01
 
 
 def hub_model(kind):
