@@ -18,7 +18,11 @@ from keras_moe.report._queues import queues_of_layers
 from keras_moe.report.sections.capacity import DroppedPatches, Priorities
 from keras_moe.report.sections.loads import LayerCounts
 from keras_moe.report.sections.top_tokens import BestPatches, BestWords, TopTokens
-from keras_moe.report.sections.transitions import ExpertTransitions
+from keras_moe.report.sections.transitions import (
+    ExpertTransitions,
+    draw_flows,
+    main_flows,
+)
 from keras_moe.routers import (
     ExpertChoiceRouter,
     PathwayAwareRouter,
@@ -139,29 +143,18 @@ def test_modalities_of_a_shared_layer_compete():
     ]
     best = content[TopTokens].data["text/block_1"][0]["by_weight"]
     assert [word["context"] for word in best] == ["[<b>cat</b>]"]
-
-
-def test_padding_that_is_routed_queues_and_takes_capacity():
-    router = TokenChoiceRouter(2, 1, capacity_factor=1.0, num_modalities=2)
-    keys = ["image/block_1", "text/block_1"]
-    about = subject(router, keys, (1, 2))
-    text = np.array([[[0.8, 0.2], [0.8, 0.2]]], "float32")
-    masks = {"text": np.array([[True, False]])}
-    routing = {keys[0]: record(GATES[:, 1:]), keys[1]: record(text)}
-    blocks = {
-        x.key: x._replace(routes_padding=x.modality == "text")
-        for x in about.blocks.values()
-    }
-    own = about._replace(blocks=blocks)
-    content = contents(own, batch(routing, (1, 2), [["cat", ""]], masks))
+    # Padding that is routed queues, too.
+    blocks = {key: x._replace(routes_padding=True) for key, x in about.blocks.items()}
+    about = about._replace(blocks=blocks)
+    content = contents(about, batch(routing, (1, 2), words, masks))
     counts = content[Priorities].data["layers"][0]["by_modality"]["text"]
-    assert counts == {"choices": [2, 0], "cut": [2, 0]}
+    assert counts["choices"] == [2, 0]
     loads = LayerCounts(blocks["text/block_1"])
     loads.update(batch(routing, masks=masks))
     assert loads.tokens == 2
 
 
-def test_groups_are_drawn_from_data_that_come_class_by_class():
+def test_groups_are_drawn_from_data_that_come_class_by_class(monkeypatch):
     router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
     about = subject(router, ["block_1"], None, group_size=8)
     # Examples of one token: the first half chooses expert 0, the others expert 1.
@@ -172,30 +165,25 @@ def test_groups_are_drawn_from_data_that_come_class_by_class():
 
     def drawn(seed):
         shuffled = queues.ShuffledBatches(about, 8, seed)
-        assert not [x for part in parts for x in shuffled.add(part)]
-        return [*shuffled.rest()]
+        early = [x for part in parts for x in shuffled.add(part)]
+        return [*early, *shuffled.rest()]
 
     batches = drawn(0)
+    assert [x.size for x in batches] == [8] * 8
     seen = np.concatenate([x.routing["block_1"].affinity for x in batches])
     assert seen.shape == gates.shape
     np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(gates, axis=0))
     again = np.concatenate([x.routing["block_1"].affinity for x in drawn(0)])
     np.testing.assert_array_equal(seen, again)
+    with monkeypatch.context() as patch:
+        # Few records may wait.
+        patch.setattr(queues, "_BYTES", 1)
+        assert [x.size for x in drawn(0)] == [8] * 8
     section = Priorities(about, Options())
     for each in batches:
         section.update_queues(each)
     cut = section.finish().data["layers"][0]["cut_by_expert"]
     assert max(cut) < 0.3
-
-
-def test_groups_are_drawn_from_few_records_of_long_data(monkeypatch):
-    monkeypatch.setattr(queues, "_BYTES", 1)
-    about = subject(TokenChoiceRouter(2, 1), ["block_1"], None)
-    shuffled = queues.ShuffledBatches(about, 4, seed=0)
-    part = batch({"block_1": record(np.repeat(GATES, 16, axis=0))})
-    sizes = [x.size for x in shuffled.add(part)]
-    assert sizes == [4, 4, 4]
-    assert [x.size for x in shuffled.rest()] == [4]
 
 
 def test_images_fill_groups_and_the_rest_is_left_out():
@@ -318,6 +306,9 @@ def test_many_experts_and_layers(count):
     assert list(made) == list(SECTIONS)
     flows = made[ExpertTransitions].data["image"]
     assert len(flows) == 11
+    many = main_flows([each["tokens"] for each in flows], max_experts=16)
+    assert max(map(len, many.columns)) <= 18
+    assert len(many.ribbons) <= 300
     assert np.sum(flows[0]["tokens"]) == 2 * count * 5
     for section, limit in zip(SECTIONS, (260_000, 140_000, 160_000, 220_000)):
         size = sum(
@@ -423,3 +414,38 @@ def test_sprites_are_pictures_of_bounded_size():
     # An image that is not square, of large patches and of numbers that are none.
     image = np.full((60, 90, 3), np.nan)
     assert patch_tile(image, (2, 3), 5, 20).shape == (20, 20, 3)
+
+
+def test_ribbons_fill_their_nodes():
+    rng = np.random.default_rng(0)
+    flows = [rng.integers(0, 9, (5, 5))]
+    flows.append(np.diag(flows[0].sum(axis=0)))
+    picture = main_flows(flows, min_share=0.0)
+    assert picture.shown == pytest.approx(1.0)
+    for layer, column in enumerate(picture.columns):
+        assert column[0].bottom + column[0].height == pytest.approx(1.0)
+        assert column[-1].bottom > -1e-6
+        assert column[-1].name == "none"
+        for number, node in enumerate(column):
+            leaving = [
+                ribbon.height
+                for ribbon in picture.ribbons
+                if (ribbon.layer, ribbon.source) == (layer, number)
+            ]
+            arriving = [
+                ribbon.height
+                for ribbon in picture.ribbons
+                if (ribbon.layer + 1, ribbon.target) == (layer, number)
+            ]
+            for heights, exists in ((leaving, layer < 2), (arriving, layer > 0)):
+                if exists:
+                    assert sum(heights) == pytest.approx(node.height)
+    # The second step goes straight on: no ribbon crosses another.
+    names = [[node.name for node in column] for column in picture.columns]
+    assert names[1] == names[2]
+
+
+def test_flows_of_nothing():
+    picture = main_flows([np.zeros((3, 3))])
+    assert picture.columns == [[], []]
+    draw_flows(picture, ["one", "two"])

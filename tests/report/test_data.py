@@ -1,14 +1,16 @@
-"""Data that a report refuses, and what it makes of the rest.
+"""The data that a report takes, and what it makes of it.
 
 Axes: B batch.
 """
 
 import json
 
+import keras
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import layers, models
+from keras_moe.ops import Routing
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
@@ -24,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pairs_model():
-    return small_pairs_model(["a cat", "two cats"])
+    return small_pairs_model(["a cat", "two cats", "a dog and a cat"])
 
 
 def batches_of(model, data, **kwargs):
@@ -49,6 +51,107 @@ def test_labels(labels, expected):
     assert (None if result is None else result.tolist()) == expected
 
 
+def test_routing_is_the_models_own(model):
+    pixels = images(5, 16, 8, 3)
+    batches = batches_of(model, (pixels, np.arange(5) % 3), batch_size=2)
+    assert [batch.start for batch in batches] == [0, 2, 4]
+    assert [batch.size for batch in batches] == [2, 2, 1]
+    expected = keras.Model(model.input, model.routing).predict(pixels, verbose=0)
+    for field in Routing._fields:
+        mine = np.concatenate([getattr(x.routing["block_1"], field) for x in batches])
+        np.testing.assert_allclose(
+            mine, getattr(expected["block_1"], field), rtol=1e-5, atol=1e-6
+        )
+    outputs = np.concatenate([x.outputs for x in batches])
+    logits = model.predict(pixels, verbose=0)
+    np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", [None, "mumoe"])
+def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
+    if head is not None:
+        head = layers.MuMoE(3, num_experts=2, rank=2)
+    model = small_classifier(head=head)
+    expected = keras.Model(model.input, [model.output, model.routing]).predict(
+        pixels := images(2, 16, 8, 3), verbose=0
+    )
+    calls = []
+    call = layers.MoE.call
+    monkeypatch.setattr(
+        layers.MoE,
+        "call",
+        lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs),
+    )
+    batches_of(model.backbone, pixels)
+    # Compilation calls it, too.
+    alone = len(calls)
+    (batch,) = batches_of(model, pixels)
+    assert len(calls) == 2 * alone
+    np.testing.assert_allclose(batch.outputs, expected[0], rtol=1e-4, atol=1e-5)
+    for key, record in expected[1].items():
+        for mine, its in zip(batch.routing[key], record):
+            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
+
+
+class Pixels(keras.utils.PyDataset):
+    """Two batches, of which the last has padding without weight."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        pixels = images(5, 16, 8, 3)
+        if not index:
+            return pixels[:3], np.array([0, 1, 2]), np.ones(3)
+        padded = np.concatenate([pixels[3:], pixels[:1]])
+        return padded, np.array([0, 1, 2]), np.array([1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["arrays", "batches", "one_hot", "dataset"])
+def test_data_of_any_kind_is_the_same(model, kind):
+    pixels, labels = images(5, 16, 8, 3), np.array([0, 1, 2, 0, 1])
+    data = {
+        "arrays": (pixels, labels),
+        "batches": [(pixels[:4], labels[:4]), (pixels[4:], labels[4:])],
+        "one_hot": (pixels, np.eye(3)[labels]),
+        "dataset": Pixels(),
+    }[kind]
+    batches = batches_of(model, data, batch_size=4)
+    assert [batch.size for batch in batches] == [4, 1]
+    np.testing.assert_array_equal(np.concatenate([x.labels for x in batches]), labels)
+    np.testing.assert_array_equal(np.concatenate([x.images for x in batches]), pixels)
+
+
+@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (3, [2, 1]), (9, [2, 2, 2])])
+def test_no_more_is_read_than_is_needed(model, largest, sizes):
+    def endless():
+        for _ in range(-(-min(largest, 6) // 3)):
+            yield images(3, 16, 8, 3)
+        if largest < 9:
+            raise AssertionError("Too much was read.")
+
+    batches = batches_of(model, endless(), batch_size=2, max_examples=largest)
+    assert [batch.size for batch in batches] == sizes
+
+
+def test_captions_become_words(pairs_model):
+    captions = ["a cat", b"two cats"]
+    data = {"images": images(2, 8, 8, 3), "captions": captions}
+    (batch,) = batches_of(pairs_model, data)
+    assert batch.captions == ["a cat", "two cats"]
+    assert batch.words[0][:4] == ["<|startoftext|>", "a", "cat", "<|endoftext|>"]
+    assert batch.words[0][4:] == [""] * 4
+    mask = pairs_model.preprocessor(["a cat", "two cats"])["padding_mask"]
+    np.testing.assert_array_equal(batch.masks["text"], mask)
+    assert batch.masks["image"].shape == (2, 4)
+    texts = pairs_model.preprocessor(captions[:1])
+    tokens = batches_of(pairs_model, {"images": images(1, 8, 8, 3), **texts})[0]
+    assert tokens.words[0] == batch.words[0]
+    assert tokens.captions == ["a cat"]
+    given = batches_of(pairs_model, (images(2, 8, 8, 3), ["a cat", "two cats"]))
+    assert given[0].captions == batch.captions
+
+
 def test_images_as_preprocessors_give_them(model):
     # Standardised, black, in float64, and those that lost a pixel.
     pixels = images(2, 16, 8, 3)
@@ -70,12 +173,6 @@ def test_captions_are_tokenised_batch_by_batch(pairs_model, monkeypatch):
     batches = batches_of(pairs_model, {"images": pixels, "captions": captions})
     assert sizes == [256, 44]
     assert [x for batch in batches for x in batch.captions] == captions
-
-
-def test_words_of_tokens_stand_for_captions(pairs_model):
-    tokens = pairs_model.preprocessor(["two cats"])
-    (batch,) = batches_of(pairs_model, {"images": images(1, 8, 8, 3), **tokens})
-    assert batch.captions == ["two cats"]
 
 
 def test_halves_of_characters_are_replaced(model, pairs_model, tmp_path):

@@ -54,10 +54,10 @@ def data_of(content):
 
 
 def test_a_reservoir_does_not_depend_on_batches():
-    def kept(sizes):
-        reservoir, first = Reservoir(3, seed=5), 0
+    def kept(sizes, seed=5, numbers=None):
+        reservoir, first = Reservoir(3, seed, numbers), 0
         for size in sizes:
-            reservoir.offer(size, lambda place, first=first: first + place)
+            reservoir.offer(size, lambda index, first=first: first + index)
             first += size
         return reservoir.kept
 
@@ -65,27 +65,12 @@ def test_a_reservoir_does_not_depend_on_batches():
     assert kept([1] * 40) == kept([7, 30, 3]) == whole
     assert list(whole) == sorted(whole) == list(whole.values())
     assert list(kept([2])) == [0, 1]
-    chosen = [n for seed in range(300) for n in _kept_of(seed)]
+    assert kept([7, 30, 3], numbers=(17, 3)) == {3: 3, 17: 17}
+    chosen = [n for seed in range(300) for n in kept([10], seed)]
     counts = np.bincount(chosen, minlength=10)
     # 90 of each, with a standard deviation of 8.
     assert counts.min() > 58
     assert counts.max() < 122
-
-
-def _kept_of(seed):
-    reservoir = Reservoir(3, seed)
-    reservoir.offer(10, int)
-    return reservoir.kept
-
-
-@pytest.mark.parametrize("sizes", [[40], [7, 30, 3], [1] * 40])
-def test_chosen_examples_do_not_depend_on_batches(sizes):
-    chosen, first = Reservoir(1, numbers=(17, 3)), 0
-    for size in sizes:
-        chosen.offer(size, lambda place, first=first: first + place)
-        first += size
-    assert chosen.kept == {3: 3, 17: 17}
-    assert chosen.seen == 40
 
 
 def test_the_examples_that_were_asked_for_are_drawn():
@@ -221,9 +206,3 @@ def test_large_models_stay_within_the_page(kind):
     assert len(data["layers"]) == 24
     # The heaviest experts, while there is room.
     assert 1 <= data["layers"][0]["kept"]["image"] < 32
-
-
-def test_models_without_tokens_of_experts():
-    assert not Explorer.fits(reported(block("head", kind="mumoe")))
-    assert not Explorer.fits(reported(block("block_1"), grid=None))
-    assert Explorer.fits(reported(block("block_1")))

@@ -70,7 +70,7 @@ def test_the_page_fits_and_loads_nothing(name, page, tmp_path):
     for width in (390, 1280):
         for dark in (False, True):
             page.open(written.page, width, dark)
-            # Errors come behind the page's own event.
+            # Errors come after the page's own event.
             page.evaluate("new Promise(done => setTimeout(done, 100))")
             assert page.evaluate(OVERFLOWS) == []
             colour = page.evaluate("getComputedStyle(document.body).backgroundColor")

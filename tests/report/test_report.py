@@ -7,11 +7,9 @@ import inspect
 import json
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 
-from keras_moe import layers
 from keras_moe.analysis import mask_experts, prune_experts
 from keras_moe.ops import Routing
 from keras_moe.report import (
@@ -23,7 +21,6 @@ from keras_moe.report import (
     write_report,
     writing,
 )
-from keras_moe.report._data import routed_batches
 from keras_moe.report.model import reported_model
 from keras_moe.report.sections.layers import Confidence, EntropySums
 from keras_moe.report.sections.loads import LayerCounts, demand, health_findings
@@ -38,118 +35,6 @@ HOSTILE = "<script>alert(1)</script></svg>$x_{"
 @pytest.fixture(scope="module")
 def model():
     return small_classifier()
-
-
-@pytest.fixture(scope="module")
-def pairs_model():
-    return small_pairs_model(["a cat", "two cats", "a dog and a cat"])
-
-
-def batches_of(model, data, **kwargs):
-    return list(routed_batches(reported_model(model), data, **kwargs))
-
-
-def test_routing_is_the_models_own(model):
-    pixels = images(5, 16, 8, 3)
-    batches = batches_of(model, (pixels, np.arange(5) % 3), batch_size=2)
-    assert [batch.start for batch in batches] == [0, 2, 4]
-    assert [batch.size for batch in batches] == [2, 2, 1]
-    expected = keras.Model(model.input, model.routing).predict(pixels, verbose=0)
-    for field in Routing._fields:
-        mine = np.concatenate([getattr(x.routing["block_1"], field) for x in batches])
-        np.testing.assert_allclose(
-            mine, getattr(expected["block_1"], field), rtol=1e-5, atol=1e-6
-        )
-    outputs = np.concatenate([x.outputs for x in batches])
-    logits = model.predict(pixels, verbose=0)
-    np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("head", [None, "mumoe"])
-def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
-    if head is not None:
-        head = layers.MuMoE(3, num_experts=2, rank=2)
-    model = small_classifier(head=head)
-    expected = keras.Model(model.input, [model.output, model.routing]).predict(
-        pixels := images(2, 16, 8, 3), verbose=0
-    )
-    calls = []
-    call = layers.MoE.call
-    monkeypatch.setattr(
-        layers.MoE,
-        "call",
-        lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs),
-    )
-    batches_of(model.backbone, pixels)
-    # Compilation calls it, too.
-    alone = len(calls)
-    (batch,) = batches_of(model, pixels)
-    assert len(calls) == 2 * alone
-    np.testing.assert_allclose(batch.outputs, expected[0], rtol=1e-4, atol=1e-5)
-    for key, record in expected[1].items():
-        for mine, its in zip(batch.routing[key], record):
-            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
-
-
-class Pixels(keras.utils.PyDataset):
-    """Two batches, of which the last has padding without weight."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        pixels = images(5, 16, 8, 3)
-        if not index:
-            return pixels[:3], np.array([0, 1, 2]), np.ones(3)
-        padded = np.concatenate([pixels[3:], pixels[:1]])
-        return padded, np.array([0, 1, 2]), np.array([1.0, 1.0, 0.0])
-
-
-@pytest.mark.parametrize("kind", ["arrays", "batches", "one_hot", "dataset"])
-def test_data_of_any_kind_is_the_same(model, kind):
-    pixels, labels = images(5, 16, 8, 3), np.array([0, 1, 2, 0, 1])
-    data = {
-        "arrays": (pixels, labels),
-        "batches": [(pixels[:4], labels[:4]), (pixels[4:], labels[4:])],
-        "one_hot": (pixels, np.eye(3)[labels]),
-        "dataset": Pixels(),
-    }[kind]
-    batches = batches_of(model, data, batch_size=4)
-    assert [batch.size for batch in batches] == [4, 1]
-    np.testing.assert_array_equal(np.concatenate([x.labels for x in batches]), labels)
-    np.testing.assert_array_equal(np.concatenate([x.images for x in batches]), pixels)
-
-
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (3, [2, 1]), (9, [2, 2, 1])])
-def test_a_report_ends_after_a_number_of_examples(model, largest, sizes):
-    batches = batches_of(model, images(5, 16, 8, 3), batch_size=2, max_examples=largest)
-    assert [batch.size for batch in batches] == sizes
-
-
-def test_no_more_batches_are_read_than_are_needed(model):
-    def endless():
-        while True:
-            yield images(4, 16, 8, 3)
-
-    assert len(batches_of(model, endless(), batch_size=4, max_examples=4)) == 1
-
-
-def test_captions_become_words(pairs_model):
-    captions = ["a cat", b"two cats"]
-    data = {"images": images(2, 8, 8, 3), "captions": captions}
-    (batch,) = batches_of(pairs_model, data)
-    assert batch.captions == ["a cat", "two cats"]
-    assert batch.words[0][:4] == ["<|startoftext|>", "a", "cat", "<|endoftext|>"]
-    assert batch.words[0][4:] == [""] * 4
-    mask = pairs_model.preprocessor(["a cat", "two cats"])["padding_mask"]
-    np.testing.assert_array_equal(batch.masks["text"], mask)
-    assert batch.masks["image"].shape == (2, 4)
-    texts = pairs_model.preprocessor(captions[:1])
-    tokens = batches_of(pairs_model, {"images": images(1, 8, 8, 3), **texts})[0]
-    assert tokens.words[0] == batch.words[0]
-    assert tokens.captions == ["a cat"]
-    by_place = batches_of(pairs_model, (images(2, 8, 8, 3), ["a cat", "two cats"]))
-    assert by_place[0].captions == batch.captions
 
 
 def one_batch(dispatched, affinity=None, mask=None):
@@ -231,8 +116,8 @@ def test_findings_by_hand(kind, served, changes, expected):
     assert any(x.level == level and text in x.text for x in findings)
 
 
-def test_records_of_a_shared_layer_are_judged_together(pairs_model):
-    about = reported_model(pairs_model)
+def test_records_of_a_shared_layer_are_judged_together():
+    about = reported_model(small_pairs_model(["a cat"]))
     assert list(about.by_layer()) == ["block_1"]
     assert list(about.by_layer()["block_1"]) == ["image", "text"]
     assert about.modalities == ("image", "text")
