@@ -8,19 +8,9 @@ import numpy as np
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.routing import served_at
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.report import _figures
+from keras_moe.report import _figures, section
 from keras_moe.report._markup import drawable, sprite_figure, tile_of
 from keras_moe.report._queues import group_texts, queues_of_layers
-from keras_moe.report.section import (
-    NO_TOKENS,
-    Figure,
-    Finding,
-    Html,
-    Section,
-    SectionContent,
-    Table,
-    evenly_spaced,
-)
 
 # Positions beyond three capacities share the last bin.
 _EDGES = np.linspace(0.0, 3.0, 25)
@@ -51,7 +41,7 @@ class _Counts:
         self.room = np.zeros(num_experts, "int64")
 
 
-class Priorities(Section):
+class Priorities(section.Section):
     """The section on queues and priorities."""
 
     title = "Priorities and the capacity cut"
@@ -130,7 +120,7 @@ class Priorities(Section):
         totals = np.array([counts.totals for counts in self.counts])
         present = np.flatnonzero(totals[..., 2].sum(axis=0))
         if not len(present):
-            return NO_TOKENS
+            return section.NO_TOKENS
         names = [layer.name for layer in self.layers]
         types = [_TYPES[number] for number in present]
         rows, data = [], []
@@ -145,9 +135,11 @@ class Priorities(Section):
             "mean gate, served",
             "mean gate, dropped",
         ]
-        table = Table(head, rows, "Choices of tokens at the capacity of training")
+        table = section.Table(
+            head, rows, "Choices of tokens at the capacity of training"
+        )
         body = [*group_texts(self.layers), *self._figures(names, present, types), table]
-        return SectionContent(body, {"layers": data}, self._findings())
+        return section.SectionContent(body, {"layers": data}, self._findings())
 
     def _findings(self):
         findings, worst = [], 0.0
@@ -161,18 +153,18 @@ class Priorities(Section):
                     f"tokens' choices would be dropped and {dropped / tokens:.0%} of "
                     "the tokens would get no expert: raise capacity_factor."
                 )
-                findings.append(Finding("notice", text))
+                findings.append(section.Finding("notice", text))
         text = (
             f"At the training capacity, at most {worst:.1%} of the tokens' choices "
             "would be dropped in any layer."
         )
-        return findings or [Finding("good", text)]
+        return findings or [section.Finding("good", text)]
 
     def _figures(self, names, present, types):
         queues = [counts.queues[present] for counts in self.counts]
         gates = [[counts.gates[row] for counts in self.counts] for row in (0, 1)]
         figures = [
-            Figure(
+            section.Figure(
                 _figures.draw_queues(queues, _EDGES, names, types),
                 "Histograms of the positions of tokens in the queues before the "
                 f"experts, by layer, for {', '.join(types)}.",
@@ -180,7 +172,7 @@ class Priorities(Section):
                 "what is right of the line. The last bar has all further positions.",
                 "priorities_queues",
             ),
-            Figure(
+            section.Figure(
                 _figures.draw_priorities(*gates, _GATES, names),
                 "Histograms of the largest gate of served and of dropped tokens, by "
                 "layer.",
@@ -197,7 +189,9 @@ class Priorities(Section):
         shared = [pair for pair in pairs if len(pair[1].modalities) > 1]
         if not shared:
             return []
-        drawn = [shared[x] for x in evenly_spaced(len(shared), _figures.MAX_PANELS)]
+        drawn = [
+            shared[x] for x in section.evenly_spaced(len(shared), _figures.MAX_PANELS)
+        ]
         drawing = _figures.draw_modalities(
             [counts.modalities for _, counts in drawn],
             [counts.room for _, counts in drawn],
@@ -212,7 +206,7 @@ class Priorities(Section):
             "Who chooses each expert, and whom it drops (pale) at the capacity of "
             "training (line)."
         )
-        return [Figure(drawing, alt, caption, "priorities_modalities")]
+        return [section.Figure(drawing, alt, caption, "priorities_modalities")]
 
     def _positions(self, names):
         """Figures of where in images patches are dropped, if any are."""
@@ -221,7 +215,7 @@ class Priorities(Section):
             return []
         grids = [share.reshape(self.model.grid) for share in shares]
         return [
-            Figure(
+            section.Figure(
                 _figures.draw_positions(grids, names),
                 "Maps of the share of images whose patch at a position gets no expert, "
                 "by layer.",
@@ -264,7 +258,7 @@ def _data(layer, counts, present):
     }
 
 
-class DroppedPatches(Section):
+class DroppedPatches(section.Section):
     """The section on dropped patches."""
 
     title = "Dropped patches at several capacities"
@@ -285,7 +279,7 @@ class DroppedPatches(Section):
         # By layer and factor: tokens of images, dropped tokens, choices, dropped
         # choices.
         self.counts = np.zeros((len(self.layers), len(self.factors), 4), "int64")
-        self.drawn = evenly_spaced(len(self.layers), _MOST_LAYERS)
+        self.drawn = section.evenly_spaced(len(self.layers), _MOST_LAYERS)
         self.tiles: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -319,7 +313,7 @@ class DroppedPatches(Section):
         """Tiles (factors, images, T, T, 3) for images of the first batch."""
         queues = layer.read(batch)
         most = max(self.options.num_examples, 1)
-        chosen = evenly_spaced(len(queues.positions), most)
+        chosen = section.evenly_spaced(len(queues.positions), most)
         rows = []
         for factor in sorted(self.options.capacities, reverse=True):
             served = self._served(layer, queues, factor)
@@ -351,14 +345,14 @@ class DroppedPatches(Section):
         )
         drawing = _figures.draw_drops(self.factors, dropped, names, self.marked)
         alt = "Curves of the share of dropped tokens by capacity factor, by layer."
-        body.append(Figure(drawing, alt, caption, "dropped_patches"))
+        body.append(section.Figure(drawing, alt, caption, "dropped_patches"))
         body.append(self._table(names, dropped, choices))
         data = {
             "capacity_factors": self.factors,
             "dropped_tokens": dict(zip(names, dropped.tolist())),
             "dropped_choices": dict(zip(names, choices.tolist())),
         }
-        return SectionContent(body, data)
+        return section.SectionContent(body, data)
 
     def _table(self, names, dropped, choices):
         shown = sorted(self.options.capacities)
@@ -369,7 +363,7 @@ class DroppedPatches(Section):
             head += [f"choices dropped at {factor:g}" for factor in shown]
             shares = np.concatenate([shares, choices[:, columns]], axis=1)
         rows = [[x, *(f"{y:.1%}" for y in row)] for x, row in zip(names, shares)]
-        return Table(head, rows, "Image tokens dropped at a capacity factor")
+        return section.Table(head, rows, "Image tokens dropped at a capacity factor")
 
     def _sprite(self, number, dropped):
         name, tiles = self.layers[number].name, self.tiles[number]
@@ -385,7 +379,7 @@ class DroppedPatches(Section):
             "all image tokens.",
             _BYTES // len(self.drawn),
         )
-        return Html(markup)
+        return section.Html(markup)
 
 
 def _layers_of_images(model):

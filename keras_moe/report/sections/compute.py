@@ -17,18 +17,8 @@ from keras_moe.analysis.plots import (
 )
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
+from keras_moe.report import section
 from keras_moe.report._markup import drawable
-from keras_moe.report.section import (
-    MAX_WORDS,
-    Figure,
-    Finding,
-    Html,
-    LayerSection,
-    Reservoir,
-    SectionContent,
-    evenly_spaced,
-    file_name,
-)
 
 # Images in a figure, layers with histograms of scores, and examples in these.
 _IMAGES, _PANELS, _SCORED = 3, 4, 64
@@ -64,7 +54,7 @@ class _Counts:
         }
 
 
-class Compute(LayerSection):
+class Compute(section.LayerSection):
     """The section on which tokens use FFN experts, and which use free ones."""
 
     title = "Where compute goes"
@@ -95,8 +85,8 @@ class Compute(LayerSection):
         self._maps, self._image, self._complete = 0.0, 0.0, 0
         # By word: its number of tokens, and of their FFN experts.
         self._words = defaultdict(lambda: [0, 0.0])
-        self._examples = Reservoir.of_options(options)
-        self._scores = Reservoir(_SCORED, options.seed)
+        self._examples = section.Reservoir.of_options(options)
+        self._scores = section.Reservoir(_SCORED, options.seed)
 
     def new_counts(self, block):
         return _Counts(block)
@@ -145,7 +135,9 @@ class Compute(LayerSection):
     def _add_words(self, captions, counts, complete):
         for words, numbers, is_complete in zip(captions, counts, complete):
             for word, number in zip(words, numbers) if is_complete else ():
-                if word and (word in self._words or len(self._words) < MAX_WORDS):
+                if word and (
+                    word in self._words or len(self._words) < section.MAX_WORDS
+                ):
                     entry = self._words[word]
                     entry[0] += 1
                     entry[1] += number
@@ -179,11 +171,11 @@ class Compute(LayerSection):
             },
             "words": {word: [n, total / n] for word, (n, total) in self._top_words()},
         }
-        return SectionContent(body, data, self._findings())
+        return section.SectionContent(body, data, self._findings())
 
     def _load_figure(self, loads):
         parts = [f"{key} {load.shares['ffn']:.0%}" for key, load in loads.items()]
-        return Figure(
+        return section.Figure(
             plot_load_by_type(loads, title="", width=3.6),
             f"Share of assignments to FFN experts by layer: {', '.join(parts)}",
             "The share of each type of expert in all assignments of a layer. The "
@@ -194,22 +186,19 @@ class Compute(LayerSection):
     def _score_figures(self):
         """Histograms of the two largest gates in some layers."""
         kept, keys, figures = list(self._scores.kept.values()), list(self.blocks), []
-        for key in [keys[index] for index in evenly_spaced(len(keys), _PANELS)]:
+        for key in [keys[index] for index in section.evenly_spaced(len(keys), _PANELS)]:
             gates = np.concatenate([example[key] for example in kept])
             if not len(gates):
                 continue
             scores = RoutingScores(*gates.astype("float64").T)
-            caption = (
-                f"The two highest gates of tokens in {key}, of {len(kept)} examples."
-            )
             figures.append(
-                Figure(
+                section.Figure(
                     plot_routing_scores({key: scores}, title=""),
                     f"Gates in {key}: the highest has mean "
                     f"{scores.highest.mean():.2f}, the second one "
                     f"{scores.second.mean():.2f}",
-                    caption,
-                    f"compute_scores_{file_name(key)}",
+                    f"The two highest gates in {key}, of {len(kept)} examples.",
+                    f"compute_scores_{section.file_name(key)}",
                 )
             )
         return figures
@@ -226,7 +215,7 @@ class Compute(LayerSection):
             maps = np.stack([kept[number][1] for number in own])
             means = [f"example {n}: {m.mean():.2f}" for n, m in zip(own, maps)]
             figures.append(
-                Figure(
+                section.Figure(
                     plot_compute_maps(images, maps, None, selected, "", columns=1),
                     f"FFN experts per patch, mean of the image: {', '.join(means)}",
                     f"Examples {', '.join(map(str, own))}: FFN experts of each patch, "
@@ -243,7 +232,7 @@ class Compute(LayerSection):
                 present[name] = maps[:, number].reshape(1, *self.model.grid)
         image = drawable(self._image / self._complete)[None]
         parts = [f"{x} {y.min():.2f} to {y.max():.2f}" for x, y in present.items()]
-        return Figure(
+        return section.Figure(
             plot_type_maps(image, present, title=""),
             f"Experts of each type by position in the image: {', '.join(parts)}",
             f"The mean of all {self._complete:,} images, and experts of each type per "
@@ -271,18 +260,16 @@ class Compute(LayerSection):
             "the mean number of FFN experts over layers; those with most compute come "
             "first."
         )
-        return [text, Html(Markup('<p class="chips">{}</p>').format(chips))]
+        return [text, section.Html(Markup('<p class="chips">{}</p>').format(chips))]
 
     def _findings(self):
         tokens = sum(counts.tokens for counts in self.counts.values())
         if not tokens:
             return []
         choices = sum(x.tokens * x.selected for x in self.counts.values())
-        ffn = total = 0.0
-        for counts in self.counts.values():
-            by_type = counts.load.experts_per_token
-            ffn += counts.tokens * by_type["ffn"]
-            total += counts.tokens * sum(by_type.values())
+        served = [(x.served, x.expert_types.ffn) for x in self.counts.values()]
+        ffn = sum(x[:number].sum() for x, number in served)
+        total = sum(x.sum() for x, _ in served)
         idle = 1.0 - ffn / max(total, 1e-9)
         level, advice = "good", "at next to no cost"
         if idle < _LEAST_SHARE:
@@ -292,7 +279,7 @@ class Compute(LayerSection):
             f"of a token; zero, copy and constant experts serve {idle:.0%} of "
             f"assignments: {advice}."
         )
-        return [Finding(level, text)]
+        return [section.Finding(level, text)]
 
 
 def _two_highest(record):

@@ -9,16 +9,9 @@ import re
 import numpy as np
 
 from keras_moe.analysis.routing import entropy
+from keras_moe.report import section
 from keras_moe.report._figures import Line, draw_depth
 from keras_moe.report.model import ReportedModel
-from keras_moe.report.section import (
-    Figure,
-    Finding,
-    LayerSection,
-    Section,
-    SectionContent,
-    Table,
-)
 
 KINDS = {
     "token_choice": "tokens choose experts",
@@ -32,7 +25,7 @@ NUM_BINS = 200
 UNSURE = 1.2
 
 
-class Overview(Section):
+class Overview(section.Section):
     """The section on the model itself."""
 
     title = "The model"
@@ -51,7 +44,7 @@ class Overview(Section):
             description = self.model.keras_model.describe()
             body.append(_costs(description))
             data["costs"] = description.to_dict()
-        return SectionContent(body, data)
+        return section.SectionContent(body, data)
 
     def _layers(self):
         rows = []
@@ -77,7 +70,7 @@ class Overview(Section):
             )
         head = ["layer", "tokens of", "routing", "experts", "per token"]
         head += ["capacity factor", "at inference"]
-        return Table(head, rows, "Layers with experts")
+        return section.Table(head, rows, "Layers with experts")
 
 
 def _costs(description):
@@ -94,12 +87,12 @@ def _costs(description):
         first, count = parts[0], len(parts)
         name = first.name if count == 1 else f"{first.name} to {parts[-1].name}"
         numbers = (count * first.parameters, count * first.active_parameters)
-        rows.append([name, first.kind, *numbers, count * first.flops / 1e9])
+        rows.append([name, first.kind, *numbers, f"{count * first.flops / 1e9:,.6f}"])
     numbers = (description.parameters, description.active_parameters)
-    rows.append(["all", None, *numbers, description.gflops])
+    rows.append(["all", None, *numbers, f"{description.gflops:,.6f}"])
     unit = f"GFLOPs per {description.example}"
     head = ["part", "kind", "parameters", "active", unit]
-    return Table(head, rows, f"Costs, with {description.num_tokens} tokens")
+    return section.Table(head, rows, f"Costs, with {description.num_tokens} tokens")
 
 
 class EntropySums:
@@ -148,7 +141,7 @@ def _normalised(rows):
     return rows / np.where(sums > 0, sums, 1.0), sums[..., 0] > 0
 
 
-class RoutingEntropies(LayerSection):
+class RoutingEntropies(section.LayerSection):
     """The section on entropies."""
 
     title = "Entropies before and after the dispatch"
@@ -184,7 +177,7 @@ class RoutingEntropies(LayerSection):
                 "All tokens together: how evenly they use experts. Low is collapse.",
             ),
         ]
-        return SectionContent(figures, entropies)
+        return section.SectionContent(figures, entropies)
 
     def _figure(self, entropies, field, label, caption):
         names, layers = depths(self.model)
@@ -199,7 +192,7 @@ class RoutingEntropies(LayerSection):
                 lines[f"{modality}, {when}"] = Line(depth, values, None, colour, style)
         drawing = draw_depth(lines, names, label)
         alt = f"{label.capitalize()} by layer, before and after the dispatch."
-        return Figure(drawing, alt, caption, f"entropy_{field}")
+        return section.Figure(drawing, alt, caption, f"entropy_{field}")
 
 
 def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
@@ -213,7 +206,7 @@ def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
     return names, {key: names.index(name) for key, name in short.items()}
 
 
-class Confidence(LayerSection):
+class Confidence(section.LayerSection):
     """The section on confidence."""
 
     title = "Confidence by depth"
@@ -244,7 +237,7 @@ class Confidence(LayerSection):
                 low, middle, high = np.array([quartiles[key] for key in keys]).T
                 own = [layers[key] for key in keys]
                 lines[modality] = Line(own, middle, (low, high), colour)
-        figure = Figure(
+        figure = section.Figure(
             draw_depth(lines, names, "largest gate of a token"),
             "The median of tokens' largest gates by layer, with quartiles.",
             "How sure the router is of its first choice, by layer.",
@@ -260,10 +253,10 @@ class Confidence(LayerSection):
                     f"{1 / block.num_experts:.3f}: train longer, or lower the weight "
                     "of its auxiliary losses."
                 )
-                findings.append(Finding("notice", text))
+                findings.append(section.Finding("notice", text))
         fields = ("lower_quartile", "median", "upper_quartile")
         data = {key: dict(zip(fields, values)) for key, values in quartiles.items()}
-        return SectionContent([figure], data, findings)
+        return section.SectionContent([figure], data, findings)
 
 
 def quantiles(counts: np.ndarray, parts: tuple[float, ...]) -> list[float]:

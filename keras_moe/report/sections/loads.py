@@ -10,19 +10,9 @@ import numpy as np
 from keras_moe.analysis.plots import plot_coverage
 from keras_moe.analysis.pruning import CoverageCurve
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
+from keras_moe.report import section
 from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads
 from keras_moe.report.model import Block
-from keras_moe.report.section import (
-    MAX_CLASSES,
-    Figure,
-    Finding,
-    LayerSection,
-    SectionContent,
-    Table,
-    evenly_spaced,
-    file_name,
-    uncounted_classes,
-)
 
 # Layers with separate figures, and with maps of classes.
 MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
@@ -41,7 +31,7 @@ class LayerCounts:
         self.block = block
         self.tokens = self.unserved = self.broken = 0
         self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
-        self.by_class = np.zeros((MAX_CLASSES, block.num_experts))
+        self.by_class = np.zeros((section.MAX_CLASSES, block.num_experts))
 
     def update(self, batch):
         """Adds a batch."""
@@ -55,7 +45,7 @@ class LayerCounts:
         self.mass += record.combined[counts].sum(axis=0, dtype="float64")
         self.demand += demand(block, record, counts).sum(axis=0, dtype="float64")
         if batch.labels is not None:
-            known = (batch.labels >= 0) & (batch.labels < MAX_CLASSES)
+            known = (batch.labels >= 0) & (batch.labels < section.MAX_CLASSES)
             work = record.dispatched if block.is_sparse else record.combined
             work = np.where(batch.mask_of(block)[..., None], work, 0.0).sum(axis=1)
             np.add.at(self.by_class, batch.labels[known], work[known])
@@ -111,7 +101,7 @@ def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
     return np.maximum(np.where(is_present, result, 0.0), served)
 
 
-class Loads(LayerSection):
+class Loads(section.LayerSection):
     """The section on loads."""
 
     title = "Load of the experts"
@@ -145,7 +135,9 @@ class Loads(LayerSection):
         if batch.labels is None:
             self._uncounted += batch.size
         else:
-            known = batch.labels[(batch.labels >= 0) & (batch.labels < MAX_CLASSES)]
+            known = batch.labels[
+                (batch.labels >= 0) & (batch.labels < section.MAX_CLASSES)
+            ]
             self._num_classes = max(self._num_classes, known.max(initial=-1) + 1)
             self._uncounted += batch.size - len(known)
         if batch.outputs is not None:
@@ -173,7 +165,9 @@ class Loads(LayerSection):
     def finish(self):
         layers = self.model.by_layer()
         names = list(layers)
-        shown = [names[index] for index in evenly_spaced(len(names), MAX_LAYERS)]
+        shown = [
+            names[index] for index in section.evenly_spaced(len(names), MAX_LAYERS)
+        ]
         body = self._maps(layers) if len(layers) > 1 else []
         body += [self._bars(name, layers[name]) for name in shown]
         body.append(
@@ -186,13 +180,13 @@ class Loads(LayerSection):
         findings, (examples, broken) = [], self._outputs.tolist()
         if broken:
             text = f"The outputs of {broken:,} of {examples:,} examples are not finite."
-            findings.append(Finding("problem", text))
+            findings.append(section.Finding("problem", text))
         counts = [
             LayerCounts.together(name, [self.counts[x.key] for x in records.values()])
             for name, records in layers.items()
         ]
         data = {key: self._data(key) for key in self.blocks}
-        return SectionContent(body, data, findings + health_findings(counts))
+        return section.SectionContent(body, data, findings + health_findings(counts))
 
     def _maps(self, layers):
         """A map of all layers for each modality."""
@@ -214,7 +208,9 @@ class Loads(LayerSection):
                 "expert gets. Dark blue is an expert without work, yellow one with "
                 "three times an equal share or more."
             )
-            figures.append(Figure(drawing, alt, caption, f"load_map_{modality}"))
+            figures.append(
+                section.Figure(drawing, alt, caption, f"load_map_{modality}")
+            )
         return figures
 
     def _bars(self, name, records):
@@ -228,12 +224,12 @@ class Loads(LayerSection):
             total = max(first.demand.sum(), 1.0)
             shares = {next(iter(shares)): first.served / total}
             dropped = (first.demand - first.served) / total
-        return Figure(
+        return section.Figure(
             draw_loads(shares, name, block.expert_types, dropped, capacity),
             f"Bars of the share of work of each of {block.num_experts} experts of "
             f"{name}: the largest is {max(x.max() for x in shares.values()):.0%}.",
             f"The work of each expert of {name}.",
-            f"load_{file_name(name)}",
+            f"load_{section.file_name(name)}",
         )
 
     def _capacity(self, records):
@@ -255,16 +251,16 @@ class Loads(LayerSection):
         chosen = np.sort(present[largest])
         names = [self.model.class_name(int(label)) for label in chosen]
         layers, body = self.model.by_layer(), []
-        for index in evenly_spaced(len(shown), MAX_CLASS_MAPS):
+        for index in section.evenly_spaced(len(shown), MAX_CLASS_MAPS):
             for key in (block.key for block in layers[shown[index]].values()):
                 work = relative_work(self.counts[key].by_class[chosen])
                 body.append(
-                    Figure(
+                    section.Figure(
                         draw_class_map(work, names, key),
                         f"Map of the work of each expert of {key} by class.",
                         f"{key}: bright cells are experts that have specialised in a "
                         "class, and work for it more than for the average one.",
-                        f"classes_{file_name(key)}",
+                        f"classes_{section.file_name(key)}",
                     )
                 )
         if len(chosen) < len(present):
@@ -272,7 +268,7 @@ class Loads(LayerSection):
                 f"Maps show the {len(chosen)} most frequent of {len(present)} classes."
             )
         if self._uncounted:
-            body.append(uncounted_classes(self._uncounted))
+            body.append(section.uncounted_classes(self._uncounted))
         return body
 
     def _data(self, key):
@@ -303,7 +299,7 @@ def relative_work(table: np.ndarray) -> np.ndarray:
     return np.where(means > 0, shares / np.where(means > 0, means, 1.0), np.nan)
 
 
-def health_findings(layers: list[LayerCounts]) -> list[Finding]:
+def health_findings(layers: list[LayerCounts]) -> list[section.Finding]:
     """Findings on unhealthy layers, or a single good one."""
     findings = []
     for counts in layers:
@@ -314,21 +310,26 @@ def health_findings(layers: list[LayerCounts]) -> list[Finding]:
                 f"{counts.broken + counts.tokens:,} tokens are not finite, and left "
                 "out: look for NaN in the weights and the inputs."
             )
-            findings.append(Finding("problem", text))
+            findings.append(section.Finding("problem", text))
         if counts.tokens and counts.work.sum() > 0:
             findings += [
-                Finding(*x) for x in (*_load_findings(counts), *_drop_findings(counts))
+                section.Finding(*x)
+                for x in (*_load_findings(counts), *_drop_findings(counts))
             ]
         elif counts.tokens:
-            findings.append(Finding("problem", f"{key}: no expert serves a token."))
+            findings.append(
+                section.Finding("problem", f"{key}: no expert serves a token.")
+            )
         elif not counts.broken:
-            findings.append(Finding("notice", f"{key}: the data has no token for it."))
+            findings.append(
+                section.Finding("notice", f"{key}: the data has no token for it.")
+            )
     findings.sort(key=lambda finding: finding.level != "problem")
     text = (
         "All experts of all layers work, and no layer has collapsed: the entropy of "
         f"loads is at least {min(counts.entropy for counts in layers):.2f} of 1."
     )
-    return findings or [Finding("good", text)]
+    return findings or [section.Finding("good", text)]
 
 
 def _load_findings(counts):
@@ -380,7 +381,7 @@ def _drop_findings(counts):
         )
 
 
-class Pruning(LayerSection):
+class Pruning(section.LayerSection):
     """The section on experts that could be pruned."""
 
     title = "Experts that could go"
@@ -418,11 +419,13 @@ class Pruning(LayerSection):
             rows.append([key, int(block.is_present.sum()), *needed, gone])
             data[f"{block.modality}/{block.short_key}"] = curve.to_dict()
         if not curves:
-            return SectionContent(["No expert serves a token of this data."], {})
+            return section.SectionContent(
+                ["No expert serves a token of this data."], {}
+            )
         head = ["layer", "experts", *(f"needed for {x:.0%}" for x in COVERED)]
         head.append(f"could go at {COVERED[-1]:.0%}")
         figures = [
-            Figure(
+            section.Figure(
                 plot_coverage({group: by_name}, title=""),
                 f"Share of the {group} tokens that are served, by the number of pruned "
                 "experts.",
@@ -432,5 +435,5 @@ class Pruning(LayerSection):
             )
             for group, by_name in curves.items()
         ]
-        table = Table(head, rows, "Experts that are needed")
-        return SectionContent([*figures, table], data)
+        table = section.Table(head, rows, "Experts that are needed")
+        return section.SectionContent([*figures, table], data)

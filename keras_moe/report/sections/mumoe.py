@@ -7,18 +7,8 @@ import numpy as np
 
 from keras_moe.analysis.ablation import ablate_experts
 from keras_moe.analysis.plots import plot_expert_load
+from keras_moe.report import section
 from keras_moe.report._figures import draw_class_heat
-from keras_moe.report.section import (
-    MAX_CLASSES,
-    Figure,
-    Finding,
-    LayerSection,
-    Reservoir,
-    SectionContent,
-    Table,
-    file_name,
-    uncounted_classes,
-)
 
 # Smallest coefficient with which an expert serves a token.
 THRESHOLD = 0.5
@@ -38,7 +28,7 @@ class _Counts:
         self.load, self.total = np.zeros(num_experts, int), np.zeros(num_experts)
         self.tokens = 0
         # Sums of the images' mean coefficients, by class.
-        self.by_class = np.zeros((MAX_CLASSES, num_experts))
+        self.by_class = np.zeros((section.MAX_CLASSES, num_experts))
 
     @property
     def mean(self):
@@ -50,7 +40,7 @@ class _Counts:
         return np.sort(np.argsort(-self.total, kind="stable")[:_EXPERTS])
 
 
-class MuMoEExperts(LayerSection):
+class MuMoEExperts(section.LayerSection):
     """The section on which experts a class uses, and which classes need an expert."""
 
     title = "muMoE's experts"
@@ -83,7 +73,7 @@ class MuMoEExperts(LayerSection):
         of_tokens = [key for key, block in self.blocks.items() if block.is_of_tokens]
         self._detailed = [*heads, *of_tokens[-1:], *mixers[-1:]]
         # Number of images by class, of all examples, and of those without a class.
-        self._images = np.zeros(MAX_CLASSES, int)
+        self._images = np.zeros(section.MAX_CLASSES, int)
         self._examples = self._uncounted = 0
         self._reservoir = None
 
@@ -103,7 +93,7 @@ class MuMoEExperts(LayerSection):
             self._uncounted += batch.size
             return
         labels = batch.labels
-        is_known = (labels >= 0) & (labels < MAX_CLASSES)
+        is_known = (labels >= 0) & (labels < section.MAX_CLASSES)
         self._uncounted += int((~is_known).sum())
         for key in self._detailed:
             # Images without finite tokens have no mean.
@@ -121,7 +111,7 @@ class MuMoEExperts(LayerSection):
     def _keep(self, labels, known, batch):
         if self._reservoir is None:
             size = max(min(_IMAGES, _BYTES // batch.images[0].nbytes), 8)
-            self._reservoir = Reservoir(size, self.options.seed)
+            self._reservoir = section.Reservoir(size, self.options.seed)
         is_kept = labels[known] < batch.outputs.shape[-1]
         known = known[is_kept & np.isfinite(batch.outputs[known]).all(axis=-1)]
         self._reservoir.offer(
@@ -150,20 +140,20 @@ class MuMoEExperts(LayerSection):
             unused = int((mean == 0).sum())
             if unused and counts.tokens:
                 text = f"{key}: {unused} of {len(mean)} experts have no part."
-                findings.append(Finding("notice", text))
+                findings.append(section.Finding("notice", text))
         body = [table, *map(self._load_figure, self._detailed)]
         body += self._class_figures() + self._ablations(data, findings)
-        return SectionContent(body, data, findings)
+        return section.SectionContent(body, data, findings)
 
     def _load_figure(self, key):
         load = self.counts[key].load
-        return Figure(
+        return section.Figure(
             plot_expert_load({key: load}, None, THRESHOLD, "", width=3.6),
             f"{key}: the largest load is {load.max():,} tokens, of expert "
             f"{load.argmax()}; {int((load == 0).sum())} experts have none",
             f"Tokens of {key} for which an expert has a coefficient of at least "
             f"{THRESHOLD:g}.",
-            f"mumoe_load_{file_name(key)}",
+            f"mumoe_load_{section.file_name(key)}",
         )
 
     def _classes(self):
@@ -181,16 +171,16 @@ class MuMoEExperts(LayerSection):
             best = [f"{x}: expert {e}" for x, e in zip(names, means.argmax(axis=1))]
             values = means[:, experts]
             body.append(
-                Figure(
+                section.Figure(
                     draw_class_heat(values, experts, names, "mean coefficient"),
                     f"{key}, the expert with the largest coefficient of each class: "
                     f"{', '.join(best)}",
                     f"Mean coefficients in {key} by class.",
-                    f"mumoe_classes_{file_name(key)}",
+                    f"mumoe_classes_{section.file_name(key)}",
                 )
             )
         if self._uncounted:
-            body.append(uncounted_classes(self._uncounted))
+            body.append(section.uncounted_classes(self._uncounted))
         return body
 
     def _ablations(self, data, findings):
@@ -211,7 +201,7 @@ class MuMoEExperts(LayerSection):
             except ValueError as error:
                 # For example, a broken model has non-finite outputs.
                 text = f"{key}: experts could not be ablated. {error}"
-                findings.append(Finding("problem", text))
+                findings.append(section.Finding("problem", text))
                 continue
             data[key]["ablation"] = {**ablation.to_dict(), "images": len(images)}
             if ablation.changes.any():
@@ -221,7 +211,7 @@ class MuMoEExperts(LayerSection):
         if rows:
             head = ["layer", "expert", "polysemanticity", "classes that lose most"]
             caption = f"Experts that matter most, by {len(images)} images"
-            body.append(Table(head, rows, caption))
+            body.append(section.Table(head, rows, caption))
         return body
 
     def _ablation(self, key, images, labels):
@@ -246,13 +236,13 @@ class MuMoEExperts(LayerSection):
         changes = ablation.changes[:, chosen]
         row, column = np.unravel_index(changes.argmax(), changes.shape)
         label = "fraction of accuracy lost"
-        return Figure(
+        return section.Figure(
             draw_class_heat(changes.T, ablation.experts, names, label, diverging=True),
             f"{key}: class {names[column]} loses most, {changes[row, column]:.0%} of "
             f"its accuracy, without expert {ablation.experts[row]}",
             f"The fraction of its accuracy that a class loses without an expert of "
             f"{key}, measured with {count} images drawn at random.",
-            f"mumoe_ablation_{file_name(key)}",
+            f"mumoe_ablation_{section.file_name(key)}",
         )
 
     def _ablation_rows(self, key, ablation):
@@ -275,10 +265,10 @@ def _finding(key, ablation):
     count, mean = len(ablation.experts), ablation.mean_polysemanticity
     if mean is None:
         text = f"{key}: no class loses accuracy without any one of {count} experts."
-        return Finding("notice", text)
+        return section.Finding("notice", text)
     matter = int((ablation.changes != 0).any(axis=1).sum())
     text = (
         f"{key}: {matter} of {count} experts matter for the accuracy of a class, with "
         f"a mean polysemanticity of {mean:.2f}."
     )
-    return Finding("good", text)
+    return section.Finding("good", text)

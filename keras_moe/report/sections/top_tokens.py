@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.analysis.tokens import of_patches
+from keras_moe.report import section
 from keras_moe.report._markup import patch_tile, sprite_figure
 from keras_moe.report.model import IMAGE, TEXT
-from keras_moe.report.section import (
-    MAX_WORDS,
-    NO_TOKENS,
-    Html,
-    Section,
-    SectionContent,
-    Table,
-    evenly_spaced,
-)
 
 _MOST_LAYERS, _MOST_EXPERTS = 6, 32
 _TILE, _BYTES = 40, 150_000
@@ -128,7 +120,7 @@ class BestWords:
         tokens = [(words[row], position) for row, position in zip(rows, positions)]
         strings = [row[position] for row, position in tokens]
         for word in strings:
-            if word in self._all or len(self._all) < MAX_WORDS:
+            if word in self._all or len(self._all) < section.MAX_WORDS:
                 self._all[word] += 1
         for token, expert in zip(*np.nonzero(weights > 0)):
             if strings[token] in self._all:
@@ -180,7 +172,7 @@ class BestWords:
                 floor = min(weight for weight, _ in best.values())
 
 
-class TopTokens(Section):
+class TopTokens(section.Section):
     """The section on the tokens with the largest weights."""
 
     title = "Top tokens of each expert"
@@ -229,7 +221,7 @@ class TopTokens(Section):
             if best.experts is not None:
                 table, data[block.key] = _word_table(block, best)
                 body.append(table)
-        return SectionContent(body, data) if body else NO_TOKENS
+        return section.SectionContent(body, data) if body else section.NO_TOKENS
 
     def _sprite(self, block, best):
         names = [block.expert_name(expert) for expert in best.experts]
@@ -244,13 +236,13 @@ class TopTokens(Section):
         )
         alt = f"The top patches of each expert of {block.key}. {'; '.join(weights)}."
         max_bytes = _BYTES // len(self.images)
-        return Html(sprite_figure(best.tiles, names, alt, caption, max_bytes))
+        return section.Html(sprite_figure(best.tiles, names, alt, caption, max_bytes))
 
 
 def _shown(model, modality):
     """The blocks to show, of those whose tokens are patches or words."""
     blocks = model.of_tokens(modality)
-    return [blocks[index] for index in evenly_spaced(len(blocks), _MOST_LAYERS)]
+    return [blocks[index] for index in section.evenly_spaced(len(blocks), _MOST_LAYERS)]
 
 
 def _weights(record, block):
@@ -289,4 +281,4 @@ def _word_table(block, best):
         "the words that an expert gets more often than the others do, with the factor "
         "and the number"
     )
-    return Table(head, rows, caption), data
+    return section.Table(head, rows, caption), data
