@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import keras
@@ -100,89 +101,57 @@ _MAGIC = "__msgpack_array_chunk_a87ca2__"
 _NDARRAY, _SLICE_ND, _INDEX_INFO = 1, 6, 8
 
 
-def slice_nd(bounds):
+def _slice_nd(bounds):
     return msgpack.packb(tuple(msgpack.packb((a, b, None)) for a, b in bounds))
 
 
-def _chunks(array, pieces):
+def _chunks(array):
     """The array cut along its first axis: bounds and values."""
     if not array.ndim:
         return [((), array)]
-    edges = np.linspace(0, len(array), min(pieces, len(array)) + 1).astype(int)
+    edges = np.linspace(0, len(array), min(3, len(array)) + 1).astype(int)
     rest = tuple((0, n) for n in array.shape[1:])
     return [
         (((int(a), int(b)), *rest), array[a:b]) for a, b in itertools.pairwise(edges)
     ]
 
 
-def _tree(names):
-    tree = {}
-    for name in names:
-        *path, leaf = name.split("/")
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        node[leaf] = name
-    return tree
-
-
-def _leaves(node):
-    for key in sorted(node):
-        value = node[key]
-        yield from _leaves(value) if isinstance(value, dict) else [(node, key)]
-
-
-def write_vmoe(
-    prefix,
-    arrays,
-    shards=2,
-    pieces=3,
-    edit_index=None,
-    edit_shard=None,
-    entry_code=_INDEX_INFO,
-    array_code=_NDARRAY,
-):
+def write_vmoe(prefix, arrays, shards=2, edit_shard=None):
     """Writes a V-MoE checkpoint of `{name: array}`.
 
-    `edit_index(index)` and `edit_shard(number, shard)` may change what is written;
-    the codes are those of msgpack's extensions.
+    `edit_shard(number, shard)` may change what is written.
     """
-    tree = _tree(arrays)
-    content = [{_MAGIC: True} for _ in range(shards)]
+    tree, content = {}, [{_MAGIC: True} for _ in range(shards)]
     turn = itertools.cycle(range(shards))
-    for number, (node, key) in enumerate(list(_leaves(tree))):
-        array = np.asarray(arrays[node[key]])
+    for number, name in enumerate(sorted(arrays, key=lambda name: name.split("/"))):
+        array = np.asarray(arrays[name])
         slices, where = [], []
-        for bounds, chunk in _chunks(array, pieces):
-            shard = next(turn)
-            slices.append(slice_nd(bounds))
-            where.append(shard)
-            flat = np.ascontiguousarray(chunk).reshape(-1)
-            half = len(flat) // 2
-            subchunks = [
-                msgpack.ExtType(
-                    array_code,
-                    msgpack.packb((x.shape, str(array.dtype), x.tobytes())),
-                )
-                for x in (flat[:half], flat[half:])
+        for bounds, chunk in _chunks(array):
+            where.append(next(turn))
+            slices.append(_slice_nd(bounds))
+            pieces = [
+                msgpack.packb((x.shape, str(array.dtype), x.tobytes()))
+                for x in np.array_split(np.ravel(chunk), 2)
             ]
-            content[shard].setdefault(str(number), []).append(
-                [subchunks, msgpack.ExtType(_SLICE_ND, slices[-1])]
-            )
+            pair = [
+                [msgpack.ExtType(_NDARRAY, piece) for piece in pieces],
+                msgpack.ExtType(_SLICE_ND, slices[-1]),
+            ]
+            content[where[-1]].setdefault(str(number), []).append(pair)
         shaped = msgpack.packb((array.shape, str(array.dtype), False, {}))
-        node[key] = msgpack.ExtType(
-            entry_code, msgpack.packb((shaped, tuple(slices), tuple(where)))
-        )
+        node = tree
+        *path, leaf = name.split("/")
+        for key in path:
+            node = node.setdefault(key, {})
+        entry = msgpack.packb((shaped, tuple(slices), tuple(where)))
+        node[leaf] = msgpack.ExtType(_INDEX_INFO, entry)
     index = {"shard_count": shards, "index": tree, "version": "20220622"}
-    if edit_index:
-        edit_index(index)
-    with open(f"{prefix}.index", "wb") as file:
-        file.write(msgpack.packb(index))
+    Path(f"{prefix}.index").write_bytes(msgpack.packb(index))
     for number, shard in enumerate(content):
         if edit_shard:
             edit_shard(number, shard)
-        with open(f"{prefix}.data-{number:05d}-of-{shards:05d}", "wb") as file:
-            file.write(msgpack.packb(shard))
+        path = Path(f"{prefix}.data-{number:05d}-of-{shards:05d}")
+        path.write_bytes(msgpack.packb(shard))
     return str(prefix)
 
 

@@ -13,73 +13,12 @@ from keras_moe.models.conversion._rules import Normalization
 def read_object(path: str | os.PathLike) -> dict:
     """Reads a JSON file that holds an object."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"Expected whole JSON in {path}; received: {error}. "
+            f"Expected a whole JSON object in {path}; received: {error}. "
             "The file is truncated or has another format."
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"Expected a JSON object in {path}; received: {type(content).__name__}"
-        )
-    return content
-
-
-# Types of entries: expected type for the error, and a test. A dict stands for an object
-# with such entries.
-
-
-def _is_number(value):
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _list_of(kind):
-    return lambda value: isinstance(value, list) and value and all(map(kind[1], value))
-
-
-def optional(kind: tuple) -> tuple:
-    """The same type, or null."""
-    return kind[0], lambda value: value is None or kind[1](value)
-
-
-TEXT = "a string", lambda value: isinstance(value, str)
-BOOL = "true or false", lambda value: isinstance(value, bool)
-COUNT = "an integer of at least 0", lambda value: type(value) is int and value >= 0
-SIZE = "an integer of at least 1", lambda value: type(value) is int and value >= 1
-EPSILON = "a number above 0", lambda value: _is_number(value) and value > 0
-SIZES = (
-    "an integer of at least 1, or a list of such",
-    lambda value: SIZE[1](value) or _list_of(SIZE)(value),
-)
-MEAN = "a list of numbers", _list_of(("a number", _is_number))
-STD = "a list of numbers above 0", _list_of(EPSILON)
-NAMES = optional(("a list of strings", _list_of(TEXT)))
-LABELS = optional(
-    (
-        "an object of strings",
-        lambda value: isinstance(value, dict) and all(map(TEXT[1], value.values())),
-    )
-)
-
-
-def check_types(content: dict, types: dict, path: str, prefix: str = "") -> dict:
-    """Raises ValueError for entries of the wrong type; ignores unknown ones."""
-    for name, expected in types.items():
-        if name not in content:
-            continue
-        value, where = content[name], f"{prefix}{name}"
-        if isinstance(expected, dict):
-            if not isinstance(value, dict):
-                raise ValueError(
-                    f"Expected an object as {where!r} in {path}; received: {value!r}"
-                )
-            check_types(value, expected, path, f"{where}.")
-        elif not expected[1](value):
-            raise ValueError(
-                f"Expected {expected[0]} as {where!r} in {path}; received: {value!r}"
-            )
-    return content
 
 
 def agree(file, config: dict, name: str, **sizes) -> None:
@@ -98,25 +37,18 @@ CLIP_IMAGES = Normalization(
     (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 )
 # Names and Pillow's codes of interpolations.
-_INTERPOLATIONS = {
-    "bilinear": "bilinear",
-    2: "bilinear",
-    "bicubic": "bicubic",
-    3: "bicubic",
-}
+_INTERPOLATIONS = dict.fromkeys(("bilinear", 2), "bilinear")
+_INTERPOLATIONS.update(dict.fromkeys(("bicubic", 3), "bicubic"))
 # transformers' placeholder names.
 _NO_NAME = re.compile(r"LABEL_\d+")
 
 
 def normalization(
-    channels: int,
-    mean: list | None,
-    std: list | None,
-    preprocessor: dict,
-    default: Normalization | None = None,
+    channels: int, preprocessor: dict, default: Normalization | None = None
 ) -> Normalization | None:
-    """Returns the image normalisation, or None if it is the default [-1, 1]."""
+    """Returns the normalisation in a preprocessor's config; None for [-1, 1]."""
     applied = default or Normalization((0.5,) * channels, (0.5,) * channels)
+    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
     if mean is not None and std is not None:
         applied = Normalization(tuple(mean), tuple(std))
     if not preprocessor.get("do_normalize", True):
@@ -137,11 +69,11 @@ def normalization(
 
 def interpolation(value: Any) -> tuple[dict, tuple[str, ...]]:
     """Returns arguments of `ImagePreprocessor`, antialiased as in Pillow, and notes."""
-    known = _INTERPOLATIONS.get(value)
+    known = _INTERPOLATIONS.get(value, "bicubic")
     notes = ()
-    if known is None:
+    if value not in _INTERPOLATIONS:
         notes = (f"preprocessor: bicubic instead of interpolation={value!r}",)
-    return {"interpolation": known or "bicubic", "antialias": True}, notes
+    return {"interpolation": known, "antialias": True}, notes
 
 
 def class_names(config: dict, num_classes: int | None) -> list[str] | None:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import agree, normalization
+from keras_moe.models.conversion._configs import normalization
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Normalization,
@@ -11,20 +10,16 @@ from keras_moe.models.conversion._rules import (
     image_tower_rules,
     tensors_of,
 )
-from keras_moe.models.conversion._spec import (
-    ConversionSpec,
-    image_tower_arguments,
-    tower_settings,
-)
+from keras_moe.models.conversion._spec import ConversionSpec, image_tower_arguments
 from keras_moe.models.conversion._transformers import (
     CONFIG_NAME,
+    check_sizes,
     exported_preprocessor,
+    image_config,
     preprocessing,
 )
 
 MODEL_TYPES = ("dinov2",)
-# Entries of `config.json` that are read, in addition to CLIP's.
-CONFIG = {"layerscale_value": _configs.EPSILON, "use_swiglu_ffn": _configs.BOOL}
 _NAMES = TowerNames(
     blocks="encoder.layer.",
     block=BlockNames(
@@ -43,10 +38,6 @@ _NAMES = TowerNames(
     embedding_norm="embeddings.norm.",
 )
 _SCALE = "encoder.layer.0.layer_scale1.lambda1"
-_OTHERS = {
-    "embeddings.register_tokens": "register tokens",
-    "encoder.layer.0.mlp.weights_in.weight": "SwiGLU",
-}
 _HEAD = "of a head on the class token and the mean of the patches"
 _IMAGES = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -56,36 +47,20 @@ def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     root = next((x for x in ("", "dinov2.") if f"{x}{_SCALE}" in file), None)
     if root is None:
         return None
-    _check_parts(file, root)
     names = _NAMES.under(root)
-    arguments = image_tower_arguments(file, names, axes=3)
-    agree(
+    arguments = image_tower_arguments(
         file,
-        config,
-        CONFIG_NAME,
-        hidden_size=arguments["hidden_dim"],
-        num_hidden_layers=arguments["num_layers"],
+        names,
+        overrides,
+        axes=3,
+        num_heads=config.get("num_attention_heads"),
+        activation=config.get("hidden_act", "gelu"),
+        epsilon=config.get("layer_norm_eps", 1e-6),
+        layer_scale=config.get("layerscale_value", 1.0),
     )
-    arguments.update(
-        tower_settings(
-            file,
-            names,
-            arguments["hidden_dim"],
-            overrides,
-            num_heads=config.get("num_attention_heads"),
-            activation=config.get("hidden_act", "gelu"),
-            epsilon=config.get("layer_norm_eps", 1e-6),
-            layer_scale=config.get("layerscale_value", 1.0),
-        )
-    )
+    check_sizes(file, config, arguments)
     preprocessor = config.get("preprocessor", {})
-    images = normalization(
-        arguments["image_shape"][2],
-        preprocessor.get("image_mean"),
-        preprocessor.get("image_std"),
-        preprocessor,
-        _IMAGES,
-    )
+    images = normalization(arguments["image_shape"][2], preprocessor, _IMAGES)
     bias = f"{names.patches}bias"
     image_arguments, notes = preprocessing(preprocessor, crops=True)
     return ConversionSpec(
@@ -100,15 +75,6 @@ def dinov2_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         notes=notes,
         preprocessing=image_arguments,
     )
-
-
-def _check_parts(file, root):
-    for name, what in _OTHERS.items():
-        if f"{root}{name}" in file:
-            raise ValueError(
-                f"Expected a DINOv2 without {what}; received: '{root}{name}' in "
-                f"{file.path}"
-            )
 
 
 def dinov2_files(model: Any) -> tuple[dict, dict[str, Any]]:
@@ -134,16 +100,9 @@ def dinov2_files(model: Any) -> tuple[dict, dict[str, Any]]:
         "architectures": ["Dinov2Model"],
         "model_type": "dinov2",
         "dtype": "float32",
-        "hidden_size": config["hidden_dim"],
+        **image_config(tower, kind),
         "mlp_ratio": config["mlp_dim"] // config["hidden_dim"],
-        "num_hidden_layers": config["num_layers"],
-        "num_attention_heads": config["num_heads"],
-        "hidden_act": tower.activation,
-        "layer_norm_eps": config["layer_norm_epsilon"],
         "layerscale_value": config["layer_scale_initial_value"],
-        "image_size": tower.square("image_shape", kind),
-        "patch_size": tower.square("patch_size", kind),
-        "num_channels": config["image_shape"][2],
         "use_mask_token": False,
     }
     rules = image_tower_rules(_NAMES, config, bias=f"{_NAMES.patches}bias", axes=0)

@@ -3,15 +3,12 @@
 from typing import Any
 
 from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import CLIP_IMAGES, agree, normalization
 from keras_moe.models.conversion._readers import PublishedTensors
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
     Filled,
-    Matrix,
     TowerNames,
-    Vector,
     image_tower_rules,
     linear,
     renamed,
@@ -25,83 +22,22 @@ from keras_moe.models.conversion._spec import (
     image_tower_arguments,
     required,
     text_tower_arguments,
-    tower_settings,
 )
 from keras_moe.models.conversion._timm import timm_spec
 
 CONFIG_NAME = "open_clip_config.json"
-# Entries of the config that are read.
-CONFIG = {
-    "model_cfg": {
-        "embed_dim": _configs.SIZE,
-        "quick_gelu": _configs.BOOL,
-        "vision_cfg": {"width": _configs.SIZE, "head_width": _configs.SIZE},
-        "text_cfg": {
-            "width": _configs.SIZE,
-            "heads": _configs.SIZE,
-            "layers": _configs.SIZE,
-            "vocab_size": _configs.SIZE,
-            "context_length": _configs.SIZE,
-            "no_causal_mask": _configs.BOOL,
-            "pool_type": _configs.TEXT,
-            "eos_id": _configs.COUNT,
-        },
-    },
-    "preprocess_cfg": {
-        "mean": _configs.MEAN,
-        "std": _configs.STD,
-        "interpolation": _configs.optional(_configs.TEXT),
-        "resize_mode": _configs.optional(_configs.TEXT),
-    },
-}
-# Tower arguments that are irrelevant, follow from the tensors or are read below; and
-# the supported values of the others.
-_VISION_FREE = (
-    "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
-    "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
-    "n_queries", "output_tokens", "timm_model_pretrained", "timm_pool", "timm_proj",
-    "timm_proj_bias", "timm_drop", "timm_drop_path", "timm_use_rope",
+# Settings that change a tower's outputs and that this library does not have.
+_UNSUPPORTED = (
+    "block_type", "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner",
+    "scale_attn", "scale_fc", "act_kwargs",
 )  # fmt: skip
-_VALUES = {
-    "block_type": (None, "default"),
-    **dict.fromkeys(
-        (
-            "qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner",
-            "scale_attn", "scale_fc",
-        ),
-        (None, False),
-    ),
-}  # fmt: skip
-_VISION_VALUES = {
-    **_VALUES,
-    "pool_type": ("tok",),
-    "pos_embed_type": ("learnable",),
-    "act_kwargs": (None, {}),
-    "norm_kwargs": (None, {}),
-    "timm_model_name": (None, ""),
-    **dict.fromkeys(
-        (
-            "attentional_pool", "final_ln_after_pool", "global_average_pool",
-            "input_patchnorm", "no_ln_pre",
-        ),
-        (None, False),
-    ),
-}  # fmt: skip
-# Pooling picks one token, so it commutes with the norm.
-_TEXT_FREE = (
-    "context_length", "vocab_size", "width", "layers", "mlp_ratio", "ls_init_value",
-    "heads", "hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "pad_id",
-    "eos_id", "no_causal_mask", "final_ln_after_pool", "proj_bias", "output_tokens",
-    "hf_model_pretrained", "hf_proj_type", "hf_pooler_type", "norm_kwargs",
+_VISION_UNSUPPORTED = (
+    *_UNSUPPORTED, "norm_kwargs", "pool_type", "pos_embed_type", "attentional_pool",
+    "no_ln_pre", "final_ln_after_pool", "global_average_pool", "input_patchnorm",
 )  # fmt: skip
-_TEXT_VALUES = {
-    **_VALUES,
-    "act_kwargs": (None, {}, {"approximate": "none"}, {"approximate": "tanh"}),
-    "embed_cls": (None, False),
-    "hf_model_name": (None, ""),
-    "pool_type": ("argmax", "eos", "first", "last"),
-    "proj_type": ("linear", "none"),
-}
+_TEXT_UNSUPPORTED = (*_UNSUPPORTED, "embed_cls", "hf_model_name", "text_arch")
+# Their defaults.
+_UNSET = (None, False, "", {}, {"approximate": "none"}, "default", "tok", "learnable")
 _BLOCK = BlockNames(
     norms=("ln_1.", "ln_2."),
     mlp=("mlp.c_fc.", "mlp.c_proj."),
@@ -159,12 +95,12 @@ def openclip_towers(file) -> dict:
     return towers
 
 
-def _check_config(name, config, free, values, file):
-    for argument, value in config.items():
-        if argument not in free and value not in values.get(argument, ()):
+def _check_config(name, config, unsupported, file):
+    for argument in unsupported:
+        if config.get(argument) not in _UNSET:
             raise ValueError(
                 f"Expected one of OpenCLIP's own towers in the config of {file.path}; "
-                f"received: {name}.{argument}={value!r}"
+                f"received: {name}.{argument}={config[argument]!r}"
             )
 
 
@@ -183,42 +119,39 @@ def _preprocessing(cfg):
 def _image_spec(file, config, overrides):
     model = config.get("model_cfg", {})
     vision = model.get("vision_cfg", {})
-    _check_config("vision_cfg", vision, _VISION_FREE, _VISION_VALUES, file)
-    arguments = image_tower_arguments(file, _IMAGE)
-    width, num_layers = arguments["hidden_dim"], arguments["num_layers"]
-    agree(file, vision, CONFIG_NAME, width=width, layers=num_layers)
-    activation = None
-    if model:
-        activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
-    arguments.update(
-        tower_settings(
-            file,
-            _IMAGE,
-            width,
-            overrides,
-            num_heads=_num_heads(file, vision, width),
-            activation=activation,
-            epsilon=_EPSILON,
-            layer_scale=vision.get("ls_init_value"),
-        ),
-        embedding_norm=True,
+    _check_config("vision_cfg", vision, _VISION_UNSUPPORTED, file)
+    num_heads = None
+    if "width" in vision:
+        num_heads = vision["width"] // vision.get("head_width", 64)
+    arguments = image_tower_arguments(
+        file,
+        _IMAGE,
+        overrides,
+        num_heads=num_heads,
+        activation=_activation(model),
+        epsilon=_EPSILON,
+        layer_scale=vision.get("ls_init_value"),
     )
+    sizes = {"width": arguments["hidden_dim"], "layers": arguments["num_layers"]}
+    _configs.agree(file, vision, CONFIG_NAME, **sizes)
+    arguments["embedding_norm"] = True
     cfg = config.get("preprocess_cfg", {})
-    images = normalization(
+    images = _configs.normalization(
         arguments["image_shape"][2],
-        cfg.get("mean"),
-        cfg.get("std"),
-        config.get("preprocessor", {}),
-        CLIP_IMAGES,
+        {
+            **config.get("preprocessor", {}),
+            "image_mean": cfg.get("mean"),
+            "image_std": cfg.get("std"),
+        },
+        _configs.CLIP_IMAGES,
     )
     bias = f"{_VISUAL}conv1.bias"
-    bias = bias if bias in file else None
-    rules = image_tower_rules(_IMAGE, arguments, images, bias)
+    rules = image_tower_rules(_IMAGE, arguments, images, bias if bias in file else None)
     task = None
     if f"{_VISUAL}proj" in file:
         # (D, embedding), as in this library.
         size = required(file, f"{_VISUAL}proj", 2)[1]
-        agree(file, model, CONFIG_NAME, embed_dim=size)
+        _configs.agree(file, model, CONFIG_NAME, embed_dim=size)
         rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
         rules["predictions/bias"] = Filled()
         task = {"num_classes": size, "pooling": "class_token"}
@@ -235,17 +168,11 @@ def _image_spec(file, config, overrides):
     )
 
 
-def _num_heads(file, vision, width):
-    """Returns the number of heads; None if the config has no width."""
-    if "width" not in vision:
+def _activation(model):
+    """Returns the activation in a config; None without one."""
+    if not model:
         return None
-    heads, rest = divmod(width, vision.get("head_width", 64))
-    if rest:
-        raise ValueError(
-            f"Expected a head_width that divides width={width} in the config of "
-            f"{file.path}; received: head_width={vision.get('head_width', 64)}"
-        )
-    return heads
+    return "quick_gelu" if model.get("quick_gelu") else "gelu"
 
 
 class _Trunk(PublishedTensors):
@@ -262,8 +189,8 @@ def _timm_image_spec(file, config, overrides):
     cfg = config.get("preprocess_cfg", {})
     timm = {
         "pretrained_cfg": {
-            "mean": cfg.get("mean", list(CLIP_IMAGES.mean)),
-            "std": cfg.get("std", list(CLIP_IMAGES.std)),
+            "mean": cfg.get("mean", _configs.CLIP_IMAGES.mean),
+            "std": cfg.get("std", _configs.CLIP_IMAGES.std),
         }
     }
     if vision.get("timm_model_name"):
@@ -286,14 +213,8 @@ def _timm_image_spec(file, config, overrides):
         default = {"pooling": "class_token" if has_token else "average"}
         size = required(file, f"{projection}weight", 2)[0]
         spec.task_arguments = {**(spec.task_arguments or default), "num_classes": size}
-        bias = f"{projection}bias"
-        spec.rules["predictions/kernel"] = Matrix(f"{projection}weight")
-        spec.rules["predictions/bias"] = Vector(bias) if bias in file else Filled()
-    elif unknown := sorted(name for name in file if name.startswith(_HEAD)):
-        raise ValueError(
-            "Expected a linear projection of images or none; received: "
-            f"{unknown[0]!r} in {file.path}"
-        )
+        has_bias = f"{projection}bias" in file
+        spec.rules.update(linear("predictions", projection, has_bias))
     spec.ignored = ignored(file, text=("text.",), logits=LOGIT_NAMES)
     spec.preprocessing, notes = _preprocessing(cfg)
     spec.notes += notes
@@ -305,15 +226,10 @@ def _timm_image_spec(file, config, overrides):
 
 def _text_root(file):
     """Returns the name prefix of the text tower; None without one."""
+    # The second is a tower of transformers, which is refused by name.
+    names = _TEXT.tokens, "transformer.embeddings.word_embeddings.weight"
     for root in ("text.", ""):
-        if any(
-            f"{root}{name}" in file
-            # A transformers text tower, refused by name.
-            for name in (
-                "token_embedding.weight",
-                "transformer.embeddings.word_embeddings.weight",
-            )
-        ):
+        if any(f"{root}{name}" in file for name in names):
             return root
     return None
 
@@ -322,20 +238,29 @@ def _text_spec(file, config, overrides):
     root = _text_root(file)
     model = config.get("model_cfg", {})
     text = model.get("text_cfg", {})
-    _check_text(text, model, file)
+    # Some configs have this next to the towers.
+    settings = {"text_arch": model.get("text_arch"), **text}
+    activation = _activation(model)
+    if activation == "gelu" and text.get("act_kwargs") == {"approximate": "tanh"}:
+        activation, settings["act_kwargs"] = "gelu_pytorch_tanh", None
+    _check_config("text_cfg", settings, _TEXT_UNSUPPORTED, file)
     names = _TEXT.under(root)
-    activation, heads = None, None
-    if model:
-        activation, heads = _text_activation(model, text, file), text.get("heads", 8)
-    arguments = text_tower_arguments(file, names)
-    hidden_dim = arguments["hidden_dim"]
-    agree(
+    arguments = text_tower_arguments(
+        file,
+        names,
+        overrides,
+        num_heads=text.get("heads", 8) if model else None,
+        activation=activation,
+        epsilon=_epsilon(text, file),
+        layer_scale=text.get("ls_init_value"),
+    )
+    _configs.agree(
         file,
         text,
         CONFIG_NAME,
         vocab_size=arguments["vocabulary_size"],
         context_length=arguments["max_length"],
-        width=hidden_dim,
+        width=arguments["hidden_dim"],
         layers=arguments["num_layers"],
     )
     # Without a config, assume a tower like OpenAI's.
@@ -343,27 +268,17 @@ def _text_spec(file, config, overrides):
     pool = text.get("pool_type", "argmax")
     projection, projection_rules = _projection(file, root)
     if projection:
-        agree(file, model, CONFIG_NAME, embed_dim=projection["projection_dim"])
-    arguments = {
-        **arguments,
-        **tower_settings(
-            file,
-            names,
-            hidden_dim,
-            overrides,
-            num_heads=heads,
-            activation=activation,
-            epsilon=(text.get("norm_kwargs") or {}).get("eps", _EPSILON),
-            layer_scale=text.get("ls_init_value"),
-        ),
-        "causal": causal,
-        "pooling": "end_of_text" if pool in ("argmax", "eos") else pool,
-        "end_of_text_id": text.get("eos_id", 2) if pool == "eos" else None,
+        size = projection["projection_dim"]
+        _configs.agree(file, model, CONFIG_NAME, embed_dim=size)
+    arguments.update(
+        causal=causal,
+        pooling="end_of_text" if pool in ("argmax", "eos") else pool,
+        end_of_text_id=text.get("eos_id", 2) if pool == "eos" else None,
         # Causal towers ignore padding after the end token; OpenCLIP does not mask it in
         # others.
-        "mask_padding": causal and pool != "last",
+        mask_padding=causal and pool != "last",
         **projection,
-    }
+    )
     left = ignored(file, image=(_VISUAL,), logits=LOGIT_NAMES)
     left.update(dict.fromkeys(_OPENAI_NUMBERS, "a number that the shapes imply"))
     left[f"{root}attn_mask"] = "the mask of causal attention"
@@ -377,28 +292,14 @@ def _text_spec(file, config, overrides):
     )
 
 
-def _check_text(text, model, file):
-    """Refuses text towers that `TextBackbone` cannot represent."""
-    if "text_arch" in model:
-        text = {**text, "text_arch": model["text_arch"]}
-    _check_config("text_cfg", text, _TEXT_FREE, _TEXT_VALUES, file)
-    if (norm_kwargs := text.get("norm_kwargs")) and set(norm_kwargs) != {"eps"}:
+def _epsilon(text, file):
+    norm_kwargs = text.get("norm_kwargs") or {"eps": _EPSILON}
+    if norm_kwargs.keys() != {"eps"}:
         raise ValueError(
             f"Expected no arguments of norms but eps in the config of {file.path}; "
             f"received: text_cfg.norm_kwargs={norm_kwargs!r}"
         )
-
-
-def _text_activation(model, text, file):
-    approximate = (text.get("act_kwargs") or {}).get("approximate", "none")
-    if not model.get("quick_gelu"):
-        return "gelu" if approximate == "none" else "gelu_pytorch_tanh"
-    if text.get("act_kwargs"):
-        raise ValueError(
-            "Expected no act_kwargs together with quick_gelu in the config of "
-            f"{file.path}; received: text_cfg.act_kwargs={text['act_kwargs']!r}"
-        )
-    return "quick_gelu"
+    return norm_kwargs["eps"]
 
 
 def _projection(file, root):
@@ -474,26 +375,18 @@ def _exported_image(tower):
         image_pooling="class_token",
         layer_norm_epsilon=_EPSILON,
     )
-    if config["activation"] == "gelu_tanh" or tower.projection_dim is None:
+    received = config["activation"], tower.projection_dim, config["image_shape"][2]
+    if received[0] == "gelu_tanh" or received[1] is None or received[2] != 3:
         raise ValueError(
-            f"Expected activation 'gelu' or 'quick_gelu' and a projection for "
-            f"{kind}; received: activation={config['activation']!r}, "
-            f"projection_dim={tower.projection_dim}"
+            "Expected activation 'gelu' or 'quick_gelu', a projection and images of 3 "
+            f"channels for {kind}; received: activation={received[0]!r}, "
+            f"projection_dim={received[1]}, image_shape={config['image_shape']}"
         )
-    if config["image_shape"][2] != 3:
-        raise ValueError(
-            f"Expected images of 3 channels for {kind}; received: "
-            f"image_shape={config['image_shape']}"
-        )
-    width = config["hidden_dim"]
     content = {
         "image_size": tower.square("image_shape", kind),
         "patch_size": tower.square("patch_size", kind),
-        "width": width,
-        "layers": config["num_layers"],
-        "head_width": width // config["num_heads"],
-        "mlp_ratio": tower.mlp_ratio,
-        **_layer_scale(config),
+        "head_width": config["hidden_dim"] // config["num_heads"],
+        **_block_config(tower),
     }
     values, image_range = tower.without_patch_bias()
     rules = image_tower_rules(_IMAGE, config)
@@ -509,25 +402,19 @@ def _exported_text(tower):
     config = tower.config
     tower.check(kind, final_norm=True)
     pooling, end = config["pooling"], config["end_of_text_id"]
-    if pooling not in ("end_of_text", "first", "last"):
+    masks = config["mask_padding"] and (pooling == "last" or not config["causal"])
+    if pooling not in ("end_of_text", "first", "last") or masks:
         raise ValueError(
-            "Expected pooling of 'end_of_text', 'first' or 'last' for "
-            f"{kind}; received: pooling={pooling!r}"
-        )
-    if config["mask_padding"] and (pooling == "last" or not config["causal"]):
-        raise ValueError(
-            f"Expected mask_padding=False for {kind}, which attends to padding; "
-            f"received: mask_padding=True, causal={config['causal']}, "
-            f"pooling={pooling!r}"
+            "Expected pooling of 'end_of_text', 'first' or 'last', and "
+            f"mask_padding=False unless padding comes last and is causal, for {kind}; "
+            f"received: pooling={pooling!r}, mask_padding={config['mask_padding']}, "
+            f"causal={config['causal']}"
         )
     content = {
         "context_length": config["max_length"],
         "vocab_size": config["vocabulary_size"],
-        "width": config["hidden_dim"],
         "heads": config["num_heads"],
-        "layers": config["num_layers"],
-        "mlp_ratio": tower.mlp_ratio,
-        **_layer_scale(config),
+        **_block_config(tower),
     }
     if not config["causal"]:
         content["no_causal_mask"] = True
@@ -548,6 +435,13 @@ def _exported_text(tower):
     return tensors_of(rules, tower.values, kind), content
 
 
-def _layer_scale(config):
-    value = config["layer_scale_initial_value"]
-    return {} if value is None else {"ls_init_value": value}
+def _block_config(tower):
+    config = tower.config
+    content = {
+        "width": config["hidden_dim"],
+        "layers": config["num_layers"],
+        "mlp_ratio": tower.mlp_ratio,
+    }
+    if config["layer_scale_initial_value"] is not None:
+        content["ls_init_value"] = config["layer_scale_initial_value"]
+    return content

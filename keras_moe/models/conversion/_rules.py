@@ -45,7 +45,7 @@ class Direct:
         return {self.name: target[self.axes :]}
 
     def make(self, read: Callable, target: tuple) -> np.ndarray:
-        """Creates the weight; `read(name, rows=None)` returns a tensor."""
+        """Creates the weight; `read(name)` returns a tensor."""
         return read(self.name).reshape(target)
 
     def tensor(self, value: np.ndarray) -> np.ndarray:
@@ -74,15 +74,13 @@ class Vector(Direct):
         return {self.name: (self.parts * math.prod(target),)}
 
     def make(self, read, target):
-        return read(self.name, self._rows(math.prod(target))).reshape(target)
+        return self._part(read).reshape(target)
 
     def tensor(self, value):
         return value.reshape(-1)
 
-    def _rows(self, rows):
-        if self.parts == 1:
-            return None
-        return slice(self.part * rows, (self.part + 1) * rows)
+    def _part(self, read):
+        return np.split(read(self.name), self.parts)[self.part]
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,7 @@ class Matrix(Vector):
         return {self.name: (self.parts * math.prod(outputs), math.prod(inputs))}
 
     def make(self, read, target):
-        rows = self._rows(math.prod(target[self.inputs :]))
-        return read(self.name, rows).T.reshape(target)
+        return self._part(read).T.reshape(target)
 
     def tensor(self, value):
         inputs = math.prod(value.shape[: self.inputs])
@@ -237,18 +234,13 @@ def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
 
 def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict:
     """Inverts rules: returns the tensors that would give these weights."""
-    parts = {}
-    if missing := sorted(set(rules) - set(values)):
+    if different := sorted(set(rules) ^ set(values)):
         raise ValueError(
-            f"Expected a model with all weights of {library}; received: none at "
-            f"{missing[0]!r}"
+            f"Expected a model with the weights of {library}; received: a model with "
+            f"more or fewer of them, such as {different[0]!r}"
         )
+    parts = {}
     for path, value in values.items():
-        if path not in rules:
-            raise ValueError(
-                f"Expected a model with the weights of {library} only; received: "
-                f"another one at {path!r}"
-            )
         rule = rules[path]
         if isinstance(rule, Filled):
             if not np.array_equal(value, rule.make(None, value.shape)):
@@ -260,11 +252,7 @@ def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict
         (name,) = rule.names
         parts.setdefault(name, {})[getattr(rule, "part", 0)] = rule.tensor(value)
     return {
-        name: np.ascontiguousarray(
-            np.concatenate([pieces[i] for i in sorted(pieces)])
-            if len(pieces) > 1
-            else pieces[0]
-        )
+        name: np.ascontiguousarray(np.concatenate([pieces[i] for i in sorted(pieces)]))
         for name, pieces in parts.items()
     }
 

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from keras_moe.checks import check_one_of
 from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import agree, class_names, normalization
+from keras_moe.models.conversion._configs import agree, class_names
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -26,34 +27,6 @@ from keras_moe.models.conversion._spec import (
     usual_heads,
 )
 
-_ARGUMENT_TYPES = {
-    "num_classes": _configs.COUNT,
-    "global_pool": _configs.TEXT,
-    "act_layer": _configs.TEXT,
-    "embed_dim": _configs.SIZE,
-    "depth": _configs.SIZE,
-    "num_blocks": _configs.SIZE,
-    "num_heads": _configs.SIZE,
-    "img_size": _configs.SIZES,
-    "qk_norm": _configs.BOOL,
-}
-# Entries of `config.json` that are read.
-CONFIG = {
-    **_ARGUMENT_TYPES,
-    "architecture": _configs.TEXT,
-    "num_features": _configs.SIZE,
-    "model_args": _ARGUMENT_TYPES,
-    "label_names": _configs.NAMES,
-    "pretrained_cfg": {
-        "input_size": _configs.SIZES,
-        "mean": _configs.MEAN,
-        "std": _configs.STD,
-        "interpolation": _configs.optional(_configs.TEXT),
-        "crop_pct": _configs.optional(_configs.EPSILON),
-        "crop_mode": _configs.optional(_configs.TEXT),
-        "label_names": _configs.NAMES,
-    },
-}
 # Supported arguments.
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
@@ -95,10 +68,10 @@ _CROP = 0.875
 
 def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
     """Returns the spec of a timm model; None for other names."""
-    is_mixer = f"{_MIXER_PATCHES}weight" in file
-    is_mixer = is_mixer and "blocks.0.mlp_tokens.fc1.weight" in file
-    is_vit = f"{_VIT_PATCHES}weight" in file and "blocks.0.norm1.weight" in file
-    if not is_mixer and not is_vit:
+    is_mixer = "blocks.0.mlp_tokens.fc1.weight" in file
+    if f"{_MIXER_PATCHES if is_mixer else _VIT_PATCHES}weight" not in file:
+        return None
+    if not is_mixer and "blocks.0.norm1.weight" not in file:
         return None
     _check_architecture(file, config)
     unknown = sorted(set(config.get("model_args", {})) - set(_ARGUMENTS))
@@ -117,8 +90,10 @@ def timm_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
 
 def image_normalization(config: dict, channels: int) -> Normalization | None:
     """Returns the image normalisation of a config; None for the default."""
-    cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
-    return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
+    cfg = config.get("pretrained_cfg", {})
+    images = {"image_mean": cfg.get("mean"), "image_std": cfg.get("std")}
+    preprocessor = config.get("preprocessor", {})
+    return _configs.normalization(channels, {**preprocessor, **images})
 
 
 def _preprocessing(config):
@@ -132,19 +107,14 @@ def _preprocessing(config):
 
 
 def _check_architecture(file, config):
-    architecture = config.get("architecture", _FAMILIES[0])
+    # Without a config, use the architecture's name if file or folder has it.
+    path = Path(file.path)
+    default = f"{_FAMILIES[0]} {path.parent.name}/{path.name}"
+    architecture = config.get("architecture", default)
     if not architecture.startswith(_FAMILIES) or _OTHERS.search(architecture):
         raise ValueError(
             "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
             f"received: architecture={architecture!r} in {file.path}"
-        )
-    # Without a config, use the architecture's name if file or folder has it.
-    path = Path(file.path)
-    named = _OTHERS.search(f"{path.parent.name}/{path.name}")
-    if "architecture" not in config and named:
-        raise ValueError(
-            "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
-            f"received: {named[0]!r} in the name of {file.path}"
         )
 
 
@@ -159,9 +129,7 @@ def _check_sizes(file, config, hidden_dim, num_layers, depth):
     sizes = {"num_features": hidden_dim, "embed_dim": hidden_dim, depth: num_layers}
     if "embed_dim" in settings:
         del sizes["num_features"]
-    num_classes = 0
-    if "head.weight" in file:
-        num_classes = required(file, "head.weight", 2)[0]
+    num_classes = file["head.weight"].shape[0] if "head.weight" in file else 0
     agree(file, settings, "config.json", **sizes, num_classes=num_classes)
 
 
@@ -204,11 +172,6 @@ def _head(file):
 
 def _vit_spec(file, config, overrides):
     settings = {**config, **config.get("model_args", {})}
-    if "reg_token" in file:
-        raise ValueError(
-            "Expected a ViT without register tokens; received: 'reg_token' in "
-            f"{file.path}"
-        )
     arguments = _vit_arguments(file, config, settings, overrides)
     class_token = arguments["class_token"]
     images = image_normalization(config, arguments["image_shape"][2])
@@ -252,9 +215,9 @@ def _vit_arguments(file, config, settings, overrides):
     architecture = config.get("architecture", "")
     class_token = "cls_token" in file
     heads = settings.get("num_heads") or overrides.get("num_heads")
-    heads = heads or _heads_by_name(config) or usual_heads(hidden_dim, file.path)
+    by_name = (n for name, n in _HEADS.items() if architecture.startswith(name))
+    heads = heads or next(by_name, 0) or usual_heads(hidden_dim, file.path)
     query_key_norm = _BLOCK.has_query_key_norm(file, "blocks.0.")
-    agree(file, settings, "config.json", qk_norm=query_key_norm)
     arguments = {
         **patch_arguments((height, width, channels, hidden_dim)),
         "num_layers": num_layers,
@@ -281,23 +244,14 @@ def _vit_arguments(file, config, settings, overrides):
     return arguments
 
 
-def _heads_by_name(config):
-    architecture = config.get("architecture", "")
-    return next((n for name, n in _HEADS.items() if architecture.startswith(name)), 0)
-
-
 def _activation(architecture, settings, overrides):
     if "quickgelu" in architecture:
         return "quick_gelu"
     if _TANH.match(architecture):
         return "gelu_tanh"
-    activation = settings.get("act_layer", "gelu")
-    if "activation" not in overrides and activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"Expected an activation of {sorted(_ACTIVATIONS)}, or activation=...; "
-            f"received: act_layer={activation!r}"
-        )
-    return activation
+    return overrides.get("activation") or check_one_of(
+        "act_layer", settings.get("act_layer", "gelu"), _ACTIVATIONS
+    )
 
 
 def _grid(settings, rows, class_token, patch_size):

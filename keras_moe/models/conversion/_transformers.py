@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_moe.models.conversion import _configs
-from keras_moe.models.conversion._configs import CLIP_IMAGES, agree, normalization
+from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._rules import (
     BlockNames,
     Direct,
@@ -27,40 +27,9 @@ from keras_moe.models.conversion._spec import (
     image_tower_arguments,
     required,
     text_tower_arguments,
-    tower_settings,
 )
 
 CONFIG_NAME = "config.json"
-_TOWER = {
-    "hidden_size": _configs.SIZE,
-    "intermediate_size": _configs.SIZE,
-    "num_hidden_layers": _configs.SIZE,
-    "num_attention_heads": _configs.SIZE,
-    "hidden_act": _configs.TEXT,
-    "layer_norm_eps": _configs.EPSILON,
-}
-_TEXT_TOWER = {
-    **_TOWER,
-    "vocab_size": _configs.SIZE,
-    "max_position_embeddings": _configs.SIZE,
-    "eos_token_id": _configs.optional(_configs.COUNT),
-}
-# Entries of `config.json` and `preprocessor_config.json` that are read.
-CONFIG = {
-    **_TEXT_TOWER,
-    "id2label": _configs.LABELS,
-    "vision_config": _TOWER,
-    "text_config": _TEXT_TOWER,
-}
-PREPROCESSOR = {
-    "image_mean": _configs.MEAN,
-    "image_std": _configs.STD,
-    "do_normalize": _configs.BOOL,
-    "do_rescale": _configs.BOOL,
-    "rescale_factor": _configs.EPSILON,
-    "do_center_crop": _configs.BOOL,
-    "resample": _configs.COUNT,
-}
 MODEL_TYPES = tuple(
     f"{model}{tower}"
     for model in ("clip", "siglip", "siglip2")
@@ -108,21 +77,21 @@ _IMAGE_ROOT, _TEXT_ROOT = "vision_model.", "text_model."
 
 def transformers_towers(file) -> dict:
     """Returns functions that create the specs of a file's towers."""
-    towers = {}
-    if _root(file, _IMAGE_ROOT, f"{_IMAGE.patches}weight") is not None:
-        towers["image"] = _image_spec
-    if _root(file, _TEXT_ROOT, _TEXT.tokens) is not None:
-        towers["text"] = _text_spec
-    return towers
+    makers = {"image": _image_spec, "text": _text_spec}
+    return {k: make for k, make in makers.items() if _root(file, k) is not None}
 
 
-def _root(file, root, name):
+def _root(file, tower):
     """Returns the name prefix of a tower, "" for a single tower; None without it."""
+    root, name = {
+        "image": (_IMAGE_ROOT, f"{_IMAGE.patches}weight"),
+        "text": (_TEXT_ROOT, _TEXT.tokens),
+    }[tower]
     return next((start for start in (root, "") if f"{start}{name}" in file), None)
 
 
 def _image_spec(file, config, overrides):
-    root = _root(file, _IMAGE_ROOT, f"{_IMAGE.patches}weight")
+    root = _root(file, "image")
     names = _IMAGE.under(root)
     kernel = f"{names.patches}weight"
     if len(file[kernel].shape) == 2:
@@ -131,34 +100,25 @@ def _image_spec(file, config, overrides):
             f"shape (NaFlex) in {file.path}"
         )
     vision = config.get("vision_config") or config
-    arguments = image_tower_arguments(file, names)
-    agree(file, vision, CONFIG_NAME, **_sizes(arguments))
-    is_clip = arguments["class_token"]
+    is_clip = names.class_token in file
     activation = vision.get("hidden_act")
     if activation is None and config.keys() - {"preprocessor"}:
         activation = "quick_gelu" if is_clip else "gelu_pytorch_tanh"
-    arguments.update(
-        tower_settings(
-            file,
-            names,
-            arguments["hidden_dim"],
-            overrides,
-            num_heads=vision.get("num_attention_heads"),
-            activation=activation,
-            epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
-        )
+    arguments = image_tower_arguments(
+        file,
+        names,
+        overrides,
+        num_heads=vision.get("num_attention_heads"),
+        activation=activation,
+        epsilon=vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
     )
+    check_sizes(file, vision, arguments)
     preprocessor = config.get("preprocessor", {})
-    images = normalization(
-        arguments["image_shape"][2],
-        preprocessor.get("image_mean"),
-        preprocessor.get("image_std"),
-        preprocessor,
-        CLIP_IMAGES if is_clip else None,
+    images = _configs.normalization(
+        arguments["image_shape"][2], preprocessor, CLIP_IMAGES if is_clip else None
     )
     bias = f"{names.patches}bias"
-    bias = bias if bias in file else None
-    rules = image_tower_rules(names, arguments, images, bias)
+    rules = image_tower_rules(names, arguments, images, bias if bias in file else None)
     task = None
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -183,13 +143,13 @@ def _image_spec(file, config, overrides):
     )
 
 
-def _sizes(arguments):
-    """Returns the sizes that the config also has."""
-    return {
+def check_sizes(file: Any, config: dict, arguments: dict) -> None:
+    """Raises ValueError if the config is that of another model."""
+    sizes = {
         "hidden_size": arguments["hidden_dim"],
         "num_hidden_layers": arguments["num_layers"],
-        "intermediate_size": arguments["mlp_dim"],
     }
+    _configs.agree(file, config, CONFIG_NAME, **sizes)
 
 
 def _pooler_rules(head: str) -> dict:
@@ -224,15 +184,15 @@ def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...
 def _edge(size):
     """Returns the shorter edge from any of transformers' size formats."""
     if isinstance(size, dict):
-        size = size.get("shortest_edge") or size.get("height")
-    return size if type(size) is int and size > 0 else None
+        return size.get("shortest_edge") or size.get("height")
+    return size
 
 
 # Text towers
 
 
 def _text_spec(file, config, overrides):
-    root = _root(file, _TEXT_ROOT, _TEXT.tokens)
+    root = _root(file, "text")
     names = _TEXT.under(root)
     is_siglip = f"{root}head.weight" in file
     text = config.get("text_config")
@@ -241,38 +201,28 @@ def _text_spec(file, config, overrides):
         text = {} if "vision_config" in config else config
     defaults = _SIGLIP_TEXT if is_siglip else _CLIP_TEXT
     settings = {**defaults, **text} if config.keys() - {"preprocessor"} else {}
-    arguments = text_tower_arguments(file, names)
-    sizes = {
-        **_sizes(arguments),
-        "vocab_size": arguments["vocabulary_size"],
-        "max_position_embeddings": arguments["max_length"],
-    }
-    agree(file, text, CONFIG_NAME, **sizes)
-    arguments.update(
-        tower_settings(
-            file,
-            names,
-            arguments["hidden_dim"],
-            overrides,
-            num_heads=settings.get("num_attention_heads"),
-            activation=settings.get("hidden_act"),
-            epsilon=settings.get("layer_norm_eps", defaults["layer_norm_eps"]),
-        )
+    arguments = text_tower_arguments(
+        file,
+        names,
+        overrides,
+        num_heads=settings.get("num_attention_heads"),
+        activation=settings.get("hidden_act"),
+        epsilon=settings.get("layer_norm_eps", defaults["layer_norm_eps"]),
     )
+    check_sizes(file, text, arguments)
     rules, notes = text_tower_rules(names, arguments), ()
-    if is_siglip:
-        arguments.update(causal=False, pooling="last", mask_padding=False)
-        arguments["projection_dim"] = required(file, f"{root}head.weight", 2)[0]
-        arguments["projection_bias"] = True
+    projection = f"{root}head.weight" if is_siglip else "text_projection.weight"
+    if projection in file:
+        arguments["projection_dim"] = required(file, projection, 2)[0]
         rules.update(_text_projection(root, is_siglip))
+    if is_siglip:
+        arguments.update(
+            causal=False, pooling="last", mask_padding=False, projection_bias=True
+        )
     else:
         arguments["end_of_text_id"], notes = _end_of_text(
             settings, arguments["vocabulary_size"], file, overrides
         )
-        if "text_projection.weight" in file:
-            size = required(file, "text_projection.weight", 2)[0]
-            arguments["projection_dim"] = size
-            rules.update(_text_projection(root, is_siglip))
     left = ignored(
         file, image=("vision_model.", "visual_projection."), logits=LOGIT_NAMES
     )
@@ -316,17 +266,11 @@ def _end_of_text(settings, vocabulary_size, file, overrides):
 
 def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
     """Returns the tensors and JSON files of an `ExportedModel`."""
-    towers = model.towers
-    if "image" in towers:
-        is_clip = towers["image"].config["class_token"]
-    else:
-        is_clip = towers["text"].config["causal"]
+    image, text = model.towers.get("image"), model.towers.get("text")
+    is_clip = text.config["causal"] if image is None else image.config["class_token"]
     tensors, configs, files = {}, {}, {}
-    if "image" in towers:
-        images, configs["vision"], image_range = _exported_image(
-            towers["image"], is_clip
-        )
-        tensors.update(images)
+    if image is not None:
+        tensors, configs["vision"], image_range = _exported_image(image, is_clip)
         files["preprocessor_config.json"] = exported_preprocessor(
             model.preprocessor,
             configs["vision"]["image_size"],
@@ -334,8 +278,8 @@ def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
             "CLIP" if is_clip else "Siglip",
             crop=1.0 if is_clip else None,
         )
-    if "text" in towers:
-        texts, configs["text"] = _exported_text(towers["text"], is_clip)
+    if text is not None:
+        texts, configs["text"] = _exported_text(text, is_clip)
         tensors.update(texts)
     if model.logits:
         tensors.update(_exported_logits(model.logits, is_clip))
@@ -348,7 +292,6 @@ def _tower_config(tower):
     config = tower.config
     return {
         "hidden_size": config["hidden_dim"],
-        "intermediate_size": config["mlp_dim"],
         "num_hidden_layers": config["num_layers"],
         "num_attention_heads": config["num_heads"],
         "hidden_act": tower.activation,
@@ -356,35 +299,43 @@ def _tower_config(tower):
     }
 
 
-def _exported_image(tower, is_clip):
-    kind = f"the image tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
-    wanted = {
-        "position_embedding": "learned",
-        "query_key_norm": False,
-        "final_norm": True,
-        "embedding_norm": is_clip,
-        "class_token": is_clip,
-        "layer_scale_initial_value": None,
-    }
-    if tower.pooling is not None or not is_clip:
-        wanted["image_pooling"] = "class_token" if is_clip else "map"
-    tower.check(kind, **wanted)
-    config = {
-        "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
+def image_config(tower: Any, kind: str) -> dict:
+    """Returns the entries of an image tower's config that CLIP and DINOv2 share."""
+    return {
         **_tower_config(tower),
         "image_size": tower.square("image_shape", kind),
         "patch_size": tower.square("patch_size", kind),
         "num_channels": tower.config["image_shape"][2],
     }
+
+
+def _exported_image(tower, is_clip):
+    kind = f"the image tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
+    wanted = {"image_pooling": "class_token" if is_clip else "map"}
+    if is_clip and tower.pooling is None:
+        wanted = {}
+    tower.check(
+        kind,
+        position_embedding="learned",
+        query_key_norm=False,
+        final_norm=True,
+        embedding_norm=is_clip,
+        class_token=is_clip,
+        layer_scale_initial_value=None,
+        **wanted,
+    )
+    config = {
+        "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
+        **image_config(tower, kind),
+        "intermediate_size": tower.config["mlp_dim"],
+    }
     names = _IMAGE.under(_IMAGE_ROOT)
-    values, image_range = tower.values, tower.images
     if not is_clip:
-        bias = f"{names.patches}bias"
-        rules = image_tower_rules(names, tower.config, bias=bias)
+        rules = image_tower_rules(names, tower.config, bias=f"{names.patches}bias")
         rules.update(_pooler_rules(f"{_IMAGE_ROOT}head."))
-        if "predictions/kernel" in values:
+        if "predictions/kernel" in tower.values:
             rules.update(without_projection())
-        return tensors_of(rules, values, kind), config, image_range
+        return tensors_of(rules, tower.values, kind), config, tower.images
     values, image_range = tower.without_patch_bias()
     rules = image_tower_rules(names, tower.config)
     del rules["patch_embedding/bias"]
@@ -399,19 +350,16 @@ def _exported_image(tower, is_clip):
 def _exported_text(tower, is_clip):
     kind = f"the text tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
     config = tower.config
-    wanted = {
-        "causal": is_clip,
-        "final_norm": True,
-        "layer_scale_initial_value": None,
-    }
-    if is_clip:
-        wanted.update(pooling="end_of_text", projection_bias=False)
-    else:
-        wanted.update(pooling="last", mask_padding=False, projection_bias=True)
-    tower.check(kind, **wanted)
+    wanted = {"pooling": "end_of_text", "projection_bias": False}
+    if not is_clip:
+        wanted = {"pooling": "last", "projection_bias": True, "mask_padding": False}
+    tower.check(
+        kind, causal=is_clip, final_norm=True, layer_scale_initial_value=None, **wanted
+    )
     content = {
         "model_type": "clip_text_model" if is_clip else "siglip_text_model",
         **_tower_config(tower),
+        "intermediate_size": config["mlp_dim"],
         "vocab_size": config["vocabulary_size"],
         "max_position_embeddings": config["max_length"],
     }

@@ -4,16 +4,14 @@ Axes: D hidden.
 """
 
 import os
-import re
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from keras_moe.checks import check_one_of
-from keras_moe.files import staged_folder, write_failed, write_json
+from keras_moe.files import staged_folder, write_bytes, write_json
 from keras_moe.models.conversion import _dinov2, _openclip, _transformers
 from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._rules import Normalization
@@ -22,12 +20,10 @@ from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
 
 def _transformers_files(model):
-    image = model.towers.get("image")
-    if image is None or len(model.towers) == 2:
-        return _transformers.transformers_files(model)
-    is_scaled = image.config["layer_scale_initial_value"] is not None
-    family = _dinov2.dinov2_files if is_scaled else _transformers.transformers_files
-    return family(model)
+    images_only = model.towers.keys() == {"image"}
+    if images_only and model.towers["image"].config["layer_scale_initial_value"]:
+        return _dinov2.dinov2_files(model)
+    return _transformers.transformers_files(model)
 
 
 _FORMATS = {
@@ -95,30 +91,15 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     with staged_folder(
         folder,
         "export",
-        lambda path: _is_export(path, config_name),
+        # Presets of this library also have this config.
+        lambda path: (
+            (path / config_name).exists() and not (path / "metadata.json").exists()
+        ),
         lambda path: path.name in own,
     ) as staging:
-        _save(tensors, staging / weights_name)
+        write_bytes(staging / weights_name, save(tensors, {"format": "pt"}))
         for name, content in files.items():
             write_json(staging / name, content)
-
-
-def _save(tensors, path):
-    try:
-        save_file(tensors, str(path), metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        reason = OSError(int(number[1]), os.strerror(int(number[1])))
-        size = sum(array.nbytes for array in tensors.values())
-        raise write_failed(reason, path, size) from error
-
-
-def _is_export(folder, config_name):
-    names = {path.name for path in folder.iterdir()}
-    # Presets of this library also have this config.
-    return config_name in names and "metadata.json" not in names
 
 
 class ExportedTower(NamedTuple):

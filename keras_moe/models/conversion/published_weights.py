@@ -1,8 +1,10 @@
 """Fills a model with published weights, and reports how."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -97,10 +99,7 @@ class ConversionReport(NamedTuple):
         for name in self.new:
             table.add_row(name, "", "", "new: initial values")
         console.print(table)
-        reasons = {}
-        for reason in self.ignored.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
-        for reason, count in reasons.items():
+        for reason, count in collections.Counter(self.ignored.values()).items():
             console.print(f"left out: {count} tensors, {reason}", markup=False)
         for note in self.notes:
             console.print(f"note: {note}", markup=False)
@@ -143,17 +142,8 @@ class _ImageSizes(NamedTuple):
         if path == self.prefix + KERNEL:
             return (*self.patch_size, self.channels, shape[3])
         if path == self.prefix + POSITIONS:
-            rows, columns = self.grid
-            return (1, rows * columns + self.class_token, shape[2])
+            return (1, math.prod(self.grid) + self.class_token, shape[2])
         return shape
-
-    def rule_for(self, rule, target: "_ImageSizes"):
-        """Adapts a weight's rule to another patch size."""
-        if isinstance(rule, PatchKernel) and target.patch_size != self.patch_size:
-            return dataclasses.replace(
-                rule, patch_size=target.patch_size, interpolation=target.interpolation
-            )
-        return rule
 
     def fit(
         self, value: np.ndarray, path: str, target: "_ImageSizes"
@@ -232,20 +222,23 @@ class PublishedWeights:
             done,
             new,
             ignored,
-            [*spec.notes, *_normalization_notes(spec, sizes)],
+            [*spec.notes, *self._normalization_notes(sizes)],
             nbytes,
         )
 
     def _fill(self, weight, rule, shape, sizes, target):
         """Assigns a weight; returns the conversion steps."""
         how = ""
-        if sizes is not None:
-            rule = sizes.rule_for(rule, target)
+        if isinstance(rule, PatchKernel) and target.patch_size != sizes.patch_size:
+            rule = dataclasses.replace(
+                rule, patch_size=target.patch_size, interpolation=target.interpolation
+            )
         value = rule.make(functools.partial(_read, self.file), shape)
         if sizes is not None:
             value, how = sizes.fit(value, weight.path, target)
         value = np.asarray(value, "float32", order="C")
-        if not _is_finite(value):
+        # Extremes need no temporary array; those of NaN are NaN.
+        if not (np.isfinite(value.min()) and np.isfinite(value.max())):
             raise ValueError(
                 f"Expected finite values for {weight.path!r}; received others, "
                 f"made of {list(rule.names)} in {self.file.path}"
@@ -291,6 +284,16 @@ class PublishedWeights:
         kept = {name: ignored[name] for name in sorted(ignored) if name in file}
         return steps, new, kept
 
+    def _normalization_notes(self, sizes):
+        rule = None if sizes is None else self.spec.rules.get(sizes.prefix + KERNEL)
+        images = getattr(rule, "normalization", None)
+        if images is not None:
+            yield (
+                "images are in [-1, 1]: the source's normalisation, "
+                f"mean={images.mean} and std={images.std} of [0, 1], is folded into "
+                "the patch embedding"
+            )
+
     def check(self) -> None:
         """Does nothing: `load` compares names and shapes."""
 
@@ -301,50 +304,21 @@ class PublishedWeights:
         self.file.close()
 
 
-def _normalization_notes(spec, sizes):
-    rule = None if sizes is None else spec.rules.get(sizes.prefix + KERNEL)
-    images = getattr(rule, "normalization", None)
-    if images is not None:
-        yield (
-            "images are in [-1, 1]: the source's normalisation, "
-            f"mean={images.mean} and std={images.std} of [0, 1], is folded into the "
-            "patch embedding"
-        )
-
-
-def _is_finite(array):
-    """Whether all values are finite in float32."""
-    if not array.size:
-        return True
-    largest = float(np.finfo("float32").max)
-    # Also False for NaN. Extremes need no temporary array.
-    return -largest <= float(array.min()) and float(array.max()) <= largest
-
-
-def _read(file, name, rows=None):
-    """Reads a tensor, checking that it is finite."""
-    array = file.read(name, rows)
-    if not _is_finite(array):
-        raise ValueError(
-            f"Expected finite values of float32's range as {name!r} in "
-            f"{file[name].file}; received NaN, infinity or a larger value"
-        )
-    return array
+def _read(file, name):
+    """Reads a tensor; bfloat16 becomes float32."""
+    array = file.read(name)
+    return array.astype("float32") if array.dtype == "bfloat16" else array
 
 
 def _check_tensor(file, name, expected, weight):
-    if name not in file:
+    info = file.get(name)
+    shape = None if info is None else info.shape
+    if shape != tuple(expected):
         raise ValueError(
-            f"Expected the tensor {name!r} for {weight.path!r} in {file.path}; "
-            "received: none"
+            f"Expected a tensor {name!r} of shape {tuple(expected)} for "
+            f"{weight.path!r} in {file.path}; received: shape={shape}"
         )
-    info = file[name]
-    if info.shape != tuple(expected):
-        raise ValueError(
-            f"Expected shape {tuple(expected)} of {name!r} for {weight.path!r} in "
-            f"{info.file}; received: shape={info.shape}"
-        )
-    if info.dtype not in FLOATS and not name.endswith("position_ids"):
+    if info.dtype not in FLOATS.values() and not name.endswith("position_ids"):
         raise ValueError(
             f"Expected floats as {name!r} for {weight.path!r} in {info.file}; "
             f"received: dtype={info.dtype}"

@@ -11,8 +11,8 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.models.conversion import _dinov2, _openclip, _timm, _transformers
-from keras_moe.models.conversion._configs import check_types, read_object
+from keras_moe.models.conversion import _dinov2, _openclip, _transformers
+from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import (
     CLASSES,
@@ -39,18 +39,10 @@ _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Reading these formats executes code in them.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
 _INDEX = ".safetensors.index.json"
-_WEIGHTS = tuple(
-    f"{stem}{end}"
-    for stem in (
-        "model",
-        "open_clip_model",
-        "open_clip_pytorch_model",
-        "diffusion_pytorch_model",
-    )
-    for end in (".safetensors", _INDEX)
-)
-# timm and transformers use the same file name.
-_CONFIG = {**_timm.CONFIG, **_transformers.CONFIG, **_dinov2.CONFIG}
+_STEMS = (
+    "model", "open_clip_model", "open_clip_pytorch_model", "diffusion_pytorch_model",
+)  # fmt: skip
+_WEIGHTS = tuple(f"{stem}{end}" for stem in _STEMS for end in (".safetensors", _INDEX))
 
 
 def is_convertible(source: Any) -> bool:
@@ -100,7 +92,9 @@ def open_source(
     elif kind == "safetensors":
         if "://" not in text:
             config = _configs(str(Path(text).parent))
-        file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
+        path = local(text)
+        files = [Path(path).with_name(x) for x in _listed(path)]
+        file, name = SafetensorsCheckpoint(path, files), Path(text).stem
     else:
         file, config = open_folder(text)
         name = text
@@ -149,11 +143,10 @@ def _clip_spec(file, config, overrides, tower):
 
 def _missing_tower(tower, config):
     """Returns a note if the config describes two towers."""
-    other, parts = {
-        "image": ("text", ("text_config", "text_cfg")),
-        "text": ("image", ("vision_config", "vision_cfg")),
-    }[tower]
-    if not any(part in config.get("model_cfg", config) for part in parts):
+    other, parts = "image", {"vision_config", "vision_cfg"}
+    if tower == "image":
+        other, parts = "text", {"text_config", "text_cfg"}
+    if not parts & config.get("model_cfg", config).keys():
         return ()
     return (f"the {other} tower is missing: the model is the {tower} tower only",)
 
@@ -213,13 +206,10 @@ def _folder_kind(folder):
         package, _, name = str(config["registered_name"]).rpartition(">")
         names = [cls.__name__ for cls in CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
-    if isinstance(config.get("vision_config"), dict):
+    model_types = *_transformers.MODEL_TYPES, *_dinov2.MODEL_TYPES
+    if {"vision_config", "architecture"} & config.keys():
         return "folder"
-    if config.get("model_type") in (*_transformers.MODEL_TYPES, *_dinov2.MODEL_TYPES):
-        return "folder"
-    if isinstance(config.get("architecture"), str):
-        return "folder"
-    if _has(folder, _openclip.CONFIG_NAME):
+    if config.get("model_type") in model_types or _has(folder, _openclip.CONFIG_NAME):
         return "folder"
     # For a local file without a config, the names may be enough.
     if "://" in folder or config:
@@ -241,12 +231,9 @@ def _has(folder, name):
         return False
 
 
-def _json(folder, name, types=None):
+def _json(folder, name):
     """Reads a JSON file, {} if missing; raises ValueError if damaged."""
-    if not _has(folder, name):
-        return {}
-    content = read_object(get_file(folder, name))
-    return check_types(content, types or {}, f"{folder}/{name}")
+    return read_object(get_file(folder, name)) if _has(folder, name) else {}
 
 
 def _only_checkpoint(folder):
@@ -267,11 +254,8 @@ def _weights_file(folder):
 
 def _configs(folder):
     """Returns timm's, transformers' or OpenCLIP's config with the preprocessor's."""
-    config = {
-        **_json(folder, "config.json", _CONFIG),
-        **_json(folder, _openclip.CONFIG_NAME, _openclip.CONFIG),
-    }
-    preprocessor = _json(folder, "preprocessor_config.json", _transformers.PREPROCESSOR)
+    config = {**_json(folder, "config.json"), **_json(folder, _openclip.CONFIG_NAME)}
+    preprocessor = _json(folder, "preprocessor_config.json")
     return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
@@ -280,11 +264,14 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
     config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
-    path, paths = get_file(folder, name), None
-    if name.endswith(_INDEX):
-        files = set(read_index(path).values())
-        paths = {file: get_file(folder, file) for file in files}
-    return SafetensorsCheckpoint(path, paths), config
+    path = get_file(folder, name)
+    files = [get_file(folder, file) for file in _listed(path)]
+    return SafetensorsCheckpoint(path, files), config
+
+
+def _listed(path):
+    """Returns the files in an index; none for a single file."""
+    return read_index(path) if path.endswith(_INDEX) else []
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
@@ -307,7 +294,7 @@ def _local_vmoe(prefix):
     if "://" not in prefix:
         return prefix
     index = local(f"{prefix}.index")
-    count = read_vmoe_index(index)[2]
+    _, count = read_vmoe_index(index)
     for number in range(count):
         local(shard_path(prefix, number, count))
     return index.removesuffix(".index")

@@ -163,24 +163,6 @@ def test_activations_of_outputs(activation, mine):
     check_equal(model(WIDE), hub(WIDE))
 
 
-def test_activations_that_are_unknown():
-    with pytest.raises(ValueError, match=r"'relu' of KerasHub's ViTImageClassifier"):
-        models.convert(hub_classifier(activation="relu"))
-    for make in (hub_siglip, hub_clip):
-        hub = make()
-        hub.vision_encoder.intermediate_activation = "of_no_library"
-        with pytest.raises(ValueError, match=r"'of_no_library' in KerasHub's encoder"):
-            models.convert(hub)
-
-
-def test_a_norm_with_two_epsilons():
-    encoder = keras_hub.models.SigLIPVisionEncoder(
-        4, 8, 1, 2, 16, layer_norm_epsilon=1e-3, image_shape=(8, 8, 3)
-    )
-    with pytest.raises(ValueError, match=r"received: 0\.001"):
-        models.convert(encoder)
-
-
 # The preparation of images
 
 

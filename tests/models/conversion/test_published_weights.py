@@ -245,9 +245,9 @@ def test_no_tensor_stays_when_the_next_is_read(tmp_path, monkeypatch):
     alive, most = [], []
     read = NpzCheckpoint.read
 
-    def watched(self, name, rows=None):
+    def watched(self, name):
         most.append(sum(reference() is not None for reference in alive))
-        array = read(self, name, rows)
+        array = read(self, name)
         alive.append(weakref.ref(array))
         return array
 

@@ -237,9 +237,7 @@ def test_a_converted_preset_classifies(tmp_path):
     [
         "vit_base_patch16_rpn_224",
         "vit_pe_core_base_patch16_224",
-        "vit_pe_spatial_large_patch14_448",
         "vit_base_patch16_dinov3",
-        "vit_small_patch16_dinov3_qkvb",
     ],
 )
 def test_other_architectures(tmp_path, architecture):
@@ -255,16 +253,8 @@ def _registers(tensors):
     tensors["reg_token"] = np.zeros((1, 4, 32), "float32")
 
 
-def _distilled(tensors):
-    tensors["head_dist.weight"] = tensors["head.weight"]
-
-
 def _norm_in_one_block(tensors):
     tensors["blocks.0.attn.q_norm.weight"] = np.ones(8, "float32")
-
-
-def _fewer(tensors):
-    del tensors["blocks.0.attn.proj.bias"]
 
 
 def _no_head(tensors):
@@ -280,10 +270,8 @@ def _one_block(tensors):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_registers, ["register tokens"]),
-        (_distilled, ["head_dist.weight"]),
+        (_registers, ["1 left over", "reg_token"]),
         (_norm_in_one_block, ["blocks.0.attn.q_norm.bias"]),
-        (_fewer, ["blocks.0.attn.proj.bias"]),
         (_no_head, ["num_classes=7", "received: 0"]),
         (_one_block, ["depth=2", "received: 1"]),
     ],
@@ -300,9 +288,6 @@ def test_tensors_of_other_models(tmp_path, change, words):
         ({"model_args": {"num_heads": 4, "block_fn": "parallel"}}, "block_fn"),
         ({"model_args": {"depth": 2, "embed_dim": 32}}, "num_heads="),
         ({"act_layer": "silu"}, "act_layer='silu'"),
-        ({"label_names": "cat"}, "label_names"),
-        ({"id2label": {"0": 1}}, "id2label"),
-        ({"pretrained_cfg": {"crop_pct": "x"}}, "crop_pct"),
     ],
 )
 def test_configs_of_other_models(tmp_path, config, word):
@@ -310,35 +295,8 @@ def test_configs_of_other_models(tmp_path, config, word):
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("model_args", None),
-        ("model_args", []),
-        ("model_args.num_heads", "4"),
-        ("model_args.num_heads", 0),
-        ("pretrained_cfg", None),
-        ("pretrained_cfg.mean", 0.5),
-        ("pretrained_cfg.mean", [0.5, None, 0.5]),
-        ("pretrained_cfg.std", [0.5, 0.0, 0.5]),
-        ("pretrained_cfg.input_size", "224"),
-        ("global_pool", 3),
-        ("num_classes", True),
-    ],
-)
-def test_wrong_types(tmp_path, place, value):
-    def edit(content):
-        *path, name = place.split(".")
-        for key in path:
-            content = content[key]
-        content[name] = value
-
-    folder = changed(timm_folder(tmp_path, "vit_token"), edit)
-    refused(folder, repr(place), "config.json", repr(value))
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
-    [("embed_dim", 48), ("depth", 3), ("depth", 1), ("num_classes", 9)],
+    [("embed_dim", 48), ("depth", 3), ("num_classes", 9)],
 )
 def test_sizes_are_those_of_the_tensors(tmp_path, name, value):
     def edit(content):
