@@ -83,12 +83,16 @@ class VMoECheckpoint(PublishedTensors):
         for chunk in self._chunks[name]:
             # The ellipsis gives a view even of a scalar.
             part = array[(..., *(slice(*bounds) for bounds in chunk.bounds))]
-            values = bytearray()
+            # No copy if the part is contiguous.
+            values = part if part.flags.c_contiguous else np.empty_like(part)
+            target = memoryview(values.reshape(-1).view("uint8"))
             with open(chunk.shard, "rb") as stream:
                 for offset, size in chunk.pieces:
                     stream.seek(offset)
-                    values += stream.read(size)
-            part[...] = np.frombuffer(values, array.dtype).reshape(part.shape)
+                    stream.readinto(target[:size])
+                    target = target[size:]
+            if values is not part:
+                part[...] = values
         return array
 
 
