@@ -262,7 +262,8 @@ def argument_names(cls: type) -> list[str]:
     return [
         parameter.name
         for parameter in parameters
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
+        if parameter.name != "self"
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
 
 

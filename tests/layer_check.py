@@ -54,8 +54,10 @@ def check_config(layer: keras.layers.Layer) -> None:
     """Every constructor argument is in the config, and the config makes it again."""
     config = layer.get_config()
     for cls in type(layer).__mro__:
-        if not cls.__module__.startswith("keras_moe"):
+        if cls is keras.layers.Layer:
             break
+        if "__init__" not in vars(cls) or not cls.__module__.startswith("keras_moe"):
+            continue
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
             if name in NOT_TAKEN.get(type(layer).__name__, ()):
                 continue

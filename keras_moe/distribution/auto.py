@@ -1,13 +1,11 @@
 """`auto`: a `keras.distribution` object for a model."""
 
-import re
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_moe.checks import check_bool
-from keras_moe.distribution.layouts import Layouts, layouts
+from keras_moe.distribution.layouts import layouts
 
 INSTEAD = {
     "tensorflow": "make the model and compile it with jit_compile=False within the "
@@ -87,14 +85,6 @@ def auto(
         batch_size,
         **overrides,
     )
-    if isinstance(model_or_preset, keras.Model):
-        check_paths(rules, [weight.path for weight in model_or_preset.weights])
-    return _distribution(
-        rules, devices, check_bool("auto_shard_dataset", auto_shard_dataset)
-    )
-
-
-def _distribution(rules, devices, auto_shard_dataset):
     mesh = _mesh(rules.mesh, devices)
     if not rules.weights:
         return keras.distribution.DataParallel(
@@ -120,24 +110,6 @@ def _mesh(sizes, devices):
     return keras.distribution.DeviceMesh(
         tuple(sizes.values()), tuple(sizes), devices=devices
     )
-
-
-def check_paths(rules: Layouts, paths: list[str]) -> None:
-    """Raises ValueError unless the rules match the model's weight paths."""
-    matched = False
-    for path in paths:
-        matching = [rule for rule in rules.weights if re.fullmatch(rule, path)]
-        matched = matched or bool(matching)
-        if len(matching) > 1:
-            raise ValueError(
-                f"Expected one rule for each weight; received: path={path!r}, which "
-                f"matches {matching}"
-            )
-    if rules.weights and not matched:
-        raise ValueError(
-            "Expected rules of which at least one matches a weight; received: "
-            f"rules={list(rules.weights)}, paths={paths}"
-        )
 
 
 def gathered(variable: Any) -> np.ndarray:

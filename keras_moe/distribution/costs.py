@@ -81,7 +81,7 @@ class Costs(NamedTuple):
     @property
     def all_to_all_bytes(self) -> int:
         """Bytes that all devices send to experts and back per step."""
-        return self.num_devices * self.traffic["all-to-all (tokens)"]
+        return self.num_devices * self.traffic[ALL_TO_ALL]
 
     @property
     def communication_seconds(self) -> float:
@@ -208,24 +208,24 @@ def costs(
         raise ValueError(
             f"Expected a share of the peak; received: utilization={utilization!r}"
         )
-    batch_size = check_integer("batch_size", batch_size)
     overrides["num_classes"] = num_classes
     with resolve(
         model_or_preset, overrides, load_weights=load_weights, counts_only=True
     ) as blueprint:
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
     texts = _texts(text_tokens, model)
-    blocks = [block for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(
-        blocks, num_devices, expert_parallel, model_parallel, batch_size
+        [block for tower in towers for block in tower.blocks],
+        num_devices,
+        expert_parallel,
+        model_parallel,
+        batch_size,
     )
-    _check_capacity(blocks, layouts.mesh[BATCH])
-    shared = _with_shares(towers, texts, batch_size, layouts, itemsize)
-    rematerialize = any(block.rematerialize for block in blocks)
+    shares = _shares(towers, texts, batch_size, layouts, itemsize)
+    rematerialize = any(share.block.rematerialize for share in shares)
     weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer])
-    memory = weights.memory(optimizer)
-    memory["activations"] = _activations(shared, itemsize, rematerialize)
-    traffic = _traffic(shared, weights, itemsize, model_parallel, rematerialize)
+    memory = _memory(weights, optimizer, shares, rematerialize)
+    traffic = _traffic(shares, weights, model_parallel, rematerialize)
     flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
     seconds = {"compute": flops / (chip.peak_flops * utilization)}
     seconds.update(_seconds(traffic, chip, weights.expert_devices, num_devices))
@@ -258,11 +258,11 @@ def _texts(text_tokens, model):
     return (text_tokens,) if text_tokens else ()
 
 
-def _with_shares(towers, texts, batch_size, layouts, itemsize):
-    """Pairs each block with a device's share of its tower's batch."""
-    shared = []
-    for tower in towers:
-        share = Share(
+def _shares(towers, texts, batch_size, layouts, itemsize):
+    """Each block with a device's share of its tower's batch."""
+    return [
+        BlockShare(
+            block,
             batch_size // layouts.mesh[BATCH],
             batch_size,
             (*tower.sequences, *texts),
@@ -271,28 +271,41 @@ def _with_shares(towers, texts, batch_size, layouts, itemsize):
             layouts.mesh.get(MODEL, 1),
             itemsize,
         )
-        shared += [(block, share) for block in tower.blocks]
-    return shared
+        for tower in towers
+        for block in tower.blocks
+    ]
 
 
-def _activations(shared, itemsize, rematerialize):
-    """Bytes that all blocks keep for the backward pass."""
-    kept = [activation_bytes(block, share) for block, share in shared]
-    if not rematerialize:
-        return sum(kept)
-    # The inputs of all blocks plus the activations of one.
-    inputs = sum(share.tokens * share.dim for _, share in shared) * itemsize
-    return inputs + max(kept)
+def _memory(weights, optimizer, shares, rematerialize):
+    """Bytes on one device, by part."""
+    activations = [share.activation_bytes() for share in shares]
+    kept = sum(activations)
+    if rematerialize:
+        # The inputs of all blocks plus the activations of one.
+        inputs = sum(share.tokens * share.dim * share.itemsize for share in shares)
+        kept = inputs + max(activations)
+    return {
+        "weights": 4 * weights.parameters,
+        "gradients": 4 * weights.parameters,
+        f"optimizer ({optimizer})": weights.state_bytes,
+        "activations": kept,
+    }
 
 
-def _traffic(shared, weights, itemsize, model_parallel, rematerialize):
+def _seconds(traffic, chip, expert_devices, num_devices):
+    rates = dict.fromkeys(traffic, chip.bandwidth)
+    rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(expert_devices, num_devices)
+    return {name: size / rates[name] for name, size in traffic.items()}
+
+
+def _traffic(shares, weights, model_parallel, rematerialize):
     """Bytes sent by a device per step, by purpose."""
     # Forward, backward, and forward again if rematerialised.
     passes = 3 if rematerialize else 2
-    slots = sum(expert_slots(block, share) * share.dim for block, share in shared)
     # To the experts and back.
-    sent = 2 * passes * slots * itemsize
-    summed = sum(model_parallel_bytes(block, share) for block, share in shared)
+    dispatched = sum(share.slots * share.dim * share.itemsize for share in shares)
+    sent = 2 * passes * dispatched
+    summed = sum(share.model_parallel_bytes() for share in shares)
     devices = weights.expert_devices
     return {
         ALL_TO_ALL: sent * (devices - 1) // devices,
@@ -301,12 +314,6 @@ def _traffic(shared, weights, itemsize, model_parallel, rematerialize):
             passes * summed * _ring(model_parallel)
         ),
     }
-
-
-def _seconds(traffic, chip, expert_devices, num_devices):
-    rates = dict.fromkeys(traffic, chip.bandwidth)
-    rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(expert_devices, num_devices)
-    return {name: size / rates[name] for name, size in traffic.items()}
 
 
 def _flops(towers, model, texts, rematerialize):
@@ -336,15 +343,6 @@ class _DeviceWeights(NamedTuple):
     state_bytes: int
     summed_bytes: float
     expert_devices: int
-
-    def memory(self, optimizer: str) -> dict[str, int]:
-        """Bytes of float32 weights, gradients and optimizer state."""
-        size = 4 * self.parameters
-        return {
-            "weights": size,
-            "gradients": size,
-            f"optimizer ({optimizer})": self.state_bytes,
-        }
 
 
 def _device_weights(towers, model, layouts, state_of_shape):
@@ -389,32 +387,14 @@ def _factored(shape):
     return size // rows + size // columns
 
 
-def _check_capacity(blocks, batch_devices):
-    for block in blocks:
-        moe = block.feed_forward
-        if (
-            batch_devices > 1
-            and isinstance(moe, MoE)
-            and not moe.router.groups_per_example(True)
-            and moe.router.group_capacity(moe.group_size or 1, True) is None
-        ):
-            raise ValueError(
-                "Expected experts with a capacity, since without one every device runs "
-                f"all rows; received: dropless=True, {batch_devices} devices share the "
-                "batch"
-            )
-
-
-# Blocks
-
-
-class Share(NamedTuple):
-    """A device's share of the batch.
+class BlockShare(NamedTuple):
+    """A block and a device's share of the batch.
 
     `sequences` has the lengths of an image and its text; `grouped` is the image length,
     the unit of group sizes; `itemsize` the bytes per number.
     """
 
+    block: Any
     images: int
     batch_size: int
     sequences: tuple
@@ -427,68 +407,67 @@ class Share(NamedTuple):
     def tokens(self) -> int:
         return self.images * sum(self.sequences)
 
-
-def expert_slots(block: Any, share: Share) -> int:
-    """Expert slots for a device's tokens while training."""
-    moe = block.feed_forward
-    if not isinstance(moe, MoE):
-        return 0
-    router = moe.router
-    if router.groups_per_example(True):
-        num_groups, size = share.images, sum(share.sequences)
-    else:
-        images = share.batch_size
+    @property
+    def slots(self) -> int:
+        """Expert slots for the device's tokens while training."""
+        moe = self.block.feed_forward
+        if not isinstance(moe, MoE):
+            return 0
+        router = moe.router
+        num_groups, size = self.images, sum(self.sequences)
+        if router.groups_per_example(True):
+            return num_groups * router.total_slots(size)
+        images = self.batch_size
         if moe.group_size is not None:
-            images = min(images, moe.group_size // share.grouped)
+            images = min(images, moe.group_size // self.grouped)
         # Images together with their texts.
-        size = images * sum(share.sequences)
-        num_groups, rest = divmod(share.tokens, size)
+        size *= images
+        capacity = router.group_capacity(size, True)
+        if capacity is None and self.images < self.batch_size:
+            raise ValueError(
+                "Expected experts with a capacity, since without one every device runs "
+                "all rows; received: dropless=True, "
+                f"{self.batch_size // self.images} devices share the batch"
+            )
+        num_groups, rest = divmod(self.tokens, size)
         if rest:
             raise ValueError(
                 "Expected whole groups on each device; received: groups of "
-                f"{size} tokens, {share.tokens} tokens on each device"
+                f"{size} tokens, {self.tokens} tokens on each device"
             )
-    capacity = router.group_capacity(size, True)
-    if capacity is None:
-        return num_groups * router.total_slots(size)
-    return num_groups * moe.experts.num_experts * capacity
+        if capacity is None:
+            return num_groups * router.total_slots(size)
+        return num_groups * moe.experts.num_experts * capacity
 
-
-def activation_bytes(block: Any, share: Share) -> int:
-    """Bytes per device that a block keeps for the backward pass."""
-    split, dim = share.model_parallel, share.dim
-    mixer, feed_forward = block.token_mixer, block.feed_forward
-    numbers = PER_TOKEN * dim * share.tokens
-    if isinstance(mixer, SelfAttention):
-        pairs = share.images * sum(length**2 for length in share.sequences)
-        numbers += PER_PAIR * mixer.num_heads * pairs // split
-    elif isinstance(mixer, MLP):
-        numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * share.images // split
-    else:
-        raise ValueError(
-            "Expected a block with attention or MLPs; received: "
-            f"token_mixer={type(mixer).__name__}"
-        )
-    routing = 0
-    if isinstance(feed_forward, MLP):
-        numbers += PER_HIDDEN_UNIT * feed_forward.mlp_dim * share.tokens // split
-    elif isinstance(feed_forward, MoE):
-        slots, experts = expert_slots(block, share), feed_forward.experts
+    def activation_bytes(self) -> int:
+        """Bytes that the block keeps for the backward pass."""
+        split, dim = self.model_parallel, self.dim
+        mixer, feed_forward = self.block.token_mixer, self.block.feed_forward
+        for part in (mixer, feed_forward):
+            if not isinstance(part, (SelfAttention, MLP, MoE)):
+                raise ValueError(
+                    "Expected blocks of attention, MLPs and MoE layers; received: "
+                    f"{type(part).__name__}"
+                )
+        numbers = PER_TOKEN * dim * self.tokens
+        if isinstance(mixer, SelfAttention):
+            pairs = self.images * sum(length**2 for length in self.sequences)
+            numbers += PER_PAIR * mixer.num_heads * pairs // split
+        else:
+            numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * self.images // split
+        if isinstance(feed_forward, MLP):
+            numbers += PER_HIDDEN_UNIT * feed_forward.mlp_dim * self.tokens // split
+            return numbers * self.itemsize
+        slots, experts = self.slots, feed_forward.experts
         hidden = (PER_HIDDEN_UNIT + experts.gated) * experts.mlp_dim
         numbers += slots * hidden // split + slots * 2 * dim
-        routing = share.tokens * feed_forward.router.num_experts * ROUTING_BYTES
-    else:
-        raise ValueError(
-            "Expected a block with an MLP or an MoE layer; received: "
-            f"feed_forward={type(feed_forward).__name__}"
-        )
-    return numbers * share.itemsize + routing
+        routing = self.tokens * feed_forward.router.num_experts * ROUTING_BYTES
+        return numbers * self.itemsize + routing
 
+    def model_parallel_bytes(self) -> int:
+        """Bytes of the block's activations that tensor parallelism all-reduces.
 
-def model_parallel_bytes(block: Any, share: Share) -> int:
-    """Bytes of a block's activations that tensor parallelism all-reduces.
-
-    The outputs of token mixer and feed-forward layer, and as much in the backward pass.
-    """
-    slots = expert_slots(block, share) or share.tokens
-    return (share.tokens + slots) * share.dim * share.itemsize
+        The outputs of token mixer and feed-forward layer, and as much in the backward
+        pass.
+        """
+        return (self.tokens + (self.slots or self.tokens)) * self.dim * self.itemsize

@@ -113,8 +113,9 @@ def layouts(
     >>> rules.weights["(.*/)?experts/output_(kernel|lora_a)"]
     ('batch', 'model', None)
     """
-    options = {"load_weights": load_weights, "counts_only": True}
-    with resolve(model_or_preset, overrides, **options) as blueprint:
+    with resolve(
+        model_or_preset, overrides, load_weights=load_weights, counts_only=True
+    ) as blueprint:
         blocks = blueprint.unbuilt_blocks()
     return layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
@@ -169,11 +170,10 @@ def layouts_of_blocks(
             weights.update(ATTENTION_WEIGHTS)
             activations.update(ATTENTION_ACTIVATIONS)
         for mlp in sorted(kinds & {"mlp", "token_mlp"}):
-            for rules, table in (
-                (weights, MLP_WEIGHTS),
-                (activations, MLP_ACTIVATIONS),
-            ):
-                rules.update({path.format(mlp=mlp): x for path, x in table.items()})
+            for path, axes in MLP_WEIGHTS.items():
+                weights[path.format(mlp=mlp)] = axes
+            for path, axes in MLP_ACTIVATIONS.items():
+                activations[path.format(mlp=mlp)] = axes
     if "experts" in kinds:
         weights.update(EXPERT_WEIGHTS)
     if expert_parallel > 1:
@@ -206,35 +206,18 @@ def _expert_devices(expert_parallel, batch_devices, experts):
     if expert_parallel == BATCH:
         expert_parallel = batch_devices
     expert_parallel = check_integer("expert_parallel", expert_parallel)
-    if expert_parallel > 1 and not experts:
-        raise ValueError(
-            "Expected expert_parallel=1 or None for a model without experts to which "
-            "tokens are dispatched (in a muMoE block every expert takes part); "
-            f"received: expert_parallel={expert_parallel}"
-        )
-    if batch_devices % expert_parallel:
+    fits = all(count % expert_parallel == 0 for count in (batch_devices, *experts))
+    if expert_parallel > 1 and not (experts and fits):
         raise ValueError(
             f"Expected expert_parallel to divide the {batch_devices} devices of the "
-            f"batch axis; received: expert_parallel={expert_parallel}"
+            "batch axis and the experts to which tokens are dispatched (in a muMoE "
+            "block every expert takes part); received: "
+            f"expert_parallel={expert_parallel}, num_experts={experts}"
         )
-    for count in experts:
-        if count % expert_parallel:
-            raise ValueError(
-                "Expected expert_parallel to divide num_experts; received: "
-                f"expert_parallel={expert_parallel}, num_experts={count}"
-            )
     return expert_parallel
 
 
 def _check_model_parallel(model_parallel, parts):
-    if model_parallel == 1:
-        return
-    if not parts:
-        raise ValueError(
-            "Expected model_parallel=1 for a model without attention, MLPs or routed "
-            "experts: no weight would be split; "
-            f"received: model_parallel={model_parallel}"
-        )
     for kind, part in parts:
         name = "num_heads" if kind == "attention" else "mlp_dim"
         if (size := getattr(part, name)) % model_parallel:

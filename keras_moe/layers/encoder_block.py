@@ -3,32 +3,17 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
-import itertools
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_moe.checks import (
-    check_bool,
-    check_dropout,
-    check_ids,
-    check_mask,
-    check_positive,
-    check_seed,
-    positive_integers,
-)
+from keras_moe.checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.inner_call import (
-    build_once,
-    dropped_out,
-    inner_call,
-    layer_argument,
-)
+from keras_moe.layers.inner_call import dropped_out, inner_call
+from keras_moe.layers.layer import Layer, build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
-from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import FastInitializer
 
 # Added to a block's seed for stochastic depth, so that dropout and depth draw
 # different values. Large enough not to collide with the seeds of other sites.
@@ -36,7 +21,7 @@ _DEPTH_SEED = 1_000_003
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class LayerScale(keras.layers.Layer):
+class LayerScale(Layer):
     """Multiplies each channel by a learned factor.
 
     Args:
@@ -67,9 +52,7 @@ class LayerScale(keras.layers.Layer):
         self.scale = self.add_weight(
             name="scale",
             shape=(input_shape[-1],),
-            initializer=FastInitializer(
-                keras.initializers.Constant(self.initial_value)
-            ),
+            initializer=keras.initializers.Constant(self.initial_value),
         )
 
     def call(self, x: Any) -> Any:
@@ -78,15 +61,9 @@ class LayerScale(keras.layers.Layer):
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
 
-    def cost(self, shape: tuple) -> Cost:
-        return Cost.all_active(self.weight_shapes(shape))
-
-    def get_config(self):
-        return {**super().get_config(), "initial_value": self.initial_value}
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class EncoderBlock(keras.layers.Layer):
+class EncoderBlock(Layer):
     """Pre-norm block: token mixer and feed-forward layer, each with a residual.
 
     Args:
@@ -146,11 +123,11 @@ class EncoderBlock(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
         self.token_mixer = layer_argument(token_mixer, "token_mixer")
+        # Mixers of experts also return a routing record.
+        self.mixes_by_experts = hasattr(self.token_mixer, "router")
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
-        self.layer_norm_epsilon = check_positive(
-            "layer_norm_epsilon", layer_norm_epsilon
-        )
+        self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = check_seed("seed", seed)
         self.rematerialize = check_bool("rematerialize", rematerialize)
         self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
@@ -182,7 +159,7 @@ class EncoderBlock(keras.layers.Layer):
             )
 
     def build(self, input_shape):
-        for part in self._parts:
+        for part in self.parts(input_shape):
             build_once(part, input_shape)
 
     def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
@@ -207,18 +184,10 @@ class EncoderBlock(keras.layers.Layer):
         return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
-        if not getattr(self.token_mixer, "takes_mask", False):
-            raise ValueError(
-                "Expected boundaries=() for a token mixer with weights for a "
-                f"fixed number of tokens; received: boundaries={boundaries}, "
-                f"token_mixer={type(self.token_mixer).__name__}"
-            )
-        places = _checked_places(boundaries, tokens.shape[1])
+        starts, ends = [0, *boundaries], [*boundaries, None]
         # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
         runs, masks = (
-            x
-            if x is None
-            else [x[:, a:b] for a, b in zip([0, *places], [*places, None])]
+            x if x is None else [x[:, start:end] for start, end in zip(starts, ends)]
             for x in (tokens, mask)
         )
         masks = [None] * len(runs) if masks is None else masks
@@ -230,11 +199,6 @@ class EncoderBlock(keras.layers.Layer):
         ]
         return ops.concatenate(mixed, axis=1)
 
-    @property
-    def mixes_by_experts(self) -> bool:
-        """Whether the token mixer has experts and returns a routing record."""
-        return hasattr(self.token_mixer, "router")
-
     def call(
         self,
         tokens: Any,
@@ -243,25 +207,12 @@ class EncoderBlock(keras.layers.Layer):
         boundaries: tuple[int, ...] = (),
         training: bool | None = None,
     ) -> Any:
-        mask = self._checked_mask(tokens, mask, modality_ids)
         tokens = ops.cast(tokens, self.compute_dtype)
         if self.rematerialize and training:
             return rematerialized(
                 self, lambda x: self._run(x, mask, boundaries, training), tokens
             )
         return self._run(tokens, mask, boundaries, training)
-
-    def _checked_mask(self, tokens, mask, modality_ids):
-        shape = tuple(tokens.shape)[:2]
-        mask = check_mask("mask", mask, shape)
-        check_ids("modality_ids", modality_ids, shape)
-        if mask is not None and not getattr(self.token_mixer, "takes_mask", False):
-            raise ValueError(
-                "Expected mask=None for a token mixer with weights for a fixed number "
-                "of tokens; received: a mask, "
-                f"token_mixer={type(self.token_mixer).__name__}"
-            )
-        return mask
 
     def _run(self, tokens, mask, boundaries, training):
         tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
@@ -274,17 +225,7 @@ class EncoderBlock(keras.layers.Layer):
     ):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        shapes = {}
-        for part in self._parts:
-            shapes.update(under(part.name, part.weight_shapes(shape)))
-        return shapes
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return sum((part.cost(shape) for part in self._parts), Cost())
-
-    @property
-    def _parts(self):
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
         parts = (
             self.mixer_norm,
             self.token_mixer,
@@ -293,21 +234,7 @@ class EncoderBlock(keras.layers.Layer):
             self.feed_forward,
             self.feed_forward_scale,
         )
-        return [part for part in parts if part is not None]
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            token_mixer=keras.saving.serialize_keras_object(self.token_mixer),
-            feed_forward=keras.saving.serialize_keras_object(self.feed_forward),
-            dropout=self.dropout,
-            layer_norm_epsilon=self.layer_norm_epsilon,
-            seed=self.seed,
-            rematerialize=self.rematerialize,
-            stochastic_depth=self.stochastic_depth,
-            layer_scale_initial_value=self.layer_scale_initial_value,
-        )
-        return config
+        return {part: shape for part in parts if part is not None}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -358,7 +285,6 @@ class MoEEncoderBlock(EncoderBlock):
         if mask is None:
             # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(tokens)
-        mask = self._checked_mask(tokens, mask, modality_ids)
         tokens = ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         fixed = _present(mask=mask, modality_ids=modality_ids)
@@ -418,18 +344,6 @@ class MoEEncoderBlock(EncoderBlock):
         if not self.mixes_by_experts:
             return spec
         return *spec, self.token_mixer.compute_output_spec(tokens)[1]
-
-
-def _checked_places(boundaries, num_tokens):
-    """Returns boundaries as a list, after checking that no run is empty."""
-    places = positive_integers(boundaries)
-    ends = None if places is None else [0, *places, num_tokens or float("inf")]
-    if ends is None or any(a >= b for a, b in itertools.pairwise(ends)):
-        raise ValueError(
-            f"Expected boundaries of increasing integers between 0 and {num_tokens} "
-            f"tokens; received: boundaries={boundaries!r}"
-        )
-    return list(places)
 
 
 def _present(**arguments):

@@ -12,7 +12,8 @@ from keras import ops
 
 from keras_moe.checks import check_initializer, check_integer
 from keras_moe.compat import stored_dataset, unlocked
-from keras_moe.ops.initializers import host_values, skipped_value
+from keras_moe.layers.layer import Layer
+from keras_moe.ops.initializers import host_values
 from keras_moe.ops.kernels import host_memory
 from keras_moe.ops.primitives import on_several_devices
 
@@ -39,10 +40,12 @@ class PerExpert(keras.initializers.Initializer):
         self.initializer = check_initializer("initializer", initializer)
         self.shared = shared
 
+    @property
+    def seed(self) -> Any:
+        """The initializer's seed, if it has one."""
+        return getattr(self.initializer, "seed", None)
+
     def __call__(self, shape, dtype=None):
-        skipped = skipped_value(self.initializer, shape, dtype)
-        if skipped is not None:
-            return skipped
         num_experts, *shape = shape
         first = host_values(self._initializer(0), shape, dtype)
         if first is not None:
@@ -62,20 +65,20 @@ class PerExpert(keras.initializers.Initializer):
         if not on_several_devices():
             return ops.stack(slices)
         # `ops.stack` would make XLA build the whole stack on every device.
-        place = ops.arange(num_experts, dtype="int32")
-        place = ops.reshape(place, (-1, *(1 for _ in shape)))
+        experts = ops.reshape(
+            ops.arange(num_experts, dtype="int32"), (-1, *[1] * len(shape))
+        )
         value = 0.0
         for index, matrix in enumerate(slices):
-            value = ops.where(place == index, matrix, value)
+            value = ops.where(experts == index, matrix, value)
         return ops.cast(value, dtype or keras.config.floatx())
 
     def _initializer(self, index):
-        seed = getattr(self.initializer, "seed", None)
-        if self.shared or not isinstance(seed, int):
+        if self.shared or not isinstance(self.seed, int):
             # Constants have no seed, and a SeedGenerator advances with each draw.
             return self.initializer
         # Initializers are deterministic, so each expert needs a different seed.
-        config = {**self.initializer.get_config(), "seed": seed + index}
+        config = {**self.initializer.get_config(), "seed": self.seed + index}
         return type(self.initializer).from_config(config)
 
     def get_config(self):
@@ -116,7 +119,7 @@ def _is_like(dataset, variable):
     )
 
 
-class ExpertKernels(keras.layers.Layer):
+class ExpertKernels(Layer):
     """Base class of layers with a separate linear map per expert.
 
     Subclasses define `linear_names`, `use_bias`, `lora_rank` and `weight_shapes`. The
@@ -135,9 +138,6 @@ class ExpertKernels(keras.layers.Layer):
         """Names of the linear maps, in the order in which they are saved."""
         raise NotImplementedError
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        raise NotImplementedError
-
     def add_kernels(self, dim: int, kernel_initializer: Any, bias_initializer: Any):
         """Adds kernels and biases, and LoRA weights if `lora_rank` is set."""
         self._dim = dim
@@ -146,20 +146,20 @@ class ExpertKernels(keras.layers.Layer):
             self._add_int8_kernels()
         else:
             for name, shape in self._kernel_shapes().items():
-                kernel = self.add_weight(
-                    name=name, shape=shape, initializer=kernel_initializer
-                )
-                setattr(self, name, kernel)
+                self._add(name, shape, kernel_initializer)
         for name, shape in self.weight_shapes((None, dim)).items():
             if name.endswith("_bias"):
-                bias = self.add_weight(
-                    name=name, shape=shape, initializer=bias_initializer
-                )
-                setattr(self, name, bias)
+                self._add(name, shape, bias_initializer)
         # `enable_lora` requires a built layer.
         self.built = True
         if self.lora_rank is not None:
             self.enable_lora(self.lora_rank, self.lora_alpha)
+
+    def _add(self, name, shape, initializer, **options):
+        weight = self.add_weight(
+            name=name, shape=shape, initializer=initializer, **options
+        )
+        setattr(self, name, weight)
 
     def linear(self, name: str, x: Any, matmul: Callable, by_row: Callable) -> Any:
         """Applies one linear map of every expert."""
@@ -181,10 +181,7 @@ class ExpertKernels(keras.layers.Layer):
 
     def _kernel_shapes(self):
         shapes = self.weight_shapes((None, self._dim))
-        return {
-            name: shapes[name]
-            for name in (f"{linear}_kernel" for linear in self.linear_names)
-        }
+        return {name: shapes[name] for name in shapes if name.endswith("_kernel")}
 
     # Low-rank adaptation
 
@@ -202,22 +199,22 @@ class ExpertKernels(keras.layers.Layer):
                 "Expected a built layer, on which enable_lora was not called before; "
                 f"received: built={self.built}, lora_enabled={self.lora_enabled}"
             )
+        # float32, as in Keras: half precision would lose small updates.
         with unlocked(self):
             for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
                 name = kernel.removesuffix("_kernel")
-                shapes = {
-                    "a": (num_experts, inputs, rank),
-                    "b": (num_experts, rank, outputs),
-                }
-                for part, initializer in (("a", a_initializer), ("b", b_initializer)):
-                    pair_weight = self.add_weight(
-                        name=f"{name}_lora_{part}",
-                        shape=shapes[part],
-                        initializer=PerExpert(initializer),
-                        # float32, as in Keras: half precision would lose small updates.
-                        dtype="float32",
-                    )
-                    setattr(self, f"{name}_lora_{part}", pair_weight)
+                self._add(
+                    f"{name}_lora_a",
+                    (num_experts, inputs, rank),
+                    PerExpert(a_initializer),
+                    dtype="float32",
+                )
+                self._add(
+                    f"{name}_lora_b",
+                    (num_experts, rank, outputs),
+                    PerExpert(b_initializer),
+                    dtype="float32",
+                )
         for name in self._weight_names:
             getattr(self, name).trainable = False
         self.lora_enabled = True
@@ -241,9 +238,8 @@ class ExpertKernels(keras.layers.Layer):
             quantizer = keras.quantizers.AbsMaxQuantizer(axis=0)
         values = {}
         for name in self.linear_names:
-            kernel = ops.convert_to_numpy(
-                ops.cast(getattr(self, f"{name}_kernel"), "float32")
-            )
+            kernel = getattr(self, f"{name}_kernel")
+            kernel = ops.convert_to_numpy(ops.cast(kernel, "float32"))
             values.update(_int8(name, kernel, quantizer))
             delattr(self, f"{name}_kernel")
         self._add_int8_kernels()
@@ -256,22 +252,12 @@ class ExpertKernels(keras.layers.Layer):
             self.dtype_policy = keras.dtype_policies.get(f"{mode}_from_{policy.name}")
 
     def _add_int8_kernels(self):
-        for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
-            name = kernel.removesuffix("_kernel")
-            self._add_frozen(kernel, (num_experts, inputs, outputs), "zeros", "int8")
-            self._add_frozen(f"{name}_scale", (num_experts, outputs), "ones", "float32")
+        frozen = {"autocast": False, "trainable": False}
+        for kernel, shape in self._kernel_shapes().items():
+            scale = kernel.replace("_kernel", "_scale")
+            self._add(kernel, shape, "zeros", dtype="int8", **frozen)
+            self._add(scale, (shape[0], shape[2]), "ones", dtype="float32", **frozen)
         self._is_quantized = True
-
-    def _add_frozen(self, name, shape, initializer, dtype):
-        frozen = self.add_weight(
-            name=name,
-            shape=shape,
-            initializer=initializer,
-            dtype=dtype,
-            autocast=False,
-            trainable=False,
-        )
-        setattr(self, name, frozen)
 
     def quantized_call(self, *args, **kwargs):
         return self.call(*args, **kwargs)

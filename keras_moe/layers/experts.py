@@ -32,6 +32,13 @@ def with_layout(x: Any, path: str) -> Any:
     return keras.distribution.distribute_tensor(x, layout)
 
 
+def row_experts(group_sizes: Any, num_rows: Any) -> Any:
+    """The expert of each row, for rows sorted by expert; the last for padding."""
+    rows = ops.arange(num_rows, dtype="int32")
+    experts = ops.searchsorted(ops.cumsum(group_sizes), rows, side="right")
+    return ops.minimum(experts, group_sizes.shape[0] - 1)
+
+
 @keras.saving.register_keras_serializable("keras_moe")
 class Experts(ExpertKernels):
     """E expert MLPs with separate weights.
@@ -96,9 +103,9 @@ class Experts(ExpertKernels):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.activation = activations.get(activation)
         self.num_experts = check_integer("num_experts", num_experts)
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
-        self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
         self.shared_initialization = check_bool(
             "shared_initialization", shared_initialization
@@ -116,13 +123,6 @@ class Experts(ExpertKernels):
             self.seed_generator = keras.random.SeedGenerator(seed)
 
     def build(self, input_shape):
-        has_rows = len(input_shape) == 2
-        has_slots = len(input_shape) == 4 and input_shape[1] == self.num_experts
-        if not has_rows and not has_slots:
-            raise ValueError(
-                f"Expected inputs (groups, num_experts={self.num_experts}, capacity, "
-                f"dim) or (rows, dim); received: shape={tuple(input_shape)}"
-            )
         small = keras.initializers.RandomNormal(stddev=1e-6)
         self.add_kernels(
             input_shape[-1],
@@ -168,10 +168,7 @@ class Experts(ExpertKernels):
                 for part in ("kernel", "bias")[: 1 + self.use_bias]
             }
             return grouped_mlp(rows, group_sizes, activation=self.activation, **parts)
-        ends = ops.cumsum(group_sizes)
-        place = ops.arange(ops.shape(rows)[0], dtype="int32")
-        owner = ops.searchsorted(ends, place, side="right")
-        owner = ops.minimum(owner, self.num_experts - 1)
+        owner = row_experts(group_sizes, ops.shape(rows)[0])
 
         def matmul(x, kernels):
             return grouped_matmul(x, ops.convert_to_tensor(kernels), group_sizes)
@@ -224,19 +221,3 @@ class Experts(ExpertKernels):
             weights.parameters // self.num_experts,
             2 * len(self.linear_names) * num_rows * dim * self.mlp_dim,
         )
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_experts=self.num_experts,
-            mlp_dim=self.mlp_dim,
-            activation=activations.serialize(self.activation),
-            dropout=self.dropout,
-            shared_initialization=self.shared_initialization,
-            gated=self.gated,
-            use_bias=self.use_bias,
-            seed=self.seed,
-            lora_rank=self.lora_rank,
-            lora_alpha=self.lora_alpha,
-        )
-        return config

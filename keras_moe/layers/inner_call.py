@@ -41,7 +41,6 @@ def _is_all(layer, x, kwargs):
         layer.built
         and ops.is_tensor(x)
         and get_keras_mask(x) is None
-        and _takes(layer.input_spec, x)
         and type(layer).__call__ is keras.layers.Layer.__call__
         and type(layer).forward is keras.layers.Layer.forward
         and layer.quantization_mode is None
@@ -49,18 +48,6 @@ def _is_all(layer, x, kwargs):
         and hands_on(layer, kwargs)
         and keras.distribution.distribution() is None
         and not hooks_torch.has_hooks(layer)
-    )
-
-
-def _takes(spec, x):
-    """Whether the input satisfies a dense layer's `InputSpec`."""
-    # If it does not, Keras's own call raises the error.
-    return spec is None or (
-        isinstance(spec, keras.InputSpec)
-        and (spec.shape, spec.max_ndim, spec.dtype) == (None, None, None)
-        and spec.ndim in (None, x.ndim)
-        and (spec.min_ndim or 0) <= x.ndim
-        and all(x.shape[axis] == size for axis, size in spec.axes.items())
     )
 
 
@@ -97,18 +84,3 @@ def _call(layer, inputs, training=None):
         return type(layer).call(layer, inputs, training=training)
     x = linear(inputs, kernel, bias, len(kernel.shape) - len(bias.shape))
     return x if layer.activation is None else layer.activation(x)
-
-
-def layer_argument(value: Any, name: str) -> keras.layers.Layer:
-    """Deserialises `value` if needed, and checks that it is a layer."""
-    if isinstance(value, dict):
-        value = keras.saving.deserialize_keras_object(value)
-    if not isinstance(value, keras.layers.Layer):
-        raise ValueError(f"Expected {name} to be a layer; received: {name}={value!r}")
-    return value
-
-
-def build_once(layer: keras.layers.Layer, input_shape: tuple) -> None:
-    """Builds a layer, unless loading its saved config already has."""
-    if not layer.built:
-        layer.build(input_shape)

@@ -9,13 +9,13 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_number, check_positive
+from keras_moe.layers.layer import Layer
 from keras_moe.losses.contrastive import LogScaleBound, Temperature
 from keras_moe.losses.pairs import unit_vectors
-from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class LogitScale(keras.layers.Layer):
+class LogitScale(Layer):
     """Normalises embeddings and owns the learned scale and bias of their logits.
 
     Logits are `scale * images @ texts.T + bias` (see `logits`). The scale is learned as
@@ -67,6 +67,7 @@ class LogitScale(keras.layers.Layer):
                 )
         self.largest_scale = largest_scale
         self.bias_value = None if bias is None else check_number("bias", bias)
+        self.bias = None
 
     def build(self, input_shape=None):
         temperature = Temperature(self.scale, self.largest_scale, self.bias_value)
@@ -74,7 +75,6 @@ class LogitScale(keras.layers.Layer):
             None if self.largest_scale is None else LogScaleBound(self.largest_scale)
         )
         self.log_scale = self._scalar("log_scale", temperature.log_scale, bound)
-        self.bias = None
         if self.bias_value is not None:
             self.bias = self._scalar("bias", self.bias_value)
 
@@ -105,12 +105,6 @@ class LogitScale(keras.layers.Layer):
             ops.cast(ops.convert_to_tensor(x), "float32")
             for x in (image_embeddings, text_embeddings)
         )
-        if images.shape[-1] != texts.shape[-1]:
-            raise ValueError(
-                "Expected embeddings of one size; received: "
-                f"image_embeddings.shape={tuple(images.shape)}, "
-                f"text_embeddings.shape={tuple(texts.shape)}"
-            )
         scalars = self.parameters()
         logits = scalars["logit_scale"] * ops.matmul(images, ops.transpose(texts))
         return logits + scalars.get("logit_bias", 0.0)
@@ -123,12 +117,5 @@ class LogitScale(keras.layers.Layer):
     def weight_shapes(self, shape: tuple | None = None) -> dict[str, tuple]:
         return {"log_scale": (), **({} if self.bias_value is None else {"bias": ()})}
 
-    def cost(self, shape: tuple) -> Cost:
-        return Cost.all_active(self.weight_shapes())
-
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            scale=self.scale, largest_scale=self.largest_scale, bias=self.bias_value
-        )
-        return config
+        return {**super().get_config(), "bias": self.bias_value}

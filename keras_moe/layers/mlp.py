@@ -11,12 +11,13 @@ from keras import ops
 from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
 from keras_moe.layers.inner_call import dropped_out, fused_bias, inner_call
+from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MLP(keras.layers.Layer):
+class MLP(Layer):
     """Two dense layers, D to H to D, with an activation between them.
 
     Args:
@@ -94,16 +95,6 @@ class MLP(keras.layers.Layer):
         num_tokens, dim = shape
         flops = 4 * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            mlp_dim=self.mlp_dim,
-            activation=activations.serialize(self.activation),
-            dropout=self.dropout,
-            seed=self.seed,
-        )
-        return config
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -20,16 +20,18 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.inner_call import build_once, inner_call, layer_argument
+from keras_moe.layers.experts import row_experts
+from keras_moe.layers.inner_call import inner_call
+from keras_moe.layers.layer import Layer, build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.cost import Cost, under
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.plans import Routing
 
 DISPATCHERS = ("index", "einsum")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MoE(keras.layers.Layer):
+class MoE(Layer):
     """Routes each token to its experts and combines their outputs.
 
     During training the batch is cut into groups of `group_size` tokens, which compete
@@ -101,7 +103,9 @@ class MoE(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         if group_size is not None:
             group_size = check_integer("group_size", group_size)
+        self.group_size = group_size
         self.dispatcher = check_one_of("dispatcher", dispatcher, DISPATCHERS)
+        self.input_scale = check_positive("input_scale", input_scale)
         self.experts = layer_argument(experts, "experts")
         if isinstance(router, str) or (isinstance(router, dict) and "name" in router):
             router = routers.get(router, self.experts.num_experts)
@@ -116,12 +120,8 @@ class MoE(keras.layers.Layer):
         self.zero_computation_experts = None
         if types.zero_computation:
             self.zero_computation_experts = ZeroComputationExperts(
-                *types[1:],
-                dtype=self.dtype_policy,
-                name="zero_computation_experts",
+                *types[1:], dtype=self.dtype_policy, name="zero_computation_experts"
             )
-        self.input_scale = check_positive("input_scale", input_scale)
-        self.group_size = group_size
         self.auxiliary_losses = losses.get(auxiliary_losses)
         for loss in self.auxiliary_losses:
             loss.check_router(self.router)
@@ -230,10 +230,7 @@ class MoE(keras.layers.Layer):
         columns = ops.one_hot(self.router.expert_columns, self.router.num_experts)
         if plan.group_sizes is None:
             return plan.combine(norms * ops.expand_dims(columns, 1))
-        ends = ops.cumsum(plan.group_sizes)
-        rows = ops.arange(ops.shape(norms)[0], dtype="int32")
-        owner = ops.searchsorted(ends, rows, side="right")
-        owner = ops.minimum(owner, columns.shape[0] - 1)
+        owner = row_experts(plan.group_sizes, ops.shape(norms)[0])
         return plan.combine(norms * ops.take(columns, owner, axis=0))
 
     def compute_output_spec(
@@ -299,14 +296,9 @@ class MoE(keras.layers.Layer):
                 continue
             self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        parts = [self.router, self.experts]
-        if self.zero_computation_experts is not None:
-            parts.append(self.zero_computation_experts)
-        shapes = {}
-        for part in parts:
-            shapes.update(under(part.name, part.weight_shapes(shape)))
-        return shapes
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
+        parts = (self.router, self.experts, self.zero_computation_experts)
+        return {part: shape for part in parts if part is not None}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
@@ -333,24 +325,11 @@ class MoE(keras.layers.Layer):
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
         """Slices of variables of an expert; see `Experts.expert_slices`."""
-        if expert >= self.router.expert_types.ffn:
-            raise ValueError(
-                f"Expected one of {self.router.expert_types.ffn} FFN experts, which "
-                f"have weights; received: expert={expert}"
-            )
         return self.experts.expert_slices(expert)
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            router=keras.saving.serialize_keras_object(self.router),
-            experts=keras.saving.serialize_keras_object(self.experts),
-            group_size=self.group_size,
-            auxiliary_losses=losses.serialize(self.auxiliary_losses),
-            dispatcher=self.dispatcher,
-            input_scale=self.input_scale,
-        )
-        return config
+        auxiliary_losses = losses.serialize(self.auxiliary_losses)
+        return {**super().get_config(), "auxiliary_losses": auxiliary_losses}
 
 
 def _without_padding(x, mask):

@@ -5,6 +5,7 @@ Axes: N tokens, S group_size, E experts, C capacity, H mlp.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any, Self
 
 import keras
@@ -27,9 +28,6 @@ from keras_moe.routers.router import Router, router_arguments
 
 # A default that depends on the router or the blocks.
 AUTO = "auto"
-# Ten times the largest published models. Catches mistyped numbers, which would take
-# minutes to build.
-MAX_LAYERS = 1000
 # Router arguments that come from the encoder or from other fields of the config.
 _NOT_OF_ROUTER = (
     "num_experts",
@@ -72,7 +70,7 @@ class BlockConfig:
         """Resolves indices of MoE blocks for an encoder with `num_layers` blocks."""
         if self.moe_layers is None or isinstance(self.moe_layers, str):
             return self
-        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
+        indices = resolve_moe_layers(self.moe_layers, num_layers)
         return self.replace(moe_layers=list(indices))
 
     def _set(self, **values):
@@ -169,12 +167,9 @@ class MoEConfig(BlockConfig):
         for name in ("gating_residual", "shared_expert_initialization"):
             if getattr(self, name) != AUTO:
                 check_bool(name, getattr(self, name))
-        if isinstance(self.auxiliary_losses, str):
-            check_one_of("auxiliary_losses", self.auxiliary_losses, (AUTO,))
         router = self.router
         if isinstance(router, Router):
-            self._take_counts(router)
-            router = _router_as_dict(router)
+            router = self._take_layer(router)
         # Plain copies, because the caller's values may be mutable or not JSON.
         self._set(
             moe_layers=plain_moe_layers(self.moe_layers),
@@ -185,8 +180,8 @@ class MoEConfig(BlockConfig):
             router=self._plain_router(router),
         )
 
-    def _take_counts(self, router):
-        """Copies the expert counts of a router that was passed as a layer."""
+    def _take_layer(self, router):
+        """Copies a router layer's expert counts; returns its class and arguments."""
         types = router.expert_types
         if self.num_experts not in (type(self).num_experts, types.ffn):
             raise ValueError(
@@ -201,6 +196,9 @@ class MoEConfig(BlockConfig):
             copy_experts=types.copy,
             constant_experts=types.constant,
         )
+        names = {*router_arguments(type(router))} - {*_NOT_OF_ROUTER}
+        config = router.get_config()
+        return {"name": type(router), **{k: v for k, v in config.items() if k in names}}
 
     def _plain_router(self, router):
         """The router's name, or a dict of name and non-default arguments."""
@@ -260,43 +258,28 @@ class MoEConfig(BlockConfig):
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """One unbuilt `MLP` or `MoE` per block of the `EncoderSpec`."""
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
-        residual = self._has_residual(len(indices))
-        _check_pruned_blocks(self.pruning, indices)
-        first = min(indices, default=0)
-        if not indices:
-            # Validates the fields although no block is MoE.
-            self._moe(encoder, 0, residual, is_first=True)
+        names = [f"block_{index}" for index in indices]
+        for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:
+            check_one_of("pruned block", name, names)
+        residual = self.gating_residual
+        if residual == AUTO:
+            residual = self.expert_types.zero_computation > 0 and len(indices) > 1
         return [
-            self._moe(encoder, index, residual, is_first=index == first)
+            self._moe(encoder, index, residual, is_first=index == indices[0])
             if index in indices
             else encoder.mlp(index)
             for index in range(encoder.num_layers)
         ]
-
-    def _has_residual(self, num_moe_layers):
-        if self.gating_residual == AUTO:
-            return bool(self.expert_types.zero_computation) and num_moe_layers > 1
-        if self.gating_residual and num_moe_layers == 1:
-            raise ValueError(
-                "Expected at least two MoE blocks for gating_residual=True, which adds "
-                "the logits of the one before; received: "
-                f"moe_layers={self.moe_layers}"
-            )
-        return self.gating_residual
 
     def _moe(self, encoder, index, residual, is_first):
         arguments = {"seed": encoder.seed_of(index, 3)}
         if residual:
             arguments["gating_residual"] = not is_first
         router = routers.get(self.router, self.expert_types, **arguments)
-        kept = (self.pruning or {"kept_experts": {}})["kept_experts"]
-        if f"block_{index}" in kept:
-            router = pruned_router(
-                router,
-                kept[f"block_{index}"],
-                self.pruning["method"],
-                self.pruning["removed"],
-            )
+        pruning = self.pruning or {"kept_experts": {}}
+        kept = pruning["kept_experts"].get(f"block_{index}")
+        if kept is not None:
+            router = pruned_router(router, kept, pruning["method"], pruning["removed"])
         shared = self.shared_expert_initialization
         if shared == AUTO:
             shared = router.shares_expert_initialization
@@ -306,20 +289,21 @@ class MoEConfig(BlockConfig):
         group_size = None
         if self.examples_per_group is not None:
             group_size = self.examples_per_group * encoder.num_tokens
+        experts = Experts(
+            router.expert_types.ffn,
+            self.expert_mlp_dim or encoder.mlp_dim,
+            activation=self.expert_activation or encoder.activation,
+            dropout=self.expert_dropout,
+            shared_initialization=shared,
+            gated=self.gated_experts,
+            use_bias=self.expert_use_bias,
+            seed=encoder.seed_of(index, 2),
+            dtype=encoder.dtype,
+            name="experts",
+        )
         return MoE(
             router,
-            Experts(
-                router.expert_types.ffn,
-                self.expert_mlp_dim or encoder.mlp_dim,
-                activation=self.expert_activation or encoder.activation,
-                dropout=self.expert_dropout,
-                shared_initialization=shared,
-                gated=self.gated_experts,
-                use_bias=self.expert_use_bias,
-                seed=encoder.seed_of(index, 2),
-                dtype=encoder.dtype,
-                name="experts",
-            ),
+            experts,
             group_size=group_size,
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
@@ -342,19 +326,13 @@ def plain_value(value: Any) -> Any:
     return keras.saving.serialize_keras_object(value)
 
 
-def _router_as_dict(router):
-    """Converts a router layer to a dict of class and arguments."""
-    names = {*router_arguments(type(router))} - {*_NOT_OF_ROUTER}
-    config = router.get_config()
-    return {"name": type(router), **{k: v for k, v in config.items() if k in names}}
-
-
 def _plain_losses(auxiliary_losses):
+    if auxiliary_losses == AUTO:
+        return AUTO
+    checked = losses.get(auxiliary_losses)
     if isinstance(auxiliary_losses, dict):
-        losses.get(auxiliary_losses)
-    if isinstance(auxiliary_losses, (str, dict)):
         return plain_value(auxiliary_losses)
-    return losses.serialize(losses.get(auxiliary_losses))
+    return losses.serialize(checked)
 
 
 def _plain_pruning(pruning):
@@ -369,31 +347,7 @@ def _plain_pruning(pruning):
             f"blocks to experts; received: pruning={pruning!r}"
         )
     check_argument_names(pruning, ["method", "kept_experts", "removed"], "pruning")
-    kept = {
-        name: [check_integer("kept_experts", expert, 0) for expert in experts]
-        for name, experts in pruning["kept_experts"].items()
-    }
-    return {
-        "method": check_one_of("method", pruning.get("method", METHODS[0]), METHODS),
-        "kept_experts": kept,
-        "removed": check_bool("removed", pruning.get("removed", True)),
-    }
-
-
-def _check_pruned_blocks(pruning, indices):
-    """Checks that pruned blocks are MoE blocks."""
-    names = [f"block_{index}" for index in indices]
-    for name in (pruning or {"kept_experts": ()})["kept_experts"]:
-        if name not in names:
-            raise ValueError(
-                f"Expected the names of MoE blocks, among {names}; "
-                f"received: pruning of {name!r}"
-            )
-
-
-def check_num_layers(num_layers: Any) -> int:
-    """Checks that `num_layers` is an integer from 1 to `MAX_LAYERS`."""
-    return check_integer("num_layers", num_layers, maximum=MAX_LAYERS)
+    return {"method": METHODS[0], "removed": True, **plain_value(pruning)}
 
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
@@ -422,55 +376,32 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
         return ()
     if isinstance(moe_layers, str):
         match = re.fullmatch(r"(every|last)_([1-9]\d*)", moe_layers)
-        if not match:
-            raise ValueError(
-                "Expected moe_layers to be indices, 'every_n' or 'last_n'; "
-                f"received: moe_layers={moe_layers!r}"
-            )
-        count = int(match[2])
-        if match[1] == "every":
-            indices = tuple(range(count - 1, num_layers, count))
+        count = int(match[2]) if match else 0
+        if match is None:
+            indices = ()
+        elif match[1] == "every":
+            indices = range(count - 1, num_layers, count)
         else:
-            indices = tuple(range(1, num_layers, 2))
+            indices = range(1, num_layers, 2)
             indices = indices[-count:] if count <= len(indices) else ()
-        if not indices:
-            raise ValueError(
-                f"Expected moe_layers that fit num_layers={num_layers}; "
-                f"received: moe_layers={moe_layers!r}"
-            )
-        return indices
-    indices = [
-        check_integer("moe_layers", index, -num_layers)
-        for index in plain_moe_layers(moe_layers)
-    ]
-    if not indices:
+    else:
+        indices = sorted(plain_moe_layers(moe_layers))
+    if not indices or len({*indices}) < len(indices) or indices[-1] >= num_layers:
         raise ValueError(
-            "Expected moe_layers=None for a model without MoE blocks; "
-            f"received: moe_layers={list(moe_layers)}"
+            f"Expected moe_layers to be different indices below {num_layers}, "
+            f"'every_n' or 'last_n' that fit num_layers={num_layers}, or None; "
+            f"received: moe_layers={moe_layers!r}"
         )
-    indices = tuple(sorted(indices))
-    if len(set(indices)) < len(indices):
-        raise ValueError(
-            f"Expected each block once; received: moe_layers={list(moe_layers)}"
-        )
-    if not 0 <= indices[0] <= indices[-1] < num_layers:
-        raise ValueError(
-            f"Expected moe_layers between 0 and num_layers - 1 = {num_layers - 1}; "
-            f"received: moe_layers={list(moe_layers)}"
-        )
-    return indices
+    return tuple(indices)
 
 
 def plain_moe_layers(moe_layers: Any) -> Any:
-    """Converts indices in `moe_layers` to a list of plain integers."""
+    """Returns indices in `moe_layers` as a list of ints, after checking them."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers
-    try:
-        indices = list(moe_layers)
-    except TypeError:
+    if not isinstance(moe_layers, Iterable):
         raise ValueError(
             "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
             f"received: moe_layers={moe_layers!r}"
-        ) from None
-    # NumPy integers are not JSON.
-    return [int(i) if isinstance(i, np.integer) else i for i in indices]
+        )
+    return [check_integer("moe_layers", index, 0) for index in moe_layers]

@@ -4,9 +4,7 @@ Axes: L levels of hierarchy, N_l experts of level l, E experts in all, I inputs,
 units, R ranks.
 """
 
-import itertools
 import math
-import numbers
 from typing import Any
 
 import keras
@@ -19,11 +17,11 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.layers import activations
+from keras_moe.layers.layer import Layer
 from keras_moe.ops import multilinear as tensors
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.nn import standardize
 from keras_moe.ops.plans import Routing
 
@@ -35,7 +33,7 @@ _LARGE = 1 / 3
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ExpertCoefficients(keras.layers.Layer):
+class ExpertCoefficients(Layer):
     """muMoE's gate: expert coefficients `activation(norm(x G_l))` at each level l.
 
     Gating weights start at zero, so that all coefficients start equal. Computed in
@@ -96,29 +94,30 @@ class ExpertCoefficients(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        inputs = input_shape[-1]
-        self.kernels = [
-            self.add_weight(
-                name=f"kernel_{level}",
-                shape=(inputs, count),
-                initializer="zeros",
-                autocast=False,
+        self.kernels, self.means, self.variances = [], [], []
+        fixed = {"trainable": False, "autocast": False}
+        for name, shape in self.weight_shapes(input_shape).items():
+            kernel = self.add_weight(
+                name=name, shape=shape, initializer="zeros", autocast=False
             )
-            for level, count in enumerate(self.num_experts)
-        ]
-        self.means, self.variances = [], []
+            self.kernels.append(kernel)
         if self.normalization != "batch":
             return
-        fixed = {"trainable": False, "autocast": False}
         for level, count in enumerate(self.num_experts):
-            self.means.append(
-                self.add_weight((count,), "zeros", name=f"moving_mean_{level}", **fixed)
+            mean = self.add_weight(
+                name=f"moving_mean_{level}",
+                shape=(count,),
+                initializer="zeros",
+                **fixed,
             )
-            self.variances.append(
-                self.add_weight(
-                    (count,), "ones", name=f"moving_variance_{level}", **fixed
-                )
+            variance = self.add_weight(
+                name=f"moving_variance_{level}",
+                shape=(count,),
+                initializer="ones",
+                **fixed,
             )
+            self.means.append(mean)
+            self.variances.append(variance)
 
     def call(
         self,
@@ -134,7 +133,15 @@ class ExpertCoefficients(keras.layers.Layer):
             self._normalise(level, x, training, mask) for level, x in enumerate(logits)
         ]
         limit = _LARGE * inputs.shape[-1] if with_sources else math.inf
-        coefficients, sources = zip(*(self._activate(x, limit) for x in normalised))
+        coefficients, sources = [], []
+        for x in normalised:
+            source = ()
+            if x.shape[-1] > limit and self.activation is activations.entmax15:
+                x, source = entmax15_and_source(x)
+            else:
+                x = self.activation(x)
+            coefficients.append(x)
+            sources.append(source)
         gates = outer(coefficients, ops.multiply)
         routing = Routing(
             logits=outer(logits, ops.add),
@@ -145,28 +152,26 @@ class ExpertCoefficients(keras.layers.Layer):
             combined=gates,
         )
         if with_sources:
-            return coefficients, routing, sources
-        return coefficients, routing
-
-    def _activate(self, x, limit):
-        if x.shape[-1] > limit and self.activation is activations.entmax15:
-            return entmax15_and_source(x)
-        return self.activation(x), ()
+            return tuple(coefficients), routing, tuple(sources)
+        return tuple(coefficients), routing
 
     def _normalise(self, level, x, training, mask):
         if self.normalization is None:
             return x
         if self.normalization == "layer":
-            normalised, _, _ = standardize(x, (-1,), _EPSILON)
-        elif training and self.trainable:
+            return standardize(x, (-1,), _EPSILON)[0]
+        if training and self.trainable:
             axes = tuple(range(len(x.shape) - 1))
             normalised, *statistics = standardize(x, axes, _EPSILON, mask)
             mean, variance = (ops.reshape(value, (-1,)) for value in statistics)
-            self._keep(level, mean, variance, _row_count(x, mask))
-        else:
-            scale = ops.rsqrt(self.variances[level] + _EPSILON)
-            normalised = (x - self.means[level]) * scale
-        return normalised
+            if mask is None:
+                count = ops.size(x) // x.shape[-1]
+            else:
+                count = ops.sum(ops.cast(mask, x.dtype))
+            self._keep(level, mean, variance, count)
+            return normalised
+        scale = ops.rsqrt(self.variances[level] + _EPSILON)
+        return (x - self.means[level]) * scale
 
     def _keep(self, level, mean, variance, count):
         """Updates the moving averages, with the unbiased variance as in PyTorch."""
@@ -187,7 +192,7 @@ class ExpertCoefficients(keras.layers.Layer):
             keras.KerasTensor((*leading, count), "float32")
             for count in self.num_experts
         )
-        shape = (*leading, total_experts(self.num_experts))
+        shape = (*leading, math.prod(self.num_experts))
         return coefficients, Routing(
             *(keras.KerasTensor(shape, "float32") for _ in Routing._fields)
         )
@@ -195,7 +200,7 @@ class ExpertCoefficients(keras.layers.Layer):
     @property
     def expert_types(self) -> ExpertTypes:
         """Number of experts over all levels."""
-        return ExpertTypes(total_experts(self.num_experts))
+        return ExpertTypes(math.prod(self.num_experts))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {
@@ -208,38 +213,16 @@ class ExpertCoefficients(keras.layers.Layer):
         flops = 2 * num_tokens * dim * sum(self.num_experts)
         return Cost.all_active(self.weight_shapes(shape), flops)
 
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_experts=self.num_experts,
-            activation=activations.serialize(self.activation),
-            normalization=self.normalization,
-        )
-        return config
-
-
-def _row_count(x, mask):
-    """Number of rows of (..., N) that are not padding."""
-    if mask is None:
-        return ops.size(x) // x.shape[-1]
-    return ops.sum(ops.cast(mask, x.dtype))
-
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:
     """Returns the number of experts of each level as a tuple."""
-    if isinstance(num_experts, (list, tuple)):
-        if not num_experts:
-            raise ValueError(
-                "Expected num_experts to be an integer or one for each level; "
-                f"received: num_experts={num_experts}"
-            )
-        return tuple(check_integer("num_experts", count) for count in num_experts)
-    return (check_integer("num_experts", num_experts),)
-
-
-def total_experts(num_experts: tuple[int, ...]) -> int:
-    """E, the product over levels."""
-    return math.prod(num_experts)
+    levels = num_experts if isinstance(num_experts, (list, tuple)) else [num_experts]
+    if not levels:
+        raise ValueError(
+            "Expected num_experts to be an integer or one for each level; "
+            f"received: num_experts={num_experts}"
+        )
+    return tuple(check_integer("num_experts", count) for count in levels)
 
 
 def outer(values: Any, combine: Any) -> Any:
@@ -254,7 +237,7 @@ def outer(values: Any, combine: Any) -> Any:
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MultilinearExperts(keras.layers.Layer):
+class MultilinearExperts(Layer):
     """Linear experts stored as one factorised weight tensor, mixed by coefficients.
 
     Computes `y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ...
@@ -324,20 +307,19 @@ class MultilinearExperts(keras.layers.Layer):
             self.add_weight(
                 name=name,
                 shape=shape,
-                initializer=FastInitializer(self._initializer(index, name, shape)),
+                initializer=self._initializer(index, name, shape),
             )
             for index, (name, shape) in enumerate(shapes.items())
         ]
 
     def _initializer(self, index, name, shape):
         """Appendix F.2: noise around equal experts; PyTorch's linear init elsewhere."""
-        if name == "tensor":
-            limit = 1 / math.sqrt(shape[-2])
-            return keras.initializers.RandomUniform(-limit, limit)
         if name.startswith("expert_factor"):
             return ExpertMode(self.expert_noise if index == 0 else 0.0)
         # Fan-in: the modes that the factor contracts; all ranks for output and core.
-        if name == "core":
+        if name == "tensor":
+            fan_in = shape[-2]
+        elif name == "core":
             fan_in = math.prod(shape[:-1])
         elif self.factorization == "tr":
             fan_in = shape[1] if name == "input_factor" else shape[0] * shape[2]
@@ -355,8 +337,8 @@ class MultilinearExperts(keras.layers.Layer):
     ) -> Any:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
-                f"Expected coefficients for {len(self.num_experts)} levels, "
-                f"num_experts={self.num_experts}; received: {len(coefficients)}"
+                f"Expected coefficients for each level of num_experts="
+                f"{self.num_experts}; received: {len(coefficients)}"
             )
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
         if self.compute_dtype != "float32":
@@ -383,19 +365,18 @@ class MultilinearExperts(keras.layers.Layer):
 
         Each index is an integer, or a tuple with one integer per level.
         """
+        factors = [ops.convert_to_tensor(factor) for factor in self.factors]
         matrices = []
         for index in indices:
-            place = tuple(index) if isinstance(index, (list, tuple)) else (index,)
-            fits = len(place) == len(self.num_experts) and all(
-                0 <= i < count for i, count in zip(place, self.num_experts)
-            )
-            if not fits:
+            levels = tuple(index) if isinstance(index, (list, tuple)) else (index,)
+            counts = self.num_experts
+            if len(levels) != len(counts) or not all(
+                i in range(count) for i, count in zip(levels, counts)
+            ):
                 raise ValueError(
-                    f"Expected experts of num_experts={self.num_experts}; "
-                    f"received: {index}"
+                    f"Expected experts of num_experts={counts}; received: {index}"
                 )
-            factors = [ops.convert_to_tensor(factor) for factor in self.factors]
-            matrices.append(tensors.expert_matrix(factors, place, self.factorization))
+            matrices.append(tensors.expert_matrix(factors, levels, self.factorization))
         return ops.stack(matrices)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
@@ -430,12 +411,8 @@ class MultilinearExperts(keras.layers.Layer):
     def _rank(self, inputs):
         if self.rank != "match_dense":
             return resolved_rank(self.rank, inputs)
-        return matching_rank(
-            self.factorization,
-            self.num_experts,
-            [(inputs + self.use_bias, self.units)],
-            dense_parameters((inputs, self.units)),
-        )
+        sizes = [(inputs, self.units)]
+        return matching_rank(self.factorization, self.num_experts, sizes, self.use_bias)
 
     def _tensor_spec(self, inputs):
         return tensors.TensorSpec(
@@ -473,18 +450,6 @@ class MultilinearExperts(keras.layers.Layer):
         """Multiply-adds per token if the full tensor were built (Table 8)."""
         return self._tensor_spec(dim).naive_multiply_adds
 
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            units=self.units,
-            num_experts=self.num_experts,
-            factorization=self.factorization,
-            rank=self.rank,
-            use_bias=self.use_bias,
-            expert_noise=self.expert_noise,
-        )
-        return config
-
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertMode(keras.initializers.Initializer):
@@ -510,14 +475,9 @@ class ExpertMode(keras.initializers.Initializer):
 
 def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
     """Checks that the rank fits the factorisation; returns sequences as tuples."""
-    if factorization is None:
-        if rank not in (None, "match_dense"):
-            raise ValueError(
-                f"Expected no rank for factorization=None; received: rank={rank!r}"
-            )
+    if factorization is None or rank == "match_dense":
+        check_one_of("rank", rank, (None, "match_dense"))
         return "match_dense"
-    if rank == "match_dense":
-        return rank
     if factorization == "cp":
         return _check_size(rank)
     if not isinstance(rank, (list, tuple)) or len(rank) != levels + 2:
@@ -530,14 +490,9 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
 
 
 def _check_size(rank):
-    if isinstance(rank, numbers.Integral) or not isinstance(rank, numbers.Real):
-        return check_integer("rank", rank)
-    if not 0 < rank <= 1:
-        raise ValueError(
-            "Expected rank to be an integer of at least 1, or a share above 0 and of "
-            f"at most 1; received: rank={rank!r}"
-        )
-    return float(rank)
+    """Checks an integer, or a fraction of the input size."""
+    is_fraction = isinstance(rank, float) and 0 < rank <= 1
+    return rank if is_fraction else check_integer("rank", rank)
 
 
 def resolved_rank(rank: Any, inputs: int) -> Any:
@@ -555,26 +510,32 @@ def dense_parameters(shape: tuple[int, int]) -> int:
 def matching_rank(
     factorization: str | None,
     num_experts: tuple[int, ...],
-    shapes: list[tuple[int, int]],
-    budget: int,
+    sizes: list[tuple[int, int]],
+    use_bias: bool,
+    gate_parameters: int = 0,
 ) -> Any:
-    """The smallest rank, at least 1, that gives `budget` or more parameters."""
+    """The smallest rank whose layers have the parameters of dense ones, gate included.
+
+    `sizes` are the layers' (inputs, units).
+    """
     if factorization is None:
         return None
-    modes = sum(inputs + units for inputs, units in shapes)
+    budget = sum(map(dense_parameters, sizes)) - gate_parameters
+    layers = len(sizes)
+    modes = sum(inputs + use_bias + units for inputs, units in sizes)
     if factorization == "cp":
-        return max(-(-budget // (len(shapes) * sum(num_experts) + modes)), 1)
+        return max(-(-budget // (layers * sum(num_experts) + modes)), 1)
     narrow = 4
     if factorization == "tucker":
         experts = [min(count, narrow) for count in num_experts]
         factors = sum(count * rank for count, rank in zip(num_experts, experts))
-        core, rest = math.prod(experts), budget - len(shapes) * factors
-        # Solves len(shapes) core R^2 + modes R = rest for R, rounded up.
-        root = math.isqrt(max(modes**2 + 4 * len(shapes) * core * rest, 0))
-        last = max((root - modes) // (2 * len(shapes) * core), 1)
-        while last * (modes + len(shapes) * core * last) < rest:
+        core, rest = math.prod(experts), budget - layers * factors
+        # Solves layers core R^2 + modes R = rest for R, rounded up.
+        root = math.isqrt(max(modes**2 + 4 * layers * core * rest, 0))
+        last = max((root - modes) // (2 * layers * core), 1)
+        while last * (modes + layers * core * last) < rest:
             last += 1
         return (*experts, last, last)
-    fixed = len(shapes) * sum(narrow * count * narrow for count in num_experts)
+    fixed = layers * sum(narrow * count * narrow for count in num_experts)
     last = max(-(-(budget - fixed) // (narrow * modes)), 1)
-    return (*itertools.repeat(narrow, len(num_experts) + 1), last)
+    return (*[narrow] * (len(num_experts) + 1), last)

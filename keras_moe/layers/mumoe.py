@@ -11,29 +11,34 @@ from keras import ops
 
 from keras_moe.checks import check_bool, check_integer
 from keras_moe.layers import activations
-from keras_moe.layers.inner_call import build_once, layer_argument
+from keras_moe.layers.layer import Layer, build_once, layer_argument
 from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
 from keras_moe.layers.multilinear_experts import (
     ExpertCoefficients,
     MultilinearExperts,
-    dense_parameters,
     matching_rank,
     outer,
     resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.multilinear import projections
 
 
-class MuMoEBase(keras.layers.Layer):
-    """Base class of `MuMoE` and `MuMoEBlock`; subclasses define `unbuilt_experts`."""
+class MuMoEBase(Layer):
+    """Gate, norm and experts of `MuMoE` and `MuMoEBlock`.
+
+    Subclasses define `sizes`.
+    """
 
     def __init__(
         self,
         num_experts: Any,
+        factorization: str | None,
+        rank: Any,
         activation: Any,
         normalization: str | None,
+        use_bias: bool,
+        expert_noise: float,
         input_norm: bool,
         **kwargs,
     ):
@@ -41,14 +46,53 @@ class MuMoEBase(keras.layers.Layer):
         self.gate = ExpertCoefficients(
             num_experts, activation, normalization, name="gate"
         )
+        self.activation = self.gate.activation
+        self.normalization = normalization
+        self.num_experts = self.gate.num_experts
+        self.factorization = factorization
+        self.use_bias = use_bias
+        self.expert_noise = expert_noise
+        # `MultilinearExperts` validates the arguments.
+        self.rank = self._experts(1, None, rank).rank
         self.input_norm = check_bool("input_norm", input_norm)
         self.norm = None
         if input_norm:
             self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
 
+    def _experts(self, units, name, rank):
+        return MultilinearExperts(
+            units,
+            self.num_experts,
+            self.factorization,
+            rank,
+            self.use_bias,
+            self.expert_noise,
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def sizes(self, dim: int) -> dict[str, tuple[int, int]]:
+        """Inputs and units of each layer of experts by name, for inputs of size I."""
+        raise NotImplementedError
+
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
         """Dict from unbuilt layers of experts to the shapes of their inputs."""
-        raise NotImplementedError
+        num_rows, dim = shape
+        sizes, rank = self.sizes(dim), self.rank
+        if rank == "match_dense":
+            rank = matching_rank(
+                self.factorization,
+                self.num_experts,
+                list(sizes.values()),
+                self.use_bias,
+                self.gate.cost((1, dim)).parameters,
+            )
+        # In all layers fractions are relative to I.
+        rank = resolved_rank(rank, dim)
+        return {
+            self._experts(units, name, rank): (num_rows, inputs)
+            for name, (inputs, units) in sizes.items()
+        }
 
     def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
         """The experts' input, the gate's logits and the experts' projection."""
@@ -61,20 +105,11 @@ class MuMoEBase(keras.layers.Layer):
         *logits, projected = projections(inputs, *kernels, factor)
         return inputs, logits, projected
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        shapes = under(self.gate.name, self.gate.weight_shapes(shape))
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
+        parts = {self.gate: shape}
         if self.norm is not None:
-            shapes.update(under(self.norm.name, self.norm.weight_shapes(shape)))
-        for experts, inputs in self.unbuilt_experts(shape).items():
-            shapes.update(under(experts.name, experts.weight_shapes(inputs)))
-        return shapes
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        total = self.gate.cost(shape)
-        if self.norm is not None:
-            total += self.norm.cost(shape)
-        experts = self.unbuilt_experts(shape).items()
-        return sum((layer.cost(inputs) for layer, inputs in experts), total)
+            parts[self.norm] = shape
+        return parts | self.unbuilt_experts(shape)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -134,25 +169,22 @@ class MuMoE(MuMoEBase):
         edited_outputs: Any = (),
         **kwargs,
     ):
-        super().__init__(num_experts, activation, normalization, input_norm, **kwargs)
-        arguments = {
-            "units": units,
-            "num_experts": self.gate.num_experts,
-            "factorization": factorization,
-            "rank": rank,
-            "use_bias": use_bias,
-            "expert_noise": expert_noise,
-        }
-        # `MultilinearExperts` validates and standardises them. It is created again in
-        # `build`, since the rank may depend on the inputs.
-        checked = MultilinearExperts(**arguments).get_config()
-        self._arguments = {name: checked[name] for name in arguments}
-        self.edited_outputs = _check_outputs(edited_outputs, self.units)
+        super().__init__(
+            num_experts,
+            factorization,
+            rank,
+            activation,
+            normalization,
+            use_bias,
+            expert_noise,
+            input_norm,
+            **kwargs,
+        )
+        self.units = check_integer("units", units)
+        self.edited_outputs = _check_outputs(edited_outputs, units)
 
-    @property
-    def units(self) -> int:
-        """O."""
-        return self._arguments["units"]
+    def sizes(self, dim: int) -> dict[str, tuple[int, int]]:
+        return {"experts": (dim, self.units)}
 
     def build(self, input_shape):
         self.gate.build(input_shape)
@@ -169,21 +201,6 @@ class MuMoE(MuMoEBase):
                 dtype="float32",
                 autocast=False,
             )
-
-    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        dim, arguments = shape[-1], dict(self._arguments)
-        factorization, units = arguments["factorization"], arguments["units"]
-        if arguments["rank"] == "match_dense" and factorization is not None:
-            arguments["rank"] = matching_rank(
-                factorization,
-                arguments["num_experts"],
-                [(dim + arguments["use_bias"], units)],
-                dense_parameters((dim, units)) - self.gate.cost((1, dim)).parameters,
-            )
-        experts = MultilinearExperts(
-            dtype=self.dtype_policy, name="experts", **arguments
-        )
-        return {experts: shape}
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.experts)
@@ -215,24 +232,8 @@ class MuMoE(MuMoEBase):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            **self._arguments,
-            activation=activations.serialize(self.gate.activation),
-            normalization=self.gate.normalization,
-            input_norm=self.input_norm,
-            edited_outputs=self.edited_outputs,
-        )
-        return config
-
 
 def _check_outputs(edited_outputs, units):
-    if not isinstance(edited_outputs, (list, tuple)):
-        raise ValueError(
-            "Expected edited_outputs to be a sequence of units; received: "
-            f"edited_outputs={edited_outputs!r}"
-        )
     outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
     if len(set(outputs)) < len(outputs) or any(i >= units for i in outputs):
         raise ValueError(
@@ -299,43 +300,26 @@ class MuMoEBlock(MuMoEBase):
         expert_noise: float = 1.0,
         **kwargs,
     ):
-        super().__init__(num_experts, activation, normalization, input_norm, **kwargs)
+        super().__init__(
+            num_experts,
+            factorization,
+            rank,
+            activation,
+            normalization,
+            use_bias,
+            expert_noise,
+            input_norm,
+            **kwargs,
+        )
         self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
         self.hidden_activation = activations.get(hidden_activation)
-        self._options = {
-            "num_experts": self.gate.num_experts,
-            "factorization": factorization,
-            "rank": rank,
-            "use_bias": check_bool("use_bias", use_bias),
-            "expert_noise": expert_noise,
-        }
-        # `MultilinearExperts` validates the arguments.
-        self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
 
-    def _layer(self, units, name, rank):
-        return MultilinearExperts(
-            units, dtype=self.dtype_policy, name=name, **{**self._options, "rank": rank}
-        )
-
-    def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        num_rows, dim = shape
-        rank, hidden, units = self._options["rank"], self.mlp_dim, self.units or dim
-        if rank == "match_dense":
-            bias = self._options["use_bias"]
-            budget = dense_parameters((dim, hidden)) + dense_parameters((hidden, units))
-            rank = matching_rank(
-                self._options["factorization"],
-                self.gate.num_experts,
-                [(dim + bias, hidden), (hidden + bias, units)],
-                budget - self.gate.cost((1, dim)).parameters,
-            )
-        # In both layers fractions are relative to the block's inputs.
-        rank = resolved_rank(rank, dim)
+    def sizes(self, dim: int) -> dict[str, tuple[int, int]]:
         return {
-            self._layer(hidden, "hidden", rank): shape,
-            self._layer(units, "output", rank): (num_rows, hidden),
+            "hidden": (dim, self.mlp_dim),
+            "output": (self.mlp_dim, self.units or dim),
         }
 
     def build(self, input_shape):
@@ -387,22 +371,9 @@ class MuMoEBlock(MuMoEBase):
         """The gate, under the name that MoE layers use."""
         return self.gate
 
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            mlp_dim=self.mlp_dim,
-            units=self.units,
-            **self._options,
-            hidden_activation=activations.serialize(self.hidden_activation),
-            input_norm=self.input_norm,
-            activation=activations.serialize(self.gate.activation),
-            normalization=self.gate.normalization,
-        )
-        return config
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenMuMoE(keras.layers.Layer):
+class TokenMuMoE(Layer):
     """`MuMoEBlock` across tokens, applied to each of the D channels.
 
     Like `TokenMLP` it fixes the number of tokens. Each channel has its own
@@ -463,13 +434,5 @@ class TokenMuMoE(keras.layers.Layer):
         _, routing = self.block.compute_output_spec(channels)
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        return under(self.block.name, self.block.weight_shapes(shape[::-1]))
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return self.block.cost(shape[::-1])
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(block=keras.saving.serialize_keras_object(self.block))
-        return config
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
+        return {self.block: shape[::-1]}

@@ -5,8 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.checks import check_positive
+from keras_moe.layers.layer import Layer
 
 
 def _normalize(x, gamma, beta, epsilon):
@@ -39,7 +39,7 @@ def _normalize(x, gamma, beta, epsilon):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class LayerNorm(keras.layers.Layer):
+class LayerNorm(Layer):
     """Layer normalisation over the last axis, in float32 under every dtype policy.
 
     XLA on CPU recomputes the gradients of all later norms inside each reduction of
@@ -65,10 +65,8 @@ class LayerNorm(keras.layers.Layer):
     """
 
     def __init__(self, epsilon: float = 1e-6, center: bool = True, **kwargs):
-        if not epsilon > 0:
-            raise ValueError(f"Expected epsilon > 0; received: epsilon={epsilon}")
         super().__init__(**kwargs)
-        self.epsilon = epsilon
+        self.epsilon = check_positive("epsilon", epsilon)
         self.center = center
         # Half-precision inputs are cast in `call`.
         self.autocast = False
@@ -77,18 +75,12 @@ class LayerNorm(keras.layers.Layer):
     def build(self, input_shape):
         shape = (input_shape[-1],)
         self.gamma = self.add_weight(
-            name="gamma",
-            shape=shape,
-            initializer=FastInitializer("ones"),
-            autocast=False,
+            name="gamma", shape=shape, initializer="ones", autocast=False
         )
         self.beta = None
         if self.center:
             self.beta = self.add_weight(
-                name="beta",
-                shape=shape,
-                initializer=FastInitializer("zeros"),
-                autocast=False,
+                name="beta", shape=shape, initializer="zeros", autocast=False
             )
 
     def call(self, inputs: Any) -> Any:
@@ -108,11 +100,3 @@ class LayerNorm(keras.layers.Layer):
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost.all_active(self.weight_shapes(shape))
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(epsilon=self.epsilon, center=self.center)
-        return config

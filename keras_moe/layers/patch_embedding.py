@@ -16,8 +16,8 @@ from keras_moe.layers.interpolation import (
     cubic_weights,
     linear_weights,
 )
+from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.nn import linear
 
 PADDINGS = ("valid", "same")
@@ -101,7 +101,7 @@ def resize_patch_kernel(
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class PatchEmbedding(keras.layers.Layer):
+class PatchEmbedding(Layer):
     """Cuts images into patches and projects each to a token.
 
     ViT's stem convolution as a reshape and one matmul, with the convolution's kernel
@@ -160,10 +160,10 @@ class PatchEmbedding(keras.layers.Layer):
         self.kernel = self.add_weight(
             name="kernel",
             shape=(*self.patch_size, input_shape[-1], self.hidden_dim),
-            initializer=FastInitializer(self.kernel_initializer),
+            initializer=self.kernel_initializer,
         )
         self.bias = self.add_weight(
-            name="bias", shape=(self.hidden_dim,), initializer=FastInitializer("zeros")
+            name="bias", shape=(self.hidden_dim,), initializer="zeros"
         )
 
     def grid(self, image_shape: tuple) -> tuple[int, int]:
@@ -240,20 +240,9 @@ class PatchEmbedding(keras.layers.Layer):
         flops = 2 * rows * columns * math.prod(shapes["kernel"])
         return Cost.all_active(shapes, flops)
 
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            hidden_dim=self.hidden_dim,
-            patch_size=self.patch_size,
-            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
-            interpolation=self.interpolation,
-            padding=self.padding,
-        )
-        return config
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ClassToken(keras.layers.Layer):
+class ClassToken(Layer):
     """Prepends a learned class token.
 
     Args:
@@ -277,11 +266,8 @@ class ClassToken(keras.layers.Layer):
     """
 
     def build(self, input_shape):
-        self.token = self.add_weight(
-            name="token",
-            shape=(1, 1, input_shape[-1]),
-            initializer=FastInitializer("zeros"),
-        )
+        shape = (1, 1, input_shape[-1])
+        self.token = self.add_weight(name="token", shape=shape, initializer="zeros")
 
     def call(self, tokens: Any) -> Any:
         batch = ops.shape(tokens)[0]
@@ -294,6 +280,3 @@ class ClassToken(keras.layers.Layer):
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {"token": (1, 1, shape[-1])}
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost.all_active(self.weight_shapes(shape))

@@ -16,18 +16,19 @@ from keras_moe.checks import (
     check_one_of,
     head_size,
 )
+from keras_moe.layers import activations
+from keras_moe.layers.layer import Layer
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
-from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.layers.self_attention import SelfAttention
+from keras_moe.ops.cost import Cost
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenPooling(keras.layers.Layer):
+class TokenPooling(Layer):
     """Selects one token or averages tokens.
 
     Args:
@@ -52,13 +53,8 @@ class TokenPooling(keras.layers.Layer):
     """
 
     def __init__(self, pooling: str, **kwargs):
-        if pooling not in TOKEN_POOLINGS:
-            raise ValueError(
-                f"Expected pooling to be one of {TOKEN_POOLINGS}; "
-                f"received: pooling={pooling!r}"
-            )
         super().__init__(**kwargs)
-        self.pooling = pooling
+        self.pooling = check_one_of("pooling", pooling, TOKEN_POOLINGS)
 
     def call(self, tokens: Any) -> Any:
         if self.pooling in ("class_token", "first"):
@@ -70,18 +66,9 @@ class TokenPooling(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])
 
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        return {}
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost()
-
-    def get_config(self):
-        return {**super().get_config(), "pooling": self.pooling}
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class AttentionPooling(keras.layers.Layer):
+class AttentionPooling(Layer):
     """Multihead attention pooling ("MAP"): a learned probe attends to the tokens.
 
     An MLP with a residual follows the attention.
@@ -124,10 +111,11 @@ class AttentionPooling(keras.layers.Layer):
         query_key_norm_bias: bool = False,
         **kwargs,
     ):
-        check_query_key_norm(query_key_norm, query_key_norm_bias)
         super().__init__(**kwargs)
         self.supports_masking = True
         self.num_heads = num_heads
+        self.mlp_dim = mlp_dim
+        self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.query_key_norm = query_key_norm
         self.query_key_norm_bias = query_key_norm_bias
@@ -137,9 +125,7 @@ class AttentionPooling(keras.layers.Layer):
     def build(self, input_shape):
         dim = input_shape[-1]
         self.probe = self.add_weight(
-            name="probe",
-            shape=(1, 1, dim),
-            initializer=FastInitializer("glorot_uniform"),
+            name="probe", shape=(1, 1, dim), initializer="glorot_uniform"
         )
         self.attention = self._attention(dim)
         self.attention.build((None, 1, dim), input_shape)
@@ -170,12 +156,11 @@ class AttentionPooling(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])
 
+    def parts(self, shape: tuple) -> dict[Any, tuple]:
+        return dict.fromkeys((self._attention(shape[-1]), self.norm, self.mlp), shape)
+
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        attention = self._attention(shape[-1])
-        shapes = {"probe": (1, 1, shape[-1])}
-        for part in (attention, self.norm, self.mlp):
-            shapes.update(under(part.name, part.weight_shapes(shape)))
-        return shapes
+        return {"probe": (1, 1, shape[-1]), **super().weight_shapes(shape)}
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
@@ -184,25 +169,12 @@ class AttentionPooling(keras.layers.Layer):
         flops += self.mlp.cost((1, dim)).flops
         return Cost.all_active(self.weight_shapes(shape), flops)
 
-    def get_config(self):
-        config = super().get_config()
-        mlp = self.mlp.get_config()
-        config.update(
-            num_heads=self.num_heads,
-            mlp_dim=mlp["mlp_dim"],
-            activation=mlp["activation"],
-            layer_norm_epsilon=self.layer_norm_epsilon,
-            query_key_norm=self.query_key_norm,
-            query_key_norm_bias=self.query_key_norm_bias,
-        )
-        return config
-
 
 MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class MaskedPooling(keras.layers.Layer):
+class MaskedPooling(Layer):
     """Pools the tokens that are not padding; examples without any get zeros.
 
     Args:
@@ -272,11 +244,6 @@ class MaskedPooling(keras.layers.Layer):
             return ops.cast(largest, self.compute_dtype)
         taken = mask
         if self.pooling == "end_of_text":
-            if token_ids is None:
-                raise ValueError(
-                    "Expected token_ids for pooling='end_of_text'; received: "
-                    "token_ids=None"
-                )
             check_ids("token_ids", token_ids, shape)
             taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
         taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)
@@ -300,19 +267,6 @@ class MaskedPooling(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])
-
-    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        return {}
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost()
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "pooling": self.pooling,
-            "end_of_text_id": self.end_of_text_id,
-        }
 
 
 def _only(flags, last):

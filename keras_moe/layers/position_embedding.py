@@ -14,8 +14,7 @@ from keras_moe.layers.interpolation import (
     aligned_linear_weights,
     cubic_weights,
 )
-from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.layers.layer import Layer
 
 KINDS = ("learned", "sincos")
 
@@ -79,11 +78,6 @@ def resize_positions(
     [0.0, 1.0, 2.0, 4.0, 5.0, 6.0]
     """
     num_extra = table.shape[1] - old_grid[0] * old_grid[1]
-    if table.ndim != 3 or num_extra < 0:
-        raise ValueError(
-            f"Expected a table (1, N, D) with N >= {old_grid[0] * old_grid[1]}; "
-            f"received: table.shape={table.shape}"
-        )
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
     weights = aligned_linear_weights if interpolation == "bilinear" else cubic_weights
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
@@ -99,7 +93,7 @@ def resize_positions(
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class PositionEmbedding(keras.layers.Layer):
+class PositionEmbedding(Layer):
     """Adds a learned or sine-cosine position embedding to each token.
 
     Learned embeddings of another resolution are resized on loading.
@@ -151,9 +145,7 @@ class PositionEmbedding(keras.layers.Layer):
             self.embedding = self.add_weight(
                 name="embedding",
                 shape=(1, *input_shape[1:]),
-                initializer=FastInitializer(
-                    keras.initializers.RandomNormal(stddev=0.02)
-                ),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
             )
         else:
             table = sincos_table(self.grid, input_shape[-1])
@@ -191,11 +183,3 @@ class PositionEmbedding(keras.layers.Layer):
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {"embedding": (1, *shape)} if self.kind == "learned" else {}
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost.all_active(self.weight_shapes(shape))
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(grid=self.grid, kind=self.kind, interpolation=self.interpolation)
-        return config

@@ -63,9 +63,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     (1, 3, 8)
     """
 
-    # Whether `call` supports a padding `mask`.
-    takes_mask = True
-
     def __init__(
         self,
         num_heads: int,
@@ -80,7 +77,12 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     ):
         num_heads = check_integer("num_heads", num_heads)
         key_dim = check_integer("key_dim", key_dim)
-        check_query_key_norm(query_key_norm, query_key_norm_bias)
+        check_bool("query_key_norm", query_key_norm)
+        if check_bool("query_key_norm_bias", query_key_norm_bias) > query_key_norm:
+            raise ValueError(
+                "Expected query_key_norm=True for query_key_norm_bias=True; received: "
+                "query_key_norm=False"
+            )
         if "kernel_initializer" not in kwargs:
             # Glorot uniform for the D x D matrix; Keras would count heads as a
             # receptive field.
@@ -112,12 +114,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 
     def build(self, tokens_shape, context_shape=None):
         super().build(tokens_shape, context_shape or tokens_shape)
-        for dense in (
-            self.query_dense,
-            self.key_dense,
-            self.value_dense,
-            self.output_dense,
-        ):
+        projections = self.query_dense, self.key_dense, self.value_dense
+        for dense in (*projections, self.output_dense):
             fused_bias(dense)
         if self.query_key_norm:
             for norm in (self.query_norm, self.key_norm):
@@ -172,12 +170,19 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         if self.query_key_norm:
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
-        if self._attends_directly(return_attention_scores):
+        attends_directly = (
+            keras.backend.backend() == "torch"
+            and self.dropout == 0.0
+            and not return_attention_scores
+            # Otherwise the user has chosen a kernel, and Keras obeys.
+            and keras.config.is_flash_attention_enabled() is None
+        )
+        if attends_directly:
             if attention_mask is not None:
                 attention_mask = ops.expand_dims(attention_mask, 1)
             scale = 1.0 / math.sqrt(self.key_dim)
             return attend(query, key, value, scale, attention_mask), None
-        if not _multiplies_float16(self.compute_dtype):
+        if self.compute_dtype == "float16" and not _has_float16():
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         outputs, weights = super()._compute_attention(
             query, key, value, attention_mask, training, return_attention_scores
@@ -189,15 +194,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         for name in ("kernel_initializer", "bias_initializer"):
             arguments[name] = FastInitializer(arguments[name])
         return arguments
-
-    def _attends_directly(self, return_attention_scores):
-        return (
-            keras.backend.backend() == "torch"
-            and self.dropout == 0.0
-            and not return_attention_scores
-            # Otherwise the user has chosen a kernel, and Keras obeys.
-            and keras.config.is_flash_attention_enabled() is None
-        )
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         num_tokens, dim = shape
@@ -231,18 +227,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return config
 
 
-def _multiplies_float16(dtype: str) -> bool:
-    """Whether attention works in a dtype: float16 on JAX needs a GPU."""
-    if dtype != "float16" or keras.backend.backend() != "jax":
-        return True
-    return any(name.startswith("gpu") for name in keras.distribution.list_devices())
-
-
-def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> None:
-    """Checks that there is a normalisation if it has an offset."""
-    check_bool("query_key_norm", query_key_norm)
-    if check_bool("query_key_norm_bias", query_key_norm_bias) and not query_key_norm:
-        raise ValueError(
-            "Expected query_key_norm=True for query_key_norm_bias=True; received: "
-            "query_key_norm=False"
-        )
+def _has_float16():
+    """Whether attention works in float16, which on JAX needs a GPU."""
+    return keras.backend.backend() != "jax" or any(
+        name.startswith("gpu") for name in keras.distribution.list_devices()
+    )

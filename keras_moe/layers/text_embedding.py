@@ -10,8 +10,8 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_initializer, check_integer
+from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -94,7 +94,7 @@ class TokenEmbedding(keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TextPositions(keras.layers.Layer):
+class TextPositions(Layer):
     """Adds a learned position embedding to each token of a text.
 
     Texts may be shorter than `max_length`. Weights for longer texts can be loaded; only
@@ -130,7 +130,7 @@ class TextPositions(keras.layers.Layer):
             name="embedding",
             shape=(1, self.max_length, input_shape[-1]),
             # As in CLIP.
-            initializer=FastInitializer(keras.initializers.RandomNormal(stddev=0.01)),
+            initializer=keras.initializers.RandomNormal(stddev=0.01),
         )
 
     def call(self, tokens: Any) -> Any:
@@ -165,9 +165,3 @@ class TextPositions(keras.layers.Layer):
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {"embedding": (1, self.max_length, shape[-1])}
-
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        return Cost.all_active(self.weight_shapes(shape))
-
-    def get_config(self):
-        return {**super().get_config(), "max_length": self.max_length}

@@ -10,13 +10,12 @@ from keras import ops
 
 from keras_moe.checks import check_initializer
 from keras_moe.layers.expert_kernels import PerExpert
+from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ZeroComputationExperts(keras.layers.Layer):
+class ZeroComputationExperts(Layer):
     """Weighted sum of zero, copy and constant experts, computed in place.
 
     A zero expert returns 0, a copy expert the token x, and a constant expert `a_1 x +
@@ -62,15 +61,9 @@ class ZeroComputationExperts(keras.layers.Layer):
     ):
         # The weights stay float32, like all routing.
         super().__init__(autocast=False, **kwargs)
-        kinds = expert_types(1, zero_experts, copy_experts, constant_experts)
-        if not kinds.zero_computation:
-            raise ValueError(
-                "Expected at least one zero-computation expert; received: "
-                "zero_experts=0, copy_experts=0, constant_experts=0"
-            )
-        self.zero_experts = kinds.zero
-        self.copy_experts = kinds.copy
-        self.constant_experts = kinds.constant
+        self.zero_experts = zero_experts
+        self.copy_experts = copy_experts
+        self.constant_experts = constant_experts
         self.kernel_initializer = check_initializer(
             "kernel_initializer", kernel_initializer
         )
@@ -94,15 +87,10 @@ class ZeroComputationExperts(keras.layers.Layer):
             self.vector = self.add_weight(
                 name="vector",
                 shape=shapes["vector"],
-                initializer=FastInitializer(self.vector_initializer),
+                initializer=self.vector_initializer,
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:
-        if weights.shape[-1] != self.num_experts:
-            raise ValueError(
-                f"Expected weights (batch, tokens, {self.num_experts}), one for each "
-                f"expert; received: shape={tuple(weights.shape)}"
-            )
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]
@@ -120,9 +108,6 @@ class ZeroComputationExperts(keras.layers.Layer):
         vector = ops.cast(self.vector, self.compute_dtype)
         token_weight = ops.cast(token_weight, self.compute_dtype)
         return token_weight * tokens + ops.matmul(vector_weights, vector)
-
-    def compute_output_shape(self, tokens_shape, weights_shape=None):
-        return tokens_shape
 
     def compute_output_spec(self, tokens, weights):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
@@ -145,15 +130,3 @@ class ZeroComputationExperts(keras.layers.Layer):
             round(weights.parameters / self.num_experts),
             round(6 * num_assignments * dim * share),
         )
-
-    def get_config(self):
-        config = super().get_config()
-        config.pop("autocast", None)
-        config.update(
-            zero_experts=self.zero_experts,
-            copy_experts=self.copy_experts,
-            constant_experts=self.constant_experts,
-            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
-            vector_initializer=keras.initializers.serialize(self.vector_initializer),
-        )
-        return config

@@ -11,7 +11,7 @@ import keras
 
 from keras_moe.checks import check_number, check_one_of
 from keras_moe.layers import AttentionPooling, MuMoE, TokenPooling
-from keras_moe.layers.inner_call import layer_argument
+from keras_moe.layers.layer import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.ops.initializers import FastInitializer
 

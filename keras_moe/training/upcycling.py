@@ -4,6 +4,7 @@ Axes: B batch, N tokens, E experts, K selected experts.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.compat import flatten_layers
-from keras_moe.layers.multilinear_experts import check_levels, total_experts
+from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
@@ -295,7 +296,7 @@ def _expert_overrides(
     """Returns the checked overrides of one tower."""
     check_one_of("router", router, [*ROUTERS, MUMOE])
     is_mumoe = router == MUMOE
-    total = total_experts(check_levels(num_experts)) if is_mumoe else num_experts
+    total = math.prod(check_levels(num_experts)) if is_mumoe else num_experts
     # A single expert would be the dense MLP.
     check_integer("num_experts", total, minimum=2)
     check_argument_names(moe_arguments, free_arguments(), "MoE layers")

@@ -58,7 +58,7 @@ EVALUATIONS = [
 WITHOUT_COSTS = {
     "dropless": "without one every device runs all rows",
     "whole batch": "whole groups on each device",
-    "mumoe": "an MLP or an MoE layer",
+    "mumoe": "blocks of attention, MLPs and MoE layers",
 }
 # Mesh sizes that the layouts promise: (expert parallel, model parallel).
 SPLITS = {

@@ -160,7 +160,7 @@ def test_a_torus_passes_data_on():
         ((4, 8, "tpu_v9"), {}, "'tpu_v9'"),
         ((4, 9), {}, "batch_size=9"),
         ((4, 4), {}, r"groups of 20 tokens, 10 tokens on each device"),
-        ((8, 16, "h200", 8), {}, "expert_parallel=8, num_experts=4"),
+        ((8, 16, "h200", 8), {}, r"parallel=8, num_experts=\[4\]"),
         ((4, 8), {"optimizer": "lion"}, "'lion'"),
         ((4, 8), {"dtype": "int8"}, "'int8'"),
         ((4, 8), {"utilization": 0}, "utilization=0"),

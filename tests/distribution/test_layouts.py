@@ -6,7 +6,6 @@ import keras
 import pytest
 
 from keras_moe import distribution, models
-from keras_moe.distribution.auto import check_paths
 
 SMALL = {
     "image_shape": (16, 16, 3),
@@ -57,8 +56,9 @@ def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
     plan = distribution.layouts(preset, 8, model_parallel=2, **config)
     backbone = cls.from_config(config)
     assert distribution.layouts(backbone, 8, model_parallel=2) == plan
-    paths = [weight.path for weight in backbone.weights]
-    check_paths(plan, paths)
+    for weight in backbone.weights:
+        rules = [rule for rule in plan.weights if re.fullmatch(rule, weight.path)]
+        assert len(rules) <= 1, weight.path
     for rule, axes in plan.weights.items():
         if "lora_a|" in rule:  # a rule for LoRA's pairs alone
             continue
@@ -98,15 +98,10 @@ def test_meshes():
         (
             "vmoe_b16",
             {"expert_parallel": "batch", "num_experts": 12},
-            "expert_parallel=8, num_experts=12",
+            r"expert_parallel=8, num_experts=\[12\]",
         ),
         ("vmoe_b16", {"expert_parallel": "all"}, "'all'"),
-        ("vit_b16", {"expert_parallel": 8}, "without experts.*expert_parallel=8"),
-        (
-            "vit_b16",
-            {"expert_parallel": 8, "router": "mumoe", "moe_layers": "every_2"},
-            "muMoE.*expert_parallel=8",
-        ),
+        ("vit_b16", {"expert_parallel": 8}, r"expert_parallel=8, num_experts=\[\]"),
         ("vit_b16", {"model_parallel": 3}, "8 devices.*model_parallel=3"),
         ("vit_b16", {"model_parallel": 8}, "model_parallel=8, num_heads=12"),
         ("vit_b16", {"model_parallel": 4, "mlp_dim": 30}, "=4, mlp_dim=30"),
@@ -114,16 +109,6 @@ def test_meshes():
             "mixer_s16",
             {"model_parallel": 4, "token_mlp_dim": 30},
             "token_mlp.*=4, mlp_dim=30",
-        ),
-        (
-            "mixer_s16",
-            {
-                "model_parallel": 2,
-                "router": "mumoe",
-                "token_mixer": "mumoe",
-                "moe_layers": "every_1",
-            },
-            "no weight would be split.*model_parallel=2",
         ),
         ("vmoe_b16", {"batch_size": 12}, "8 devices.*batch_size=12"),
         ("vmoe_b16", {"batch_size": 0}, "batch_size=0"),
@@ -134,15 +119,6 @@ def test_meshes():
 def test_what_does_not_divide_is_refused(preset, arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         distribution.layouts(preset, 8, **arguments)
-
-
-def test_rules_that_do_not_fit_are_refused():
-    plan = distribution.layouts("vmoe_b16", 8)
-    with pytest.raises(ValueError, match=r"paths=.*'head/kernel'"):
-        check_paths(plan, ["head/kernel"])
-    twice = plan._replace(weights={**plan.weights, ".*hidden_kernel": ("batch",)})
-    with pytest.raises(ValueError, match=r"matches .*hidden_kernel"):
-        check_paths(twice, ["block_1/moe/experts/hidden_kernel"])
 
 
 @pytest.mark.every_backend

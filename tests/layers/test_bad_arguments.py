@@ -24,7 +24,6 @@ from keras_moe.layers import (
     TextPositions,
     TokenEmbedding,
     TokenPooling,
-    ZeroComputationExperts,
     resize_patch_kernel,
     resize_positions,
 )
@@ -116,7 +115,7 @@ BAD_VALUES = [
     (choose, {}, {"capacity": [2.5, 0, -1, NAN, True]}),
     (MuMoE, {"units": 4, "num_experts": 4}, {
         "units": [0], "num_experts": [0, ()], "rank": [0, 0.0, 4.0],
-        "edited_outputs": [3, (4,), (1, 1)], "input_norm": [1],
+        "edited_outputs": [(4,), (1, 1)], "input_norm": [1],
         "factorization": ["svd"], "normalization": ["group"], "expert_noise": [-1.0],
     }),
     (mumoe, {"kind": "tr"}, {"rank": [3]}),
@@ -234,19 +233,13 @@ def pathway(*shape, gating_residual=True):
         ),
         (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
         (lambda: moe(auxiliary_losses={"router_z": -1.0}), "weight=-1.0"),
-        (
-            lambda: AttentionPooling(2, 8, query_key_norm_bias=True),
-            "query_key_norm=False",
-        ),
         (lambda: LogitScale(scale=0.0), "scale > 0"),
         (lambda: LogitScale(scale=3.0, largest_scale=2.0), "most largest_scale=2.0"),
         (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
-        (lambda: ZeroComputationExperts(), "zero_experts=0"),
         (lambda: EncoderBlock(MLP(4), MLP(4), seed=-1), "seed=-1"),
         # Inputs that do not fit the layer.
         (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
         (lambda: moe().build((2, 8)), r"\(2, 8\)"),
-        (lambda: Experts(2, 8).build((1, 3, 4, 8)), "num_experts=2"),
         (
             lambda: moe()(zeros(1, 3, 8), previous_logits=zeros(1, 3, 2)),
             "gating_residual=False",
@@ -266,7 +259,6 @@ def pathway(*shape, gating_residual=True):
         (lambda: AttentionPooling(3, 8)(zeros(1, 4, 8)), "num_heads=3, hidden_dim=8"),
         (lambda: AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
         (lambda: AttentionPooling(2.0, 8)(zeros(1, 4, 8)), "num_heads=2.0"),
-        (lambda: MaskedPooling("end_of_text")(zeros(2, 6, 1)), "token_ids=None"),
         (
             lambda: MaskedPooling("last")(zeros(2, 6, 1), mask=np.ones((2, 5), bool)),
             r"\(2, 5\)",
@@ -275,10 +267,6 @@ def pathway(*shape, gating_residual=True):
         (
             lambda: resize_positions(zeros(1, 4, 2), (2, 2), (4, 4), "nearest"),
             "interpolation='nearest'",
-        ),
-        (
-            lambda: resize_positions(zeros(1, 3, 2), (2, 2), (4, 4)),
-            r"table\.shape=\(1, 3, 2\)",
         ),
         (
             lambda: MultilinearExperts(4, (4, 2), rank=2)(zeros(1, 3), [zeros(1, 4)]),

@@ -108,9 +108,10 @@ def test_a_new_head_is_drawn_and_trains(tmp_path):
     assert sum(changes) > len(changes) / 2
 
 
-@pytest.mark.parametrize("initializer", [FastInitializer("ones"), PerExpert("ones")])
+@pytest.mark.parametrize("initializer", ["ones", PerExpert("ones")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_unwritten_values_are_zeros(initializer, dtype):
+def test_skipped_values_are_zeros(initializer, dtype):
+    initializer = FastInitializer(initializer)
     for shape in ((2, 3), (2, 0), (2,)):
         with skip_init():
             value = initializer(shape, dtype=dtype)

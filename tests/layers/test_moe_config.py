@@ -263,9 +263,3 @@ def test_a_router_that_is_a_layer_has_the_counts_of_experts():
     assert residuals == [False, True, True]
     with pytest.raises(ValueError, match="num_experts=5"):
         MoEConfig(num_experts=5, router=aware)
-
-
-def test_the_number_of_layers_is_checked_first():
-    for wrong in ("12", 0):
-        with pytest.raises(ValueError, match=f"num_layers={wrong!r}"):
-            MoEConfig(moe_layers=[1]).for_layers(wrong)
