@@ -184,19 +184,14 @@ class EncoderBlock(Layer):
         return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
-        starts, ends = [0, *boundaries], [*boundaries, None]
         # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
-        runs, masks = (
-            x if x is None else [x[:, start:end] for start, end in zip(starts, ends)]
-            for x in (tokens, mask)
-        )
-        masks = [None] * len(runs) if masks is None else masks
-        mixed = [
-            inner_call(
-                self.token_mixer, run, training=training, **_present(mask=run_mask)
+        mixed = []
+        for start, end in zip((0, *boundaries), (*boundaries, None)):
+            arguments = {} if mask is None else {"mask": mask[:, start:end]}
+            run = tokens[:, start:end]
+            mixed.append(
+                inner_call(self.token_mixer, run, training=training, **arguments)
             )
-            for run, run_mask in zip(runs, masks)
-        ]
         return ops.concatenate(mixed, axis=1)
 
     def call(
@@ -207,18 +202,29 @@ class EncoderBlock(Layer):
         boundaries: tuple[int, ...] = (),
         training: bool | None = None,
     ) -> Any:
-        tokens = ops.cast(tokens, self.compute_dtype)
-        if self.rematerialize and training:
-            return rematerialized(
-                self, lambda x: self._run(x, mask, boundaries, training), tokens
-            )
-        return self._run(tokens, mask, boundaries, training)
+        return self._run((tokens,), mask, {}, boundaries, training)[0]
 
-    def _run(self, tokens, mask, boundaries, training):
-        tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
-        x = inner_call(self.feed_forward_norm, tokens)
-        x = inner_call(self.feed_forward, x, training=training)
-        return self._residual(tokens, x, self.feed_forward_scale, training)
+    def _run(self, inputs, mask, arguments, boundaries, training):
+        """The tokens and the routing records, for tokens and maybe previous logits."""
+
+        def run(tokens, previous_logits=None):
+            tokens, mixer_records = self._mix(tokens, training, mask, None, boundaries)
+            x = inner_call(self.feed_forward_norm, tokens)
+            residual = _present(previous_logits=previous_logits)
+            x = inner_call(
+                self.feed_forward, x, training=training, **arguments, **residual
+            )
+            records = ()
+            if hasattr(self.feed_forward, "router"):
+                x, *records = x
+            tokens = self._residual(tokens, x, self.feed_forward_scale, training)
+            return tokens, *records, *mixer_records
+
+        tokens, *previous_logits = inputs
+        inputs = ops.cast(tokens, self.compute_dtype), *previous_logits
+        if self.rematerialize and training:
+            return rematerialized(self, run, *inputs)
+        return run(*inputs)
 
     def compute_output_spec(
         self, tokens, mask=None, modality_ids=None, boundaries=(), training=None
@@ -285,31 +291,9 @@ class MoEEncoderBlock(EncoderBlock):
         if mask is None:
             # Keras passes masks only to calls with a single tensor.
             mask = get_keras_mask(tokens)
-        tokens = ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
-        fixed = _present(mask=mask, modality_ids=modality_ids)
-        if self.rematerialize and training:
-            return rematerialized(
-                self,
-                lambda *inputs: self._run_moe(training, fixed, boundaries, *inputs),
-                *inputs,
-            )
-        return self._run_moe(training, fixed, boundaries, *inputs)
-
-    def _run_moe(self, training, fixed, boundaries, tokens, previous_logits=None):
-        tokens, mixer_records = self._mix(
-            tokens, training, fixed.get("mask"), boundaries=boundaries
-        )
-        x = inner_call(self.feed_forward_norm, tokens)
-        x, routing = inner_call(
-            self.feed_forward,
-            x,
-            training=training,
-            **fixed,
-            **_present(previous_logits=previous_logits),
-        )
-        tokens = self._residual(tokens, x, self.feed_forward_scale, training)
-        return tokens, routing, *mixer_records
+        arguments = _present(mask=mask, modality_ids=modality_ids)
+        return self._run(inputs, mask, arguments, boundaries, training)
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
         """The block's output with each example's muMoE expert (B, L) zeroed.

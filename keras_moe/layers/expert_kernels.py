@@ -185,13 +185,7 @@ class ExpertKernels(Layer):
 
     # Low-rank adaptation
 
-    def enable_lora(
-        self,
-        rank: int,
-        lora_alpha: float | None = None,
-        a_initializer: Any = "he_uniform",
-        b_initializer: Any = "zeros",
-    ) -> None:
+    def enable_lora(self, rank: int, lora_alpha: float | None = None) -> None:
         """Freezes all weights and adds a low-rank update to each kernel."""
         rank = check_integer("rank", rank)
         if not self.built or self.lora_enabled:
@@ -203,18 +197,10 @@ class ExpertKernels(Layer):
         with unlocked(self):
             for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
                 name = kernel.removesuffix("_kernel")
-                self._add(
-                    f"{name}_lora_a",
-                    (num_experts, inputs, rank),
-                    PerExpert(a_initializer),
-                    dtype="float32",
-                )
-                self._add(
-                    f"{name}_lora_b",
-                    (num_experts, rank, outputs),
-                    PerExpert(b_initializer),
-                    dtype="float32",
-                )
+                a, b = (num_experts, inputs, rank), (num_experts, rank, outputs)
+                he_uniform = PerExpert("he_uniform")
+                self._add(f"{name}_lora_a", a, he_uniform, dtype="float32")
+                self._add(f"{name}_lora_b", b, "zeros", dtype="float32")
         for name in self._weight_names:
             getattr(self, name).trainable = False
         self.lora_enabled = True
