@@ -51,15 +51,15 @@ __all__ = [
     "get_autocast_scope",
     "get_file",
     "get_keras_mask",
-    "hands_on",
     "has_hooks",
     "has_seed_generator",
     "inject_functional_model_class",
-    "is_state_of_steps",
+    "is_jax_train_state",
     "load_json",
     "mark_loss_as_built",
     "moving_averages",
     "own_variables",
+    "passes_arguments",
     "rate_or_schedule",
     "replaced_seed_generator",
     "restored",
@@ -182,7 +182,7 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     layer._dtype_policy = policy
 
 
-def hands_on(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
+def passes_arguments(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
     """Whether Keras passes these arguments to `call`, outside of a `RematScope`."""
     takes = layer._call_has_training_arg or "training" not in names
     return takes and layer._remat_mode is None
@@ -197,8 +197,8 @@ def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
     )
 
 
-def is_state_of_steps(name: str) -> bool:
-    """Whether an attribute of a model is the state that JAX's trainer keeps per step.
+def is_jax_train_state(name: str) -> bool:
+    """Whether an attribute of a model is the state of JAX's trainer.
 
     Keras searches new attributes for layers and weights, which this one never has.
     """

@@ -15,6 +15,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def use_jax_on_cpu(devices: int = 1, **environment: str) -> None:
+    """Sets the environment of a program that has not imported Keras yet."""
+    os.environ.update(
+        KERAS_BACKEND="jax",
+        JAX_PLATFORMS="cpu",
+        CUDA_VISIBLE_DEVICES="",
+        TF_CPP_MIN_LOG_LEVEL="3",
+        # Quick to compile.
+        XLA_FLAGS="--xla_backend_optimization_level=0 "
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+        f"--xla_force_host_platform_device_count={devices}",
+        **environment,
+    )
+
+
 def start_forked(work: Callable, *arguments: object) -> int:
     """Starts a process that calls `work`, and returns its id."""
     child = os.fork()

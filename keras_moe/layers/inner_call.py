@@ -14,7 +14,7 @@ from keras_moe.compat import (
     AutocastScope,
     get_autocast_scope,
     get_keras_mask,
-    hands_on,
+    passes_arguments,
 )
 from keras_moe.ops.nn import linear
 
@@ -45,7 +45,7 @@ def _is_all(layer, x, kwargs):
         and type(layer).forward is keras.layers.Layer.forward
         and layer.quantization_mode is None
         and layer.activity_regularizer is None
-        and hands_on(layer, kwargs)
+        and passes_arguments(layer, kwargs)
         and keras.distribution.distribution() is None
         and not hooks_torch.has_hooks(layer)
     )

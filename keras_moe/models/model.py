@@ -13,7 +13,7 @@ import keras_hub
 from keras_moe.compat import (
     TorchParameters,
     inject_functional_model_class,
-    is_state_of_steps,
+    is_jax_train_state,
 )
 from keras_moe.models import registry
 from keras_moe.models.compilation import announcing, make_step
@@ -57,7 +57,7 @@ class MoEModel(Exportable, TorchParameters):
     """Methods shared by backbones and tasks."""
 
     def __setattr__(self, name, value):
-        if is_state_of_steps(name):
+        if is_jax_train_state(name):
             # Only arrays: inspecting them at every step would be slow.
             object.__setattr__(self, name, value)
         else:

@@ -13,24 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(sys.argv[1])
-os.environ.update(
-    KERAS_BACKEND="jax",
-    JAX_PLATFORMS="cpu",
-    CUDA_VISIBLE_DEVICES="",
-    TF_CPP_MIN_LOG_LEVEL="3",
-    JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+from tests.forks import start_forked, use_jax_on_cpu
+
+use_jax_on_cpu(JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
 from keras_moe import training  # noqa: E402
-from tests.forks import start_forked  # noqa: E402
 
+ROOT = Path(sys.argv[1])
 # Seconds in which a life of both processes must end.
 PATIENCE = 50
 EPOCHS, STEPS, BATCH = 2, 3, 4

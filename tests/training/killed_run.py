@@ -12,24 +12,19 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.update(
-    KERAS_BACKEND="jax",
-    JAX_PLATFORMS="cpu",
-    CUDA_VISIBLE_DEVICES="",
-    TF_CPP_MIN_LOG_LEVEL="3",
-    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1",
+from tests.forks import start_forked, use_jax_on_cpu
+
+use_jax_on_cpu(
     JAX_COMPILATION_CACHE_DIR=str(Path(sys.argv[1]) / "programs"),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
 )
 
-import keras
-import numpy as np
-import tensorflow as tf
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
-from keras_moe import layers, routers, training
-from tests.forks import start_forked
+from keras_moe import layers, routers, training  # noqa: E402
 
 EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(

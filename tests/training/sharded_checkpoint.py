@@ -4,20 +4,14 @@ Arguments: the port of the first, and a folder. They restore on another layout, 
 what one process has written, and compare; each writes how many weights were split.
 """
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.forks import run_forked, use_jax_on_cpu
+
+use_jax_on_cpu(devices=2, JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 PORT, FOLDER = sys.argv[1], Path(sys.argv[2])
-os.environ.update(
-    KERAS_BACKEND="jax",
-    JAX_PLATFORMS="cpu",
-    JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_force_host_platform_device_count=2",
-)
 
 # Keras imports it to look for its kinds of shapes: two seconds for nothing.
 sys.modules["tensorflow"] = None
@@ -28,7 +22,6 @@ import orbax.checkpoint  # noqa: E402
 
 from keras_moe import distribution, models, training  # noqa: E402
 from keras_moe.training import _checkpoint_files as checkpoint_files  # noqa: E402
-from tests.forks import run_forked  # noqa: E402
 
 CONFIG = {
     "image_shape": (16, 16, 3),

@@ -9,6 +9,7 @@ import pytest
 from keras_moe import models, training
 from keras_moe.training import (
     BestEpoch,
+    Datasets,
     FewShot,
     MeanAveragePrecision,
     ModelConfig,
@@ -236,6 +237,10 @@ CALLS = [
     (lambda: recipe(test_split="dev").datasets(linear_model()), "split='dev'"),
     (lambda: train(recipe(data="digit")), "source='digit'"),
     (lambda: train(recipe(best="keep")), "best='keep'"),
+    (
+        lambda: train(recipe(), Datasets([], [], 10, 1), checkpoint_dir="run"),
+        "a function from steps to datasets",
+    ),
     (
         lambda: recipe(model_arguments={"num_layer": 1}).new_model(10),
         "num_layer=1 .nearest: num_layers",

@@ -138,12 +138,6 @@ def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     assert len(again.history["loss"]) == 2
 
 
-def test_datasets_of_ones_own_must_say_where_they_begin(small, tmp_path):
-    datasets = recipe().datasets(tokens_model())
-    with pytest.raises(ValueError, match="Expected a function from steps to datasets"):
-        run(tmp_path, datasets=datasets)
-
-
 def test_another_version_is_told(quick, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
