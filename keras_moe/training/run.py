@@ -322,15 +322,13 @@ def _diagnosis(run, checkpoint, error, verbose):
         step = 0 if checkpoint is None else checkpoint.restore(run.model)
         batches = run.batches(step)
         origin = first_non_finite_step(run.model, batches, error, step, verbose)
-    epoch = (error.step - 1) // run.steps_per_epoch + 1
-    parts = [f"{error}, in epoch {epoch}"]
+    message = f"{error}, in epoch {(error.step - 1) // run.steps_per_epoch + 1}"
     if origin is not None:
-        parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
+        message += f". The first NaN or Inf was {origin[1]}, in step {origin[0]}"
     if good:
-        parts.append(f"The last good checkpoint is {good}")
+        message += f". The last good checkpoint is {good}"
     rate = run.recipe.schedule.learning_rate
-    parts.append(f"Try less than learning_rate={rate}")
-    return ". ".join(parts)
+    return f"{message}. Try less than learning_rate={rate}"
 
 
 def _result(run, checkpoint, history):

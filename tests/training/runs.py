@@ -8,7 +8,7 @@ import numpy as np
 from keras_moe.training import Datasets, Recipe, train
 from keras_moe.training.recipes import SECTIONS, dotted_names
 
-PLACES = {
+DOTTED = {
     **{
         name: dotted
         for section in SECTIONS
@@ -24,12 +24,24 @@ PLACES = {
 }
 
 
+LONG_RUN = {
+    "preset": "vmoe_digits",
+    "batch_size": 8,
+    "learning_rate": 0.1,
+    "steps": 1000,
+    "warmup_steps": 100,
+    "decay": "rsqrt",
+    "timescale": 50,
+    "cooldown_steps": 200,
+}
+
+
 def short_recipe(**settings):
     """A recipe of `preset`, `batch_size` and the like, in any order, from scratch."""
     sections = {"name": "mine", "data": {}, "model": {"load_weights": False}}
     sections["schedule"] = {}
     for name, value in settings.items():
-        section, _, setting = PLACES.get(name, name).partition(".")
+        section, _, setting = DOTTED.get(name, name).partition(".")
         if setting:
             sections.setdefault(section, {})[setting] = value
         elif name == "model_arguments":
@@ -41,11 +53,11 @@ def short_recipe(**settings):
 
 def changed(recipe, **settings):
     """A recipe with other settings by their short names."""
-    return recipe.replace(**{PLACES.get(x, x): value for x, value in settings.items()})
+    return recipe.replace(**{DOTTED.get(x, x): value for x, value in settings.items()})
 
 
 def noise(recipe, model, data_dir=None, start_step=0):
-    """Small batches of noise, in the place of `Recipe.datasets`, which takes longer.
+    """Small batches of noise, instead of `Recipe.datasets`, which is slower.
 
     There are as many in an epoch as of the digits, and each is another.
     """
@@ -106,7 +118,7 @@ def assert_same_arrays(actual, expected):
 
 
 class Ends(keras.callbacks.Callback):
-    """Ends the process, so to speak, before a step."""
+    """Interrupts the run before a step."""
 
     def __init__(self, step):
         super().__init__()

@@ -32,23 +32,13 @@ from tests.pair_models import clip, limoe
 from tests.refusals import check_refused, named_values
 from tests.small_models import SMALL, images
 from tests.training.pair_folder import pair_recipe
-from tests.training.runs import linear_model, short_recipe
+from tests.training.runs import LONG_RUN, linear_model, short_recipe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 TWO, THREE = np.zeros((4, 2)), np.zeros((4, 3))
 IMAGES, LABELS = images(6, *SMALL["image_shape"]), np.array([0, 1, 2, 0, 1, 2])
-WHOLE_RUN = {
-    "preset": "vmoe_digits",
-    "batch_size": 8,
-    "learning_rate": 0.1,
-    "steps": 1000,
-    "warmup_steps": 100,
-    "decay": "rsqrt",
-    "timescale": 50,
-    "cooldown_steps": 200,
-}
-BRANCHED = short_recipe(**WHOLE_RUN)
+BRANCHED = short_recipe(**LONG_RUN)
 COSINE = BRANCHED.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
 KERNELS = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
 

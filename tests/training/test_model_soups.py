@@ -12,7 +12,7 @@ from keras_moe.training import (
     list_checkpoints,
     save_checkpoint,
 )
-from tests.training.runs import short_recipe
+from tests.training.runs import LONG_RUN, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -165,20 +165,8 @@ def test_quantised_models_are_refused():
 # Branches
 
 
-RUN = {
-    "preset": "vmoe_digits",
-    "batch_size": 8,
-    "learning_rate": 0.1,
-    "steps": 1000,
-    "warmup_steps": 100,
-    "decay": "rsqrt",
-    "timescale": 50,
-    "cooldown_steps": 200,
-}
-
-
 def test_branches_of_a_run():
-    run = short_recipe(name="run", **RUN)
+    run = short_recipe(name="run", **LONG_RUN)
     branch = cooldown_branch(run, 600, 80, data={"source": "folder:other"})
     assert (branch.name, branch.total_steps(10)) == ("run_cooldown_600_80", 680)
     assert (branch.data.source, branch.model) == ("folder:other", run.model)
