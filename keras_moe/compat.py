@@ -5,6 +5,7 @@ and KerasHub 0.32.0. KerasHub is imported inside functions, because the core nee
 Keras. `PRIVATE_METHODS` lists the private methods that subclasses override or call; a
 test compares them with the installed versions.
 """
+# ruff: noqa: F401
 
 import collections
 import contextlib
@@ -12,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -37,97 +38,33 @@ from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 # `keras.saving.save_weights` asks like this before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
-__all__ = [
-    "PRIVATE_METHODS",
-    "AutocastScope",
-    "PrivateMethod",
-    "TorchParameters",
-    "ask_to_proceed_with_overwrite",
-    "check_file_exists",
-    "clear_losses",
-    "compute_fans",
-    "count_batches",
-    "flatten_layers",
-    "get_autocast_scope",
-    "get_file",
-    "get_keras_mask",
-    "has_hooks",
-    "has_seed_generator",
-    "inject_functional_model_class",
-    "is_jax_train_state",
-    "load_json",
-    "mark_loss_as_built",
-    "moving_averages",
-    "own_variables",
-    "passes_arguments",
-    "rate_or_schedule",
-    "replaced_seed_generator",
-    "restored",
-    "safe_get_h5_dataset",
-    "set_dtype_policy",
-    "stored_dataset",
-    "unlocked",
-    "variable_layout",
-]
+_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
 
-
-class PrivateMethod(NamedTuple):
-    """A private method of Keras or KerasHub that our classes override or call."""
-
-    owner: type
-    name: str
-    arguments: tuple[str, ...]
-    missing: str
-
-
-_OPTIMIZER = keras.optimizers.Optimizer
-
+# Private methods that subclasses override or call: owner, name and first arguments.
 PRIVATE_METHODS = (
-    PrivateMethod(
-        keras.layers.MultiHeadAttention,
-        "_compute_attention",
-        ("query", "key", "value"),
-        "a step between the projections and the softmax, for norms of queries and keys",
-    ),
-    PrivateMethod(
-        keras.layers.MultiHeadAttention,
-        "_get_common_kwargs_for_sublayer",
-        (),
-        "initializers of the projections that are not those of the config",
-    ),
-    PrivateMethod(
-        keras.layers.CutMix,
-        "_generate_batch_mask",
-        ("images_shape", "box_corners"),
-        "a mask of pixels instead of one of the numbers in them",
-    ),
-    PrivateMethod(
+    # A step between the projections and the softmax, for norms of queries and keys.
+    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
+    # Initializers of the projections that are not those of the config.
+    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
+    # A mask of pixels instead of one of the numbers in them.
+    (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
+    # Learning rates and weight decay by weight.
+    (
         _OPTIMIZER,
         "_backend_update_step",
         ("grads", "trainable_variables", "learning_rate"),
-        "learning rates by weight",
     ),
-    PrivateMethod(
-        _OPTIMIZER, "_apply_weight_decay", ("variables",), "weight decay by weight"
-    ),
-    PrivateMethod(
-        _OPTIMIZER,
-        "_get_current_learning_rate",
-        (),
-        "a learning rate that only weight decay reads",
-    ),
-    PrivateMethod(
+    (_OPTIMIZER, "_apply_weight_decay", ("variables",)),
+    # A learning rate that only weight decay reads.
+    (_OPTIMIZER, "_get_current_learning_rate", ()),
+    # Averages of steps, where gradients are accumulated over batches.
+    (
         _OPTIMIZER,
         "_update_model_variables_moving_average",
         ("trainable_variables",),
-        "averages of steps, where gradients are accumulated over batches",
     ),
-    PrivateMethod(
-        _OPTIMIZER,
-        "_get_variable_index",
-        ("variable",),
-        "the place of a weight among the variables of an optimizer",
-    ),
+    # The index of a weight among the variables of an optimizer.
+    (_OPTIMIZER, "_get_variable_index", ("variable",)),
 )
 
 

@@ -155,8 +155,8 @@ def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
     # In the wheel these folders are inside the package, in a checkout next to it.
     package = Path(__file__).resolve().parent
     folders = (package / folder, package.parent / folder)
-    place = next(path for path in folders if path.is_dir())
-    return {path.stem: path for path in sorted(place.glob(f"*{suffix}"))}
+    shipped = next(path for path in folders if path.is_dir())
+    return {path.stem: path for path in sorted(shipped.glob(f"*{suffix}"))}
 
 
 # Locks
@@ -281,13 +281,11 @@ def staged_folder(
     wait. Files of `folder` that are not `is_own` are kept.
     """
     target = Path(check_path("folder", folder)).expanduser().resolve()
-    _check_target(target, kind, is_kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.saving.lock")
     with locked(lock, f"the {kind} {folder}", _PATIENCE):
         recover_folder(target)
-        # Another process may have written it in the meantime.
-        _check_target(target, kind, is_kind)
+        check_replaceable(target, kind, is_kind)
         _remove_partials(target)
         staging = new_partial(target)
         try:
@@ -310,21 +308,16 @@ def staged_folder(
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_target(target, kind, is_kind):
+def check_replaceable(target: Path, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Refuses folders of something else and the one that the program runs in."""
     if not target.exists():
         return
-    if not target.is_dir():
-        raise ValueError(f"Expected a folder; received a file: {target}")
-    if Path.cwd().is_relative_to(target):
-        # Replacing it would leave the program in a deleted folder.
+    is_other = any(target.iterdir()) and not is_kind(target)
+    # Replacing the working folder would leave the program in a deleted one.
+    if is_other or Path.cwd().is_relative_to(target):
         raise ValueError(
-            f"Expected a folder for the {kind} that the program does not run in, since "
-            f"the new one replaces it; received: {target}"
-        )
-    if any(target.iterdir()) and not is_kind(target):
-        raise ValueError(
-            f"Expected a new folder, an empty one or an older {kind}, since the new "
-            f"one replaces it; received: {target}"
+            f"Expected a new folder, an empty one or an older {kind}, not the one that "
+            f"the program runs in, since it is replaced; received: {target}"
         )
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from keras_moe.models.conversion import hub_model, image_normalization, open_fol
 # second in half precision.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 UNCOMPARED = "not compared with the source's model"
-TIMM_SECONDS = 1800
 
 
 class Uncompared(Exception):
@@ -108,30 +106,18 @@ def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
         "arguments": arguments,
         "files": [os.path.abspath(path) for path in files],
     }
+    program = Path(__file__).with_name("timm_outputs.py")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.save(folder / "images.npy", pixels.transpose(0, 3, 1, 2).astype("float32"))
-        run_timm(folder)
+        command = [sys.executable, str(program), str(folder)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            status = f"status {result.returncode}"
+            reason = [status, *result.stderr.strip().splitlines()][-1]
+            raise Uncompared(f"timm failed with {reason}")
         return np.load(folder / "outputs.npy", allow_pickle=False)
-
-
-def run_timm(folder: Path) -> None:
-    """Runs `timm_outputs.py` on a request."""
-    program = Path(__file__).with_name("timm_outputs.py")
-    command = [sys.executable, str(program), str(folder)]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMM_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Uncompared(f"timm took more than {TIMM_SECONDS} s") from error
-    if result.returncode < 0:
-        name = signal.Signals(-result.returncode).name
-        raise Uncompared(f"timm's process was ended by {name}")
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise Uncompared(f"timm failed with {reason}")
 
 
 def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
@@ -150,9 +136,9 @@ def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
 def compare_saved(preset: str, model: keras.Model) -> None:
     """Reads the preset again: it must be the model that was saved."""
     inputs = fixed_inputs(model)
-    again = models.from_preset(str(preset))
-    both = (
-        keras.tree.flatten(each.predict(inputs, verbose=0)) for each in (again, model)
+    loaded = models.from_preset(str(preset))
+    outputs = (
+        keras.tree.flatten(x.predict(inputs, verbose=0)) for x in (loaded, model)
     )
-    if not all(np.allclose(x, y, atol=1e-5) for x, y in zip(*both)):
+    if not all(np.allclose(x, y, atol=1e-5) for x, y in zip(*outputs)):
         raise ValueError(f"Expected the saved model back from {preset}; it differs")

@@ -13,7 +13,7 @@ import keras_moe
 from keras_moe.cli.arguments import (
     FIRST,
     Result,
-    add_num_classes,
+    add_count,
     add_overrides,
     add_target,
     check_target,
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="The weights, as keras_moe.models.convert takes them.",
     )
     add_target(parser)
-    add_num_classes(parser, "The number of classes of a new head.")
+    add_count(parser, "--num-classes", "The number of classes of a new head.")
     parser.add_argument(
         "--task",
         choices=("backbone", "image_classifier"),
@@ -89,23 +89,10 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 def convert(args: argparse.Namespace, overrides: dict, console: Any) -> tuple[Any, Any]:
     """The converted model and its report; shows a progress bar."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import Progress
 
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    is_shown = console.is_terminal
+    with Progress(console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("opening", total=None)
 
         def show(done, total, name):

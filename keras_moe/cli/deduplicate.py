@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import Result, add_data, at_least
+from keras_moe.cli.arguments import Result, add_count, add_data
 
 EXAMPLES = """\
 keras-moe deduplicate --data folder:photos --split train --against test
@@ -29,14 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="The source of that split, if it is not --data.",
     )
-    parser.add_argument(
-        "--max-distance",
-        type=at_least(-1, 64),
-        default=3,
-        metavar="BITS",
-        help="The number of bits of 64 in which a copy's hash may differ; -1 for "
-        "identical pixels only.",
-    )
+    bits = "The bits of 64 in which a copy's hash may differ; -1 for identical pixels."
+    add_count(parser, "--max-distance", bits, 3, minimum=-1)
     parser.add_argument(
         "--output",
         type=Path,
@@ -49,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Any) -> Result:
     from rich.progress import Progress
 
+    from keras_moe.checks import check_integer
+
     data = keras_moe.data
+    # Before the images are read.
+    check_integer("max_distance", args.max_distance, -1, 32)
     against = args.against_data or args.data
     max_distance = None if args.max_distance < 0 else args.max_distance
     args.output.parent.mkdir(parents=True, exist_ok=True)

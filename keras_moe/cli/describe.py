@@ -10,7 +10,7 @@ import keras_moe
 from keras_moe.cli.arguments import (
     FIRST,
     Result,
-    add_num_classes,
+    add_count,
     add_overrides,
     add_preset,
     model_overrides,
@@ -25,7 +25,7 @@ OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset(parser, nargs="?")
-    add_num_classes(parser, "Count a head for this number of classes, too.")
+    add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
     parser.add_argument(
         "--list", action="store_true", help="List all built-in presets."
@@ -62,7 +62,6 @@ def every_preset(num_classes: int | None) -> Result:
             f"{costs.gflops:,.1f}",
             line,
         )
-        row = costs.to_dict()
-        row.pop("parts")
-        rows.append({**row, "description": line})
+        rows.append({**costs.to_dict(), "description": line})
+        rows[-1].pop("parts")
     return Result(rows, (table,))

@@ -6,8 +6,8 @@ from typing import Any
 import keras_moe
 from keras_moe.cli.arguments import (
     FIRST,
+    add_count,
     add_layout,
-    at_least,
     integer_or,
     model_overrides,
 )
@@ -39,12 +39,8 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--coordinator", metavar="HOST:PORT", help="The address of the first process."
     )
-    group.add_argument(
-        "--num-processes", type=at_least(1), help="The number of processes."
-    )
-    group.add_argument(
-        "--process-id", type=at_least(0), help="The index of this process, from 0."
-    )
+    add_count(group, "--num-processes", "The number of processes.")
+    add_count(group, "--process-id", "The index of this process, from 0.", minimum=0)
 
 
 def start_processes(args: argparse.Namespace) -> None:
@@ -52,14 +48,13 @@ def start_processes(args: argparse.Namespace) -> None:
     import keras
 
     processes = (args.coordinator, args.num_processes, args.process_id)
-    if all(value is None for value in processes):
-        return
-    if any(value is None for value in processes):
+    if processes.count(None) in (1, 2):
         raise ValueError(
             "Expected --coordinator, --num-processes and --process-id together; "
             f"received: {processes}"
         )
-    keras.distribution.initialize(*processes)
+    if None not in processes:
+        keras.distribution.initialize(*processes)
 
 
 def set_devices(
@@ -68,15 +63,14 @@ def set_devices(
     """Sets the distribution of a model to be made, if --devices asks for one."""
     import keras
 
+    from keras_moe.checks import check_integer
+
     if args.devices is None:
-        if args.num_processes is not None:
+        split = (args.num_processes, args.expert_parallel, args.model_parallel)
+        if split != (None, None, 1):
             raise ValueError(
-                "Expected --devices with several processes, each of which would train "
-                "a model of its own"
-            )
-        if args.expert_parallel is not None or args.model_parallel != 1:
-            raise ValueError(
-                "Expected --devices with --expert-parallel and --model-parallel"
+                "Expected --devices with --num-processes, --expert-parallel and "
+                "--model-parallel"
             )
         return None
     if args.num_processes is not None:
@@ -95,11 +89,7 @@ def set_devices(
     devices = None
     if keras.backend.backend() == "jax" and args.devices != "all":
         devices = keras.distribution.list_devices()
-        if args.devices > len(devices):
-            raise ValueError(
-                f"Expected at most {len(devices)} devices; "
-                f"received: --devices {args.devices}"
-            )
+        check_integer("--devices", args.devices, 1, len(devices))
         devices = devices[: args.devices]
     chosen = keras_moe.distribution.auto(
         preset,

@@ -13,11 +13,10 @@ import keras_moe
 from keras_moe.cli.arguments import (
     FIRST,
     Result,
+    add_count,
     add_layout,
-    add_num_classes,
     add_overrides,
     add_preset,
-    at_least,
     model_overrides,
     positive,
 )
@@ -50,15 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tpu_v4",
         help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p or h200.",
     )
-    parser.add_argument(
-        "--devices", type=at_least(1), required=True, help="The number of devices."
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=at_least(1),
-        required=True,
-        help="The number of examples in a step, on all devices together.",
-    )
+    add_count(parser, "--devices", "The number of devices.", required=True)
+    batch = "The number of examples in a step, on all devices together."
+    add_count(parser, "--batch-size", batch, required=True)
     add_layout(parser)
     parser.add_argument(
         "--optimizer",
@@ -76,13 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.4,
         help="The share of the chip's peak FLOPs that the model reaches.",
     )
-    parser.add_argument(
-        "--text-tokens",
-        type=at_least(0),
-        default=0,
-        help="The number of text tokens with each image.",
-    )
-    add_num_classes(parser, "Count a head for this number of classes, too.")
+    add_count(parser, "--text-tokens", "The text tokens with each image.", 0, 0)
+    add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
 
 

@@ -15,12 +15,12 @@ import keras_moe
 from keras_moe.cli.arguments import (
     Result,
     add_batch_size,
+    add_count,
     add_data,
     add_data_options,
     add_overrides,
     add_preset,
     add_shots,
-    at_least,
 )
 from keras_moe.cli.devices import add_devices, set_devices
 from keras_moe.cli.inputs import Examples, Model, find_examples, find_model, with_bar
@@ -33,13 +33,10 @@ keras-moe evaluate hf://timm/vit_base_patch16_224.augreg_in21k --data tfds:cifar
 keras-moe evaluate runs/celeb_a --metrics average_precision
 keras-moe evaluate runs/limoe --data tfds:cifar10 --metrics zero_shot \
 --templates imagenet"""
-# Metrics of classifiers; the first two need a head.
+# Metrics of outputs; of images with captions; of images with classes.
 OF_HEADS = ("accuracy", "average_precision")
-OF_CLASSIFIERS = (*OF_HEADS, "few_shot")
-# Metrics of image-text models, on images with captions and on images with classes.
 OF_CAPTIONS = ("retrieval", "contrastive_accuracy")
 OF_CLASSES = ("zero_shot", "few_shot")
-OF_PAIRS = OF_CAPTIONS + OF_CLASSES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics",
         nargs="+",
-        choices=(*OF_CLASSIFIERS, *OF_CAPTIONS, "zero_shot"),
+        choices=OF_HEADS + OF_CAPTIONS + OF_CLASSES,
         help="The metrics; by default all that the data and the model allow. few_shot "
         "needs no head, and average_precision is for images with several labels. "
         "Image-text models have retrieval and contrastive_accuracy on images with "
@@ -77,14 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-split",
         help="The split from which shots are drawn; the run's train split, or train.",
     )
-    shots.add_argument(
-        "--seeds",
-        type=at_least(0),
-        nargs="+",
-        default=[0, 1, 2],
-        metavar="SEED",
-        help="The seeds, one draw of the shots for each.",
-    )
+    seeds = "The seeds, one draw of the shots for each."
+    add_count(shots, "--seeds", seeds, [0, 1, 2], 0, nargs="+")
     add_devices(parser)
 
 
@@ -102,13 +93,11 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="The names of the classes in the order of the labels, or imagenet; by "
         "default those of the data.",
     )
-    pairs.add_argument(
-        "--contrastive-batch",
-        type=at_least(1),
-        default=1024,
-        help="The number of images that contrastive_accuracy compares with each other, "
-        "or all if the data has fewer.",
+    batch = (
+        "The number of images that contrastive_accuracy compares with each other, or "
+        "all if the data has fewer."
     )
+    add_count(pairs, "--contrastive-batch", batch, 1024)
     add_data_options(pairs)
 
 
@@ -116,24 +105,18 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     import keras
 
     chosen = find_model(args)
-    if not chosen.embeds_pairs:
-        refuse_options_of_pairs(args)
     examples = find_examples(args, chosen.recipe)
     # What does not fit is refused before the model is loaded.
     if chosen.embeds_pairs:
         metrics = pair_metrics(examples, args)
         prompts = zero_shot_prompts(examples, args) if "zero_shot" in metrics else None
     warn_of_random_weights(chosen)
-    before = keras.distribution.distribution()
-    try:
-        set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
-        model, shown = chosen.load(), with_bar(console)
-        if chosen.embeds_pairs:
-            figures = evaluate_pairs(model, examples, metrics, prompts, args, shown)
-        else:
-            figures = evaluate_classifier(model, examples, args, shown)
-    finally:
-        keras.distribution.set_distribution(before)
+    set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
+    model, shown = chosen.load(), with_bar(console)
+    if chosen.embeds_pairs:
+        figures = evaluate_pairs(model, examples, metrics, prompts, args, shown)
+    else:
+        figures = evaluate_classifier(model, examples, args, shown)
     values = {
         "preset": args.preset,
         "data": examples.source,
@@ -142,16 +125,6 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         **figures,
     }
     return Result(values, (figures_table(values),))
-
-
-def refuse_options_of_pairs(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that classifiers have no use for."""
-    for name in ("templates", "class_names", "data_options"):
-        if getattr(args, name):
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"Expected a preset of pairs for {option}; received: {args.preset}"
-            )
 
 
 def warn_of_random_weights(chosen: Model) -> None:
@@ -168,89 +141,84 @@ def warn_of_random_weights(chosen: Model) -> None:
         )
 
 
+def chosen_metrics(
+    args: argparse.Namespace, possible: Sequence[str], default: Sequence[str]
+) -> tuple[str, ...]:
+    """The metrics that are asked for, all of them possible, or the default ones."""
+    metrics = tuple(args.metrics or default)
+    captions = dict(args.data_options).get("templates")
+    readers = {
+        "--templates": (args.templates, ("zero_shot",)),
+        "--class-names": (args.class_names, ("zero_shot",)),
+        "--class-subset": (args.class_subset, ("zero_shot", *OF_HEADS)),
+        "--data-options templates": (captions, OF_CAPTIONS),
+    }
+    unread = [name for name, (x, of) in readers.items() if x and not {*of} & {*metrics}]
+    if unread or not metrics or not {*metrics} <= {*possible}:
+        raise ValueError(
+            f"Expected --metrics among {' '.join(possible) or 'none'}, as the model "
+            "and the data allow, and one that reads each option; received: --metrics "
+            f"{' '.join((*metrics, *unread))}"
+        )
+    return metrics
+
+
+# Classifiers
+
+
 def evaluate_classifier(
     model: Any, examples: Examples, args: argparse.Namespace, shown: Callable
 ) -> dict:
     """The figures of a classifier by metric, as JSON."""
     import keras
 
-    metrics = classifier_metrics(args.metrics, model, examples)
+    metrics = classifier_metrics(args, model, examples)
     has_scores = bool({*metrics} & {*OF_HEADS})
-    outputs, subset = {}, None
-    if args.class_subset:
-        if examples.has_several_labels() or not has_scores:
-            raise ValueError(
-                "Expected --metrics accuracy of images of one label with "
-                f"--class-subset {args.class_subset}; received: --metrics "
-                f"{' '.join(metrics)} of {examples.source!r}"
-            )
-        subset = keras_moe.evaluation.read_class_subset(args.class_subset)
+    outputs = {"features": pooled_features(model)} if "few_shot" in metrics else {}
     if has_scores:
+        outputs["logits"] = model.output
         # Before the images are read: the classes may not fit.
-        if subset is None:
-            indices = model_classes(model, examples)
-        else:
+        if args.class_subset:
+            subset = keras_moe.evaluation.read_class_subset(args.class_subset)
             indices = subset.indices(examples.class_names(), examples.num_classes())
             columns = subset_outputs(model, subset)
-        outputs["logits"] = model.output
-    if "few_shot" in metrics:
-        outputs["features"] = pooled_features(model)
+        else:
+            indices = model_classes(model, examples)
     shape = getattr(model, "backbone", model).image_shape
 
-    def predict_split(inference, split):
+    def predict_split(names, split):
+        inference = keras.Model(model.input, {name: outputs[name] for name in names})
         batches = examples.images(split, shape, args.batch_size)
         return predict(inference, shown(batches, split), args.batch_size)
 
-    outcome, labels = predict_split(keras.Model(model.input, outputs), examples.split)
+    outcome, labels = predict_split(outputs, examples.split)
     figures = {"images": len(labels)}
     if has_scores:
         scores = outcome["logits"].astype("float32")
-        if subset is None:
-            own = as_model_labels(labels, indices, model.num_classes)
-        else:
+        if args.class_subset:
             scores, own = scores[:, columns], subset.labels(labels, indices)
+        else:
+            own = as_model_labels(labels, indices, model.num_classes)
         figures["classes"] = scores.shape[1]
         figures |= score_figures(scores, own, metrics)
     if "few_shot" in metrics:
-        features = keras.Model(model.input, {"features": outputs["features"]})
-        pool, pool_labels = predict_split(features, examples.train_split)
-        pool = pool["features"], pool_labels
-        figures["few_shot"] = few_shot_figures(
-            pool, (outcome["features"], labels), args
-        )
+        pool, pool_labels = predict_split(["features"], examples.train_split)
+        pool, test = (pool["features"], pool_labels), (outcome["features"], labels)
+        figures["few_shot"] = few_shot_figures(pool, test, args)
     return figures
 
 
 def classifier_metrics(
-    metrics: Sequence[str] | None, model: Any, examples: Examples
+    args: argparse.Namespace, model: Any, examples: Examples
 ) -> tuple[str, ...]:
     """The metrics that are asked for, or all that the labels and the model allow."""
     has_head = hasattr(model, "num_classes")
-    several = examples.has_several_labels()
-    possible = []
-    if has_head:
-        possible.append("average_precision" if several else "accuracy")
-    if not several:
-        possible.append("few_shot")
-    if metrics is None and possible:
-        return tuple(possible)
-    for name in metrics or ("few_shot",):
-        if name not in OF_CLASSIFIERS:
-            raise ValueError(
-                f"Expected a preset of pairs for --metrics {name}; received: a "
-                f"{type(model).__name__}"
-            )
-        if name in OF_HEADS and not has_head:
-            raise ValueError(
-                f"Expected a preset with a head for --metrics {name}, or --metrics "
-                f"few_shot; received: a {type(model).__name__}"
-            )
-        if name != "average_precision" and several:
-            raise ValueError(
-                f"Expected one label for each image for --metrics {name}; received: "
-                f"{examples.source!r}, whose images have several"
-            )
-    return tuple(metrics)
+    if examples.has_several_labels():
+        possible = default = ("average_precision",) if has_head else ()
+    else:
+        possible = (*OF_HEADS, "few_shot") if has_head else ("few_shot",)
+        default = [name for name in possible if name != "average_precision"]
+    return chosen_metrics(args, possible, default)
 
 
 def pooled_features(model: Any) -> Any:
@@ -268,33 +236,32 @@ def model_classes(model: Any, examples: Examples) -> Any:
     import numpy as np
 
     names, count = examples.class_names(), examples.num_classes()
-    known = known_classes(model)
-    hint = "; --metrics few_shot needs no head"
-    if names is not None and known is not None:
-        index_of = {name: index for index, name in enumerate(known)}
+    index_of = known_classes(model)
+    if names is None or not index_of:
+        names, index_of = range(count), {c: c for c in range(model.num_classes)}
+        fits = count == model.num_classes
+    else:
+        fits = {*names} <= {*index_of}
+    if not fits:
         unknown = [name for name in names if name not in index_of]
-        if unknown:
-            raise ValueError(
-                f"Expected classes that the model knows; received: {unknown[:5]}, and "
-                f"{len(unknown)} of {len(names)} in all, of {examples.source!r}{hint}"
-            )
-        return np.array([index_of[name] for name in names])
-    if count != model.num_classes:
         raise ValueError(
             f"Expected data of the model's {model.num_classes} classes; received: "
-            f"{count} classes of {examples.source!r}{hint}"
+            f"{count} classes of {examples.source!r} (unknown: {unknown[:5]}); "
+            "--metrics few_shot needs no head"
         )
-    return np.arange(count)
+    return np.array([index_of[name] for name in names])
 
 
-def known_classes(model: Any) -> Sequence[str] | None:
-    """The names of a model's classes, or None."""
-    return getattr(getattr(model, "preprocessor", None), "class_names", None)
+def known_classes(model: Any) -> dict[str, int]:
+    """The index of each class that a model knows by name."""
+    preprocessor = getattr(model, "preprocessor", None)
+    names = getattr(preprocessor, "class_names", None) or ()
+    return {name: index for index, name in enumerate(names)}
 
 
 def subset_outputs(model: Any, subset: Any) -> list[int]:
     """The outputs of a model for the classes of a subset."""
-    index_of = {name: index for index, name in enumerate(known_classes(model) or ())}
+    index_of = known_classes(model)
     if index_of.keys() >= {*subset.wordnet_ids}:
         return [index_of[name] for name in subset.wordnet_ids]
     if model.num_classes != 1000:
@@ -318,7 +285,7 @@ def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
 
 def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
     """The figures that follow from the outputs of a head."""
-    from keras_moe.evaluation.average_precision import mean_of_defined
+    import numpy as np
 
     figures = {}
     if "accuracy" in metrics:
@@ -332,87 +299,50 @@ def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
         by_class = keras_moe.evaluation.average_precision(
             labels, scores, sparse_labels=is_one
         )
-        figures["mean_average_precision"] = mean_of_defined(by_class)
+        figures["mean_average_precision"] = float(np.nanmean(by_class))
         figures["average_precision"] = by_class.tolist()
     return figures
 
 
+# Image-text models
+
+
 class Prompts(NamedTuple):
-    """What zero-shot accuracy compares images with."""
+    """What zero-shot accuracy compares images with.
+
+    Attributes:
+        class_names: names of the classes.
+        templates: their templates.
+        subset: the classes of ImageNet among which the model chooses, or None.
+        indices: the index among them of each of the data's classes.
+    """
 
     class_names: tuple[str, ...]
     templates: Any
-    # The classes of ImageNet among which the model chooses, and the index among them
-    # of each of the data's classes.
     subset: Any = None
     indices: Any = None
 
 
 def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...]:
     """The metrics of an image-text model that are asked for, or all possible ones."""
-    source = examples.source
-    unknown = [name for name in args.metrics or () if name not in OF_PAIRS]
-    if unknown:
-        raise ValueError(
-            f"Expected metrics of a model of pairs, among {list(OF_PAIRS)}; received: "
-            f"--metrics {unknown[0]}"
-        )
-    # The classes of emoji have English names.
-    foreign = source.startswith("emoji:") and re.search("language=(?!en)", source)
-    lacks_names = foreign and not args.class_names
-    metrics = args.metrics
-    if metrics is None:
-        metrics = possible_pair_metrics(examples)
-        if lacks_names:
-            metrics = [name for name in metrics if name not in OF_CLASSES]
-    of_classes = [name for name in metrics if name in OF_CLASSES]
-    if of_classes and lacks_names:
-        raise ValueError(
-            f"Expected no language or --class-names with --metrics {of_classes[0]}; "
-            f"received: {source!r}"
-        )
-    captions = dict(args.data_options).get("templates")
-    for name, value, readers in (
-        ("--templates", args.templates, {"zero_shot"}),
-        ("--class-names", args.class_names, {"zero_shot"}),
-        ("--class-subset", args.class_subset, {"zero_shot"}),
-        ("--data-options templates", captions, {*OF_CAPTIONS}),
-    ):
-        if value and not readers & {*metrics}:
-            raise ValueError(
-                f"Expected a metric that reads {name}; received: --metrics "
-                f"{' '.join(metrics)}"
-            )
-    if "retrieval" in metrics and possible_pair_metrics(examples) == OF_CLASSES:
-        raise ValueError(
-            "Expected images with captions of their own for --metrics retrieval; "
-            f"received: {source!r}, whose captions are the names of classes"
-        )
-    for name in of_classes:
-        splits = [examples.split]
-        if name == "few_shot":
-            splits.append(examples.train_split)
-        if any(examples.has_several_labels(split) for split in splits):
-            raise ValueError(
-                f"Expected one label for each image for --metrics {name}; received: "
-                f"{source!r}, whose images have several"
-            )
-    return tuple(metrics)
-
-
-def possible_pair_metrics(examples: Examples) -> tuple[str, ...]:
-    """The metrics of image-text models that the data allows."""
     kind = examples.source.partition(":")[0]
+    possible = default = OF_CAPTIONS + OF_CLASSES
     if kind == "emoji":
         # Some of its classes have fewer pictures than a few shots.
-        return (*OF_CAPTIONS, "zero_shot")
-    if kind == "openclipart":
-        return OF_PAIRS
-    try:
-        examples.has_several_labels()
-    except ValueError:
-        return OF_CAPTIONS
-    return OF_CLASSES
+        default = (*OF_CAPTIONS, "zero_shot")
+        # They have English names.
+        if re.search("language=(?!en)", examples.source) and not args.class_names:
+            possible = default = OF_CAPTIONS
+    elif kind != "openclipart":
+        try:
+            several = examples.has_several_labels()
+        except ValueError:
+            possible = default = OF_CAPTIONS
+        else:
+            # Captions are the names of classes, each of many images.
+            default = () if several else OF_CLASSES
+            possible = ("contrastive_accuracy", *default)
+    return chosen_metrics(args, possible, default)
 
 
 def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
@@ -421,11 +351,11 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
 
     evaluation = keras_moe.evaluation
     templates = evaluation.read_templates(args.templates or "ours")
-    own = examples.class_names()
+    own, count = examples.class_names(), examples.num_classes()
     if args.class_subset:
         subset = evaluation.read_class_subset(args.class_subset)
-        indices = subset.indices(own, examples.num_classes())
         names = evaluation.read_class_names(args.class_names or "imagenet")
+        indices = subset.indices(own, count)
         return Prompts(names_in_subset(names, subset), templates, subset, indices)
     if not args.class_names and own is None:
         raise ValueError(
@@ -433,7 +363,7 @@ def zero_shot_prompts(examples: Examples, args: argparse.Namespace) -> Prompts:
             f"{examples.source!r}, whose classes have no names"
         )
     names = evaluation.read_class_names(args.class_names or own)
-    if len(names) != (count := examples.num_classes()):
+    if len(names) != count:
         raise ValueError(
             f"Expected names of the {count} classes of {examples.source!r}; received: "
             f"{len(names)} names"
@@ -450,87 +380,68 @@ def evaluate_pairs(
     shown: Callable,
 ) -> dict:
     """The figures of an image-text model by metric, as JSON."""
-    figures = {}
+    evaluation = keras_moe.evaluation
+    shape, size, figures = model.backbone.image_shape, args.batch_size, {}
     if {*metrics} & {*OF_CAPTIONS}:
-        figures = caption_figures(model, examples, metrics, args, shown)
-    if {*metrics} & {*OF_CLASSES}:
-        of_classes = class_figures(model, examples, metrics, prompts, args, shown)
-        # With captions this is the number of their images.
-        figures = {"images": of_classes.pop("images"), **figures, **of_classes}
+        batches = examples.pairs(
+            shape, size, tokenizer=model.preprocessor, captions="all"
+        )
+        with keras_moe.data.reading_errors():
+            pairs = evaluation.encode_pairs(model, shown(batches, examples.split), size)
+        figures = caption_figures(pairs, metrics, args.contrastive_batch)
+    if not {*metrics} & {*OF_CLASSES}:
+        return figures
+    encoder = model.backbone.encoder("image")
+
+    def features(split):
+        batches = examples.images(split, shape, size)
+        with keras_moe.data.reading_errors():
+            return predict(encoder, shown(batches, split), size)
+
+    test = features(examples.split)
+    # With captions it was the number of their images.
+    figures["images"] = len(test[1])
+    if prompts is not None:
+        classes = evaluation.encode_classes(
+            model, prompts.class_names, prompts.templates, size
+        )
+        figures["zero_shot"] = zero_shot_figures(*test, classes, prompts)
+    if "few_shot" in metrics:
+        pool = features(examples.train_split)
+        figures["few_shot"] = few_shot_figures(pool, test, args)
     return figures
 
 
-def caption_figures(
-    model: Any,
-    examples: Examples,
-    metrics: Sequence[str],
-    args: argparse.Namespace,
-    shown: Callable,
-) -> dict:
-    """Retrieval and contrastive accuracy of images with captions."""
+def caption_figures(pairs: Any, metrics: Sequence[str], contrastive_batch: int) -> dict:
+    """Retrieval and contrastive accuracy of embedded pairs."""
     from keras_moe.evaluation.retrieval import KS
 
-    batches = examples.pairs(
-        model.backbone.image_shape,
-        args.batch_size,
-        tokenizer=model.preprocessor,
-        captions="all",
-    )
-    with keras_moe.data.reading_errors():
-        pairs = keras_moe.evaluation.encode_pairs(
-            model, shown(batches, examples.split), args.batch_size
-        )
     figures = {"images": len(pairs.images), "captions": len(pairs.texts)}
     if "retrieval" in metrics:
         # A set may be smaller than those of the papers.
-        ks = [k for k in KS if k <= min(len(pairs.images), len(pairs.texts))]
+        ks = [k for k in KS if k <= min(figures.values())]
         figures["retrieval"] = pairs.retrieval(ks).figures()
     if "contrastive_accuracy" in metrics:
-        size = min(args.contrastive_batch, len(pairs.images))
+        size = min(contrastive_batch, len(pairs.images))
         own = pairs.contrastive_accuracy(size).figures()
         figures["contrastive_accuracy"] = {**own, "batch_size": size}
     return figures
 
 
-def class_figures(
-    model: Any,
-    examples: Examples,
-    metrics: Sequence[str],
-    prompts: Prompts | None,
-    args: argparse.Namespace,
-    shown: Callable,
-) -> dict:
-    """Zero-shot and few-shot accuracy of images with classes."""
-    evaluation = keras_moe.evaluation
-    if prompts is not None:
-        classes = evaluation.encode_classes(
-            model, prompts.class_names, prompts.templates, args.batch_size
-        )
-    encoder = model.backbone.encoder("image")
+def zero_shot_figures(images: Any, labels: Any, classes: Any, prompts: Prompts) -> dict:
+    """Zero-shot accuracies of embedded images."""
+    if prompts.subset is not None:
+        labels = prompts.subset.labels(labels, prompts.indices)
+    result = keras_moe.evaluation.zero_shot(images, labels, classes)
+    return {
+        **result.figures(),
+        "images": len(images),
+        "classes": len(classes),
+        "per_class": result.per_class.tolist(),
+    }
 
-    def features(split):
-        shape = model.backbone.image_shape
-        batches = examples.images(split, shape, args.batch_size)
-        with keras_moe.data.reading_errors():
-            return predict(encoder, shown(batches, split), args.batch_size)
 
-    test = features(examples.split)
-    figures = {"images": len(test[1])}
-    if prompts is not None:
-        images, labels = test
-        if prompts.subset is not None:
-            labels = prompts.subset.labels(labels, prompts.indices)
-        result = evaluation.zero_shot(images, labels, classes)
-        figures["zero_shot"] = {
-            **result.figures(),
-            "images": len(images),
-            "classes": len(classes),
-            "per_class": result.per_class.tolist(),
-        }
-    if "few_shot" in metrics:
-        pool = features(examples.train_split)
-        figures["few_shot"] = few_shot_figures(pool, test, args)
-    return figures
+# Both
 
 
 def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict:
@@ -580,17 +491,19 @@ def figures_table(values: dict) -> Any:
     )
     table.add_column("metric")
     table.add_column("value", justify="right")
-    for name, value in values.get("retrieval", {}).items():
-        table.add_row(name.replace("_r", " R@").replace("_", " "), f"{value:.2%}")
+    rows = {
+        name.replace("_r", " R@"): x for name, x in values.get("retrieval", {}).items()
+    }
     if own := values.get("contrastive_accuracy"):
-        name = f"contrastive accuracy in {own['batch_size']:,}"
-        table.add_row(name, f"{own['accuracy']:.2%}")
+        rows[f"contrastive accuracy in {own['batch_size']:,}"] = own["accuracy"]
     for name, value in values.get("zero_shot", {}).items():
         if isinstance(value, float):
-            table.add_row(f"zero-shot {name.replace('_', ' ')}", f"{value:.2%}")
+            rows[f"zero-shot {name}"] = value
     for name in ("accuracy", "precision_at_1", "mean_average_precision"):
         if name in values:
-            table.add_row(name.replace("_", " "), f"{values[name]:.2%}")
+            rows[name] = values[name]
+    for name, value in rows.items():
+        table.add_row(name.replace("_", " "), f"{value:.2%}")
     for name, row in values.get("few_shot", {}).items():
         label = f"{name.replace('_', '-')} accuracy"
         table.add_row(label, f"{row['mean']:.2%} ± {row['std']:.2%}")

@@ -122,9 +122,8 @@ def find_model(args: argparse.Namespace) -> Model:
     overrides = model_overrides(args.set, {"preset": FIRST})
     arguments = dict(overrides)
     options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
-    with keras_moe.models.resolve(
-        preset, arguments, **options, counts_only=True
-    ) as blueprint:
+    resolved = keras_moe.models.resolve(preset, arguments, **options, counts_only=True)
+    with resolved as blueprint:
         embeds_pairs = issubclass(blueprint.backbone, PairBackbone)
     return Model(preset, overrides, embeds_pairs, recipe)
 
@@ -144,13 +143,7 @@ def find_run(preset: str) -> tuple[str, dict]:
         source = {"source": recipe["data"]["source"]}
         settings = {**recipe["data"], **recipe["objective"], **source}
         return str(run_folder / "preset"), settings
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"Expected the results of keras-moe train in {path}; received: {error!r}"
         ) from error
@@ -178,8 +171,8 @@ def find_examples(
     split = args.split or recipe.get("test_split", "test")
     asked_for = dict(args.data_options)
     check_argument_names(asked_for, list(options), "--data-options")
-    own = {name: recipe.get(name) for name in ("templates", "unreadable")}
-    options = {k: x for k, x in own.items() if x is not None} | asked_for
+    own = ("templates", "unreadable")
+    options = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
     excluded = {}
     if recipe.get("exclude"):
         excluded[recipe.get("train_split", "train")] = recipe["exclude"]

@@ -111,10 +111,14 @@ def main(
         is_of_tensorflow = type(error).__module__.startswith("tensorflow")
         is_mistake = isinstance(error, MISTAKES) or is_of_tensorflow
         status = 2 if is_mistake else 1
-        text = _one_line(error, is_mistake)
+        text = " ".join(str(error).split())[:LONGEST_MESSAGE]
         if not is_mistake:
-            text += f" (unexpected; see {_traceback_file(log)})"
-        print(f"error: {text}", file=sys.stderr)
+            # A long run cannot be repeated to see its traceback.
+            log = log or _new_log()
+            with open(log, "a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+            text = f"{type(error).__name__}: {text} (unexpected; see {log})"
+        print(f"error: {text or type(error).__name__}", file=sys.stderr)
     if log is not None and status != 1:
         log.unlink(missing_ok=True)
     return status
@@ -199,7 +203,7 @@ def configured_backend() -> str | None:
     return backend if isinstance(backend, str) else None
 
 
-def show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+def show_warning(message, *args, **kwargs) -> None:
     """Prints a warning as one line; see `warnings.showwarning`."""
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
@@ -211,33 +215,19 @@ def divert_native_log() -> Path:
     TF_CPP_MIN_LOG_LEVEL says. If native code ends the process, `faulthandler` prints
     the Python stack, and the file remains.
     """
-    handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
+    log = _new_log()
     sys.stderr.flush()
     stderr = os.dup(2)
-    os.dup2(handle, 2)
-    os.close(handle)
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(
         stderr, "w", buffering=1, encoding=sys.stderr.encoding, errors="replace"
     )
     faulthandler.enable(sys.stderr)
-    return Path(path)
-
-
-def _one_line(error: Exception, is_mistake: bool) -> str:
-    text = " ".join(str(error).split())
-    if len(text) > LONGEST_MESSAGE:
-        text = text[:LONGEST_MESSAGE] + "..."
-    if is_mistake and text:
-        return text
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def _traceback_file(log: Path | None) -> Path:
-    """The file with the traceback: a long run cannot be repeated to see it."""
-    if log is None:
-        handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
-        os.close(handle)
-        log = Path(path)
-    with open(log, "a", encoding="utf-8") as file:
-        traceback.print_exc(file=file)
     return log
+
+
+def _new_log() -> Path:
+    handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
+    os.close(handle)
+    return Path(path)

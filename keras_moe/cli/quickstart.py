@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import Result, add_run, at_least
+from keras_moe.cli.arguments import Result, add_count, add_run
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -22,12 +22,7 @@ PRESET = "vmoe_digits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed",
-        type=at_least(0, 2**32 - 1),
-        default=0,
-        help="The seed of weights, noise and order.",
-    )
+    add_count(parser, "--seed", "The seed of weights, noise and order.", 0, 0)
     add_run(parser, 50, 32, 2e-3, "quickstart")
 
 

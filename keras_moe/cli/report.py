@@ -13,11 +13,12 @@ import keras_moe
 from keras_moe.cli.arguments import (
     Result,
     add_batch_size,
+    add_count,
     add_data,
     add_data_options,
+    add_output,
     add_overrides,
     add_preset,
-    at_least,
 )
 from keras_moe.cli.devices import add_devices, set_devices
 from keras_moe.cli.inputs import (
@@ -41,37 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", help="The split to report on; the run's test split, or test."
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("report"),
-        metavar="FOLDER",
-        help="The folder of the report; an older report there is replaced.",
-    )
-    parser.add_argument(
-        "--examples",
-        type=at_least(1),
-        help="The number of examples to count; without it, all of the split.",
-    )
-    parser.add_argument(
-        "--show",
-        type=at_least(1),
-        default=6,
-        help="The number of examples to show one by one.",
-    )
-    parser.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        help="The seed that chooses the examples shown and their groups.",
-    )
-    parser.add_argument(
-        "--show-examples",
-        type=at_least(0),
-        nargs="+",
-        metavar="NUMBER",
-        help="The numbers of the examples to show instead, counted from 0.",
-    )
+    folder = "The folder of the report; an older report there is replaced."
+    add_output(parser, folder, Path("report"))
+    add_count(parser, "--examples", "The examples to count; by default all.")
+    add_count(parser, "--show", "The number of examples to show one by one.", 6)
+    seed = "The seed that chooses the examples shown and their groups."
+    add_count(parser, "--seed", seed, 0, 0)
+    shown = "The numbers of the examples to show instead, counted from 0."
+    add_count(parser, "--show-examples", shown, minimum=0, nargs="+")
     add_batch_size(parser)
     add_overrides(parser)
     add_data_options(parser)
@@ -82,12 +60,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     import keras
 
     chosen = find_model(args)
-    before = keras.distribution.distribution()
-    try:
-        set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
-        written, examples = write_report(chosen, args, console)
-    finally:
-        keras.distribution.set_distribution(before)
+    set_devices(args, chosen.preset, args.batch_size, chosen.overrides)
+    written, examples = write_report(chosen, args, console)
     values = {
         "preset": args.preset,
         "data": examples.source,
@@ -132,9 +106,7 @@ def write_report(
             batch_size=args.batch_size,
             max_examples=args.examples,
             options=Options(
-                num_examples=args.show,
-                seed=args.seed,
-                examples=args.show_examples and tuple(args.show_examples),
+                num_examples=args.show, seed=args.seed, examples=args.show_examples
             ),
             verbose=0,
         )
@@ -152,8 +124,8 @@ def findings_table(values: dict) -> Any:
     )
     table.add_column("finding")
     table.add_column("")
+    # `Text` reads no markup, which names in the data may look like.
     for finding in values["findings"]:
         level = Text(finding["level"], STYLES[finding["level"]])
-        # `Text` reads no markup, which names in the data may look like.
         table.add_row(level, Text(finding["text"]))
     return table

@@ -21,11 +21,12 @@ import keras_moe
 from keras_moe.cli.arguments import (
     RESUMES,
     Result,
+    add_count,
     add_data,
+    add_output,
     add_overrides,
     add_preset,
     add_shots,
-    at_least,
 )
 from keras_moe.cli.devices import (
     add_devices,
@@ -59,12 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(
         parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="The folder of the run; by default runs/ and the recipe's name.",
-    )
+    folder = "The folder of the run; by default runs/ and the recipe's name."
+    add_output(parser, folder)
     add_checkpoints(parser)
     add_looks(parser)
     add_devices(parser)
@@ -74,24 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of checkpoints."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument(
-        "--checkpoint-every",
-        type=at_least(1),
-        metavar="STEPS",
-        help="The number of steps between checkpoints; by default those of an epoch.",
-    )
-    group.add_argument(
-        "--keep-checkpoints",
-        type=at_least(1),
-        default=3,
-        help="The number of newest checkpoints to keep.",
-    )
-    group.add_argument(
-        "--keep-every",
-        type=at_least(1),
-        metavar="STEPS",
-        help="Keep the checkpoints of these steps, too, for branches and model soups.",
-    )
+    every = "The number of steps between checkpoints; by default those of an epoch."
+    add_count(group, "--checkpoint-every", every)
+    newest = "The number of newest checkpoints to keep."
+    add_count(group, "--keep-checkpoints", newest, 3)
+    kept = "Also keep the checkpoints at multiples of N steps, for branches and soups."
+    add_count(group, "--keep-every", kept)
     group.add_argument(
         "--restart",
         action="store_true",
@@ -109,51 +94,31 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="The checkpoint of another run to begin with.",
     )
-    group.add_argument(
-        "--cooldown",
-        type=at_least(1),
-        metavar="STEPS",
-        help="With --branch-from, the steps in which the learning rate falls.",
-    )
+    cooldown = "With --branch-from, the steps in which the learning rate falls."
+    add_count(group, "--cooldown", cooldown)
 
 
 def add_looks(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of evaluations during training."""
     group = parser.add_argument_group("evaluation during training")
-    group.add_argument(
-        "--health-every",
-        type=at_least(0),
-        default=1,
-        metavar="EPOCHS",
-        help="The number of epochs between looks at the routers; 0 for none.",
-    )
-    group.add_argument(
-        "--few-shot-every",
-        type=at_least(0),
-        default=0,
-        metavar="EPOCHS",
-        help="The number of epochs between few-shot accuracies; 0 for none.",
-    )
+    for name, what, default in (
+        ("--health-every", "looks at the routers", 1),
+        ("--few-shot-every", "few-shot accuracies", 0),
+        ("--retrieval-every", "recalls of the test pairs", 0),
+    ):
+        epochs = f"The number of epochs between {what}; 0 for none."
+        add_count(group, name, epochs, default, 0)
     add_shots(group, None)
     group.add_argument(
         "--few-shot-data",
         metavar="SOURCE",
         help="Images with splits train and test for it; by default the recipe's.",
     )
-    group.add_argument(
-        "--retrieval-every",
-        type=at_least(0),
-        default=0,
-        metavar="EPOCHS",
-        help="The number of epochs between recalls of the test pairs; 0 for none.",
+    report = (
+        "The number of test examples of a report on the routing at the end; its first "
+        "picture goes into the model card. 0 for no report."
     )
-    group.add_argument(
-        "--report-examples",
-        type=at_least(0),
-        default=0,
-        help="The number of test examples of a report on the routing at the end; its "
-        "first picture goes into the model card. 0 for no report.",
-    )
+    add_count(group, "--report-examples", report, 0, 0)
 
 
 def run(args: argparse.Namespace, console: Any) -> Result | None:
@@ -202,22 +167,19 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
 def check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that would have no effect."""
     if args.restart and args.extend:
+        raise ValueError("Expected --restart or --extend; received: both")
+    if (args.shots or args.few_shot_data) and not args.few_shot_every:
         raise ValueError(
-            "Expected --restart, which removes the earlier run, or --extend, which "
-            "continues it; received: both"
+            "Expected --few-shot-every with --shots and --few-shot-data; received: "
+            f"--few-shot-every {args.few_shot_every}"
         )
+    if args.cooldown and not args.branch_from:
+        raise ValueError("Expected --branch-from with --cooldown; received: none")
     if args.report_examples:
         from keras_moe.report.writing import import_jinja2
 
         # Before the training, at whose end the report is.
         import_jinja2()
-    few_shot = {"--shots": args.shots, "--few-shot-data": args.few_shot_data}
-    names = [name for name, value in few_shot.items() if value is not None]
-    if names and not args.few_shot_every:
-        raise ValueError(
-            f"Expected --few-shot-every with {' and '.join(names)}; received: "
-            f"--few-shot-every {args.few_shot_every}"
-        )
 
 
 def load_recipe(args: argparse.Namespace) -> Any:
@@ -236,8 +198,6 @@ def branch(args: argparse.Namespace, recipe: Any) -> Any:
     """The recipe of a cooldown, if --cooldown asks for one."""
     if args.cooldown is None:
         return recipe
-    if args.branch_from is None:
-        raise ValueError("Expected --branch-from with --cooldown")
     batches = keras_moe.training.open_checkpoint(args.branch_from).step
     accumulated = recipe.optimizer.gradient_accumulation_steps
     start, rest = divmod(batches, accumulated)
@@ -255,35 +215,32 @@ def fit(args: argparse.Namespace, recipe: Any, folder: Path) -> tuple[Any, Any]:
 
     process, num_processes = keras_moe.data.process_shard()
     checkpoints = folder / "checkpoints"
-    before = keras.distribution.distribution()
     test = []
 
     def callbacks(model, datasets):
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
-    try:
-        set_devices(
-            args,
-            recipe.model.preset,
-            recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
-            {"load_weights": recipe.model.load_weights, **recipe.model.overrides},
-        )
-        trained = keras_moe.training.train(
-            recipe,
-            data_dir=args.data_dir,
-            callbacks=callbacks,
-            checkpoint_dir=checkpoints,
-            checkpoint_every=args.checkpoint_every,
-            keep_checkpoints=args.keep_checkpoints,
-            keep_every=args.keep_every,
-            resume=not args.restart,
-            branch_from=args.branch_from,
-            extend=args.extend,
-            verbose="auto" if process == 0 else 0,
-        )
-    finally:
-        keras.distribution.set_distribution(before)
+    set_devices(
+        args,
+        recipe.model.preset,
+        recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
+        {"load_weights": recipe.model.load_weights, **recipe.model.overrides},
+    )
+    trained = keras_moe.training.train(
+        recipe,
+        data_dir=args.data_dir,
+        callbacks=callbacks,
+        checkpoint_dir=checkpoints,
+        checkpoint_every=args.checkpoint_every,
+        keep_checkpoints=args.keep_checkpoints,
+        keep_every=args.keep_every,
+        resume=not args.restart,
+        branch_from=args.branch_from,
+        extend=args.extend,
+        verbose="auto" if process == 0 else 0,
+    )
+    keras.distribution.set_distribution(None)
     if num_processes > 1 and process == 0:
         # No process has all weights; the last checkpoint has them.
         trained = keras_moe.training.train(
@@ -327,8 +284,6 @@ def evaluations(
 
 def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
     """Few-shot accuracy on the recipe's data, or on other data."""
-    import numpy as np
-
     source, splits = args.few_shot_data, ("train", "test")
     if source is None:
         source = recipe.data.source
@@ -338,25 +293,13 @@ def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
             "Expected --few-shot-data with --few-shot-every on a mixture of sources; "
             f"received: {source}"
         )
+    shape, folder = model.backbone.image_shape, args.data_dir
     pools = [
-        keras_moe.data.load(
-            source,
-            split,
-            model.backbone.image_shape,
-            shuffle=False,
-            data_dir=args.data_dir,
-        )
+        keras_moe.data.load(source, split, shape, shuffle=False, data_dir=folder)
         for split in splits
     ]
     options = {} if args.shots is None else {"shots": args.shots}
-    few_shot = keras_moe.training.FewShot(*pools, **options)
-    if source.partition(":")[0] == "emoji":
-        # Some of its classes have fewer pictures than a few shots: an error now, and
-        # not after an epoch.
-        labels = np.concatenate([np.asarray(labels) for _, labels in pools[0]])
-        shots = max(few_shot.options["shots"])
-        keras_moe.evaluation.sample_shots(labels, shots, int(labels.max()) + 1)
-    return few_shot
+    return keras_moe.training.FewShot(*pools, **options)
 
 
 def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
@@ -365,16 +308,12 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
     from keras_moe.evaluation.retrieval import KS
 
     config = recipe.data
-    if not isinstance(recipe.objective, keras_moe.training.Contrastive):
-        raise ValueError(
-            "Expected a recipe of pairs with --retrieval-every; received: "
-            f"{recipe.name}, whose objective is {recipe.objective.name!r}"
-        )
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
-    if not has_captions(source, split, data_dir):
+    of_pairs = isinstance(recipe.objective, keras_moe.training.Contrastive)
+    if not of_pairs or not has_captions(source, split, data_dir):
         raise ValueError(
-            "Expected pairs with captions of their own for --retrieval-every; "
-            f"received: {source!r}, whose captions are names of classes"
+            "Expected a recipe of pairs with captions of their own with "
+            f"--retrieval-every; received: {recipe.name} on {source!r}"
         )
     options = config.test_pair_options(data_dir)
     count = keras_moe.data.num_pairs(source, split, data_dir, **options)
@@ -417,14 +356,12 @@ def write_report(
             verbose=0,
         )
     except Exception as error:
-        text = f"warning: no report, since it failed: {type(error).__name__}: {error}"
-        console.print(
-            f"{text}\nThe model is in {folder / 'preset'}; `keras-moe report {folder}` "
-            "makes a report of it.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        text = (
+            f"warning: no report, since it failed: {type(error).__name__}: {error}\n"
+            f"The model is in {folder / 'preset'}; `keras-moe report {folder}` makes a "
+            "report of it."
         )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         return None
 
 
@@ -497,8 +434,7 @@ def settings_table(recipe: Any) -> Any:
     import keras
     from rich.table import Table
 
-    table = Table(title=f"{recipe.name} on {keras.backend.backend()}")
-    table.add_column("setting")
+    table = Table("setting", title=f"{recipe.name} on {keras.backend.backend()}")
     table.add_column("value", overflow="fold")
     for name, value in recipe.settings().items():
         if name != "name" and value != "":

@@ -26,21 +26,3 @@ def test_the_command_writes_what_load_reads(run, tmp_path):
     assert num_examples("digits", "all", exclude=output) == 1797 - 450
     with pytest.raises(ValueError, match="received: split='all'"):
         num_examples("digits", "train", exclude=output)
-
-
-@pytest.mark.parametrize("distance", [-5, 65])
-def test_a_distance_out_of_range_is_refused(mistake, distance):
-    errors = mistake("deduplicate", "--data", "digits", "--max-distance", distance)
-    assert f"received: {distance}" in errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--data", "digits", "--split", "dev"), "split='dev'"),
-        (("--data", "digit"), "nearest: digits"),
-        (("--data", "folder:nowhere"), "'nowhere'"),
-    ],
-)
-def test_bad_input(mistake, arguments, message):
-    assert message in mistake("deduplicate", *arguments)

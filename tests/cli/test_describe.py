@@ -60,32 +60,6 @@ def test_arguments_of_the_model_alone_are_suggested(mistake):
         assert set(suggested.split(", ")) <= arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("vmoe_b33",), "nearest: vmoe_b32"),
-        ((), "Expected a preset, or --list alone"),
-        (("vmoe_b32", "--list"), "Expected a preset, or --list alone"),
-        (("vmoe_b32", "--set", "num_expert=4"), "num_experts"),
-        (("vmoe_b32", "--set", "image_shape=5"), "image_shape"),
-        (
-            ("vmoe_b32", "--set", "num_classes=3"),
-            "Expected arguments of the model in --set; received: num_classes=3, which "
-            "--num-classes sets",
-        ),
-        (("vmoe_b32", "--set", "preset=x"), "preset='x', which the first argument"),
-        (("nowhere/model.npz",), "nowhere/model.npz"),
-    ],
-)
-def test_mistakes(mistake, arguments, message):
-    assert message in mistake("describe", *arguments)
-
-
-def test_a_folder_that_is_no_preset(mistake, tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    assert str(tmp_path) in mistake("describe", tmp_path)
-
-
 def test_the_table_of_the_zoo_is_true(listed):
     zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))

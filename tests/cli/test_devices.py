@@ -3,7 +3,6 @@
 import keras
 import pytest
 
-from keras_moe.cli.arguments import UsageError
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.main import make_parser
 
@@ -37,12 +36,3 @@ def test_without_arguments_nothing_happens():
     start_processes(parsed())
     assert set_devices(parsed(), "vmoe_digits", 8, {}) is None
     assert keras.distribution.distribution() is None
-
-
-def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ValueError, match="together"):
-        start_processes(parsed("--process-id 0"))
-    with pytest.raises(ValueError, match="with --expert-parallel"):
-        set_devices(parsed("--model-parallel 2"), "vmoe_digits", 8, {})
-    with pytest.raises(UsageError, match="at least 1"):
-        parsed("--devices 0")

@@ -72,24 +72,6 @@ def test_layouts_are_compared(compared):
     assert "experts over 32" in output
 
 
-def test_what_does_not_fit_is_explained(plan):
-    status, _, errors = plan(*HUGE, "--expert-parallel", "batch")
-    assert status == 2
-    assert "expert_parallel=256, num_experts=32" in errors
-    assert "NAME=VALUE" in plan(*HUGE, "--set", "x")[2]
+def test_a_dense_model_has_one_layout(plan):
     dense = ("vit_b16", "--devices", 6, "--batch-size", 12)
     assert "experts over 1, heads over 2" in plan(*dense, "--model-parallel", 2)[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--chip", "tpu_v9"), "tpu_v9"),
-        (("--optimizer", "lion"), "optimizer='lion'"),
-        (("--dtype", "int8"), "dtype='int8'"),
-        (("--set", "num_expert=4"), "num_experts"),
-        (("--set", "chip=h200"), "received: chip='h200', which --chip sets"),
-    ],
-)
-def test_unknown_names_are_refused(mistake, arguments, message):
-    assert message in mistake("estimate", *HUGE, *arguments)

@@ -94,10 +94,6 @@ def test_a_model_without_a_head(program, tmp_path):
     assert "1-shot" in output
     assert "5-shot" in output
     assert "± 0.00%" in output
-    errors = program(*arguments, "--metrics", "accuracy").errors
-    assert errors.startswith("error: Expected a preset with a head")
-    errors = program(*arguments, "--templates", "a {}").errors
-    assert errors.startswith("error: Expected a preset of pairs for --templates")
 
 
 def test_several_labels(program, photos, tmp_path):
@@ -133,10 +129,6 @@ def test_several_labels(program, photos, tmp_path):
     assert figures["mean_average_precision"] == pytest.approx(np.nanmean(expected))
     assert figures["precision_at_1"] == evaluation.precision_at_1(vectors, scores)
     assert "few_shot" not in figures
-    errors = program(
-        "evaluate", tmp_path, "--data", f"folder:{photos}", "--metrics", "few_shot"
-    ).errors
-    assert "Expected one label for each image" in errors
 
 
 def test_average_precision_of_one_label(program, digits):
@@ -168,12 +160,7 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
         )  # fmt: skip
     figures = json.loads(program(*arguments, "--split", "test").output)
     assert figures["images"] == 450
-    for text in (
-        "{",
-        '{"recipe": 3}',
-        '{"recipe": {"data": {}, "objective": {}}}',
-        '{"recipe": {"preset": "vmoe_b16", "epoch": 7}}',
-    ):
+    for text in ("{", '{"recipe": 3}', '{"recipe": {"preset": "vmoe_b16"}}'):
         results.write_text(text)
         errors = program("evaluate", folder.parent).errors
         assert errors.startswith(
@@ -226,38 +213,6 @@ def test_architectures_without_weights_are_named(program):
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Expected --data"),
-        (("--data", "digit"), "nearest: digits"),
-        (("--data", "folder:nowhere"), "nowhere"),
-        (("--data", "digits", "--split", "dev"), "split='dev'"),
-        (("--data", "digits", "--metrics", "recall"), "invalid choice: 'recall'"),
-        (("--data", "digits", "--set", "num_expert=2"), "num_experts"),
-        (("--data", "digits", "--set", "preset=x"), "which the first argument sets"),
-        (("--data", "digits", "--shots", "9999"), "shots=9999"),
-        (("--data", "digits", "--hierarchy", "nowhere.json"), "nowhere.json"),
-        (("--data", "digits", "--expert-parallel", "2"), "Expected --devices"),
-    ],
-)
-def test_mistakes(mistake, digits, arguments, message):
-    assert message in mistake("evaluate", digits[1], *arguments)
-
-
-def test_an_unknown_preset(mistake):
-    errors = mistake("evaluate", "vmoe_b33", "--data", "digits")
-    assert "nearest: vmoe_b32" in errors
-
-
-def test_classes_that_do_not_fit(mistake, tmp_path):
-    models.from_preset(
-        "vmoe_digits", num_classes=5, **SMALL, load_weights=False
-    ).save_to_preset(tmp_path)
-    errors = mistake("evaluate", tmp_path, "--data", "digits")
-    assert "Expected data of the model's 5 classes; received: 10 classes" in errors
-
-
 def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     model = models.from_preset(
         "vmoe_digits", num_classes=3, **SMALL, load_weights=False
@@ -267,7 +222,8 @@ def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     )
     model.save_to_preset(tmp_path)
     errors = mistake("evaluate", tmp_path, "--data", f"folder:{photos}")
-    assert "received: ['round'], and 1 of 3 in all" in errors
+    assert "3 classes of" in errors
+    assert "(unknown: ['round'])" in errors
 
 
 @pytest.fixture(scope="module")
@@ -301,10 +257,3 @@ def test_a_model_of_imagenet_chooses_among_a_subset(
     assert status == 0, errors
     figures = json.loads(output)
     assert (figures["classes"], figures["accuracy"]) == (200, 0.75)
-    subset = ("--class-subset", "imagenet_a")
-    errors = program("evaluate", digits[1], *arguments[2:], *subset).errors
-    assert "Expected a model of ImageNet's 1,000 classes" in errors
-    errors = program(
-        "evaluate", tmp_path, "--data", "digits", "--metrics", "few_shot", *subset
-    ).errors
-    assert "Expected --metrics accuracy" in errors

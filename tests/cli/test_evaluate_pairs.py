@@ -120,8 +120,6 @@ def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
     assert len(prompts.class_names) == 200
     # Folders in order: stingrays, goldfinches.
     assert prompts.indices.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="a metric that reads --class-subset"):
-        data_of(*subset, "--metrics", "few_shot")
 
 
 def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
@@ -170,49 +168,8 @@ def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
     assert data_of(**run)[0].source == "digits"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("digits", "--metrics", "retrieval"), "captions are the names of classes"),
-        (("digits", "--class-names", "{names}"), "the 10 classes.*received: 2 names"),
-        (("digits", "--data-options", "captions=first"), "captions"),
-        (("digits", "--data-options", "shard=[0,2]"), "shard"),
-        (("digits", "--data-options", "unreadable=no"), "unreadable='no'"),
-        (("digits", "--data-options", "templates=a {}"), "reads --data-options templ"),
-        (("digits", "--metrics", "few_shot", "--templates", "{}"), "reads --templates"),
-        (("digits", "--train-split", "none"), "none"),
-        (("emoji:language=de", "--metrics", "zero_shot"), "no lan"),
-        (("{photos}", "--metrics", "zero_shot"), "."),
-    ],
-)
-def test_mistakes_are_seen_before_the_model_runs(photos, tmp_path, arguments, message):
-    (tmp_path / "names").write_text("a\nb")
-    places = {"{names}": tmp_path / "names", "{photos}": f"folder:{photos}"}
-    arguments = [places.get(x, x) for x in arguments]
-    with pytest.raises(ValueError, match=message):
-        data_of("--data", *arguments)
-
-
-def test_a_wrong_split_of_captions_names_the_others(photos):
-    with pytest.raises(ValueError, match=r"one of .'test',.; received: split='val'"):
-        data.num_pairs(f"folder:{photos}", "val")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Expected --data"),
-        (("--data", "digits", "--metrics", "accuracy"), "of a model of pairs"),
-        (("--data", "digits", "--templates", "a digit"), "a digit"),
-        (("--data", "digits", "--class-names", "nowhere"), "nowhere"),
-        (("--data", "folder:nowhere"), "nowhere"),
-    ],
-)
-def test_mistakes(mistake, saved, arguments, message):
-    assert message in mistake("evaluate", saved[1], *arguments)
-
-
 def test_clip_art_has_captions_and_classes():
-    examples, *_ = data_of("--data", "digits")
-    examples = examples._replace(source="openclipart:nowhere")
-    assert evaluate.possible_pair_metrics(examples) == evaluate.OF_PAIRS
+    args = make_parser().parse_args(["evaluate", "x", "--data", "digits"])
+    examples = find_examples(args, {})._replace(source="openclipart:nowhere")
+    metrics = ("retrieval", "contrastive_accuracy", "zero_shot", "few_shot")
+    assert evaluate.pair_metrics(examples, args) == metrics

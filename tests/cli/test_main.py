@@ -100,33 +100,6 @@ def test_every_argument_has_a_help():
             assert action.help[0].isupper() or action.dest == "help"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "COMMAND"),
-        (("trian",), "invalid choice: 'trian'"),
-        (("describe", "vit_b16", "--set", "x"), "Expected NAME=VALUE; received: x"),
-        (("describe", "vit_b16", "--set", "=3"), "Expected NAME=VALUE; received: =3"),
-        (
-            ("describe", "vit_b16", "--set", "image_shape=[384,384"),
-            "Expected JSON after image_shape=; received: [384,384",
-        ),
-        (
-            ("describe", "vit_b16", "--set", "rematerialize=True"),
-            "Expected JSON, rematerialize=true; received: rematerialize=True",
-        ),
-        (("describe", "--json", "vit_b16"), "a file that ends with .json"),
-        (("describe", "vit_b16", "--num-classes", "0"), "at least 1; received: 0"),
-        (("describe", "vit_b16", "--num-classes", "x"), "an integer; received: x"),
-        (("estimate", "x", "--devices", "8"), "--batch-size"),
-        (("estimate", "x", "--utilization", "nan"), "above 0; received: nan"),
-        (("describe", "vit_b16", "--nope"), "unrecognized arguments: --nope"),
-    ],
-)
-def test_the_parser_refuses_in_one_line(mistake, arguments, message):
-    assert message in mistake(*arguments)
-
-
 def test_overrides_are_json_or_strings():
     pairs = {
         "a=1": ("a", 1),

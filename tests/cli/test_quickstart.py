@@ -16,12 +16,6 @@ pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
 
 
-def test_no_epochs_are_refused(mistake, tmp_path):
-    errors = mistake("quickstart", "--epochs", 0, "--output", tmp_path / "run")
-    assert "argument --epochs: Expected at least 1; received: 0" in errors
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_next_steps_are_commands(tmp_path):
     commands = [shlex.split(step) for step in next_steps(tmp_path / "a preset")]
     assert len(commands) == 3

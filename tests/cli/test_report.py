@@ -89,20 +89,3 @@ def test_pairs_of_a_folder(program, tmp_path):
     assert "<b>nothing</b>" not in page
     sections = json.loads((output / "report.json").read_text())["sections"]
     assert sections["loads"]["image/block_1"]["tokens"] == 12
-
-
-def test_what_cannot_be_reported_on(program, tmp_path):
-    output = tmp_path / "out"
-    arguments = ("--data", "digits", "--examples", 4, "--output", output)
-    dense = ("image_shape=[16,16,1]", "num_layers=1", "hidden_dim=16", "num_heads=2")
-    status, _, errors = program(
-        "report", "vit_s32", "--set", "patch_size=8", "mlp_dim=8", *dense, *arguments
-    )
-    assert status != 0
-    assert "Expected a model with experts" in errors
-    assert not output.exists()
-    status, _, errors = program(
-        "report", "vmoe_digits", *arguments, "--show-examples", 4
-    )
-    assert status == 2
-    assert "Expected numbers of examples below 4" in errors

@@ -103,47 +103,6 @@ def test_one_command_trains_and_saves(
     assert "schedule.epochs=3 (there 2)" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--recipe-set", "epoch=1"), "nearest: schedule.epochs"),
-        (("--recipe-set", "epochs"), "NAME=VALUE"),
-        (("--recipe-set", "name_or_path=x"), "received: name_or_path='x'"),
-        (("--recipe-set", "self=x"), "received: self='x'"),
-        (("--recipe-set", "schedule.self=1"), "self"),
-        (("--recipe-set", "schedule.epochs=-1"), "epochs=-1"),
-        (("--recipe-set", "schedule.patience=0"), "patience=0"),
-        (("--recipe-set", "schedule.best=last"), "best='last'"),
-        (("--set", "num_layer=1"), "nearest: num_layers"),
-        (("--preset", "vmoe_b33"), "nearest: vmoe_b32"),
-        (("--data", "digit"), "source='digit'"),
-        (("--data", "folder:nowhere"), "'nowhere'"),
-        (("--recipe-set", "schedule.warmup_steps=9999"), "received: warmup_steps=9999"),
-        (("--recipe-set", "data.batch_size=9999"), "received: batch_size=9999"),
-        (("--output", "README.md"), "README.md"),
-        (("--branch-from", "nowhere"), "nowhere"),
-        (("--cooldown", "5"), "--branch-from"),
-    ],
-)
-def test_bad_input_ends_with_one_line(train, tmp_path, arguments, message):
-    usual = {"--output": tmp_path, "--set": SMALL[3]}
-    rest = [x for pair in usual.items() if pair[0] not in arguments for x in pair]
-    status, _, errors = train("mumoe_digits", *arguments, *rest)
-    assert status == 2
-    assert errors.startswith("error: ")
-    assert len(errors.splitlines()) == 1
-    assert message in errors
-    assert not (tmp_path / "results.json").exists()
-
-
-def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
-    assert "nearest: mumoe_digits" in mistake("train", "mumoe_digit")
-    assert "RECIPE" in mistake("train")
-    path = tmp_path / "recipe.json"
-    path.write_text("{")
-    assert f", in {path}" in mistake("train", path)
-
-
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
 def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
     def stub(recipe, extend, **_):
@@ -173,23 +132,6 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert "the same command resumes where it stopped" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--shots", 5), "--few-shot-every with --shots; received"),
-        (
-            ("--shots", 5, "--few-shot-data", "digits"),
-            "--few-shot-every with --shots and --few-shot-data; received",
-        ),
-        (("--restart", "--extend"), "received: both"),
-    ],
-)
-def test_options_without_effect_are_refused(mistake, tmp_path, arguments, message):
-    output = tmp_path / "run"
-    assert message in mistake("train", "mumoe_digits", "--output", output, *arguments)
-    assert not output.exists()
-
-
 def test_few_shot_data_of_runs_on_pairs(monkeypatch):
     pools, model = [], argparse.Namespace(backbone=argparse.Namespace(image_shape=()))
     labels = np.array([0, 0, 0, 1])
@@ -213,9 +155,6 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
     assert pools == [("emoji:noto", "train"), ("emoji:noto", "test")]
     with pytest.raises(ValueError, match=r"--few-shot-data .* mixture"):
         watch(source={"emoji": 1, "digits": 1})
-    arguments.shots = None
-    with pytest.raises(ValueError, match=r"at least shots=10 .* 1 of class 1"):
-        watch(source="emoji")
 
 
 def test_the_first_of_several_processes_reads_an_extended_run(tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 
@@ -70,23 +69,6 @@ def test_one_tower_of_a_pair(program, mistake, tmp_path):
     assert "sound" in errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--set", "router=1"), "received: router=1"),
-        (("--set", "capacity_facto=1"), "capacity_factor"),
-        (("--router", "hard"), "router='hard'"),
-        (("--settings", "clip_down"), "clip_down"),
-        (("--num-experts", "1"), "num_experts=1"),
-        (("--num-experts", "[2"), "Expected JSON"),
-        (("--moe-layers", "[9]"), "9"),
-    ],
-)
-def test_mistakes_write_nothing(mistake, dense, tmp_path, arguments, message):
-    assert message in mistake("upcycle", dense, tmp_path / "out", *arguments)
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_fails_leaves_the_older_preset(upcycle, mistake, dense, tmp_path):
     output = tmp_path / "sparse"
     layers = ("--moe-layers", "[3]", "--num-experts", "2")
@@ -105,25 +87,3 @@ def test_what_fails_leaves_the_older_preset(upcycle, mistake, dense, tmp_path):
     assert contents(output) == before
     assert upcycle(output, *layers).status == 0
     assert contents(output).keys() == before.keys()
-
-
-def test_the_source_is_not_overwritten(mistake, dense, tmp_path):
-    # By whatever path.
-    os.symlink(dense, tmp_path / "link")
-    before = contents(dense)
-    for same in (dense, f"{dense}/", tmp_path / "link"):
-        errors = mistake("upcycle", dense, same)
-        assert "Expected another folder than the source" in errors
-    assert before == contents(dense)
-
-
-def test_a_folder_of_something_else_is_kept(mistake, dense, tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    errors = mistake("upcycle", dense, tmp_path)
-    assert "a new folder or an older preset" in errors
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_a_source_that_is_not_there(mistake, tmp_path):
-    errors = mistake("upcycle", tmp_path / "nowhere", tmp_path / "out")
-    assert "nowhere" in errors

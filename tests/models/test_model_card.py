@@ -121,7 +121,7 @@ def test_the_working_directory_is_not_replaced(classifier, tmp_path, monkeypatch
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     for target in (".", "..", tmp_path / "new"):
-        with pytest.raises(ValueError, match="that the program does not run in"):
+        with pytest.raises(ValueError, match="that the program runs in"):
             classifier.save_to_preset(target)
     classifier.save_to_preset("../other")
     assert folder.samefile(".")

@@ -1,0 +1,220 @@
+"""Command lines that are refused in one line, in one table."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests.published import CHECKPOINTS
+from tests.small_models import small_pairs_model
+
+pytest.importorskip("tensorflow")
+
+DENSE = {"patch_size": 8, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+NPZ = CHECKPOINTS / "vit_classic.npz"
+HUGE = "vmoe_h14 --devices 256 --batch-size 4096"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Paths by the words that stand for them in the table."""
+    folder = tmp_path_factory.mktemp("files")
+    model = models.from_preset(
+        "vmoe_digits", num_classes=5, moe_layers=None, load_weights=False, **DENSE
+    )
+    model.save_to_preset(folder / "preset")
+    backbone = models.from_preset(
+        "vmoe_digits", moe_layers=None, load_weights=False, **DENSE
+    )
+    backbone.save_to_preset(folder / "backbone")
+    small_pairs_model(["a cat"]).save_to_preset(folder / "pairs")
+    (folder / "link").symlink_to(folder / "preset")
+    (folder / "other").mkdir()
+    (folder / "other" / "mine.txt").write_text("mine")
+    (folder / "recipe.json").write_text("{")
+    (folder / "names.txt").write_text("a\nb")
+    for split in ("train", "test"):
+        (folder / "photos" / split).mkdir(parents=True)
+        pixels = np.zeros((16, 16, 1))
+        keras.utils.save_img(folder / "photos" / split / "a.png", pixels, scale=False)
+        labels = {"a.png": ["dark", "round"]}
+        (folder / "photos" / split / "labels.json").write_text(json.dumps(labels))
+    (folder / "captions" / "test").mkdir(parents=True)
+    path = folder / "captions" / "test" / "a.png"
+    keras.utils.save_img(path, np.zeros((8, 8, 3)), scale=False)
+    path.with_name("captions.csv").write_text("image,caption\na.png,a cat")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        # The parser
+        ("", "COMMAND"),
+        ("trian", "invalid choice: 'trian'"),
+        ("describe vit_b16 --set x", "Expected NAME=VALUE; received: x"),
+        ("describe vit_b16 --set =3", "Expected NAME=VALUE; received: =3"),
+        ("describe vit_b16 --set image_shape=[384,384", "after image_shape=, such as"),
+        ("describe vit_b16 --set rematerialize=True", "received: True"),
+        ("describe --json vit_b16", "a file that ends with .json"),
+        ("describe vit_b16 --num-classes 0", "at least 1; received: 0"),
+        ("describe vit_b16 --num-classes x", "an integer, at least 1; received: x"),
+        ("describe vit_b16 --nope", "unrecognized arguments: --nope"),
+        ("estimate x --devices 8", "--batch-size"),
+        ("estimate x --utilization nan", "above 0; received: nan"),
+        ("estimate x --utilization x", "invalid positive value: 'x'"),
+        ("deduplicate --data digits --max-distance -5", "received: -5"),
+        ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
+        ("train", "RECIPE"),
+        # describe
+        ("describe vmoe_b33", "nearest: vmoe_b32"),
+        ("describe", "Expected a preset, or --list alone"),
+        ("describe vmoe_b32 --list", "Expected a preset, or --list alone"),
+        ("describe vmoe_b32 --set num_expert=4", "num_experts"),
+        ("describe vmoe_b32 --set image_shape=5", "image_shape"),
+        ("describe vmoe_b32 --set num_classes=3", "num_classes=3, which --num-classes"),
+        ("describe vmoe_b32 --set preset=x", "preset='x', which the first argument"),
+        ("describe nowhere/model.npz", "nowhere/model.npz"),
+        ("describe @other", "/other"),
+        # estimate
+        (f"estimate {HUGE} --chip tpu_v9", "tpu_v9"),
+        (f"estimate {HUGE} --optimizer lion", "optimizer='lion'"),
+        (f"estimate {HUGE} --dtype int8", "dtype='int8'"),
+        (f"estimate {HUGE} --set num_expert=4", "num_experts"),
+        (f"estimate {HUGE} --set chip=h200", "chip='h200', which --chip sets"),
+        (f"estimate {HUGE} --expert-parallel batch", "expert_parallel=256"),
+        # deduplicate
+        ("deduplicate --data digits --split dev", "split='dev'"),
+        ("deduplicate --data digit", "nearest: digits"),
+        ("deduplicate --data folder:nowhere", "'nowhere'"),
+        ("deduplicate --data digits --max-distance 65", "max_distance=65"),
+        # convert
+        (f"convert {NPZ} @new --set num_classes=3", "num_classes=3, which --num-cl"),
+        (f"convert {NPZ} @new --set task=backbone", "which --task sets"),
+        (f"convert {NPZ} @new --set load_weights=false", "which this program sets"),
+        (f"convert {NPZ} @new --set image_shape=5", "image_shape"),
+        (f"convert {NPZ} @new --set patch_size=[1,2,3]", "patch_size"),
+        (f"convert {NPZ} @new --set no_such=1", "no_such"),
+        (f"convert {NPZ} @other", "a new folder, an empty one or an older preset"),
+        (f"convert {NPZ} @names.txt", "names.txt"),
+        (f"convert {NPZ} @names.txt/a/new", "names.txt"),
+        ("convert @preset @preset", "Expected another folder than the source"),
+        ("convert @preset @link", "Expected another folder than the source"),
+        ("convert @preset @other/../preset", "another folder than the source"),
+        # upcycle
+        ("upcycle @preset @new --set router=1", "received: router=1"),
+        ("upcycle @preset @new --set capacity_facto=1", "capacity_factor"),
+        ("upcycle @preset @new --router hard", "router='hard'"),
+        ("upcycle @preset @new --settings clip_down", "clip_down"),
+        ("upcycle @preset @new --num-experts 1", "num_experts=1"),
+        ("upcycle @preset @new --num-experts [2", "Expected JSON"),
+        ("upcycle @preset @new --moe-layers [9]", "9"),
+        ("upcycle @nowhere @new", "nowhere"),
+        ("upcycle @preset @other", "an older preset"),
+        ("upcycle @preset @preset/", "Expected another folder than the source"),
+        # train
+        ("train mumoe_digit", "nearest: mumoe_digits"),
+        ("train @recipe.json", "recipe.json"),
+        ("train mumoe_digits --recipe-set epoch=1", "nearest: schedule.epochs"),
+        ("train mumoe_digits --recipe-set epochs", "NAME=VALUE"),
+        ("train mumoe_digits --recipe-set self=x", "received: self='x'"),
+        ("train mumoe_digits --recipe-set schedule.self=1", "self"),
+        ("train mumoe_digits --recipe-set schedule.epochs=-1", "epochs=-1"),
+        ("train mumoe_digits --recipe-set schedule.best=last", "best='last'"),
+        ("train mumoe_digits --recipe-set data.batch_size=9999", "batch_size=9999"),
+        ("train mumoe_digits --set num_layer=1", "nearest: num_layers"),
+        ("train mumoe_digits --preset vmoe_b33", "nearest: vmoe_b32"),
+        ("train mumoe_digits --data digit", "source='digit'"),
+        ("train mumoe_digits --data folder:nowhere", "'nowhere'"),
+        ("train mumoe_digits --output @names.txt", "names.txt"),
+        ("train mumoe_digits --branch-from nowhere", "nowhere"),
+        ("train mumoe_digits --cooldown 5", "Expected --branch-from"),
+        ("train mumoe_digits --shots 5", "Expected --few-shot-every"),
+        ("train mumoe_digits --few-shot-data digits", "Expected --few-shot-every"),
+        ("train mumoe_digits --restart --extend", "received: both"),
+        ("train mumoe_digits --process-id 0", "together"),
+        ("train mumoe_digits --model-parallel 2", "Expected --devices"),
+        ("train mumoe_digits --devices 0", "at least 1"),
+        # evaluate: classifiers
+        ("evaluate vmoe_b33 --data digits", "nearest: vmoe_b32"),
+        ("evaluate @preset", "Expected --data"),
+        ("evaluate @preset --data digit", "nearest: digits"),
+        ("evaluate @preset --data folder:nowhere", "nowhere"),
+        ("evaluate @preset --data digits --split dev", "split='dev'"),
+        ("evaluate @preset --data digits --metrics recall", "invalid choice: 'recall'"),
+        ("evaluate @preset --data digits --set num_expert=2", "num_experts"),
+        ("evaluate @preset --data digits --set preset=x", "which the first argument"),
+        ("evaluate @preset --data digits --hierarchy nowhere.json", "nowhere.json"),
+        ("evaluate @preset --data digits --expert-parallel 2", "Expected --devices"),
+        (
+            "evaluate @preset --data digits --metrics zero_shot",
+            "received: --metrics zer",
+        ),
+        ("evaluate @preset --data digits --templates {}", "--templates"),
+        ("evaluate @preset --data digits", "model's 5 classes; received: 10 classes"),
+        ("evaluate @preset --data folder:@photos --metrics few_shot", "few_shot"),
+        (
+            "evaluate @preset --data digits --metrics few_shot --shots 9999",
+            "shots=9999",
+        ),
+        (
+            "evaluate @preset --data digits --class-subset imagenet_a "
+            "--metrics few_shot",
+            "--class-subset",
+        ),
+        (
+            "evaluate @preset --data digits --class-subset imagenet_a",
+            "ImageNet's 1,000 classes",
+        ),
+        ("evaluate @backbone --data digits --metrics accuracy", "among few_shot"),
+        # evaluate: image-text models
+        ("evaluate @pairs", "Expected --data"),
+        ("evaluate @pairs --data digits --metrics accuracy", "--metrics accuracy"),
+        ("evaluate @pairs --data digits --metrics retrieval", "--metrics retrieval"),
+        ("evaluate @pairs --data digits --templates digit", "digit"),
+        ("evaluate @pairs --data digits --class-names nowhere", "nowhere"),
+        ("evaluate @pairs --data digits --class-names @names.txt", "2 names"),
+        ("evaluate @pairs --data digits --data-options captions=first", "captions"),
+        ("evaluate @pairs --data digits --data-options shard=[0,2]", "shard"),
+        (
+            "evaluate @pairs --data digits --data-options unreadable=no",
+            "unreadable='no'",
+        ),
+        (
+            "evaluate @pairs --data digits --data-options templates=a{}",
+            "--data-options t",
+        ),
+        (
+            "evaluate @pairs --data digits --metrics few_shot --templates {}",
+            "--templates",
+        ),
+        (
+            "evaluate @pairs --data digits --class-subset imagenet_a "
+            "--metrics few_shot",
+            "--class-subset",
+        ),
+        ("evaluate @pairs --data emoji:language=de --metrics zero_shot", "zero_shot"),
+        ("evaluate @pairs --data folder:@captions --metrics zero_shot", "zero_shot"),
+        ("evaluate @pairs --data folder:@captions --split val", "split='val'"),
+        # report
+        ("report @preset --data digits --output @new", "Expected a model with experts"),
+        (
+            "report vmoe_digits --data digits --examples 4 --show-examples 4 "
+            "--output @new",
+            "Expected numbers of examples below 4",
+        ),
+    ],
+)
+def test_refused(program, files, command, message):
+    arguments = [word.replace("@", f"{files}/") for word in command.split()]
+    if arguments[:1] == ["train"] and "--output" not in arguments:
+        arguments += ["--output", str(files / "run")]
+    status, _, errors = program(*arguments)
+    *warnings, error = errors.splitlines()
+    assert status == 2, errors
+    assert error.startswith("error: ")
+    assert message in error
+    assert all(line.startswith("warning: ") for line in warnings)
+    assert not (files / "new").exists()
