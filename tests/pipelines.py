@@ -1,5 +1,7 @@
 """Images that carry their number in each pixel, and batches read back."""
 
+from itertools import chain
+
 import keras
 import numpy as np
 
@@ -67,3 +69,16 @@ def in_pipeline(function, images, seed=0):
         lambda i, image: function(image, tf.stack([tf.cast(i, "int32"), seed]))
     )
     return np.stack(list(dataset.as_numpy_iterator()))
+
+
+def check_resumption(read, take=7, starts=(1, 5), shards=2):
+    """Checks that batches go on anywhere, and that shards are rows of each batch.
+
+    `read(take, **options)` returns the rows of endless batches.
+    """
+    whole = read(take)
+    for start in starts:
+        assert read(take - start, start_batch=start) == whole[start:]
+    parts = [read(take, shard=(index, shards)) for index in range(shards)]
+    assert [list(chain(*several)) for several in zip(*parts)] == whole
+    return whole

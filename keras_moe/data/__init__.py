@@ -5,13 +5,14 @@ from keras_moe.data.digits import load_digits
 from keras_moe.data.emoji import EMOJI_CREDIT, EmojiPairs, load_emoji
 from keras_moe.data.labels import LabelHierarchy
 from keras_moe.data.loading import (
+    LoadOptions,
+    PairOptions,
     load,
     load_captions,
     load_pairs,
     num_examples,
     num_pairs,
 )
-from keras_moe.data.options import LoadOptions, PairOptions
 from keras_moe.data.padding import padded, predictions
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords

@@ -83,7 +83,7 @@ def _caption_table(captions: Iterable[tuple[str, ...]]) -> tuple[Callable, np.nd
     flat = [caption for several in captions for caption in several]
     numbers: dict[str, int] = {}
     ids = [numbers.setdefault(caption, len(numbers)) for caption in flat]
-    flat = tf.constant([encoded(caption) for caption in flat], "string")
+    flat = tf.constant([caption.encode() for caption in flat], "string")
     ids = tf.constant(ids, "int32")
     ends = tf.constant(np.concatenate([[0], np.cumsum(counts)]), "int64")
 
@@ -96,11 +96,6 @@ def _caption_table(captions: Iterable[tuple[str, ...]]) -> tuple[Callable, np.nd
         }
 
     return texts, counts
-
-
-def encoded(caption: str) -> bytes:
-    """Encodes a caption as UTF-8 and keeps undecodable bytes."""
-    return caption.encode(errors="surrogateescape")
 
 
 def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:

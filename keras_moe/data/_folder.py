@@ -28,8 +28,8 @@ from keras_moe.data._files import (
     images_below,
     is_file_within,
     leads_outside,
+    read_json,
 )
-from keras_moe.data._json_schema import read_json
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -41,11 +41,11 @@ _IMAGE_NAMES = ("image", "file_name")
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
     root = Path(path)
-    if not _is_multi_label(root):
-        splits = folders_in(root)
+    splits = folders_in(root)
+    if not any((root / split / LABELS).is_file() for split in splits):
         names = {name for split in splits for name in folders_in(root / split)}
         return Classes(len(names), tuple(sorted(names)))
-    listed = [_listed(root, split).values() for split in folders_in(root)]
+    listed = [_listed(root, split).values() for split in splits]
     labels = [names for files in listed for names in files]
     names = {name for several in labels for name in several}
     most = max([1, *map(len, labels)])
@@ -143,18 +143,6 @@ def _file_reader(files) -> tuple[Callable, Callable]:
         return read_or_name(tf.io.read_file, path, "a file that can be read", path)
 
     return read, path_of
-
-
-def _is_multi_label(root: Path) -> bool:
-    """Whether the splits have label files."""
-    splits = folders_in(root)
-    without = [split for split in splits if not (root / split / LABELS).is_file()]
-    if without and without != splits:
-        raise ValueError(
-            f"Expected {LABELS} in every split of {root} or in none; "
-            f"received: {without} without, of {splits}"
-        )
-    return not without and bool(splits)
 
 
 def _listed(

@@ -41,8 +41,7 @@ from keras_moe.data._examples import (
     RecordFile,
     record_offsets,
 )
-from keras_moe.data._files import files_of_split, matching_files
-from keras_moe.data._json_schema import read_json
+from keras_moe.data._files import files_of_split, matching_files, read_json
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 

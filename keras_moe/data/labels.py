@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data._json_schema import read_json
+from keras_moe.data._files import read_json
 from keras_moe.files import write_json
 
 # The part of a hierarchy's file, or of `dataset.json`, that a hierarchy needs.

@@ -1,5 +1,6 @@
 """Batches of images with labels or captions, from the name of a dataset."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from keras_moe.checks import (
     check_bool,
     check_image_shape,
     check_integer,
+    check_one_of,
 )
 from keras_moe.data._captions import (
     CaptionOptions,
@@ -20,14 +22,140 @@ from keras_moe.data._captions import (
     random_caption,
     stored_captions,
 )
-from keras_moe.data._examples import Examples
+from keras_moe.data._examples import Examples, Share
 from keras_moe.data._files import extra
 from keras_moe.data._pipeline import BatchSettings, batches
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.labels import make_labels
-from keras_moe.data.options import LoadOptions, PairOptions
-from keras_moe.data.selection import left_out, without_captions
+from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Shared options: start, sharding and exclusion."""
+
+    repeat: bool = False
+    start_batch: int = 0
+    shard: tuple[int, int] = (0, 1)
+    exclude: Any = ()
+    unreadable: str = "raise"
+
+    def __post_init__(self):
+        check_bool("repeat", self.repeat)
+        check_integer("start_batch", self.start_batch, minimum=0)
+        if self.start_batch and not self.repeat:
+            raise ValueError(
+                "Expected repeat=True with a batch to start at; received: "
+                f"repeat={self.repeat}, start_batch={self.start_batch}"
+            )
+        check_one_of("unreadable", self.unreadable, UNREADABLE)
+
+    def share_of(self, batch_size: int) -> Share:
+        """Returns the host's share of batches of this size."""
+        index, count = self.shard
+        check_integer("shard[1]", count)
+        check_integer("shard[0]", index, 0, count - 1)
+        if batch_size % count:
+            raise ValueError(
+                "Expected shards that divide the batch; received: "
+                f"shard={self.shard!r}, batch_size={batch_size}"
+            )
+        return Share(index, count, batch_size // count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions(_Options):
+    """Options of `load` for long runs, several labels, several hosts and bad images.
+
+    Args:
+        repeat: whether to repeat the data endlessly. All batches are then full; a pass
+            skips remaining examples that do not fill one.
+        start_batch: number of the first batch, with `repeat`. Warns about augmentations
+            with their own random state, which cannot continue where they were.
+        shard: (index, count) of this host. All hosts have equally many batches of
+            different examples. For data in memory and folders, a host reads its rows of
+            the batches that a single host would have; of record files it reads its own
+            part. With a Keras distribution, set `auto_shard_dataset=False`.
+        multi_label: whether examples have several labels: class numbers, sorted and
+            padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`, or vectors
+            with `one_hot`.
+        hierarchy: a `LabelHierarchy`, its dict or the path of its file, with
+            `multi_label`. Adds all ancestors to the labels, which are then class
+            numbers of the hierarchy. It must contain the source's classes by name.
+        max_labels: number of labels of an example after padding, with `multi_label`. By
+            default the maximum, if the source knows it.
+        exclude: indices of examples to leave out, in the order of the source; or one or
+            more JSON files of `write_exclusion` or `keras-moe deduplicate`.
+        unreadable: how to treat images that cannot be read or decoded. `"raise"` raises
+            an error that names the file (see `reading_errors` for its class).
+            `"exclude"` first decodes all images once, and leaves out those that fail,
+            with a warning. To do that once for all runs, use `find_unreadable` and
+            `write_exclusion`.
+
+    Example:
+
+    >>> from keras_moe.data import LoadOptions
+    >>> LoadOptions(repeat=True, start_batch=100).start_batch
+    100
+    """
+
+    multi_label: bool = False
+    hierarchy: Any = None
+    max_labels: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_bool("multi_label", self.multi_label)
+        if self.max_labels is not None:
+            check_integer("max_labels", self.max_labels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(_Options):
+    """Options of `load_pairs`.
+
+    Args:
+        repeat: whether to repeat the data endlessly; see `LoadOptions`.
+        start_batch: number of the first batch, with `repeat`.
+        shard: (index, count) of this host; see `LoadOptions`.
+        exclude: images to leave out with all their captions, as in `LoadOptions`; for a
+            mixture, a dict by source.
+        unreadable: how to treat images that cannot be read, and captions that are
+            missing, empty or not UTF-8. `"raise"` raises an error that names the image.
+            `"exclude"` first reads all images once, and leaves out those that fail with
+            all their captions, with a warning.
+        captions: how to use several captions of an image: `"random"` draws one in each
+            pass, `"first"` always uses the first, `"all"` makes a pair of each.
+        templates: captions for a source of classes, with `{}` for the class name, such
+            as `"a photo of a {}."`: a string, a sequence, or the path of a text file
+            with one per line. The default is `"{}"`.
+
+    Example:
+
+    >>> from keras_moe.data import PairOptions
+    >>> PairOptions(captions="all").captions
+    'all'
+    """
+
+    captions: str = "random"
+    templates: Any = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of("captions", self.captions, ("random", "all", "first"))
+
+    def exclude_of(self, name: str, source: Any) -> Any:
+        """Returns `exclude` for the source `name`, which may be part of a mixture."""
+        if not isinstance(source, Mapping):
+            return self.exclude
+        exclude = self.exclude if len(self.exclude) else {}
+        if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
+            raise ValueError(
+                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
+                f"received: exclude={self.exclude!r:.100}"
+            )
+        return exclude.get(name, ())
 
 
 def _settings(
@@ -80,44 +208,38 @@ def load(
     has one channel.
 
     Order and augmentation follow from the arguments (and from TensorFlow's global seed,
-    if set) and differ in each pass, except for augmentations with their own random
-    state. With `repeat` the dataset is infinite and batch n can be reproduced in any
-    process: `start_batch=n` skips the first n batches. Images in memory and in folders
-    start there at once; record files are read, but not decoded, up to it.
+    if set) and differ in each pass. With `repeat` the dataset is infinite and batch n
+    can be reproduced in any process: `start_batch=n` skips the first n batches. Record
+    files are read, but not decoded, up to it.
 
     Args:
         source: name of the dataset:
 
             - `"digits"`: scikit-learn's handwritten digits.
-            - `"emoji"`, or `"emoji:noto,size=32"`: OpenMoji's or Noto's drawings, with
-              Unicode's subgroups as classes; see `load_emoji`.
+            - `"emoji"`, or `"emoji:noto,size=32"`: OpenMoji's or Noto's drawings in
+              Unicode's subgroups; see `load_emoji`.
             - `"fashion_mnist"`: from `data_dir`, the Debian package
               `dataset-fashion-mnist`, or TensorFlow Datasets.
             - `"openclipart:PATH"`: the drawings of the Debian packages
-              `openclipart-png` and `openclipart-svg`, with their categories as classes.
-            - `"tfds:NAME"`: a classification dataset of TensorFlow Datasets, such as
-              `"tfds:cifar10"`, downloaded if it is not in `data_dir`.
+              `openclipart-png` and `openclipart-svg` in their categories.
+            - `"tfds:NAME"`: a classification dataset of TensorFlow Datasets, downloaded
+              if it is not in `data_dir`.
             - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, with a
-              `dataset.json` that names the classes; see `write_tfrecords` and
-              `find_corrupt_files`.
-            - `"folder:PATH"`: files `PATH/split/class/name.png` (or jpg, bmp, gif; webp
-              from TensorFlow 2.20 on), also in subfolders of a class. For several
-              labels per image, `PATH/split/labels.json`, such as
-              `{"name.png": ["cat", "animal"]}`. Warns about other files.
+              `dataset.json`; see `write_tfrecords`.
+            - `"folder:PATH"`: `PATH/split/class/name.png` (or jpg, bmp, gif; webp from
+              TensorFlow 2.20 on), also in subfolders of a class; for several labels per
+              image `PATH/split/labels.json`, such as
+              `{"name.png": ["cat", "animal"]}`.
         split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
             of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
             a word in the names of TFRecord files, such as
-            `train-00000-of-00008.tfrecord`; the name of a folder.
+            `train-00000-of-00008.tfrecord`; a folder.
         image_shape: (height, width, channels) of the images.
         batch_size: number of images in a batch, over all shards.
         augment: an augmentation, or a sequence applied in order:
 
-            - `"flip"`: flips half of the images left-right.
-            - `"random_resized_crop"`: `keras_moe.data.RandomResizedCrop`.
-            - `"randaugment"`: `keras_moe.data.RandAugment`.
-            - `"mixup"`, `"cutmix"`: `keras.layers.MixUp(0.2)`,
-              `keras.layers.CutMix()`.
-            - `"translation"`, `"rotation"`: by up to a tenth of the image, 0.03 turns.
+            - `"flip"`, `"random_resized_crop"`, `"randaugment"`, `"mixup"`, `"cutmix"`,
+              `"translation"` by up to a tenth, `"rotation"` by up to 0.03 turns.
             - a dict of a name and options, such as `{"name": "mixup", "alpha": 0.5}`:
               `alpha` of mixup; `factor` of cutmix, translation and rotation; `num_ops`
               and `magnitude` of randaugment; `scale` and `ratio` of
@@ -128,12 +250,11 @@ def load(
               function maps a dict of "images" and one-hot "labels".
 
             Steps before the first one that mixes labels see single images, the others
-            batches. Keras layers are seeded per element; KerasCV layers and functions
-            without `seed` use their own random state, and run sequentially.
+            batches. KerasCV layers and functions without `seed` use their own random
+            state, and run sequentially.
         shuffle: whether the order is random; None means only for splits that begin with
             "train".
-        seed: seed of order and augmentation. The splits of the digits and the emoji do
-            not depend on it.
+        seed: seed of order and augmentation, but not of the splits.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             always true if labels are mixed.
         drop_remainder: whether to drop an incomplete last batch.
@@ -144,7 +265,7 @@ def load(
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
         channels) in [-1, 1]; int32 (batch,) or (batch, max_labels), or float32 (batch,
-        classes). Layers in `augment` may change the image size.
+        classes).
 
     Example:
 
@@ -186,23 +307,18 @@ def load_pairs(
         source: pairs to load:
 
             - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures and names of
-              emoji, see `keras_moe.data.load_emoji`; `size` is the side at which they
-              are drawn before resizing. By default OpenMoji, English, and the size of
-              the images.
-            - `"openclipart:PATH"`: drawings of the Debian packages `openclipart-png`
-              and `openclipart-svg`, captioned by title and keywords.
+              emoji, see `load_emoji`; by default OpenMoji, English, and the size of the
+              images.
+            - `"openclipart:PATH"`: drawings captioned by title and keywords.
             - `"folder:PATH"`: images in `PATH/split`, with captions in `captions.csv`
               (columns "image" and "caption") or `captions.jsonl` (an object
-              `{"image": "a.png", "caption": "a cat"}` per line). An image may have
-              several lines.
+              `{"image": "a.png", "caption": "a cat"}` per line).
             - `"webdataset:GLOB"`: uncompressed tar files, or a folder of them, with
               `0007.jpg` and `0007.txt`, or `0007.json` with a "caption".
             - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
               `dataset.json` that names their features.
-            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with captions, such as
-              `"tfds:coco_captions"`.
-            - any source of `keras_moe.data.load`, such as `"digits"`: class names
-              become captions, by `templates`.
+            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with captions.
+            - any source of `load`: class names become captions, by `templates`.
             - a tuple of images in memory, uint8 (images, height, width, channels), and
               captions: one or more strings per image.
             - a dict from names to weights, such as `{"tfds:coco_captions": 3,
@@ -215,8 +331,8 @@ def load_pairs(
         tokenizer: function from a string tensor (batch,) to a dict of `"token_ids"` and
             `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
             captions as strings.
-        augment: see `keras_moe.data.load`; must not mix labels. Captions do not change,
-            so a flip makes "left" and "right" wrong.
+        augment: see `load`; must not mix labels. Captions do not change, so a flip
+            makes "left" and "right" wrong.
         shuffle: whether the order is random; None means only for splits that begin with
             "train".
         seed: seed of order, captions and augmentation.
@@ -226,11 +342,11 @@ def load_pairs(
             `unreadable`, `captions`, `templates`.
 
     Returns:
-        A `tf.data.Dataset` of `(inputs, ids)`. `inputs` is a dict of `"images"`,
-        float32 (batch, height, width, channels) in [-1, 1], and `"token_ids"`, int32
-        (batch, tokens), with `"padding_mask"`, bool (batch, tokens); or without a
-        tokenizer `"captions"`, strings (batch,). `ids` is a dict of `"image_ids"` and
-        `"text_ids"`, int32 (batch,), equal for equal images and captions.
+        A `tf.data.Dataset` of `(inputs, ids)`. `inputs` has `"images"`, float32 (batch,
+        height, width, channels) in [-1, 1], and `"token_ids"`, int32 (batch, tokens),
+        with `"padding_mask"`, bool (batch, tokens); or without a tokenizer
+        `"captions"`, strings (batch,). `ids` has `"image_ids"` and `"text_ids"`, int32
+        (batch,), equal for equal images and captions.
 
     Example:
 

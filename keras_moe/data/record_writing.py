@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.data._captions import checked_captions, encoded
+from keras_moe.data._captions import checked_captions
 from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
 from keras_moe.data.labels import LabelHierarchy
 from keras_moe.files import new_file, write_json
@@ -136,7 +136,7 @@ def write_pair_tfrecords(
                     f"Expected captions of each image; received: pair {number} has "
                     f"{fault}"
                 )
-            texts = {FEATURES["captions"]: [encoded(caption) for caption in captions]}
+            texts = {FEATURES["captions"]: [caption.encode() for caption in captions]}
             if tokenizer is not None:
                 tokens = tokenizer(list(captions))
                 rows = {key: np.asarray(tokens[key], "int64") for key in tokens}

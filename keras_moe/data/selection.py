@@ -16,7 +16,7 @@ import numpy as np
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
-from keras_moe.data._json_schema import read_json
+from keras_moe.data._files import read_json
 from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 from keras_moe.files import write_json

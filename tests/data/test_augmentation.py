@@ -78,18 +78,8 @@ def test_a_shape_that_does_not_fit_falls_back_to_the_centre():
 
 
 LAYERS = [
-    "shear x",
-    "shear y",
-    "translate x",
-    "translate y",
-    "rotate",
-    "brightness",
-    "contrast",
-    "colour",
-    "sharpness",
-    "posterise",
-    "solarise",
-    "autocontrast",
+    *("shear x", "shear y", "translate x", "translate y", "rotate", "brightness"),
+    *("contrast", "colour", "sharpness", "posterise", "solarise", "autocontrast"),
     "equalise",
 ]
 

@@ -17,7 +17,7 @@ from keras_moe.data import (
 )
 from keras_moe.data._captions import batch_sizes
 from tests.pipelines import SHAPE as COLOUR
-from tests.pipelines import png, rows
+from tests.pipelines import check_resumption, png, rows
 
 tf = pytest.importorskip("tensorflow")
 
@@ -99,10 +99,7 @@ def test_resumed_batches_and_shards(data):
     def batches(take, **more):
         return rows(load_pairs(pairs, "train", SHAPE, batch, **options, **more), take)
 
-    whole = batches(start + 2)
-    assert batches(2, start_batch=start) == whole[start:]
-    parts = [batches(start + 2, shard=(i, shards)) for i in range(shards)]
-    assert [list(chain(*several)) for several in zip(*parts)] == whole
+    whole = check_resumption(batches, start + 2, (start,), shards)
     if choice == "all":
         per_pass = most // batch
         once = [row[1] for some in whole[:per_pass] for row in some]

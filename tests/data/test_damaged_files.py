@@ -9,14 +9,11 @@ import pytest
 
 from keras_moe.data import (
     LabelHierarchy,
-    load,
     num_classes,
     num_examples,
     reading_errors,
-    write_exclusion,
     write_tfrecords,
 )
-from keras_moe.data.selection import excluded_indices
 
 tf = pytest.importorskip("tensorflow")
 
@@ -103,19 +100,6 @@ def test_descriptions_of_records(records):
         path.write_text(valid)
 
 
-def test_exclusions(tmp_path):
-    path = tmp_path / "duplicates.json"
-    write_exclusion(path, "digits", "test", 450, [0, 7, 20])
-
-    def read():
-        return excluded_indices(path, "digits", "test", 450)
-
-    valid = json.loads(path.read_text())
-    assert read().tolist() == [0, 7, 20]
-    texts = mutations(valid, random.Random(2), 300)
-    assert failures(path, path, texts, read) > 150
-
-
 @pytest.mark.filterwarnings("ignore:.*are not among its images")
 def test_labels_of_folders(tmp_path):
     path = tmp_path / "train" / "labels.json"
@@ -134,33 +118,3 @@ def test_labels_of_folders(tmp_path):
     assert failures(path, tmp_path, [json.dumps(labels)], opened) == 0
     texts = mutations(labels, random.Random(3), 150)
     assert failures(path, tmp_path, texts, opened) > 100
-
-
-def test_records(records):
-    """Bytes of a TFRecord file are changed, cut off and repeated."""
-    (path,) = records.glob("*.tfrecord")
-    valid, draw = path.read_bytes(), random.Random(4)
-    source, count = f"tfrecord:{records}", 0
-
-    def read():
-        for _ in load(source, "train", SHAPE, multi_label=True):
-            pass
-
-    try:
-        for number in range(12):
-            at = draw.randrange(len(valid))
-            changed = {
-                0: valid[:at]
-                + bytes([valid[at] ^ 1 << draw.randrange(8)])
-                + valid[at + 1 :],
-                1: valid[:at],
-                2: valid[:at] + draw.randbytes(9) + valid[at + 9 :],
-                3: valid[:at] + valid,
-            }[number % 4]
-            path.write_bytes(changed)
-            error = error_of(read)
-            assert error is None or str(path) in error
-            count += error is not None
-    finally:
-        path.write_bytes(valid)
-    assert count > 7

@@ -232,14 +232,6 @@ def test_only_emoji_that_the_font_has(paint, text):
     assert paint(text) is None
 
 
-def test_drawings_are_compared_at_one_size(paint):
-    # A man and a person with curly hair are drawn alike.
-    man, person = (paint(x)[1].astype(int) for x in CURLY.values())
-    assert man.shape == (32, 32, 3)
-    np.testing.assert_array_equal(man, person)
-    assert np.abs(man - paint(FIREFIGHTER)[1]).mean() > 4
-
-
 def test_the_first_of_drawings_that_are_alike():
     # Differences of 3, 3 and 6 in every pixel: the third is unlike the first, and like
     # the second alone, which is not there.
@@ -304,10 +296,7 @@ def test_pictures_are_rendered_once(monkeypatch, tmp_path):
             load_emoji("all", (16, 20, 3))
     # Another version's emoji, and a damaged file, are rendered again.
     whole = files[0].read_bytes()
-    at = whole.index(b"PK\1\2") + 8
-    encrypted = whole[:at] + b"\1" + whole[at + 1 :]
-    unknown = whole[: at + 2] + b"\x63" + whole[at + 3 :]
-    for content in (whole[:-500], b"", b"PK\3\4 no archive", encrypted, unknown):
+    for content in (whole[:-500], b"", b"PK\3\4 no archive"):
         files[0].write_bytes(content)
         np.testing.assert_array_equal(load_emoji("all", (16, 16, 3))[0], first.images)
         assert files[0].stat().st_size > 1000

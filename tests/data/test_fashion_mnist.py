@@ -45,6 +45,9 @@ def test_batches_are_the_files(folder, tmp_path):
     expected = IMAGES["t10k"][..., None] / 127.5 - 1
     np.testing.assert_allclose(images, expected, atol=1e-6)
     np.testing.assert_array_equal(labels, LABELS["t10k"])
+    assert num_classes("fashion_mnist") == 10
+    names = class_names("fashion_mnist")
+    assert (names[0], names[9]) == ("T-shirt/top", "ankle boot")
     counts = {x: num_examples("fashion_mnist", x) for x in ("train", "test", "all")}
     assert counts == {"train": 6, "test": 4, "all": 10}
     colours, _ = next(iter(load("fashion_mnist", "train", (14, 14, 3), batch_size=6)))
@@ -54,12 +57,6 @@ def test_batches_are_the_files(folder, tmp_path):
     own.mkdir()
     write(own, {x: IMAGES[x][:2] for x in IMAGES}, {x: LABELS[x][:2] for x in LABELS})
     assert num_examples("fashion_mnist", "train", str(own)) == 2
-
-
-def test_names_of_the_classes():
-    assert num_classes("fashion_mnist") == 10
-    names = class_names("fashion_mnist")
-    assert (names[0], names[9]) == ("T-shirt/top", "ankle boot")
 
 
 def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):

@@ -26,7 +26,7 @@ from keras_moe.data import (
     reading_errors,
     write_exclusion,
 )
-from tests.pipelines import SHAPE, levels, numbers, rows, save
+from tests.pipelines import SHAPE, check_resumption, levels, numbers, rows, save
 
 tf = pytest.importorskip("tensorflow")
 
@@ -234,28 +234,15 @@ def test_images_that_cannot_be_read_are_left_out(photos):
 
 @pytest.mark.filterwarnings("ignore:2 of 20 images")
 def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
-    options = {"repeat": True, "seed": 3, "unreadable": "exclude", "augment": "flip"}
+    def batches(take, **options):
+        options |= {"repeat": True, "unreadable": "exclude", "augment": "flip"}
+        dataset = load(f"folder:{photos}", "train", GREY, 6, seed=3, **options)
+        return numbers(dataset.take(take))
 
-    def batches(start=0, shard=(0, 1)):
-        dataset = load(
-            f"folder:{photos}",
-            "train",
-            GREY,
-            6,
-            start_batch=start,
-            shard=shard,
-            **options,
-        )
-        return numbers(dataset.take(9 - start))
-
-    whole = batches()
+    whole = check_resumption(batches, 9, (1, 5, 6))
     assert sorted(n for batch in whole[:3] for n in batch) == [
         n for n in range(20) if n not in (3, 15)
     ]
-    for start in (1, 5, 6):
-        assert batches(start) == whole[start:]
-    parts = [batches(4, (index, 2)) for index in range(2)]
-    assert [[*a, *b] for a, b in zip(*parts)] == whole[4:]
 
 
 def test_folders_within_those_of_classes(tmp_path):

@@ -93,16 +93,6 @@ def test_predictions_have_no_padding(model, make):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_validation_while_training(model):
-    batches = padded(dataset(IMAGES, LABELS), model=model)
-    history = model.fit(
-        IMAGES[:4], LABELS[:4], epochs=2, verbose=0, validation_data=batches
-    ).history
-    expected = model.evaluate(IMAGES, LABELS, batch_size=4, verbose=0)
-    actual = [history[name][-1] for name in ("val_loss", "val_accuracy", "val_entropy")]
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
 def test_groups_of_real_images_are_as_they_were():
     model = classifier(eval_capacity_factor=0.5, examples_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)

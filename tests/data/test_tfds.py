@@ -133,17 +133,6 @@ def test_slices_and_sums_of_splits(insects):
     assert len(read("test+train")) == 39
 
 
-def test_order(insects):
-    dataset = insects("train[:20]")
-    first, second = arrays(dataset), arrays(dataset)
-    assert same(first, arrays(insects("train[:20]")))
-    assert not same(first, second)
-    assert contents(first[0]) == contents(second[0])
-    assert same(arrays(insects("test")), arrays(insects("test")))
-    for options in ({"seed": 1}, {"shuffle": False}):
-        assert not same(first, arrays(insects("train[:20]", **options)))
-
-
 def test_grey_and_colour(data_dir):
     def read(name, channels):
         return arrays(load(name, "test", (6, 6, channels), data_dir=data_dir))[0]
