@@ -1,4 +1,4 @@
-"""Low-rank pairs and int8 weights: which layers, training, and files."""
+"""LoRA adapters and int8 weights: which layers, training, and files."""
 
 import gc
 import warnings
@@ -42,7 +42,7 @@ def classifier(head=None, **kwargs):
     return model
 
 
-# Low-rank pairs
+# Adapters
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def classifier(head=None, **kwargs):
         (["key", "hidden"], {"key", "hidden"}),
     ],
 )
-def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
+def test_only_the_adapters_of_the_named_layers_are_trainable(names, expected):
     model = backbone()
     # Op by op: two programs may round differently.
     before = to_numpy(model(images()))
@@ -62,15 +62,15 @@ def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     np.testing.assert_array_equal(to_numpy(model(images())), before)
     assert all("lora" in weight.name for weight in model.trainable_weights)
     assert {w.path.split("/")[-2] for w in model.trainable_weights} == expected
-    # One pair for each kernel of attention or of an MLP, two for an expert's.
+    # One adapter for each kernel of attention or of an MLP, two for an expert's.
     attention = len(expected - {"experts", "hidden"}) * SMALL["num_layers"]
-    pairs = attention + ("hidden" in expected) + 2 * ("experts" in expected)
-    assert len(model.trainable_weights) == 2 * pairs
+    adapters = attention + ("hidden" in expected) + 2 * ("experts" in expected)
+    assert len(model.trainable_weights) == 2 * adapters
 
 
 @pytest.mark.every_backend
 @pytest.mark.usefixtures("traced")
-def test_training_lowers_the_loss_and_changes_the_pairs_alone():
+def test_training_lowers_the_loss_and_changes_the_adapters_alone():
     model = classifier()
     model.enable_lora(2, target_layer_names=NAMES)
     names = {weight.path.split("block_")[-1] for weight in model.trainable_weights}
@@ -86,14 +86,14 @@ def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     for weight in model.weights:
         changed = not np.array_equal(to_numpy(weight), before[weight.path])
         assert changed == ("lora" in weight.name), weight.path
-    # The experts' pairs went apart: each has learned from its own tokens.
+    # The experts' adapters went apart: each has learned from its own tokens.
     b = next(w for w in model.weights if w.path.endswith("experts/output_lora_b"))
     b = to_numpy(b)
     assert all(np.abs(b[i] - b[j]).max() > 1e-3 for i in range(4) for j in range(i))
 
 
 def adapted():
-    """A classifier whose pairs say something."""
+    """A classifier whose adapters say something."""
     model = classifier()
     model.enable_lora(2, target_layer_names=NAMES)
     generator = np.random.default_rng(2)
@@ -102,7 +102,7 @@ def adapted():
     return model
 
 
-def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
+def test_a_preset_has_the_adapters_in_its_weights(tmp_path):
     model = adapted()
     before = classifier().predict(images(), verbose=0)
     expected = model.predict(images(), verbose=0)
@@ -116,12 +116,12 @@ def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
 
 
 @pytest.mark.every_backend
-def test_the_pairs_alone_are_saved_and_loaded(tmp_path, monkeypatch):
+def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
     model = adapted()
-    path = tmp_path / "pairs.lora.h5"
+    path = tmp_path / "adapters.lora.h5"
     model.backbone.save_lora_weights(path)
     expected = model.backbone.predict(images(), verbose=0)
-    # Once into a backbone as it comes, and once into one with pairs.
+    # Once into a backbone as it comes, and once into one with adapters.
     for enable in (False, True):
         other = backbone()
         if enable:
@@ -141,7 +141,7 @@ def test_the_pairs_alone_are_saved_and_loaded(tmp_path, monkeypatch):
         model.backbone.save_lora_weights(path)
     monkeypatch.undo()
     assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
+    assert [file.name for file in tmp_path.iterdir()] == ["adapters.lora.h5"]
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path):
@@ -169,7 +169,7 @@ def test_keras_hubs_own_method_reaches_experts_by_name():
     }
 
 
-def test_pairs_in_another_file_are_not_read(tmp_path):
+def test_adapters_in_another_file_are_not_read(tmp_path):
     path, other = tmp_path / "other.lora.h5", tmp_path / "secret"
     other.write_bytes(bytes(16))
     with h5py.File(path, "w") as file:

@@ -160,7 +160,7 @@ def test_presets_keep_it_whole(model, tmp_path):
     assert described == models.describe(model.backbone).parameters
 
 
-def test_pairs_of_low_rank_leave_the_task_trainable(model):
+def test_adapters_leave_the_task_trainable(model):
     adapted = model.copy()
     adapted.enable_lora(2)
     names = {weight.path.split("/")[0] for weight in adapted.trainable_weights}

@@ -216,7 +216,7 @@ def test_fit():
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_low_rank_pairs_and_int8_of_token_ids():
+def test_adapters_and_int8_of_token_ids():
     model = with_weights(text(num_layers=1))
     expected = outputs(model, texts())["pooled"]
     # The tests of images quantise all other layers.

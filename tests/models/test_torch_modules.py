@@ -73,14 +73,14 @@ def test_moving_keeps_the_variables():
     assert {id(p) for p in model.parameters()} == {id(v.value) for v in model.variables}
 
 
-def test_low_rank_pairs_become_parameters():
+def test_adapters_become_parameters():
     model = classifier()
     model.fit(IMAGES, LABELS, verbose=0)
     model.backbone.enable_lora(2)
     names = [name for name, _ in model.named_parameters() if "lora" in name]
     assert len(names) == 2 * 2 * SMALL["num_layers"]
     assert {id(p) for p in model.parameters()} == {id(v.value) for v in model.variables}
-    # Gradients are cleared between steps, those of the pairs as well.
+    # Gradients are cleared between steps, those of the adapters as well.
     model.compile(keras.optimizers.SGD(0.1))
     model.fit(IMAGES, LABELS, verbose=0)
     model.zero_grad()
