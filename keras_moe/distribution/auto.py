@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.distribution.layouts import layouts
+from keras_moe.distribution.layouts import EXPERT, REPLICA, layouts
 
 INSTEAD = {
     "tensorflow": "make the model and compile it with jit_compile=False within the "
@@ -96,8 +96,9 @@ def auto(
         expert_mesh = _mesh(rules.expert_mesh, devices)
     layout_map = keras.distribution.LayoutMap(mesh)
     for path, axes in {**rules.weights, **rules.activations}.items():
+        of_experts = EXPERT in axes or REPLICA in axes
         layout_map[path] = keras.distribution.TensorLayout(
-            axes, expert_mesh if rules.on_expert_mesh(axes) else mesh
+            axes, expert_mesh if of_experts else mesh
         )
     return keras.distribution.ModelParallel(
         layout_map=layout_map,

@@ -75,10 +75,6 @@ class Layouts(NamedTuple):
     weights: dict
     activations: dict
 
-    def on_expert_mesh(self, axes: tuple) -> bool:
-        """Whether a rule's axes belong to `expert_mesh`."""
-        return EXPERT in axes or REPLICA in axes
-
 
 def layouts(
     model_or_preset: Any,

@@ -71,9 +71,7 @@ class LogitScale(Layer):
 
     def build(self, input_shape=None):
         temperature = Temperature(self.scale, self.largest_scale, self.bias_value)
-        bound = (
-            None if self.largest_scale is None else LogScaleBound(self.largest_scale)
-        )
+        bound = self.largest_scale and LogScaleBound(self.largest_scale)
         self.log_scale = self._scalar("log_scale", temperature.log_scale, bound)
         if self.bias_value is not None:
             self.bias = self._scalar("bias", self.bias_value)
@@ -115,7 +113,8 @@ class LogitScale(Layer):
         )
 
     def weight_shapes(self, shape: tuple | None = None) -> dict[str, tuple]:
-        return {"log_scale": (), **({} if self.bias_value is None else {"bias": ()})}
+        names = ("log_scale",) if self.bias_value is None else ("log_scale", "bias")
+        return dict.fromkeys(names, ())
 
     def get_config(self):
         return {**super().get_config(), "bias": self.bias_value}

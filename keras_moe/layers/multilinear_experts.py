@@ -177,10 +177,8 @@ class ExpertCoefficients(Layer):
         """Updates the moving averages, with the unbiased variance as in PyTorch."""
         count = ops.cast(count, "float32")
         variance = variance * count / ops.maximum(count - 1.0, 1.0)
-        for kept, new in (
-            (self.means[level], mean),
-            (self.variances[level], variance),
-        ):
+        averages = self.means[level], self.variances[level]
+        for kept, new in zip(averages, (mean, variance)):
             old = ops.convert_to_tensor(kept)
             # A batch of padding only has no statistics.
             new = ops.where(count > 0, ops.stop_gradient(new), old)

@@ -85,11 +85,8 @@ class TokenEmbedding(keras.layers.Embedding):
 
     def get_config(self):
         config = super().get_config()
-        for keras_name, name in (
-            ("input_dim", "vocabulary_size"),
-            ("output_dim", "hidden_dim"),
-        ):
-            config[name] = config.pop(keras_name)
+        config["vocabulary_size"] = config.pop("input_dim")
+        config["hidden_dim"] = config.pop("output_dim")
         return config
 
 

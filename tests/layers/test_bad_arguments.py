@@ -3,28 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_moe import losses, ops, routers
-from keras_moe.layers import (
-    MLP,
-    AttentionPooling,
-    EncoderBlock,
-    Experts,
-    LayerNorm,
-    LogitScale,
-    MaskedPooling,
-    MoE,
-    MultilinearExperts,
-    MuMoE,
-    PatchEmbedding,
-    PerExpert,
-    PositionEmbedding,
-    SelfAttention,
-    TextPositions,
-    TokenEmbedding,
-    TokenPooling,
-    resize_patch_kernel,
-    resize_positions,
-)
+from keras_moe import layers, losses, ops, routers
 from keras_moe.models import ViTBackbone
 from keras_moe.ops import ExpertTypes
 from keras_moe.routers import (
@@ -47,7 +26,9 @@ def vit(**arguments):
 
 
 def moe(router=None, experts=2, **arguments):
-    return MoE(router or TokenChoiceRouter(2), Experts(experts, 8), **arguments)
+    return layers.MoE(
+        router or TokenChoiceRouter(2), layers.Experts(experts, 8), **arguments
+    )
 
 
 def choose(capacity):
@@ -55,7 +36,7 @@ def choose(capacity):
 
 
 def mumoe(kind, num_experts=4, **arguments):
-    return MuMoE(4, num_experts, kind, **arguments)
+    return layers.MuMoE(4, num_experts, kind, **arguments)
 
 
 def zeros(*shape):
@@ -64,7 +45,7 @@ def zeros(*shape):
 
 # What is made, its good arguments, and bad values of others: the error says name=value.
 BAD_VALUES = [
-    (Experts, {"num_experts": 4, "mlp_dim": 16}, {
+    (layers.Experts, {"num_experts": 4, "mlp_dim": 16}, {
         "num_experts": [0], "mlp_dim": [0], "dropout": [1.0], "gated": ["yes"],
         "seed": [0.5], "shared_initialization": [1],
     }),
@@ -101,7 +82,7 @@ BAD_VALUES = [
         "router": ["softmax"],
     }),
     (choose, {}, {"capacity": [2.5, 0, -1, NAN, True]}),
-    (MuMoE, {"units": 4, "num_experts": 4}, {
+    (layers.MuMoE, {"units": 4, "num_experts": 4}, {
         "units": [0], "num_experts": [0, ()], "rank": [0, 0.0, 4.0],
         "edited_outputs": [(4,), (1, 1)], "input_norm": [1],
         "factorization": ["svd"], "normalization": ["group"], "expert_noise": [-1.0],
@@ -110,30 +91,30 @@ BAD_VALUES = [
     (mumoe, {"kind": "tr", "num_experts": (4, 2)}, {"rank": [(2, 2, 2)]}),
     (mumoe, {"kind": "tucker"}, {"rank": [3]}),
     (mumoe, {"kind": None}, {"rank": [3]}),
-    (PatchEmbedding, {"hidden_dim": 8, "patch_size": 4}, {
+    (layers.PatchEmbedding, {"hidden_dim": 8, "patch_size": 4}, {
         "patch_size": [0, 4.0, "44", (4, 4, 4), (4, 4.0), True, None],
         "interpolation": [3], "kernel_initializer": [None],
     }),
-    (resize_patch_kernel, {"kernel": zeros(2, 2, 1, 1), "patch_size": 4}, {
+    (layers.resize_patch_kernel, {"kernel": zeros(2, 2, 1, 1), "patch_size": 4}, {
         "patch_size": [0], "interpolation": ["nearest"],
     }),
-    (PositionEmbedding, {"grid": (2, 2)}, {"kind": ["fixed"]}),
-    (TokenPooling, {}, {"pooling": ["max"]}),
-    (MaskedPooling, {"pooling": "last"}, {
+    (layers.PositionEmbedding, {"grid": (2, 2)}, {"kind": ["fixed"]}),
+    (layers.TokenPooling, {}, {"pooling": ["max"]}),
+    (layers.MaskedPooling, {"pooling": "last"}, {
         "pooling": ["middle"], "end_of_text_id": [3],
     }),
-    (MaskedPooling, {"pooling": "end_of_text"}, {"end_of_text_id": [-1]}),
-    (TokenEmbedding, {"vocabulary_size": 4, "hidden_dim": 4}, {
+    (layers.MaskedPooling, {"pooling": "end_of_text"}, {"end_of_text_id": [-1]}),
+    (layers.TokenEmbedding, {"vocabulary_size": 4, "hidden_dim": 4}, {
         "vocabulary_size": [0], "hidden_dim": [0], "embeddings_initializer": ["glort"],
     }),
-    (TextPositions, {}, {"max_length": [0]}),
-    (SelfAttention, {"num_heads": 2, "key_dim": 4}, {
+    (layers.TextPositions, {}, {"max_length": [0]}),
+    (layers.SelfAttention, {"num_heads": 2, "key_dim": 4}, {
         "query_key_norm": [1, "x"], "seed": [-1],
     }),
-    (LayerNorm, {}, {"epsilon": [0.0]}),
-    (LogitScale, {}, {"bias": [NAN, "-1"]}),
-    (MLP, {"mlp_dim": 4}, {"seed": [-1]}),
-    (PerExpert, {}, {"initializer": [{"a": 1}]}),
+    (layers.LayerNorm, {}, {"epsilon": [0.0]}),
+    (layers.LogitScale, {}, {"bias": [NAN, "-1"]}),
+    (layers.MLP, {"mlp_dim": 4}, {"seed": [-1]}),
+    (layers.PerExpert, {}, {"initializer": [{"a": 1}]}),
     (vit, {}, {
         "expert_mlp_dim": [0], "seed": [-1, 1.5, True, 2**32], "dtype": ["flot32", 3],
         "kernel_initializer": [3], "query_key_norm": [1], "dropout_rate": [1.0],
@@ -162,7 +143,7 @@ def test_a_bad_value_is_refused_by_its_name(make, arguments, name):
 
 
 def built():
-    experts = MultilinearExperts(4, 4, rank=2)
+    experts = layers.MultilinearExperts(4, 4, rank=2)
     experts.build((None, 3))
     return experts
 
@@ -218,10 +199,13 @@ def pathway(*shape, gating_residual=True):
         ),
         (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
         (lambda: moe(auxiliary_losses={"router_z": -1.0}), "weight=-1.0"),
-        (lambda: LogitScale(scale=0.0), "scale > 0"),
-        (lambda: LogitScale(scale=3.0, largest_scale=2.0), "most largest_scale=2.0"),
+        (lambda: layers.LogitScale(scale=0.0), "scale > 0"),
+        (
+            lambda: layers.LogitScale(scale=3.0, largest_scale=2.0),
+            "most largest_scale=2.0",
+        ),
         (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
-        (lambda: EncoderBlock(MLP(4), MLP(4), seed=-1), "seed=-1"),
+        (lambda: layers.EncoderBlock(layers.MLP(4), layers.MLP(4), seed=-1), "seed=-1"),
         # Inputs that do not fit the layer.
         (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
         (lambda: moe().build((2, 8)), r"\(2, 8\)"),
@@ -239,22 +223,32 @@ def pathway(*shape, gating_residual=True):
             ),
             "modality_ids",
         ),
-        (lambda: PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)), r"patch_size=\(3, 3\)"),
-        (lambda: PositionEmbedding((2, 2))(zeros(1, 7, 8)), r"\(1, 7, 8\)"),
-        (lambda: AttentionPooling(3, 8)(zeros(1, 4, 8)), "num_heads=3, hidden_dim=8"),
-        (lambda: AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
-        (lambda: AttentionPooling(2.0, 8)(zeros(1, 4, 8)), "num_heads=2.0"),
         (
-            lambda: MaskedPooling("last")(zeros(2, 6, 1), mask=np.ones((2, 5), bool)),
+            lambda: layers.PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)),
+            r"patch_size=\(3, 3\)",
+        ),
+        (lambda: layers.PositionEmbedding((2, 2))(zeros(1, 7, 8)), r"\(1, 7, 8\)"),
+        (
+            lambda: layers.AttentionPooling(3, 8)(zeros(1, 4, 8)),
+            "num_heads=3, hidden_dim=8",
+        ),
+        (lambda: layers.AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
+        (lambda: layers.AttentionPooling(2.0, 8)(zeros(1, 4, 8)), "num_heads=2.0"),
+        (
+            lambda: layers.MaskedPooling("last")(
+                zeros(2, 6, 1), mask=np.ones((2, 5), bool)
+            ),
             r"\(2, 5\)",
         ),
-        (lambda: TextPositions(5)(zeros(2, 6, 1)), r"shape=\(2, 6, 1\)"),
+        (lambda: layers.TextPositions(5)(zeros(2, 6, 1)), r"shape=\(2, 6, 1\)"),
         (
-            lambda: resize_positions(zeros(1, 4, 2), (2, 2), (4, 4), "nearest"),
+            lambda: layers.resize_positions(zeros(1, 4, 2), (2, 2), (4, 4), "nearest"),
             "interpolation='nearest'",
         ),
         (
-            lambda: MultilinearExperts(4, (4, 2), rank=2)(zeros(1, 3), [zeros(1, 4)]),
+            lambda: layers.MultilinearExperts(4, (4, 2), rank=2)(
+                zeros(1, 3), [zeros(1, 4)]
+            ),
             "received: 1",
         ),
         (lambda: built().expert_weights([4]), "received: 4"),
@@ -284,7 +278,9 @@ def test_what_does_not_fit_is_refused(call, message):
     ],
 )
 def test_masks_and_modalities_fit_the_tokens(arguments, message):
-    layer = MoE(routers.get("softmax_token_choice", 4, num_modalities=2), Experts(4, 8))
+    layer = layers.MoE(
+        routers.get("softmax_token_choice", 4, num_modalities=2), layers.Experts(4, 8)
+    )
     tokens = np.ones((2, 6, 8), "float32")
     ids = {"modality_ids": np.zeros((2, 6), "int32")}
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ from keras_moe import ops as moe_ops
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE, MuMoE, MuMoEBlock
 from keras_moe.ops import ExpertTypes
-from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
+from keras_moe.routers import ROUTERS
 from tests.calls import call, call_with_losses
 
 NAMES = list(ROUTERS)
@@ -48,30 +48,6 @@ def test_plans_without_groups(plan, mask):
     # Without a capacity there is a slot for each of the six tokens.
     capacity = 3 if plan.group_sizes is None else 6
     assert shapes(plan.dense()) == [(0, 6, 4, capacity)] * 2
-
-
-@pytest.mark.parametrize(
-    "affinity",
-    [
-        SinkhornAffinity(),
-        SinkhornAffinity(tolerance=0.1),
-        SparsityConstrainedAffinity(),
-        SparsityConstrainedAffinity(solver="adam", iterations=2),
-        SparsityConstrainedAffinity(sparse=False),
-    ],
-    ids=["sinkhorn", "tolerance", "sparse", "adam", "dense"],
-)
-@pytest.mark.parametrize("side", ["token", "expert"])
-def test_transport_without_groups(affinity, side):
-    gates = ops.convert_to_tensor(GATES)
-    for max_nonzeros in (2, 5):
-        plan = affinity(gates, gates, side, max_nonzeros)
-        assert shapes(plan) == [(0, 6, 4)]
-
-
-def test_entmax_without_rows():
-    for alpha in (1.5, 1.3, 2.0):
-        assert shapes(moe_ops.entmax(GATES, alpha)) == [(0, 6, 4)]
 
 
 def moe(name, group_size=None, auxiliary_losses=None, **options):

@@ -265,18 +265,6 @@ def test_a_tiny_fit_lowers_the_loss_with_uneven_batches():
     assert history[-1] < 0.6 * history[0]
 
 
-def test_an_unknown_batch_size_compiles():
-    moe = make(group_size=8, capacity_factor=1.0, eval_capacity_factor=1.0)
-    symbol = keras.Input((6, 8))
-    model = keras.Model(symbol, moe(symbol)[0])
-    assert model.output_shape == (None, 6, 8)
-    tokens = images(batch=5)
-    predicted = model.predict(tokens, batch_size=5, verbose=0)
-    np.testing.assert_allclose(
-        predicted, to_numpy(call(moe, tokens)[0]), rtol=1e-4, atol=1e-6
-    )
-
-
 @pytest.mark.every_backend
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="constants of XLA on TensorFlow"

@@ -1,19 +1,17 @@
-"""MoE++'s layer: what each kind of expert gives, and what it has in common with MoE."""
+"""MoE++'s layer: what each type of expert gives, and what it has in common with MoE."""
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import routers
 from keras_moe.layers import Experts, MoE, ZeroComputationExperts
-from keras_moe.ops import expert_types
 from keras_moe.routers import PathwayAwareRouter
 from tests.calls import call
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
-KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+TYPES = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
 N, D = 12, 8
 
 
@@ -22,7 +20,7 @@ def tokens(batch=2, length=N, seed=0):
     return generator.normal(size=(batch, length, D)).astype("float32")
 
 
-def make(num_experts=4, types=KINDS, selected=1, **router):
+def make(num_experts=4, types=TYPES, selected=1, **router):
     total = num_experts + sum(types.values())
     moe = MoE(
         PathwayAwareRouter(total, selected, **types, **router),
@@ -48,7 +46,7 @@ def positive(x):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_each_kind_gives_what_its_equation_says(training):
+def test_each_type_gives_what_its_equation_says(training):
     x = positive(tokens())
     moe = make(capacity_factor=100.0)
     zeros, _ = call(forced(moe, 4), x, training=training)
@@ -115,24 +113,12 @@ def test_without_zero_computation_experts_it_is_an_moe(training):
     vanilla.build((None, None, D))
     for a, b in zip(mine.weights, vanilla.weights):
         if "seed" not in b.path:
-            b.assign(ours_value(a))
+            b.assign(to_numpy(a))
     vanilla.router.noise_std = 0.0
     vanilla.router.capacity_factor = mine.router.capacity_factor
     for a, b in zip(mine(x, training=training), vanilla(x, training=training)):
         for left, right in zip(keras.tree.flatten(a), keras.tree.flatten(b)):
             np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
-
-
-def ours_value(variable):
-    return to_numpy(variable)
-
-
-def test_by_name():
-    router = routers.get("softmax_token_choice", expert_types(8, 1, 1, "auto"))
-    moe = MoE(router, Experts(8, 16), 8)
-    assert moe.router.expert_types == (8, 1, 1, 1)
-    again = MoE.from_config(moe.get_config())
-    assert again.get_config() == moe.get_config()
 
 
 def test_padding_is_nobodys():
@@ -159,7 +145,7 @@ def test_an_image_does_not_depend_on_its_batch():
 
 def test_previous_logits_go_by_group_and_stay_float32():
     moe = MoE(
-        PathwayAwareRouter(8, 2, **KINDS, gating_residual=True),
+        PathwayAwareRouter(8, 2, **TYPES, gating_residual=True),
         Experts(4, mlp_dim=16, dtype="mixed_bfloat16"),
         # A last group with padding.
         group_size=7,
@@ -225,25 +211,6 @@ def test_padding_in_previous_logits_is_nobodys():
         assert np.isfinite(value).all()
 
 
-def test_gradients_reach_every_weight():
-    moe = make(selected=4, capacity_factor=100.0)
-    x = tokens()
-    gradients = training_gradients(moe, x)
-    assert len(gradients) == 7
-    for weight, value in zip(moe.trainable_weights, gradients):
-        assert np.isfinite(value).all()
-        assert np.abs(value).max() > 0, weight.path
-
-
-def test_gates_of_one_give_exactly_zero_and_the_token():
-    layer = ZeroComputationExperts(1, 1, 1)
-    x = tokens()
-    for expert, expected in ((0, 0 * x), (1, x)):
-        weights = np.zeros((2, N, 3), "float32")
-        weights[..., expert] = 1.0
-        np.testing.assert_array_equal(to_numpy(layer(x, weights)), expected)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_zero_computation_experts_by_themselves(dtype):
     layer = ZeroComputationExperts(
@@ -267,10 +234,6 @@ def test_zero_computation_experts_by_themselves(dtype):
     np.testing.assert_allclose(
         to_numpy(ops.cast(actual, "float32")), expected, rtol=tolerance, atol=tolerance
     )
-    again = ZeroComputationExperts.from_config(layer.get_config())
-    assert again.get_config() == layer.get_config()
-    assert layer.cost((N, D)).parameters == layer.count_params()
-    assert layer.num_experts == 6
 
 
 def test_costs():

@@ -264,18 +264,18 @@ def test_heterogeneous_balance_loss():
     np.testing.assert_array_equal(
         ops.convert_to_numpy(selected)[0], arrays["outputs/selected"][:, order]
     )
-    kinds = ExpertTypes(4, 1, 1, 2)
+    types = ExpertTypes(4, 1, 1, 2)
     for tau, expected in zip(arrays["inputs/tau"], arrays["outputs/load_balance_loss"]):
-        actual = heterogeneous_balance_loss(gates, selected, kinds, float(tau))
+        actual = heterogeneous_balance_loss(gates, selected, types, float(tau))
         np.testing.assert_allclose(ops.convert_to_numpy(actual), [expected], rtol=1e-5)
 
 
 def test_heterogeneous_capacity():
     arrays, config = golden.load("11_moepp/paper_balance_and_capacity")
-    kinds = ExpertTypes(4, 1, 1, 2)
+    types = ExpertTypes(4, 1, 1, 2)
     for tau, row in zip(arrays["inputs/tau"], arrays["outputs/capacities"]):
         for gamma, expected in zip(arrays["inputs/gamma"], row):
-            actual = heterogeneous_capacity(config["T"], kinds, tau, gamma)
+            actual = heterogeneous_capacity(config["T"], types, tau, gamma)
             # Equation 8 gives real numbers; of 3.0000000000000004 the ceiling is 3.
             wanted = np.ceil(np.round([expected[0], expected[-1]], 9))
             wanted = np.maximum(wanted, 1)

@@ -372,37 +372,6 @@ def test_input_norm_of_a_layer_is_the_released_one(mode):
     )
 
 
-@pytest.mark.parametrize("cls", [MuMoE, MuMoEBlock])
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_saves_and_stays_finite(cls, dtype, tmp_path):
-    layer = cls(
-        8,
-        num_experts=(4, 2),
-        factorization="tr",
-        rank=(2, 3, 2, 3),
-        activation="softmax",
-        normalization="layer",
-        use_bias=False,
-        expert_noise=0.5,
-        dtype=dtype,
-    )
-    inputs = keras.Input((3, 6))
-    outputs, routing = layer(inputs)
-    model = keras.Model(inputs, {"outputs": outputs, "gates": routing.gates})
-    x = np.random.default_rng(0).normal(size=(4, 3, 6)).astype("float32")
-    actual = model.predict(x, verbose=0)
-    assert actual["gates"].dtype == "float32"
-    assert np.isfinite(actual["outputs"].astype("float32")).all()
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    for key, value in again.predict(x, verbose=0).items():
-        np.testing.assert_array_equal(
-            value.astype("float32"), actual[key].astype("float32")
-        )
-    config = layer.get_config()
-    assert cls.from_config(config).get_config() == config
-
-
 FACTORIZED = {
     "cp": ((3,), {"rank": 4}),
     "cp, three levels": ((3, 2, 2), {"rank": 4}),

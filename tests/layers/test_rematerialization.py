@@ -167,9 +167,3 @@ def test_half_precision_gradients_are_finite(dtype):
     gradients = training_gradients(block, tokens())
     assert all(np.isfinite(np.asarray(g, "float32")).all() for g in gradients)
     assert max(np.abs(np.asarray(g, "float32")).max() for g in gradients) > 0.1
-
-
-def test_the_argument_is_checked_and_saved():
-    assert dense_block(rematerialize=True).get_config()["rematerialize"] is True
-    with pytest.raises(ValueError, match="rematerialize='full'"):
-        dense_block(rematerialize="full")

@@ -145,6 +145,8 @@ BAD_VALUES = {
     },
     "classifier": {
         "head": ["mumoe"],
+        "head_dtype": ["flot32"],
+        "multi_label": ["x"],
         "head_bias": ["log"],
         "output_activation": ["relu"],
         "dropout": [-1.0],
