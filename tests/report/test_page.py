@@ -9,7 +9,7 @@ from keras_moe.report import Options, write_report
 from keras_moe.report.sections.explorer import Explorer
 from keras_moe.report.writing import page_html
 from tests.browser import OVERFLOWS, opened_browser
-from tests.report_records import batch, block, reported
+from tests.report_records import batch, block, record, reported
 from tests.small_models import images, with_weights
 
 HOSTILE = '<script>alert(1)</script></svg><img src="http://example.com/x.png"> $a_{'
@@ -108,12 +108,10 @@ def test_a_page_that_loads_or_overflows_is_seen(page, tmp_path):
 
 
 def routed(gates):
-    gates = np.asarray(gates, "float32")[None]
-    served = np.zeros_like(gates)
-    np.put_along_axis(served, gates.argmax(axis=-1)[..., None], 1, axis=-1)
+    served = np.eye(3)[np.argmax(gates, axis=-1)]
     # The last token finds no room.
-    served[:, -1] = 0
-    return Routing(gates, gates, gates, gates, served, served * gates)
+    served[-1] = 0
+    return record([gates], served[None])
 
 
 @pytest.fixture(scope="module")
