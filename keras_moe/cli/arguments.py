@@ -180,7 +180,11 @@ def add_shots(parser: Any, default: list[int] | None) -> None:
 
 
 def add_run(
-    parser: Any, epochs: int, batch_size: int, learning_rate: float, folder: str
+    parser: Any,
+    epochs: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    folder: str,
 ) -> None:
     """Adds the arguments of a training without a recipe, and its output folder."""
     add_count(parser, "--epochs", "Passes over the training data.", epochs)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, evaluation, training
-from keras_moe.cli.arguments import RESUMES, Result, at_least
+from keras_moe.cli.arguments import RESUMES, Result, add_count
 from keras_moe.cli.evaluate import pooled_features
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.files import write_json
@@ -85,19 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="The folder of the results; by default runs/held_out_TASK_SOURCE.",
     )
-    parser.add_argument(
-        "--seeds",
-        type=at_least(1),
-        default=3,
-        metavar="N",
-        help="The number of seeds from which the best setting trains.",
+    add_count(
+        parser, "--seeds", "The number of seeds from which the best setting trains.", 3
     )
-    parser.add_argument(
-        "--epochs",
-        type=at_least(1),
-        metavar="N",
-        help="The number of epochs, instead of the recipe's.",
-    )
+    add_count(parser, "--epochs", "The number of epochs, instead of the recipe's.")
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from keras_moe import models
 from keras_moe.checks import check_pair
-from keras_moe.cli.arguments import RESUMES, Result, at_least, positive
+from keras_moe.cli.arguments import RESUMES, Result, add_count, positive
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
 from keras_moe.losses.auxiliary import CLASSIC
@@ -91,13 +91,8 @@ GROUPS = (1, 2, 4, 8, 16, 32)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parts(parser, PARTS)
-    parser.add_argument(
-        "--selected",
-        type=at_least(1),
-        nargs="+",
-        metavar="K",
-        help="The experts per token of the part selected; by default 1 2.",
-    )
+    what = "The experts per token of the part selected; by default 1 2."
+    add_count(parser, "--selected", what, nargs="+")
     for modality in ("text", "image"):
         parser.add_argument(
             f"--{modality}-experts",
@@ -107,11 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"The soft minima of {modality} experts of the part thresholds; by "
             "default from 1 to all experts.",
         )
-    parser.add_argument(
+    add_count(
+        parser,
         "--text-pool",
-        type=at_least(1),
-        metavar="N",
-        help="The disjoint experts of text of the part routers; by default one more "
+        "The disjoint experts of text of the part routers; by default one more "
         "than the soft minimum of text.",
     )
     add_pairs(parser, "limoe", "limoe_emoji")

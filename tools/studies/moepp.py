@@ -23,7 +23,7 @@ from rich.console import Console
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
-from keras_moe.cli.arguments import RESUMES, Result, at_least, positive
+from keras_moe.cli.arguments import RESUMES, Result, add_count, positive
 from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops import ExpertTypes
@@ -104,13 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="The names of the models that train; without it, all.",
     )
-    parser.add_argument(
+    add_count(
+        parser,
         "--constants",
-        type=at_least(0),
-        nargs="+",
-        metavar="N",
-        help="The numbers of constant experts of Figure 3; by default "
+        "The numbers of constant experts of Figure 3; by default "
         f"{' '.join(map(str, CONSTANTS))}.",
+        minimum=0,
+        nargs="+",
     )
     add_training(parser, "moepp_study", 30, 32, 3e-3)
     layer = parser.add_argument_group("the layer of costs and speed")
@@ -121,16 +121,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("selected", 2, "The number of experts of a token."),
         ("rounds", 9, "The number of rounds of timing."),
     ):
-        layer.add_argument(
-            f"--{name}", type=at_least(1), default=default, metavar="N", help=text
-        )
-    layer.add_argument(
+        add_count(layer, f"--{name}", text, default)
+    add_count(
+        layer,
         "--kinds",
-        type=at_least(0),
+        "The number of experts of each type.",
+        [8, 1, 1, 2],
+        minimum=0,
         nargs=4,
-        default=[8, 1, 1, 2],
         metavar=("FFN", "ZERO", "COPY", "CONSTANT"),
-        help="The number of experts of each type.",
     )
     layer.add_argument(
         "--gamma", type=positive, default=1.1, help="The capacity factor."

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
-from keras_moe.cli.arguments import RESUMES, Result, at_least
+from keras_moe.cli.arguments import RESUMES, Result, add_count
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEConfig
 from keras_moe.ops import Routing
@@ -91,14 +91,8 @@ PRINTED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parts(parser, PARTS)
-    parser.add_argument(
-        "--experts",
-        type=at_least(1),
-        nargs="+",
-        default=[2, 4, 8, 16, 32],
-        metavar="N",
-        help="The numbers of experts of the heads.",
-    )
+    what = "The numbers of experts of the heads."
+    add_count(parser, "--experts", what, [2, 4, 8, 16, 32], nargs="+")
     parser.add_argument(
         "--positions",
         nargs="+",
@@ -106,16 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["final"],
         help="The layers that the heads are.",
     )
-    parser.add_argument(
-        "--rank", type=at_least(1), default=128, help="The rank of the heads."
-    )
-    parser.add_argument(
-        "--edited-experts",
-        type=at_least(1),
-        default=32,
-        metavar="N",
-        help="The number of experts of the head that is edited.",
-    )
+    add_count(parser, "--rank", "The rank of the heads.", 128)
+    what = "The number of experts of the head that is edited."
+    add_count(parser, "--edited-experts", what, 32)
     add_training(parser, "mumoe_study", 15, 64, 2e-3)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import analysis, data, evaluation, training
-from keras_moe.cli.arguments import Result, add_data, add_overrides, at_least
+from keras_moe.cli.arguments import Result, add_count, add_data, add_overrides
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
 from tools.studies import plots
@@ -87,12 +87,7 @@ def add_pairs(parser: argparse.ArgumentParser, name: str, recipe: str) -> None:
         parser, "--recipe-set", "settings of the recipe", "data.captions=first"
     )
     add_training(parser, f"{name}_study")
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        metavar="N",
-        help="The length of a run in steps, instead of --epochs.",
-    )
+    add_count(parser, "--steps", "The length of a run in steps, instead of --epochs.")
 
 
 def recipe_of(args: argparse.Namespace) -> training.Recipe:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from keras_moe.cli.arguments import Result, add_run, at_least
+from keras_moe.cli.arguments import Result, add_count, add_run
 from keras_moe.files import json_text, new_file, write_json
 
 # Shows how far a run is.
@@ -249,13 +249,7 @@ def add_training(
 ) -> None:
     """Adds the arguments of runs, which all studies have."""
     group = parser.add_argument_group("runs")
-    group.add_argument(
-        "--seeds",
-        type=at_least(1),
-        default=3,
-        metavar="N",
-        help="The number of seeds from which each model trains.",
-    )
+    add_count(group, "--seeds", "The number of seeds from which each model trains.", 3)
     add_run(group, epochs, batch_size, learning_rate, folder)
     group.add_argument(
         "--restart", action="store_true", help="Delete the finished runs first."
