@@ -225,7 +225,6 @@ def of_arrays(function, *arguments, **others):
         (of_arrays(oversample, [False, False], 3), "0 members"),
         (of_arrays(oversample, [True, True, False], 1), "count=1"),
         (of_arrays(oversample, [1, 0], 3), "int64"),
-        (of_arrays(oversample, [True, False], 3.0), "count=3.0"),
         # Plots
         (
             of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),
