@@ -8,7 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.checks import check_bool, check_image_shape, check_one_of
+from keras_moe.checks import (
+    check_bool,
+    check_image_shape,
+    check_number,
+    check_one_of,
+    check_positive,
+)
 from keras_moe.layers.interpolation import (
     INTERPOLATIONS,
     cubic_weights,
@@ -71,7 +77,7 @@ class ImagePreprocessor:
         check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
         check_bool("antialias", self.antialias)
         crop = self.center_crop
-        if crop is not None and not (_is_number(crop) and 0 < crop <= 1):
+        if crop is not None and not 0 < crop <= 1:
             raise ValueError(
                 "Expected center_crop to be None or in (0, 1]; received: "
                 f"center_crop={crop!r}"
@@ -81,8 +87,13 @@ class ImagePreprocessor:
             "mean": _per_channel("mean", self.mean, shape[2]),
             "std": _per_channel("std", self.std, shape[2]),
             "antialias": self.antialias or self.interpolation == "bicubic",
-            "class_names": _names(self.class_names),
+            "class_names": self.class_names and tuple(self.class_names),
         }
+        if isinstance(self.class_names, str):
+            raise ValueError(
+                "Expected class_names to be None or a list of names; received: "
+                f"class_names={self.class_names!r}"
+            )
         if min(values["std"]) <= 0:
             raise ValueError(f"Expected std above 0; received: std={self.std!r}")
         for name, value in values.items():
@@ -99,21 +110,16 @@ class ImagePreprocessor:
         Grey images are repeated over three channels; RGB is converted to luminance for
         one-channel models, as in `keras_moe.data.load`.
         """
-        if max_value is not None and not (_is_number(max_value) and max_value > 0):
-            raise ValueError(
-                f"Expected max_value above 0; received: max_value={max_value!r}"
-            )
+        if max_value is not None:
+            check_positive("max_value", max_value)
         if isinstance(images, (list, tuple)):
-            parts = [self._prepared(_array(image), max_value) for image in images]
-            return np.stack(parts) if parts else self._empty()
-        images = _array(images)
-        if images.ndim != 4:
-            return self._prepared(images, max_value)
+            images = [_array(image) for image in images]
+        else:
+            images = _array(images)
+            if images.ndim != 4:
+                return self._prepared(images, max_value)
         parts = [self._prepared(image, max_value) for image in images]
-        return np.stack(parts) if parts else self._empty()
-
-    def _empty(self):
-        return np.zeros((0, *self.image_shape), "float32")
+        return np.stack(parts) if parts else np.zeros((0, *self.image_shape), "float32")
 
     def _prepared(self, image, max_value):
         if image.ndim == 2:
@@ -135,7 +141,10 @@ class ImagePreprocessor:
     def _resized(self, image, white):
         size, sizes, starts = self.image_shape[:2], self.image_shape[:2], (0, 0)
         if self.center_crop is not None:
-            sizes = self._size_before_crop(image.shape)
+            # The size to resize to, keeping the aspect ratio, before cropping.
+            wanted = [math.floor(n / self.center_crop) for n in size]
+            scale = max(new / old for new, old in zip(wanted, image.shape))
+            sizes = [max(new, int(n * scale)) for new, n in zip(wanted, image.shape)]
             starts = [round((now - new) / 2) for now, new in zip(sizes, size)]
         rows, columns = (
             self._weights(old, now, start, new).astype("float32")
@@ -148,12 +157,6 @@ class ImagePreprocessor:
         image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
         image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
         return image
-
-    def _size_before_crop(self, shape):
-        """Returns the size to resize to, keeping the aspect ratio, before cropping."""
-        wanted = [math.floor(size / self.center_crop) for size in self.image_shape[:2]]
-        scale = max(new / old for new, old in zip(wanted, shape))
-        return [max(new, int(old * scale)) for new, old in zip(wanted, shape)]
 
     def _weights(self, old, new, start, count):
         """Returns resize weights for `count` rows; all rows could exhaust memory."""
@@ -210,31 +213,14 @@ class ImagePreprocessor:
         """Does nothing: the preprocessor is stored in the preset's `task.json`."""
 
 
-def _is_number(value):
-    is_number = isinstance(value, (int, float, np.integer, np.floating))
-    return is_number and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _per_channel(name, value, channels):
-    values = tuple(value) if isinstance(value, (list, tuple, np.ndarray)) else (value,)
-    if len(values) not in (1, channels) or not all(map(_is_number, values)):
+    values = tuple(np.ravel(value).tolist())
+    if len(values) not in (1, channels):
         raise ValueError(
             f"Expected {name} to be a number or one per channel, {channels} in all; "
             f"received: {name}={value!r}"
         )
-    return tuple(float(x) for x in values)
-
-
-def _names(class_names):
-    if class_names is None:
-        return None
-    is_list = isinstance(class_names, (list, tuple)) and len(class_names) > 0
-    if not is_list or not all(isinstance(name, str) for name in class_names):
-        raise ValueError(
-            "Expected class_names to be None or a list of names; received: "
-            f"class_names={class_names!r}"
-        )
-    return tuple(class_names)
+    return tuple(check_number(name, x) for x in values)
 
 
 def _array(image):

@@ -1,18 +1,17 @@
 """Model cards: the README.md of a preset folder, in Hugging Face's format."""
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import keras_hub
 
+from keras_moe.checks import check_number, check_one_of
 from keras_moe.files import write_text
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, compare_preset
@@ -96,28 +95,14 @@ class ModelCard:
     tags: Sequence[str] = ()
 
     def __post_init__(self):
-        texts = ("name", "description", "license", "data", "attribution")
-        for name in (*texts, "picture_text", "base_model"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"Expected {name} to be a string; received: {value!r}")
-        if isinstance(self.tags, str) or any(not isinstance(x, str) for x in self.tags):
+        if isinstance(self.tags, str):
             raise ValueError(
                 f"Expected tags to be a list of strings; received: {self.tags!r}"
             )
         for result in self.results:
-            if not isinstance(result, CardResult) or not _is_figure(result.value):
-                raise ValueError(
-                    "Expected results to be a list of CardResult with finite numbers; "
-                    f"received: {result!r}"
-                )
+            check_number(result.metric, result.value)
         if self.picture is not None:
-            path = Path(self.picture)
-            if path.suffix.lower() not in _PICTURES or not path.is_file():
-                raise ValueError(
-                    f"Expected a picture file that ends in one of {_PICTURES}; "
-                    f"received: picture={str(path)!r}"
-                )
+            check_one_of("picture", Path(self.picture).suffix.lower(), _PICTURES)
 
     def write(self, model: keras.Model, folder: Path, name: str) -> None:
         """Writes the card and its picture into a preset folder."""
@@ -275,15 +260,6 @@ def _line(text):
     return text.replace("[", "\\[").replace("]", "\\]")
 
 
-def _is_figure(value):
-    return (
-        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    )
-
-
-_HUGGING_FACE, _KAGGLE = "hf://", "kaggle://"
-
-
 def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     """Uploads a preset folder with its card to Hugging Face or Kaggle.
 
@@ -300,27 +276,20 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     >>> models.upload("ftp://somewhere", "my_digits")
     Traceback (most recent call last):
     ...
-    ValueError: Expected a URI that starts with hf:// or kaggle://; received: ...
+    ValueError: Expected a URI like hf://USER/MODEL or kaggle://...
     """
-    if not isinstance(uri, str) or not uri.startswith((_HUGGING_FACE, _KAGGLE)):
+    kind, _, name = uri.partition("://")
+    num_parts = {"hf": 2, "kaggle": 4}.get(kind)
+    if len(name.split("/")) != num_parts or "" in name.split("/"):
         raise ValueError(
-            f"Expected a URI that starts with {_HUGGING_FACE} or {_KAGGLE}; received: "
-            f"{uri!r}"
-        )
-    kind, _, place = uri.partition("://")
-    names = place.split("/")
-    if len(names) != (2 if f"{kind}://" == _HUGGING_FACE else 4) or "" in names:
-        raise ValueError(
-            f"Expected a URI like {_HUGGING_FACE}USER/MODEL or "
-            f"{_KAGGLE}USER/MODEL/FRAMEWORK/VARIATION; received: {uri!r}"
+            "Expected a URI like hf://USER/MODEL or "
+            f"kaggle://USER/MODEL/FRAMEWORK/VARIATION; received: {uri!r}"
         )
     folder = Path(preset_dir).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"Expected a preset folder; received: {str(preset_dir)!r}")
     check_folder(folder)
     compare_preset(folder)
-    if uri.startswith(_HUGGING_FACE) and (folder / CARD).is_file():
-        _upload_card(uri.removeprefix(_HUGGING_FACE), folder / CARD)
+    if kind == "hf" and (folder / CARD).is_file():
+        _upload_card(name, folder / CARD)
     keras_hub.upload_preset(uri, str(folder))
 
 

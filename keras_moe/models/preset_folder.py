@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import keras
 
-from keras_moe.checks import nearest
+from keras_moe.checks import check_path, nearest
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
 from keras_moe.models import registry
@@ -76,30 +75,23 @@ def _tokenizer_checksums(folder):
 
 
 def shard_names(path: Path, content: Any) -> list[str]:
-    listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict):
+    try:
+        listed = list(content["weight_map"].values())
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"Expected a weight_map of file names in {path}; received a file of "
             "another kind"
-        )
-    entries = [x if isinstance(x, list) else [x] for x in listed.values()]
-    names = [name for entry in entries for name in entry]
+        ) from error
+    entries = [x if isinstance(x, list) else [x] for x in listed]
+    names = [str(name) for entry in entries for name in entry]
     for name in names:
-        if not _is_shard(name) or (path.name == INDEX and not is_weights(Path(name))):
-            shape = "model_*" if path.name == INDEX else "*"
+        is_shard = name.endswith(".weights.h5") and not set(name) & set("/\\\0")
+        if not is_shard or (path.name == INDEX and not is_weights(Path(name))):
             raise ValueError(
-                f"Expected shards {shape}.weights.h5 of the same folder in {path}; "
-                f"received: {str(name)[:200]!r}"
+                f"Expected shards *.weights.h5 of the same folder in {path}; "
+                f"received: {name[:200]!r}"
             )
     return sorted(set(names))
-
-
-def _is_shard(name):
-    return (
-        isinstance(name, str)
-        and name.endswith(".weights.h5")
-        and not set(name) & set("/\\\0")
-    )
 
 
 def compare_checksums(path: Path) -> list[Path]:
@@ -180,12 +172,11 @@ def _listed(source, metadata, files):
         return {}
     sums = metadata[CHECKSUMS]
     for file in files:
-        received = sums.get(file.name) if isinstance(sums, dict) else sums
-        if not isinstance(received, str) or not isinstance(sums, dict):
+        if not isinstance(sums, dict) or not isinstance(sums.get(file.name), str):
             raise ValueError(
                 f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}; '
-                f'received: {str(received)[:200]!r}. Remove "{CHECKSUMS}" from it to '
-                "load the file all the same"
+                f'received: {str(sums)[:200]!r}. Remove "{CHECKSUMS}" from it to load '
+                "the file all the same"
             )
     return sums
 
@@ -245,65 +236,35 @@ def _is_own(path):
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Checks that a local preset folder is complete and intact."""
+    """Checks that a local preset folder is complete and its JSON files are whole."""
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"Expected a preset folder with a config.json; received: {folder}, which "
-            f"has {sorted(path.name for path in folder.iterdir())}"
-        )
+    names = sorted(path.name for path in folder.iterdir())
     for name in PRESET_FILES:
         path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = _read_json(path) if path.is_file() else {}
+        if not isinstance(content, dict):
             raise ValueError(
-                f"Expected whole JSON in {path}; received: {error}. "
-                "The file is truncated or of another kind."
-            ) from error
-        if name == INDEX:
+                f"Expected a whole JSON object in {path}; received a file that is "
+                "truncated or of another kind"
+            )
+        if name == INDEX and path.is_file():
             shard_names(path, content)
-        if name in ("config.json", "task.json") and (
-            not isinstance(content, dict)
-            or "registered_name" not in content
-            or not isinstance(content.get("config"), dict)
-        ):
-            raise ValueError(
-                f"Expected a serialised Keras object in {path}; received a file of "
-                "another kind"
-            )
-    weights = sorted(path for path in folder.iterdir() if is_weights(path))
-    if not any(path.name.startswith("model") for path in weights):
+    wanted = ["config.json", "model.weights.h5"]
+    if "task.weights.h5" in names:
+        wanted.append("task.json")
+    if (folder / "task.json").is_file() and _has_head(folder / "task.json"):
+        wanted.append("task.weights.h5")
+    if any(x.startswith("model") and is_weights(Path(x)) for x in names):
+        wanted.remove("model.weights.h5")
+    if missing := [name for name in wanted if name not in names]:
         raise ValueError(
-            f"Expected a model.weights.h5 in the preset folder {folder}; "
-            f"received: {sorted(path.name for path in folder.iterdir())}"
+            f"Expected {missing[0]} in the preset folder {folder}; received: {names}"
         )
-    for name, other in (
-        ("task.json", "task.weights.h5"),
-        ("task.weights.h5", "task.json"),
-    ):
-        if (folder / other).exists() and not (folder / name).exists():
-            if other == "task.json" and not _has_head(folder / other):
-                continue
-            raise ValueError(
-                f"Expected {name} beside {other} in the preset folder {folder}; "
-                f"received: {sorted(path.name for path in folder.iterdir())}"
-            )
-    for path in weights:
-        try:
-            h5py.File(path, "r").close()
-        except (KeyError, OSError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"Expected a whole HDF5 file at {path}; received: {error}. "
-                "The file is truncated or of another kind."
-            ) from error
 
 
 def _has_head(path):
     """Whether a task file has weights in addition to its backbone's."""
-    name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
+    name = json.loads(path.read_text(encoding="utf-8")).get("registered_name")
     return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
 
 
@@ -315,11 +276,7 @@ def check_preset(preset: str | os.PathLike) -> str:
         )
     if "://" in str(preset):
         return str(preset)
-    if "\0" in str(preset):
-        raise ValueError(
-            f"Expected a path without NUL; received: preset={str(preset)!r}"
-        )
-    folder = readable(preset)
+    folder = readable(check_path("preset", preset))
     if not folder.is_dir():
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "

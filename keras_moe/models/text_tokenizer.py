@@ -16,7 +16,7 @@ import keras_hub
 import numpy as np
 import sentencepiece
 
-from keras_moe.checks import check_bool, check_integer, check_path
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
 from keras_moe.models.byte_pairs import clip_byte_pairs, trained_byte_pairs
@@ -83,17 +83,11 @@ class TextTokenizer:
                 f"tokenizer={tokenizer!r}"
             )
         self.tokenizer = tokenizer
-        self.max_length = check_integer("max_length", max_length)
-        num_special = 0
-        for name, value in (("start_id", start_id), ("end_id", end_id)):
-            if value is not None:
-                check_integer(name, value, 0)
-                num_special += 1
-        if max_length <= num_special:
-            raise ValueError(
-                "Expected a max_length above the number of special tokens, "
-                f"{num_special}; received: max_length={max_length}"
-            )
+        special = {"start_id": start_id, "end_id": end_id}
+        special = {name: id for name, id in special.items() if id is not None}
+        for name, id in special.items():
+            check_integer(name, id, 0)
+        self.max_length = check_integer("max_length", max_length, len(special) + 1)
         self.start_id, self.end_id = start_id, end_id
         self.padding_id = check_integer("padding_id", padding_id, 0)
         self.lower_case = check_bool("lower_case", lower_case)
@@ -104,9 +98,10 @@ class TextTokenizer:
     def _check_special_ids(self):
         """Raises ValueError for special ids outside the vocabulary."""
         ids = getattr(self.tokenizer, "vocabulary", None)
-        # Published files may have gaps in their ids.
-        is_dict = isinstance(ids, dict)
-        size = max(ids.values()) + 1 if is_dict else self.vocabulary_size
+        size = self.vocabulary_size
+        if isinstance(ids, dict):
+            # Published files may have gaps in their ids.
+            size = max(ids.values()) + 1
         for name in ("start_id", "end_id", "padding_id"):
             if (getattr(self, name) or 0) >= size:
                 raise ValueError(
@@ -125,8 +120,8 @@ class TextTokenizer:
                 Defaults to the file in the package open_clip_torch.
             max_length: N.
         """
-        pairs = clip_byte_pairs(check_path("vocabulary", vocabulary))
-        return cls._of_byte_pairs(pairs, max_length)
+        with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
+            return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
 
     @classmethod
     def trained(
@@ -167,19 +162,11 @@ class TextTokenizer:
             max_length: N.
             lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
         """
-        if isinstance(vocabulary, bytes):
-            proto, source = vocabulary, f"{len(vocabulary)} bytes"
-        else:
-            source = os.fspath(vocabulary)
-            if not Path(source).is_file():
-                raise ValueError(f"Expected a file at {source}; received: none")
-            proto = Path(source).read_bytes()
-        try:
+        is_bytes = isinstance(vocabulary, bytes)
+        source = f"{len(vocabulary)} bytes" if is_bytes else vocabulary
+        with _explained(f"a model of SentencePiece in {source}"):
+            proto = vocabulary if is_bytes else Path(vocabulary).read_bytes()
             sentencepiece.SentencePieceProcessor(model_proto=proto)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"Expected a model of SentencePiece; received: {source} ({error})"
-            ) from error
         tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
         special = {"</s>": None, "<pad>": 0}
         for id, token in enumerate(tokenizer.get_vocabulary()):
@@ -221,7 +208,9 @@ class TextTokenizer:
         token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
         mask = np.zeros(token_ids.shape, bool)
         num_truncated = 0
-        for row, ids in enumerate(self._tokenized(captions)):
+        lower = [x.lower() for x in captions] if self.lower_case else captions
+        tokenized = self.tokenizer.tokenize(lower) if captions else []
+        for row, ids in enumerate(tokenized):
             ids, is_truncated = self._framed(ids)
             if not ids:
                 raise ValueError(
@@ -269,17 +258,9 @@ class TextTokenizer:
         text = self.tokenizer.detokenize([id]).strip()
         return text if text and "\ufffd" not in text else token
 
-    def _tokenized(self, captions):
-        if not captions:
-            return []
-        if self.lower_case:
-            captions = [caption.lower() for caption in captions]
-        return self.tokenizer.tokenize(captions)
-
     def _framed(self, ids):
         """Returns ids with start and end tokens, and whether they were truncated."""
-        start = [] if self.start_id is None else [self.start_id]
-        end = [] if self.end_id is None else [self.end_id]
+        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
         left = self.max_length - len(start) - len(end)
         return [*start, *ids[:left], *end], len(ids) > left
 
@@ -308,22 +289,11 @@ class TextTokenizer:
     def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
         """Loads the tokenizer from a preset folder or handle."""
         preset = os.fspath(preset)
-        try:
+        with _explained(f"a tokenizer in {TOKENIZER} of {preset}"):
             config = load_json(preset, TOKENIZER)
-        except (OSError, RecursionError, ValueError) as error:
-            raise ValueError(
-                f"Expected a preset with a tokenizer in {TOKENIZER}; received: "
-                f"{preset} ({error})"
-            ) from error
-        compare_tokenizer(preset)
-        with _explained(f"a tokenizer's config in {TOKENIZER} of {preset}"):
+            compare_tokenizer(preset)
             tokenizer = keras.saving.deserialize_keras_object(config)
-        if not isinstance(tokenizer, cls):
-            raise ValueError(
-                f"Expected a {cls.__name__} in {TOKENIZER}; received: {preset} of a "
-                f"{type(tokenizer).__name__}"
-            )
-        tokenizer.load_preset_assets(preset)
+            tokenizer.load_preset_assets(preset)
         return tokenizer
 
     def load_preset_assets(self, preset: str) -> None:
@@ -375,14 +345,9 @@ def _strings(captions):
         )
     captions = list(captions)
     for index, caption in enumerate(captions):
-        if not isinstance(caption, str):
+        if not isinstance(caption, str) or _SURROGATE.search(caption):
             raise ValueError(
-                "Expected captions that are strings; received: "
+                "Expected captions that are strings without lone surrogates; received: "
                 f"captions[{index}]={caption!r}"
-            )
-        if not caption.isascii() and _SURROGATE.search(caption):
-            raise ValueError(
-                "Expected captions of whole characters, without lone surrogates; "
-                f"received: captions[{index}]={caption!r}"
             )
     return captions

@@ -180,7 +180,7 @@ def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
     for uri in ("hf://", "hf://a", "hf://a/b/c", "kaggle://a/b"):
         with pytest.raises(ValueError, match=f"hf://USER/MODEL or .*received: '{uri}'"):
             models.upload(uri, tmp_path)
-    with pytest.raises(ValueError, match=r"preset folder; received: .*nowhere"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         models.upload("kaggle://a/b/keras/c", tmp_path / "nowhere")
     folder = tmp_path / "preset"
     classifier.save_to_preset(folder)

@@ -484,11 +484,7 @@ FILES = ("config.json", "model.weights.h5", "task.json", "task.weights.h5")
     ("name", "content", "message"),
     [
         *((name, None, name) for name in FILES),
-        *(
-            (name, "half", f"{name}.*[Tt]runcated|[Tt]runcated.*{name}")
-            for name in FILES
-        ),
-        ("config.json", b'{"architecture": 3}', "config.json"),
+        *((name, "half", f"{name}.*(truncated|damaged)") for name in FILES),
         ("config.json", b"[1, 2]", "config.json"),
         ("config.json", b"\xff\xfe\x00", "config.json"),
         ("config.json", b'{"registered_name": "elsewhere>Body"}', "elsewhere>Body"),

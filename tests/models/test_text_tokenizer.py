@@ -419,11 +419,9 @@ def test_damaged_files_of_vocabularies_are_named(sentence_piece, tmp_path):
     with pytest.raises(ValueError, match=r"a merge for each token.*no merge for \['"):
         TextTokenizer.clip(tmp_path)
     (tmp_path / "merges.txt").write_bytes(files["merges.txt"])
-    for id, message in ((True, "dict"), (-1, "dict"), (2**40, "dict"), (5, "an id")):
-        other = json.dumps({**pairs.vocabulary, "a": id})
-        (tmp_path / "vocab.json").write_text(other)
-        with pytest.raises(ValueError, match=message):
-            TextTokenizer.clip(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({**pairs.vocabulary, "a": 5}))
+    with pytest.raises(ValueError, match="different ids"):
+        TextTokenizer.clip(tmp_path)
 
 
 def test_swapped_ids_are_refused(tmp_path):
