@@ -5,6 +5,8 @@ import hashlib
 import json
 import math
 import statistics
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from keras_moe.cli.arguments import Result, add_count, add_run
-from keras_moe.files import new_file, write_json
+from keras_moe.files import json_text, new_file, write_json
 
 # Shows how far a run is.
 OnProgress = Callable[[str], None]
@@ -78,7 +80,7 @@ class Study:
 
     A run is done once: its file's name has a digest of all settings, so that other
     settings make other files, and an interrupted study resumes at the run that was
-    interrupted.
+    interrupted. A damaged file counts as missing.
     """
 
     def __init__(
@@ -104,16 +106,26 @@ class Study:
         return as_json({**self.settings, **own})
 
     def finished(self, run: Run) -> dict | None:
-        """The result of a run, or None. Its file is written last, and atomically."""
+        """The result of a run whose files are there and whole."""
         path = self.path(run)
-        if not path.exists():
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            result, arrays = record["result"], set(record["arrays"])
+            if record["settings"] != self.settings_of(run):
+                return None
+            if record["digest"] != digest(result):
+                return None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-        return json.loads(path.read_text(encoding="utf-8"))["result"]
+        if not isinstance(result, dict):
+            return None
+        if arrays and set(read_arrays(path.with_suffix(".npz")) or ()) != arrays:
+            return None
+        return result
 
     def arrays(self, run: Run) -> dict[str, np.ndarray]:
         """The arrays of a finished run."""
-        with np.load(self.path(run).with_suffix(".npz"), allow_pickle=False) as stored:
-            return dict(stored)
+        return read_arrays(self.path(run).with_suffix(".npz")) or {}
 
     def finish(self, run: Run, on_progress: OnProgress = lambda text: None) -> dict:
         """The result of a run, which is made unless it is there."""
@@ -131,8 +143,15 @@ class Study:
         if arrays:
             with new_file(path.with_suffix(".npz")) as file:
                 np.savez_compressed(file, **arrays)
-        # Last, since this file says that the run is whole.
-        write_json(path, {"settings": self.settings_of(run), "result": result})
+        # Last, since this file says that the run is whole; without NaN, as JSON has it.
+        stored = json.loads(json_text(result))
+        record = {
+            "settings": self.settings_of(run),
+            "arrays": list(arrays),
+            "result": stored,
+            "digest": digest(stored),
+        }
+        write_json(path, record)
         return result
 
     def finish_all(self, runs: Sequence[Run]) -> dict[str, list[dict]]:
@@ -161,10 +180,14 @@ class Study:
         with other settings is not mixed with those that are done now.
         """
         own = {"backend": self.settings["backend"], "settings": self.settings}
-        if not self.results_path.exists():
+        try:
+            results = json.loads(self.results_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            results = None
+        if not isinstance(results, dict) or results.get("settings") != self.settings:
             return own
-        results = json.loads(self.results_path.read_text(encoding="utf-8"))
-        return {**results, **own} if results["settings"] == self.settings else own
+        parts = {name: part for name, part in results.items() if isinstance(part, dict)}
+        return {**parts, **own}
 
 
 class Part:
@@ -304,6 +327,23 @@ def plus_minus(value: dict[str, float], digits: int = 2) -> str:
 def as_json(value: Any) -> Any:
     """The value as JSON gives it back."""
     return json.loads(json.dumps(value))
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a file, or None if they are not there or not whole."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return dict(stored)
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        # A flag of the archive asks for a password, or for an unknown compression.
+        RuntimeError,
+    ):
+        return None
 
 
 def weights_as_arrays(model: keras.Model) -> dict[str, np.ndarray]:

@@ -71,6 +71,32 @@ def test_other_settings_are_other_runs(new_study):
     assert training.count == 5
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"settings": {}}', "half", "other", "types", "value"]
+)
+def test_a_damaged_file_is_no_result(new_study, text):
+    training = Training()
+    study, run = new_study(), Run("vanilla", 0, {}, training)
+    study.finish(run)
+    path = study.path(run)
+    whole = path.read_text()
+    if text == "half":
+        text = whole[: len(whole) // 2]
+    elif text == "other":
+        text = whole.replace('"epochs": 2', '"epochs": 3')
+    elif text == "types":
+        record = json.loads(whole)
+        del record["digest"]
+        text = json.dumps({**record, "result": ["accuracy"]})
+    elif text == "value":
+        text = whole.replace('"accuracy": 1.5', '"accuracy": "high"')
+        assert text != whole
+    path.write_text(text)
+    assert study.finished(run) is None
+    study.finish(run)
+    assert training.count == 2
+
+
 def test_a_result_without_a_number_is_stored_once(new_study):
     count = []
 
@@ -82,6 +108,30 @@ def test_a_result_without_a_number_is_stored_once(new_study):
     new_study().finish(run)
     assert new_study().finish(run) == {"accuracy": None}
     assert len(count) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "password", "compression"])
+def test_damaged_arrays_are_no_result(new_study, damage):
+    training = Training({"gates": np.arange(300.0)})
+    study, run = new_study(), Run("vanilla", 0, {}, training)
+    study.finish(run)
+    path = study.path(run).with_suffix(".npz")
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    elif damage in ("password", "compression"):
+        content = bytearray(path.read_bytes())
+        place = content.index(b"PK\x01\x02") + (8 if damage == "password" else 10)
+        content[place] = 1 if damage == "password" else 99
+        # The same of the file's own header.
+        content[place - content.index(b"PK\x01\x02") - 2] = content[place]
+        path.write_bytes(content)
+    else:
+        np.savez(path, maps=np.zeros(2))
+    study.finish(run)
+    assert training.count == 2
+    assert study.arrays(run)["gates"].shape == (300,)
 
 
 def test_an_interrupted_study_resumes(new_study, capsys):
@@ -153,6 +203,9 @@ def test_parts_of_earlier_commands_stay(new_study, capsys):
         run_parts(study, {"second": Sum(study, 2), "third": Sum(study, None)})
     stored = json.loads(study.results_path.read_text())
     assert stored == {**own, "first": {"sum": 1}, "second": {"sum": 2}}
+    # A part of a wrong type is none.
+    study.results_path.write_text(json.dumps({**stored, "first": 3}))
+    assert study.earlier_results() == {**own, "second": {"sum": 2}}
     # Figures of another backend, or with other settings, are not mixed with these.
     for change in ({"backend": "torch"}, {"epochs": 3}):
         study.results_path.write_text(json.dumps(stored))
@@ -163,6 +216,8 @@ def test_parts_of_earlier_commands_stay(new_study, capsys):
             "settings": settings,
             "third": {"sum": 3},
         }
+    study.results_path.write_text("{")
+    assert study.earlier_results() == own
 
 
 def test_spreads():
