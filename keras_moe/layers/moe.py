@@ -241,13 +241,8 @@ class MoE(Layer):
         previous_logits=None,
         training=None,
     ):
-        residual = {}
-        if self.router.gating_residual:
-            self.router.check_previous_logits(previous_logits, tokens)
-            residual = {"previous_logits": previous_logits}
-        _, routing = self.router.compute_output_spec(
-            tokens, training=training, **residual
-        )
+        self.router.check_previous_logits(previous_logits, tokens)
+        routing = self.router.routing_spec(*tokens.shape[:2])
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
     def _group(self, tokens, mask, modality_ids, residual):

@@ -9,7 +9,6 @@ import keras
 from keras import ops
 
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
-from keras_moe.ops.plans import SlotPlan
 from keras_moe.ops.primitives import vmap_groups
 from keras_moe.routers.sparse_router import SparseRouter
 
@@ -112,17 +111,3 @@ class ExpertChoiceRouter(SparseRouter):
         if self.capacity is not None:
             return f"C={self.capacity}"
         return f"c={self._selected * self.capacity_factor:g}"
-
-    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
-        num_groups, num_tokens, _ = tokens.shape
-        capacity = None
-        if num_tokens is not None:
-            capacity = self.group_capacity(num_tokens, training)
-        slots = (num_groups, self.num_experts, capacity)
-        by_expert = (num_groups, num_tokens, self.num_experts)
-        plan = SlotPlan(
-            keras.KerasTensor(slots, "int32"),
-            keras.KerasTensor(by_expert, "int32"),
-            keras.KerasTensor(slots, "float32"),
-        )
-        return plan, self.routing_spec(num_groups, num_tokens)

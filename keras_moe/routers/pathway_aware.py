@@ -242,15 +242,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
             shapes["residual_kernel"] = (self.num_experts, self.num_experts)
         return shapes
 
-    def compute_output_spec(
-        self,
-        tokens,
-        mask=None,
-        modality_ids=None,
-        previous_logits=None,
-        training=None,
-    ):
-        plan, routing = super().compute_output_spec(tokens, training=training)
+    def compute_output_spec(self, tokens, **kwargs):
+        plan, routing = super().compute_output_spec(tokens, **kwargs)
         in_place = self.expert_types.zero_computation
         if not in_place:
             return plan, routing

@@ -156,12 +156,10 @@ class Router(keras.layers.Layer):
         # One multiply-add per weight and token.
         return weights._replace(flops=2 * shape[0] * weights.parameters)
 
-    def routing_spec(self, num_groups, num_tokens, logits=None) -> Routing:
-        """The symbolic `Routing`; `logits` is their shape if not (G, S, E)."""
-        by_expert = (num_groups, num_tokens, self.num_experts)
-        logits = logits or by_expert
-        shapes = Routing(logits, logits, *[by_expert] * (len(Routing._fields) - 2))
-        return Routing(*(keras.KerasTensor(shape, "float32") for shape in shapes))
+    def routing_spec(self, num_groups: Any, num_tokens: Any) -> Routing:
+        """The symbolic `Routing`."""
+        shape = (num_groups, num_tokens, self.num_experts)
+        return Routing(*(keras.KerasTensor(shape, "float32") for _ in Routing._fields))
 
     def get_config(self):
         config = super().get_config()

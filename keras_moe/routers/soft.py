@@ -216,12 +216,12 @@ class SoftRouter(Router):
         flops = 6 * num_tokens * dim * self.total_slots(num_tokens)
         return Cost.all_active(self.weight_shapes(shape), flops)
 
-    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
-        num_groups, num_tokens, _ = tokens.shape
+    def routing_spec(self, num_groups, num_tokens) -> Routing:
+        by_expert = super().routing_spec(num_groups, num_tokens)
         capacity = self.group_capacity(num_tokens)
         shape = (num_groups, num_tokens, self.num_experts, capacity)
-        plan = SoftPlan(*[keras.KerasTensor(shape, "float32") for _ in range(2)])
-        return plan, self.routing_spec(num_groups, num_tokens, logits=shape)
+        logits, noisy_logits = (keras.KerasTensor(shape, "float32") for _ in range(2))
+        return by_expert._replace(logits=logits, noisy_logits=noisy_logits)
 
     def get_config(self):
         config = super().get_config()

@@ -4,6 +4,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidde
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,31 +233,23 @@ class TokenChoiceRouter(SparseRouter):
         """A short label such as "K=2"."""
         return f"K={self.num_selected_experts}"
 
-    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
+    def compute_output_spec(self, tokens, training=None, **kwargs):
+        # JAX cannot trace the search in the sorted queues for unknown sizes.
         num_groups, num_tokens, _ = tokens.shape
-        by_choice = (num_groups, num_tokens, self.num_selected_experts)
+        num_experts = self.expert_types.ffn
+        choices = (num_groups, num_tokens, self.num_selected_experts)
         if self.serves_every_token(training):
-            num_rows = None
-            if None not in by_choice:
-                num_rows = num_groups * num_tokens * self.num_selected_experts
-            plan = RaggedPlan(
-                keras.KerasTensor((num_rows,), "int32"),
-                keras.KerasTensor(by_choice, "int32"),
-                keras.KerasTensor(by_choice, "float32"),
-                keras.KerasTensor(by_choice, "int32"),
-                keras.KerasTensor((self.expert_types.ffn,), "int32"),
-            )
+            num_rows = None if None in choices else math.prod(choices)
+            plan = RaggedPlan((num_rows,), choices, choices, choices, (num_experts,))
         else:
-            capacity = None
-            if num_tokens is not None:
-                capacity = self.group_capacity(num_tokens, training)
-            slots = (num_groups, self.expert_types.ffn, capacity)
-            plan = RoutingPlan(
-                keras.KerasTensor(slots, "int32"),
-                keras.KerasTensor(by_choice, "int32"),
-                keras.KerasTensor(by_choice, "float32"),
-            )
-        return plan, self.routing_spec(num_groups, num_tokens)
+            capacity = num_tokens and self.group_capacity(num_tokens, training)
+            plan = RoutingPlan((num_groups, num_experts, capacity), choices, choices)
+        specs = {
+            name: keras.KerasTensor(shape, "int32")
+            for name, shape in plan._asdict().items()
+        }
+        specs["combine_weights"] = keras.KerasTensor(choices, "float32")
+        return type(plan)(**specs), self.routing_spec(num_groups, num_tokens)
 
     def get_config(self):
         config = super().get_config()
