@@ -33,7 +33,7 @@ def add_adapters(
     keras_hub.models.Backbone.enable_lora(
         backbone, rank, target_layer_names=list(names)
     )
-    backbone._lora_names = list(names)
+    backbone._lora_names, backbone._adapter_rank = list(names), rank
     for layer in layers:
         if not flatten_layers(layer, include_self=False):
             for weight in layer.weights:
@@ -51,7 +51,7 @@ def save_adapters(
             f"filepath={str(filepath)!r}"
         )
     with new_hdf5(filepath, adapters.values()) as file:
-        file.attrs["rank"] = backbone._lora_rank
+        file.attrs["rank"] = backbone._adapter_rank
         file.attrs["target_layer_names"] = backbone._lora_names
         for path, weight in adapters.items():
             file[path] = keras.ops.convert_to_numpy(weight)
