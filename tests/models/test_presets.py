@@ -390,12 +390,10 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
 def test_saving_over_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     backbone = models.from_preset("vmoe_digits", load_weights=False)
-    for path, message in (
-        (tmp_path, "older preset"),
-        (tmp_path / "thesis.txt", "file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            backbone.save_to_preset(path)
+    with pytest.raises(ValueError, match="older preset"):
+        backbone.save_to_preset(tmp_path)
+    with pytest.raises(NotADirectoryError, match=r"thesis\.txt"):
+        backbone.save_to_preset(tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
