@@ -26,7 +26,7 @@ def test_one_device():
         return
     set_devices(args, "vmoe_digits", 8, {})
     assert keras.distribution.distribution().device_mesh.shape == (1,)
-    with pytest.raises(ValueError, match="--devices 99999"):
+    with pytest.raises(ValueError, match="--devices=99999"):
         set_devices(parsed("--devices 99999"), "vmoe_digits", 8, {})
     args.devices = "all"
     assert set_devices(args, "vmoe_digits", 8, {"num_experts": 4}) is not None
