@@ -31,8 +31,7 @@ class Result(NamedTuple):
 
     Attributes:
         values: the result as JSON.
-        shown: what people see instead: tables, lines of text, and functions that print
-            on a given console.
+        shown: tables, lines of text, and functions that print on a console.
     """
 
     values: Any
@@ -240,10 +239,7 @@ def add_layout(parser: Any) -> None:
 def model_overrides(
     pairs: Iterable[tuple[str, Any]], own: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The overrides of `--set`, which must not be arguments that the program sets.
-
-    `own` says what sets each of these.
-    """
+    """Reads `--set`; rejects the arguments in `own`, which the program sets itself."""
     overrides = dict(pairs)
     for name, value in overrides.items():
         if name in own:

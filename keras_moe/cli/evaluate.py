@@ -228,11 +228,7 @@ def pooled_features(model: Any) -> Any:
 
 
 def model_classes(model: Any, examples: Examples) -> Any:
-    """The index in the model of each of the data's classes.
-
-    They are matched by name if both have names, and by index otherwise. The data may
-    lack classes of the model.
-    """
+    """Each data class's index in the model: by name if both have names."""
     import numpy as np
 
     names, count = examples.class_names(), examples.num_classes()
@@ -314,7 +310,7 @@ class Prompts(NamedTuple):
         class_names: names of the classes.
         templates: their templates.
         subset: the classes of ImageNet among which the model chooses, or None.
-        indices: the index among them of each of the data's classes.
+        indices: the index in the subset of each of the data's classes.
     """
 
     class_names: tuple[str, ...]
@@ -457,11 +453,7 @@ def few_shot_figures(pool: tuple, test: tuple, args: argparse.Namespace) -> dict
 
 
 def predict(model: Any, batches: Iterable, batch_size: int) -> tuple[Any, Any]:
-    """A model's outputs for all images of a split, and their labels.
-
-    The last batch is filled up with its last image, so that nothing is compiled for it
-    and devices can share it.
-    """
+    """Outputs and labels of all images of a split, its last batch filled up."""
     import keras
     import numpy as np
 

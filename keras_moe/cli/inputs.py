@@ -20,8 +20,7 @@ class Model(NamedTuple):
         preset: its preset.
         overrides: overrides of its arguments.
         embeds_pairs: whether it embeds images and texts.
-        recipe: the settings of data and objective of the run that trained it, or an
-            empty dict.
+        recipe: the settings of the run that trained it, or an empty dict.
     """
 
     preset: str

@@ -186,11 +186,7 @@ def set_environment() -> None:
 
 
 def configured_backend() -> str | None:
-    """The backend in the user's `keras.json`, or None.
-
-    Keras writes that file itself when it is first imported, with TensorFlow in it: the
-    unchanged file is not a choice of the user.
-    """
+    """The backend the user chose in `keras.json`; None for Keras's own file."""
     folder = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
     path = Path(folder).expanduser() / "keras.json"
     try:
@@ -211,9 +207,8 @@ def show_warning(message, *args, **kwargs) -> None:
 def divert_native_log() -> Path:
     """Redirects what native code writes to stderr to a file, but not `sys.stderr`.
 
-    TensorFlow, XLA and CUDA print some lines at each start, whatever
-    TF_CPP_MIN_LOG_LEVEL says. If native code ends the process, `faulthandler` prints
-    the Python stack, and the file remains.
+    TensorFlow, XLA and CUDA print at each start, whatever TF_CPP_MIN_LOG_LEVEL says. If
+    native code ends the process, the file remains.
     """
     log = _new_log()
     sys.stderr.flush()

@@ -113,8 +113,7 @@ def train(model: Any, args: argparse.Namespace) -> None:
 
 
 def compile_with_cosine(model: Any, steps: int, learning_rate: float) -> None:
-    """Compiles a model with AdamW, a tenth of the steps of warm-up, and cosine
-    decay."""
+    """Compiles a model with AdamW, 10% warm-up and cosine decay."""
     import keras
 
     schedule = keras.optimizers.schedules.CosineDecay(

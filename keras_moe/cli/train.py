@@ -339,10 +339,7 @@ def write_report(
     folder: Path,
     console: Any,
 ) -> Any:
-    """The report on the routing of the test data, if it is asked for.
-
-    If it fails, the run is complete all the same: the console says why there is none.
-    """
+    """The report on the test data's routing, if asked for; a failure only warns."""
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
     data = recipe.data

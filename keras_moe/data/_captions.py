@@ -71,11 +71,7 @@ def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
 
 
 def _caption_table(captions: Iterable[tuple[str, ...]]) -> tuple[Callable, np.ndarray]:
-    """Holds all captions in memory; equal captions share an id.
-
-    Returns a function from a row and an image's id to the caption features, and the
-    number of captions in each row.
-    """
+    """Returns (row, image id) -> caption features, and the captions per row."""
     import tensorflow as tf
 
     captions = list(captions)
@@ -117,10 +113,7 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def _equal_ids(contents: Any) -> Any:
-    """Hashes contents to int32 ids that are equal for equal contents.
-
-    Two different contents collide with probability 1 / 2 ** 31.
-    """
+    """int32 hashes of contents; different ones collide with probability 2 ** -31."""
     import tensorflow as tf
 
     if contents.dtype != tf.string:
@@ -140,8 +133,8 @@ def captioned(
 ) -> IndexedExamples:
     """Examples with captions in memory and images from `read`.
 
-    Each image has captions, which may be unusable, and a name for errors; `faults` are
-    those of images by index. With `location`, images are files of three channels.
+    `faults` are those of images by index. With `location`, images are files of three
+    channels.
     """
     checked, faults = [], dict(faults)
     for index, (name, several) in enumerate(zip(names, captions)):
@@ -187,10 +180,7 @@ def captioned_records(
     encoded_channels: int,
     every_caption: bool,
 ) -> Examples:
-    """Examples from record files that hold images with captions or tokens.
-
-    `parse` maps a record to a stored image and a dict of "captions" or tokens.
-    """
+    """Examples from records; `parse` returns an image and captions or tokens."""
     import tensorflow as tf
 
     def features(record):
@@ -241,10 +231,7 @@ def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
 
 
 def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples:
-    """Turns class names into captions by templates.
-
-    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.3.
-    """
+    """Turns class names into captions by templates (LIMoE, appendix A.3)."""
     classes = examples.classes
     if classes.max_labels is not None or classes.names is None:
         raise ValueError(
@@ -328,13 +315,10 @@ def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ..
 def batch_sizes(
     sources: Mapping[str, float], batch_size: int, shards: int
 ) -> dict[str, int]:
-    """Divides a batch among the sources of a mixture by weight.
+    """Divides a batch among the sources of a mixture by weight (LIMoE, appendix A.1).
 
     If the weights do not divide a host's batch, the remaining pairs go to the largest
-    remainders, the first of equal ones. Every share is within one pair per host of its
-    weight.
-
-    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.1.
+    remainders, the first of equal ones.
     """
     weights = {
         source: Fraction(check_positive(f"source[{source!r}]", weight))

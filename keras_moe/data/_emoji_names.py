@@ -1,13 +1,12 @@
 """Emoji by name: parts, groups, captions by language, and splits.
 
-An emoji is a base with modifiers: `woman firefighter: dark skin tone` has two. Unicode
-writes combinations as sequences of code points, in several ways. Parsing them needs no
-names, so the result is the same in every language and style. The package `emoji` has
-names without punctuation, which is restored here.
+An emoji is a base with modifiers: `woman firefighter: dark skin tone` has two. Parsing
+Unicode's sequences of code points needs no names, so the result is the same in every
+language and style. The package `emoji` has names without punctuation, which is restored
+here.
 
-Splits are by concept: an emoji regardless of skin tone. Each concept's split follows
-from the seed and its code points, so splits are the same in every language and style
-and stay the same when emoji are added.
+Splits are by concept (an emoji regardless of skin tone), follow from the seed and the
+code points, and stay the same when emoji are added.
 """
 
 import functools

@@ -125,13 +125,7 @@ class Painter:
 def pictures(
     style: str, texts: Sequence[str], image_shape: tuple[int, int, int]
 ) -> dict[str, np.ndarray]:
-    """Renders the emoji that a style has; of those drawn alike, only the first.
-
-    The cache depends on the font's content, the emoji and the size.
-
-    Returns:
-        "images", uint8 (N, height, width, 3), and the "indices" (N,) of their emoji.
-    """
+    """Renders the emoji of a style to "images" and "indices", without lookalikes."""
     font = font_path(style)
     key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,8 +1,4 @@
-"""The examples of a split, in an order determined by seeds.
-
-A pass can start at any position at little cost, and continues exactly like a full
-pass from there.
-"""
+"""The examples of a split in an order set by seeds; a pass can start anywhere."""
 
 import copy
 import struct
@@ -39,8 +35,7 @@ class CaptionInfo(NamedTuple):
     """What is known about a split's captions before its images are read.
 
     Attributes:
-        texts: captions of each image, or of each class; None if they are stored in the
-            images' records.
+        texts: captions of each image or class; None if the records have them.
         counts: number of captions of each image, or None.
         faults: descriptions of unusable images or captions, by image index.
         of_classes: whether captions are made from class names.
@@ -55,9 +50,9 @@ class CaptionInfo(NamedTuple):
 class Examples:
     """The examples of a split: how to read each, and which are left.
 
-    An example is a dict of features: "image" as stored, with a "label" (one or more
-    class numbers), or with "captions" or stored tokens and ids (see `_captions.py`).
-    Subclasses define the order.
+    An example is a dict of features: "image" as stored, with "label", or with
+    "captions" or stored tokens and ids (see `_captions.py`). Subclasses define the
+    order.
 
     Args:
         count: number of examples.
@@ -66,8 +61,7 @@ class Examples:
         classes: classes of the labels, if there are labels.
         captions: what is known about the captions, if there are captions.
         encoded_channels: channels of the pixels, if images are stored as files.
-        location: function from an item to its file and position, for errors; None for
-            examples in memory, where reading cannot fail.
+        location: function from an item to its file and position; None in memory.
     """
 
     # Name of the source, for errors.
@@ -127,13 +121,9 @@ class Examples:
                     progress(done, self.count)
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """Dataset of (position, item): one pass of a host.
+        """Dataset of (position, item): one pass of the host `share`.
 
-        Args:
-            share: the host's part.
-            seed: two integers that determine the order; None keeps the source's order.
-            start: position in the host's pass to start at.
-            length: number of the host's examples in a pass; None for all.
+        A `seed` of None keeps the source's order; `length` is None for all examples.
         """
         raise NotImplementedError
 

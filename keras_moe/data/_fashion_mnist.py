@@ -1,7 +1,6 @@
 """Fashion-MNIST: 70,000 grey 28x28 images of clothes in 10 classes.
 
-Reads the authors' files in the IDX format of MNIST (big-endian: a magic number, the
-axis sizes, and bytes), or falls back to TensorFlow Datasets.
+Reads the authors' IDX files, or falls back to TensorFlow Datasets.
 """
 
 import gzip

@@ -52,10 +52,7 @@ def matching_files(source: str, names: str) -> list[Path]:
 
 
 def files_of_split(source: str, names: str, split: str) -> list[Path]:
-    """Returns the files with the split as a word, such as "train-00000-of-00008".
-
-    Files named by numbers only, such as img2dataset's, belong to every split.
-    """
+    """Files with the split as a word in their name, or named by numbers only."""
     paths = matching_files(source, names)
     chosen = [path for path in paths if split in re.split(r"[-_.]", path.name)]
     if not chosen and not any(re.search("[A-Za-z]", path.stem) for path in paths):
@@ -98,10 +95,7 @@ def images_below(folder: Path, root: Path) -> list[Path]:
 
 
 def files_below(folder: Path, root: Path) -> list[Path]:
-    """Returns all regular files below a folder, sorted, without hidden ones.
-
-    Links may lead to other paths below `root`.
-    """
+    """Returns all regular files below a folder, sorted, without hidden ones."""
     root = os.path.realpath(root)
     paths, seen, pending = [], set(), [Path(folder)]
     while pending:
@@ -151,10 +145,7 @@ def cache_folder(name: str) -> Path:
 def kept_arrays(
     path: Path, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Loads arrays from a file, or makes and saves them.
-
-    Concurrent processes wait for the one that makes them. A failed write only warns.
-    """
+    """Loads arrays from a file, or makes and saves them, once for all processes."""
     if (kept := _read(path)) is not None:
         return kept
     made = None

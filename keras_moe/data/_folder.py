@@ -85,11 +85,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
-    """Returns the images of all splits, and the listed paths that are missing.
-
-    Unlike `open_labelled` this works for folders that cannot be trained on: splits may
-    be empty, and labels are not read.
-    """
+    """Returns the images of all splits, and listed paths that are missing."""
     import tensorflow as tf
 
     root = Path(path)
@@ -148,10 +144,7 @@ def _file_reader(files) -> tuple[Callable, Callable]:
 def _listed(
     root: Path, split: str, missing: list[str] | None = None
 ) -> dict[str, list[str]]:
-    """Returns the class names of each image of a split.
-
-    Missing images are left out, and added to the list `missing` if given.
-    """
+    """Returns each image's class names; adds missing images to `missing`."""
     path = root / split / LABELS
     listed = read_json(path, {str: [str]})
     found = {}
@@ -184,10 +177,7 @@ def _report_others(folder: Path, used: set[Path]) -> None:
 
 
 def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples | None:
-    """Opens a split with captions; None without a caption file.
-
-    Faults are images listed but missing, present but not listed, and unreadable lines.
-    """
+    """Opens a split with captions; None without a caption file."""
     root = Path(path)
     check_one_of("split", split, folders_in(root))
     folder = root / split

@@ -1,9 +1,8 @@
 """Faster versions of Keras's augmentation layers for `tf.data` on CPUs.
 
-On CPUs, TensorFlow is many times slower at selecting with a broadcast condition or
-`tf.where` than at arithmetic, and several times slower at broadcasting over three
-channels than over rows of pixels. For the same seed, images equal those of Keras's
-layers in training. Remove a class when Keras's layer is as fast.
+On CPUs, TensorFlow is much slower at selecting with a broadcast condition or `tf.where`
+than at arithmetic. For the same seed, images equal those of Keras's layers in training.
+Remove a class when Keras's layer is as fast.
 """
 
 from typing import Any
@@ -34,10 +33,7 @@ class RandomFlip:
 
 
 class CutMix(keras.layers.CutMix):
-    """`keras.layers.CutMix` that pastes whole pixels instead of single numbers.
-
-    If Keras renames the mask's method, only the speed changes.
-    """
+    """`keras.layers.CutMix` that pastes whole pixels instead of single numbers."""
 
     def _generate_batch_mask(self, images_shape, box_corners):
         return super()._generate_batch_mask((*images_shape[:3], 1), box_corners)
@@ -72,10 +68,7 @@ class Contrast(keras.layers.RandomContrast):
 
 
 class ScaledSolarization(keras.layers.Solarization):
-    """Inverts pixels above a random threshold of at least 256 (1 - magnitude).
-
-    In Keras's layer the two bounds of the threshold have different scales.
-    """
+    """Inverts pixels above a random threshold of at least 256 (1 - magnitude)."""
 
     def __init__(self, magnitude: float, **kwargs):
         super().__init__(threshold_factor=1.0, **kwargs)
@@ -95,10 +88,7 @@ class ScaledSolarization(keras.layers.Solarization):
 
 
 class AutoContrast(keras.layers.AutoContrast):
-    """`keras.layers.AutoContrast` for pixels in [0, 255].
-
-    Keras computes NaN for channels of one colour and then selects element by element.
-    """
+    """`keras.layers.AutoContrast` in [0, 255], without NaN for flat channels."""
 
     def transform_images(self, images, transformation=None, training=True):
         import tensorflow as tf
@@ -119,11 +109,7 @@ class AutoContrast(keras.layers.AutoContrast):
 
 
 class Equalization(keras.layers.Equalization):
-    """`keras.layers.Equalization` for pixels in [0, 255], all channels at once.
-
-    Keras counts levels by the method of the models' backend instead of the pipeline's:
-    with JAX, 256 comparisons per channel, which takes 40 times as long.
-    """
+    """`keras.layers.Equalization` in [0, 255], by TensorFlow on every backend."""
 
     def transform_images(self, images, transformation, training=True):
         import tensorflow as tf

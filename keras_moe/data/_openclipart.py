@@ -126,10 +126,7 @@ def _root(path: str) -> Path:
 
 
 def _files(folder: Path) -> list[str]:
-    """Returns sorted relative paths of the files below a folder's subfolders.
-
-    Links, which show pictures in several categories, are left out.
-    """
+    """Sorted paths of the files below a folder's subfolders, without links."""
     found = []
     for current, _, files in os.walk(folder):
         below = Path(current).relative_to(folder).as_posix()
@@ -161,10 +158,7 @@ def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
 
 
 def _picture(path: Path) -> np.ndarray | None:
-    """Reads a picture as (64, 64, 3) on white, with its proportions.
-
-    None if Pillow takes it for a decompression bomb; one has 231 million pixels.
-    """
+    """Reads a picture as (64, 64, 3) on white; None for a decompression bomb."""
     with extra("emoji"):
         from PIL import Image
     try:
@@ -226,10 +220,7 @@ def _caption(title: str, description: _Description) -> str:
 
 
 def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
-    """Numbers the pictures so that a series or similar pictures share a number.
-
-    The relation is transitive: what resembles a picture of a series belongs to it.
-    """
+    """Numbers pictures so that a series or similar pictures share a number."""
     small = images.reshape(len(images), SIDE // 2, 2, SIDE // 2, 2, 3).mean((2, 4))
     pixels = small.reshape(len(images), -1).astype("float32")
     pixels -= pixels.mean(axis=1, keepdims=True)

@@ -19,8 +19,7 @@ class BatchSettings(NamedTuple):
     Attributes:
         image_shape: (height, width, channels).
         steps: augmentation.
-        targets: function from an example's features (without the image) and key to what
-            accompanies the images in a batch.
+        targets: function from features and key to what accompanies the images.
         share: the host's part.
         shuffle: whether the order is random.
         seed: seed of the order and the augmentation.
@@ -142,11 +141,7 @@ def _pixels(tf, examples, item, stored, key, crop, image_shape):
 
 
 class _Passes:
-    """One pass over the examples, or endless passes, in the configured order.
-
-    An element is ((position, item), number of the pass). `runs` is a dataset of run
-    numbers, and `elements` returns the elements of a run; `count` is finite for files.
-    """
+    """Passes over the examples; elements are ((position, item), pass number)."""
 
     def __init__(self, tf: Any, examples: Examples, settings: BatchSettings):
         self.tf, self.examples, self.settings = tf, examples, settings

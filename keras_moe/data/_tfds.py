@@ -1,8 +1,7 @@
 """Datasets of TensorFlow Datasets with images, and with class labels or captions.
 
-Several labels are a sequence of classes, or a boolean for each attribute. Captions are
-a text, a sequence of texts, as in Flickr30k, or a sequence of dicts with a text, as in
-`coco_captions`.
+Several labels are a sequence of classes, or booleans by attribute. Captions are a text
+or a sequence of texts (Flickr30k) or of dicts with a text (`coco_captions`).
 """
 
 import difflib
@@ -141,11 +140,7 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
 
 
 def _classes(labels: Any) -> Classes:
-    """Returns the classes of a `ClassLabel`, a sequence of them, or attributes.
-
-    Attributes are sorted by name, because a dataset that is read without its code has
-    lost their order; those of CelebA are sorted anyway.
-    """
+    """Classes of a `ClassLabel`, a sequence of them, or sorted attributes."""
     import tensorflow_datasets as tfds
 
     if isinstance(labels, tfds.features.FeaturesDict):

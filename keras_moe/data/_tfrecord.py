@@ -13,21 +13,12 @@ A file `dataset.json` next to them describes the records. With labels:
 
 Only "classes" is needed. Without "counts" the records are counted. With captions:
 
-    {
-      "features": {"image": "image/encoded", "captions": "image/captions"},
-      "counts": {"train-00000-of-00001.tfrecord": 1000}
-    }
+    {"features": {"image": "image/encoded", "captions": "image/captions"}}
 
 Stored tokens are rows of "max_length" integers, one after the other:
 
-    {
-      "features": {
-        "image": "image/encoded",
-        "token_ids": "image/token_ids",
-        "padding_mask": "image/padding_mask"
-      },
-      "max_length": 64
-    }
+    {"features": {"image": "image/encoded", "token_ids": "image/token_ids",
+                  "padding_mask": "image/padding_mask"}, "max_length": 64}
 """
 
 from functools import partial

@@ -39,10 +39,7 @@ class _Example(NamedTuple):
 
 
 def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Examples:
-    """Opens a split with captions; images stay in their files.
-
-    Faults are images without captions, captions without images, and truncated files.
-    """
+    """Opens a split with captions; images stay in their files."""
     import tensorflow as tf
 
     files = files_of_split(f"webdataset:{pattern}", "*.tar", split)

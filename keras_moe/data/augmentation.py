@@ -1,8 +1,7 @@
 """Augmentation inside the input pipeline: which steps, their order and their seeds.
 
-Augmentations see float32 pixels in [0, 255], channels last. Steps before the first
-one that mixes labels work on single images (height, width, channels), the others on
-batches.
+Pixels are float32 in [0, 255], channels last. Steps before the first one that mixes
+labels see single images (height, width, channels), the others batches.
 """
 
 import contextlib
@@ -33,10 +32,9 @@ PLAIN = {"dtype": "float32", "data_format": "channels_last"}
 class RandAugment:
     """Applies a few of Keras's transformations, drawn anew for every image.
 
-    Transformations and ranges are the paper's, except that colour only fades.
-    `keras.layers.RandAugment` also works, but is many times slower, because it computes
-    all transformations for every image, and its default strength rotates by up to 180
-    degrees.
+    Transformations and ranges are the paper's, except that colour only fades. Much
+    faster than `keras.layers.RandAugment`, which computes all transformations for every
+    image and by default rotates by up to 180 degrees.
 
     Args:
         num_ops: number of transformations to draw and apply in turn.
@@ -135,10 +133,9 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
 class RandomResizedCrop:
     """Crops a random area with a random aspect ratio and resizes it bilinearly.
 
-    The fraction of the area and the logarithm of the aspect ratio are uniform. The
-    first of ten draws that fits into the image is used; otherwise the largest centred
-    crop with the nearest allowed aspect ratio. As first augmentation of a pipeline, it
-    crops from the image at its original size.
+    The fraction of the area and the logarithm of the aspect ratio are uniform. Without
+    a fit in ten draws, it uses the largest centred crop with the nearest allowed aspect
+    ratio. As first augmentation of a pipeline, it crops at the original size.
 
     Args:
         height: height of the result.
@@ -199,17 +196,14 @@ class RandomResizedCrop:
     def decode(self, encoded: Any, decode: Any, channels: int, seed: Any) -> Any:
         """Crops an image file and decodes only the part that is needed.
 
-        Equals `self(decode(encoded), seed)` bit for bit. Files other than JPEG are
-        decoded entirely.
+        Equals `self(decode(encoded), seed)`, float32 (height, width, channels), bit for
+        bit. Files other than JPEG are decoded entirely.
 
         Args:
             encoded: bytes of a JPEG, PNG, GIF or BMP file.
             decode: function from these to pixels (height, width, channels).
             channels: number of channels that `decode` returns, 1 or 3.
             seed: (2,) integers, seed of `tf.random.stateless_uniform`.
-
-        Returns:
-            float32 (height, width, channels) of the crop.
         """
         import tensorflow as tf
 
@@ -238,11 +232,7 @@ class RandomResizedCrop:
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
     def _draw(self, tf, size, shape, seed):
-        """Draws crops of images of a size (2,): corners and sides, int32 (*shape, 2).
-
-        All draws are vectorised, since operations cost more than their arithmetic: a
-        draw is a row of height, width, top and left.
-        """
+        """Draws corners and sides of crops of an image (2,): int32 (*shape, 2)."""
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
         low = np.array([self.scale[0], np.log(self.ratio[0]), 0, 0], "float32")

@@ -1,7 +1,4 @@
-"""The handwritten digits that ship with scikit-learn.
-
-1797 images of 8x8 pixels in 10 classes, from the UCI repository.
-"""
+"""The 1,797 handwritten digits (8x8, 10 classes) that ship with scikit-learn."""
 
 import numpy as np
 
@@ -21,17 +18,13 @@ def load_digits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads the handwritten digits as arrays, without a download.
 
-    A quarter of each class is in `"test"`. Images are resized bilinearly and repeated
-    over the channels.
+    A quarter of each class is in `"test"`. Returns images (N, height, width, channels),
+    float32 in [-1, 1], resized bilinearly, and labels (N,), int32 in [0, 10).
 
     Args:
         split: `"train"`, `"test"` or `"all"`.
         image_shape: (height, width, channels).
         seed: seed of the split; use the same one for `"train"` and `"test"`.
-
-    Returns:
-        Images (N, height, width, channels), float32 in [-1, 1], and labels (N,),
-        int32 in [0, 10).
 
     Example:
 
@@ -82,10 +75,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExample
 
 
 def _bilinear(size: int, new_size: int) -> np.ndarray:
-    """Returns the matrix (new_size, size) of bilinear resizing with half-pixel centres.
-
-    Equals `tf.image.resize` and `keras.ops.image.resize` without antialiasing.
-    """
+    """Matrix (new_size, size) of bilinear resizing with half-pixel centres."""
     at = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
     low = np.floor(at).astype(int)
     high, share = np.minimum(low + 1, size - 1), at - low

@@ -33,14 +33,12 @@ class EmojiPairs(NamedTuple):
 
     Attributes:
         images: (N, height, width, 3), uint8, on white.
-        captions: unique names in the chosen language, such as `"woman firefighter: dark
-            skin tone"`.
+        captions: unique names in the chosen language.
         codes: code points, such as `"1F469-1F3FF-200D-1F692"`.
         subgroups: Unicode's subgroups, such as `"person-role"`.
         groups: Unicode's groups, such as `"People & Body"`.
         bases: code points of the emoji without modifiers.
-        modifiers: English names of the modifiers, such as `("woman", "dark skin
-            tone")`.
+        modifiers: English names of the modifiers, such as `("dark skin tone",)`.
     """
 
     images: np.ndarray
@@ -62,17 +60,14 @@ def load_emoji(
     """Loads pictures of emoji and their names.
 
     An emoji is a base, such as a firefighter, with modifiers: gender, hair, direction,
-    skin tones. Splits are made by concept, an emoji regardless of skin tone: a tenth of
-    the concepts is in `"validation"`, a tenth in `"test"`. All skin tones of a woman
-    firefighter may be in `"test"` while a man firefighter is in `"train"`. Splits are
-    the same in every language and style.
+    skin tones. A tenth of the concepts (emoji regardless of skin tone) is in
+    `"validation"`, a tenth in `"test"`, the same in every language and style.
 
-    If a style draws several emoji alike (within 4 of 255 on average), only the one with
-    the fewest modifiers is kept, so that no picture is in two splits. Pictures are
-    cached below `KERAS_HOME` or `~/.keras`.
+    Of emoji drawn alike (within 4 of 255 on average), only the one with the fewest
+    modifiers is kept, so that no picture is in two splits. Pictures are cached below
+    `KERAS_HOME` or `~/.keras`.
 
-    OpenMoji's pictures are under CC BY-SA 4.0: show `EMOJI_CREDIT` with them. Noto
-    draws the same emoji in a second style, to evaluate models on unseen drawings.
+    OpenMoji's pictures are under CC BY-SA 4.0: show `EMOJI_CREDIT` with them.
 
     Args:
         split: `"train"`, `"validation"`, `"test"` or `"all"`.

@@ -19,13 +19,11 @@ _FILE = {"classes": [str], "parents": {str: [str]}}
 class LabelHierarchy:
     """A directed acyclic graph of classes, such as beagle, dog and animal.
 
-    An example of a class also belongs to all of its ancestors. A class may have several
-    parents.
+    An example of a class also belongs to all of its ancestors.
 
     Args:
         classes: names of the classes, in the order of their numbers.
-        parents: dict from a class to the list of its parents; may leave out classes
-            without parents.
+        parents: dict from a class to the list of its parents, if it has any.
 
     Example:
 
@@ -63,11 +61,7 @@ class LabelHierarchy:
         ]
 
     def close(self, labels: Sequence[int]) -> list[int]:
-        """Returns the labels with all their ancestors, sorted.
-
-        Args:
-            labels: class numbers.
-        """
+        """Returns the class numbers `labels` with all their ancestors, sorted."""
         for label in labels:
             if not 0 <= label < len(self.classes):
                 raise ValueError(
@@ -77,10 +71,7 @@ class LabelHierarchy:
         return sorted({above for label in labels for above in self._closed[label]})
 
     def table(self) -> np.ndarray:
-        """Returns an int32 table (classes, most) of each class and its ancestors.
-
-        Rows are padded with -1.
-        """
+        """Each class with its ancestors: int32 (classes, most), padded with -1."""
         most = max(map(len, self._closed))
         table = np.full((len(self._closed), most), -1, "int32")
         for row, closed in zip(table, self._closed):
@@ -98,11 +89,7 @@ class LabelHierarchy:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "LabelHierarchy":
-        """Reads a JSON file with "classes" and "parents".
-
-        Args:
-            path: a file written by `save`, or the `dataset.json` of TFRecord files.
-        """
+        """Reads "classes" and "parents" from a JSON file, e.g. a `dataset.json`."""
         content = read_json(Path(path), _FILE, required=_FILE, others=True)
         try:
             return cls(content["classes"], content["parents"])
@@ -131,8 +118,7 @@ class Classes(NamedTuple):
     Attributes:
         count: number of classes.
         names: names in the order of the labels, or None.
-        max_labels: maximum number of labels of an example; None for single labels, 0 if
-            unknown.
+        max_labels: maximum number per example; None for single labels, 0 if unknown.
     """
 
     count: int
@@ -148,10 +134,7 @@ def _convert(
     dense: bool = False,
     closure: np.ndarray | None = None,
 ) -> Any:
-    """Returns the labels of one of `count` classes, or up to `max_labels` of them.
-
-    `closure` is a table of ancestors to add; dense labels are 0-1 vectors.
-    """
+    """Labels of one of `count` classes, or up to `max_labels` with `closure`."""
     import tensorflow as tf
 
     labels = features["label"]

@@ -69,29 +69,24 @@ class LoadOptions(_Options):
     """Options of `load` for long runs, several labels, several hosts and bad images.
 
     Args:
-        repeat: whether to repeat the data endlessly. All batches are then full; a pass
-            skips remaining examples that do not fill one.
+        repeat: whether to repeat the data endlessly, in full batches only.
         start_batch: number of the first batch, with `repeat`. Warns about augmentations
             with their own random state, which cannot continue where they were.
         shard: (index, count) of this host. All hosts have equally many batches of
-            different examples. For data in memory and folders, a host reads its rows of
-            the batches that a single host would have; of record files it reads its own
-            part. With a Keras distribution, set `auto_shard_dataset=False`.
+            different examples; of record files, a host reads only its part. With a
+            Keras distribution, set `auto_shard_dataset=False`.
         multi_label: whether examples have several labels: class numbers, sorted and
-            padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`, or vectors
-            with `one_hot`.
-        hierarchy: a `LabelHierarchy`, its dict or the path of its file, with
-            `multi_label`. Adds all ancestors to the labels, which are then class
-            numbers of the hierarchy. It must contain the source's classes by name.
-        max_labels: number of labels of an example after padding, with `multi_label`. By
-            default the maximum, if the source knows it.
-        exclude: indices of examples to leave out, in the order of the source; or one or
-            more JSON files of `write_exclusion` or `keras-moe deduplicate`.
-        unreadable: how to treat images that cannot be read or decoded. `"raise"` raises
-            an error that names the file (see `reading_errors` for its class).
-            `"exclude"` first decodes all images once, and leaves out those that fail,
-            with a warning. To do that once for all runs, use `find_unreadable` and
-            `write_exclusion`.
+            padded with -1, for `SparseSigmoidCrossentropy`, or vectors with `one_hot`.
+        hierarchy: a `LabelHierarchy`, its dict or its file, with `multi_label`. Adds
+            all ancestors to the labels, which are then class numbers of the hierarchy.
+            It must contain the source's classes by name.
+        max_labels: labels after padding, with `multi_label`; default the known maximum.
+        exclude: indices of examples to leave out, in the order of the source; or JSON
+            files of `write_exclusion` or `keras-moe deduplicate`.
+        unreadable: `"raise"` raises an error that names the file (see
+            `reading_errors`); `"exclude"` first decodes all images, and leaves out
+            those that fail, with a warning. To do that once for all runs, use
+            `find_unreadable` and `write_exclusion`.
 
     Example:
 
@@ -121,15 +116,12 @@ class PairOptions(_Options):
         shard: (index, count) of this host; see `LoadOptions`.
         exclude: images to leave out with all their captions, as in `LoadOptions`; for a
             mixture, a dict by source.
-        unreadable: how to treat images that cannot be read, and captions that are
-            missing, empty or not UTF-8. `"raise"` raises an error that names the image.
-            `"exclude"` first reads all images once, and leaves out those that fail with
-            all their captions, with a warning.
+        unreadable: how to treat unreadable images, and captions that are missing, empty
+            or not UTF-8; see `LoadOptions`.
         captions: how to use several captions of an image: `"random"` draws one in each
             pass, `"first"` always uses the first, `"all"` makes a pair of each.
-        templates: captions for a source of classes, with `{}` for the class name, such
-            as `"a photo of a {}."`: a string, a sequence, or the path of a text file
-            with one per line. The default is `"{}"`.
+        templates: captions for a source of classes, with `{}` for the class name: a
+            string, a sequence, or a text file with one per line; by default `"{}"`.
 
     Example:
 
@@ -207,10 +199,9 @@ def load(
     images are repeated over the channels, and RGB becomes luminance if `image_shape`
     has one channel.
 
-    Order and augmentation follow from the arguments (and from TensorFlow's global seed,
-    if set) and differ in each pass. With `repeat` the dataset is infinite and batch n
-    can be reproduced in any process: `start_batch=n` skips the first n batches. Record
-    files are read, but not decoded, up to it.
+    Order and augmentation follow from the arguments (and TensorFlow's global seed, if
+    set) and differ in each pass. With `repeat`, `start_batch=n` exactly skips the first
+    n batches; record files are read, but not decoded, up to there.
 
     Args:
         source: name of the dataset:
@@ -440,16 +431,13 @@ def num_examples(
 def num_pairs(
     source: Any, split: str, data_dir: str | None = None, **options: Any
 ) -> int:
-    """Counts the pairs in a pass of `load_pairs`.
+    """Counts the images (or captions, with `captions="all"`) in a pass of `load_pairs`.
 
     Args:
         source: a source of `load_pairs`.
         split: split of the source.
         data_dir: folder of TensorFlow Datasets.
         **options: fields of `PairOptions`.
-
-    Returns:
-        The number of images, or of captions with `captions="all"`.
 
     Example:
 
@@ -466,18 +454,13 @@ def num_pairs(
 def load_captions(
     source: Any, split: str, data_dir: str | None = None, **options: Any
 ) -> tuple[str, ...]:
-    """Loads all captions of a source without its images, e.g. to train a tokenizer.
+    """Loads all captions of a source in order, without images, e.g. for a tokenizer.
 
     Args:
         source: a source of `load_pairs`.
         split: split of the source.
         data_dir: folder of TensorFlow Datasets.
-        **options: fields of `PairOptions`. Captions of unreadable images are included,
-            because images are not decoded.
-
-    Returns:
-        Captions in the order of the source, all of an image in a row. Each class's
-        captions once for a source of classes.
+        **options: fields of `PairOptions`. Captions of unreadable images are included.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Pads the last batch so that it divides evenly over devices.
-
-Axes: B batch, N examples, M examples with padding.
-"""
+"""Pads batches for several devices. Axes: B batch, N examples, M with padding."""
 
 from typing import Any
 
@@ -22,32 +19,27 @@ def padded(
 ) -> Any:
     """Pads to full batches for `evaluate` and `validation_data`.
 
-    A distribution splits batches evenly over devices, so the last batch is filled with
-    copies of its last example of weight 0. Keras averages losses over B, padding
-    included, so real examples get weight M / N, which makes the epoch's loss that of
-    the N examples. Averages among `weighted_metrics` are exact, too, but
-    `TruePositives` and the like count M / N per example. Plain `metrics` would count
-    padding: they are rejected if `model` is given. Losses and metrics of a
-    `ContrastiveModel` are exact except that pairs are compared in other batches.
+    Fills the last batch with copies of its last example of weight 0, so that it divides
+    evenly over devices. Keras averages losses over B, so real examples get weight M /
+    N, which makes the epoch's loss that of the N examples. `weighted_metrics` that
+    average are exact, too, but `TruePositives` and the like count M / N per example.
+    Plain `metrics` would count padding: they are rejected if `model` is given. A
+    `ContrastiveModel` compares pairs in other batches than without padding.
 
-    At inference images do not affect each other by default, so padding changes no
-    prediction. With `evaluation="official"` padding competes for capacity within its
-    group.
+    Padding changes no prediction, except that with `evaluation="official"` it competes
+    for capacity within its group. Batches are `(images, labels, float32 weights)`, or
+    `(images,)` without labels.
 
     Args:
         x: images or a structure of arrays; or a `tf.data.Dataset` of batches `(images,
             labels)` or `(images, labels, sample_weight)` of any size.
         y: labels, if `x` is arrays.
         sample_weight: (N,) weights, if `x` is arrays.
-        batch_size: B, a multiple of the number of devices that share a batch; by
-            default that of the dataset, or at most 32 for arrays, rounded up to such a
-            multiple. Each process gives its own examples.
+        batch_size: B, a multiple of the number of devices; by default the dataset's, or
+            at most 32 for arrays, rounded up to one. Each process gives its own
+            examples.
         num_examples: N of a dataset; None reads it once to count.
         model: model whose compiled metrics are checked.
-
-    Returns:
-        A `tf.data.Dataset` of batches `(images, labels, weights)` with float32 weights,
-        or of `(images,)` without labels.
 
     Example:
 
@@ -74,7 +66,7 @@ def predictions(
     num_examples: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Predicts on several devices and removes the padding.
+    """Predicts N examples on several devices and removes the padding.
 
     Args:
         model: any model.
@@ -82,9 +74,6 @@ def predictions(
         batch_size: B; see `padded`.
         num_examples: N; see `padded`.
         **kwargs: arguments of `keras.Model.predict`.
-
-    Returns:
-        The outputs of `model.predict` for N examples.
 
     Example:
 

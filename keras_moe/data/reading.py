@@ -1,10 +1,9 @@
 """Reading examples with errors that name the file.
 
-TensorFlow graphs have no exceptions, and their errors seldom name the file. A dataset
-can ignore an error, so `attempt` reads one example in a separate dataset, followed by
-an element that raises an error with the file's name. That takes as long as decoding
-several images, so `map_or_name` ignores the errors of all examples in one dataset, and
-reads only the missing example again.
+TensorFlow's errors seldom name the file. `attempt` reads one example in a separate
+dataset, followed by an element that raises an error with the name. That takes as long
+as decoding several images, so `map_or_name` ignores the errors of all examples in one
+dataset, and reads only the missing example again.
 """
 
 import contextlib
@@ -44,12 +43,8 @@ def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
 def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -> Any:
     """`dataset.map(function)`, parallel and in order, with errors that name files.
 
-    Args:
-        dataset: dataset of `count` elements.
-        count: number of elements; finite, since all remaining elements are tried before
-            an error.
-        function: function that calls `read_or_name`.
-        again: function from an element's number to a dataset that begins with it.
+    `count` must be finite, since all remaining elements are tried before an error;
+    `again(number)` is a dataset that begins with this element.
     """
     import tensorflow as tf
 
@@ -107,8 +102,6 @@ def records_or_name(records: Any, path: Any, count: Any) -> Any:
 @contextlib.contextmanager
 def reading_errors() -> Iterator[None]:
     """Turns TensorFlow's errors about unreadable examples into ValueErrors.
-
-    Without it, the errors have the same message but TensorFlow's classes.
 
     Example:
 

@@ -34,15 +34,14 @@ def write_tfrecords(
 ) -> None:
     """Writes images and labels as TFRecord files for `load("tfrecord:FOLDER", ...)`.
 
-    Existing files are replaced only after all new ones are written. Call it once per
-    split, with the same classes.
+    Call it once per split, with the same classes. Existing files are replaced only
+    after all new ones are written.
 
     Args:
         folder: path of the folder; created if missing.
         split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
-        examples: iterable of (image, label) or (image, labels): encoded bytes of a JPEG
-            or PNG file, or uint8 (height, width, 1 or 3); a class number each, or a
-            list of them each.
+        examples: iterable of (image, label or list of labels): bytes of a JPEG or PNG
+            file, or uint8 (height, width, 1 or 3); class numbers.
         classes: names of the classes, or their number.
         parents: dict from a class to its parents; see `LabelHierarchy`.
         num_files: number of files, filled in turn.
@@ -100,18 +99,16 @@ def write_pair_tfrecords(
 ) -> None:
     """Writes images and captions as TFRecord files for `load_pairs`.
 
-    Existing files are replaced only after all new ones are written. Call it once per
-    split.
+    Call it once per split. Existing files are replaced after all new ones are written.
 
     Args:
         folder: path of the folder; created if missing.
         split: name of the split; files are named `split-00000-of-00002.tfrecord` etc.
-        pairs: iterable of (image, caption) or (image, captions): encoded bytes of a
-            JPEG or PNG file, or uint8 (height, width, 1 or 3); one or more strings.
+        pairs: iterable of (image, caption or list of captions): bytes of a JPEG or PNG
+            file, or uint8 (height, width, 1 or 3); strings.
         num_files: number of files, filled in turn.
         tokenizer: function from a list of strings to `"token_ids"` and
-            `"padding_mask"`, arrays (captions, tokens), to store instead of the
-            captions; `load_pairs` then needs no tokenizer. None stores text.
+            `"padding_mask"`, (captions, tokens), to store instead of the captions.
 
     Example:
 
@@ -161,11 +158,7 @@ def _write_split(
     settings: dict[str, Any],
     before: dict[str, Any],
 ) -> None:
-    """Writes the files of a split and renames them after all are written.
-
-    `records` may add to `settings`, the content of `dataset.json`; `before` is what is
-    there now.
-    """
+    """Writes the files of a split and renames them after all are written."""
     for name in ("classes", "parents", "features"):
         if before and before.get(name) != settings.get(name):
             raise ValueError(

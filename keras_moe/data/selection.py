@@ -1,8 +1,7 @@
 """Which examples of a split to use: exclusion, unreadable images, duplicates.
 
-An exact hash finds identical pixels. A perceptual hash finds images that were resized,
-recompressed or brightened: its 64 bits say which low frequencies of the grey image are
-above their median, and copies differ in few of them.
+A perceptual hash finds images that were resized, recompressed or brightened: its 64
+bits say which low frequencies of the grey image are above their median.
 """
 
 import os
@@ -47,9 +46,8 @@ def write_exclusion(
         source: a source of `keras_moe.data.load`.
         split: a split of the source.
         count: number of all examples of the split.
-        indices: indices of the examples to leave out, for example from
-            `find_unreadable`.
-        **notes: further JSON data for the file, such as how examples were chosen.
+        indices: indices to leave out, for example from `find_unreadable`.
+        **notes: further JSON data, such as how examples were chosen.
 
     Example:
 
@@ -64,16 +62,12 @@ def write_exclusion(
 
 
 def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.ndarray:
-    """Finds the images of a split that cannot be read or decoded, by reading all.
+    """Returns sorted indices of images that cannot be decoded, int64, by reading all.
 
     Args:
         source: a source of `keras_moe.data.load`.
         split: a split of the source.
         data_dir: folder of TensorFlow Datasets.
-
-    Returns:
-        Sorted int64 indices, for `exclude` of `keras_moe.data.load` or for
-        `write_exclusion`.
 
     Example:
 
@@ -88,9 +82,8 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
 def find_corrupt_files(source: str) -> list[str]:
     """Finds the files of a source that cannot be read, by reading all.
 
-    Images are decoded, and TFRecord files are read to the end; for the images within
-    them use `find_unreadable`. Images that a `labels.json` names but are missing count,
-    too.
+    Images are decoded, and those that a `labels.json` names but are missing count, too.
+    TFRecord files are read to the end; for images in them use `find_unreadable`.
 
     Args:
         source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
@@ -118,7 +111,7 @@ def excluded_examples(
     exclude: Any = (),
     unreadable: str = "raise",
 ) -> np.ndarray:
-    """Computes once which examples `load` leaves out, for several calls of it.
+    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
 
     Args:
         source: a source of `keras_moe.data.load`.
@@ -126,9 +119,6 @@ def excluded_examples(
         data_dir: folder of TensorFlow Datasets.
         exclude: examples to leave out; see `LoadOptions`.
         unreadable: how to treat unreadable images; see `LoadOptions`.
-
-    Returns:
-        Sorted int64 indices, to pass as `exclude` instead of both arguments.
 
     Example:
 
@@ -254,8 +244,7 @@ class ImageHashes(NamedTuple):
     Attributes:
         exact: (N,) int64, hashes of shape and pixels.
         perceptual: (N,) uint64, hashes of low frequencies.
-        has_structure: (N,) bool, False for images of a single colour, where the
-            perceptual hash is meaningless.
+        has_structure: (N,) bool, False for one colour (`perceptual` is meaningless).
     """
 
     exact: np.ndarray
@@ -306,21 +295,15 @@ def find_duplicates(
     max_distance: int | None = 3,
     progress: Callable[[int, int], Any] | None = None,
 ) -> np.ndarray:
-    """Finds images that also occur in a reference, such as a validation split.
-
-    Computes all distances in blocks of constant memory.
+    """Returns sorted indices of images that also occur in a reference, e.g. a test set.
 
     Args:
         hashes: hashes of the images to search.
         reference: hashes of the images to find.
-        max_distance: number of bits in which the perceptual hash of a copy may differ,
-            in [0, 32]; None finds identical pixels only. Among 600 handwritten digits,
-            3 finds at least 99.5% of the copies that are resized or saved as JPEG of
-            quality 30, and never confuses two digits.
+        max_distance: number of bits in which perceptual hashes of copies may differ, in
+            [0, 32]; None finds identical pixels only. On handwritten digits, 3 finds
+            99.5% of resized or JPEG copies, and confuses no two digits.
         progress: called with the number of finished images and the total.
-
-    Returns:
-        Sorted int64 indices into `hashes`, for `exclude` of `keras_moe.data.load`.
 
     Example:
 
@@ -364,9 +347,7 @@ def _perceptual(tf, pixels):
 
 
 def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
-    """Repeats a subpopulation's examples until it has `count` of them.
-
-    Its members are repeated equally often, up to a difference of one.
+    """Repeats a subpopulation's examples equally often until it has `count` of them.
 
     Args:
         members: boolean (N,), True for examples of the subpopulation.

@@ -105,14 +105,11 @@ def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Example
 
 
 def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | None:
-    """Returns the class names of a source of `load`, without a download.
+    """Returns the class names of a source of `load` by label, or None if it has none.
 
     Args:
         source: a source of `load`.
         data_dir: folder of TensorFlow Datasets.
-
-    Returns:
-        The names in the order of the labels, or None if there are none.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Validates features and labels, and extracts features from a model.
-
-Axes: N examples, F feature dim.
-"""
+"""Features (N, F) of N examples: validation, and extraction from a model."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

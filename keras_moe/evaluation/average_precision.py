@@ -1,9 +1,7 @@
 """Exact precision@1 and average precision of multi-label classification.
 
 Labels are 0-1 vectors (N, C), or class numbers (N, L) padded with -1 if
-`sparse_labels`. Examples of weight 0 do not count.
-
-Axes: N examples, C classes, L labels of an example.
+`sparse_labels`, of N examples and C classes. Examples of weight 0 do not count.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,16 +39,14 @@ def average_precision(
 ) -> np.ndarray:
     """Average precision of each class, with examples ranked by its score.
 
-    Sums precision times the step in recall over distinct scores, highest first.
+    Sums precision times the step in recall over distinct scores, highest first: float64
+    (C,), NaN for classes without examples.
 
     Args:
         labels: (N, C) 0-1 vectors, or (N, L) class numbers.
         scores: (N, C), logits or probabilities.
         sample_weight: (N,), or None for ones.
         sparse_labels: whether labels are class numbers.
-
-    Returns:
-        float64 (C,), NaN for classes without examples.
 
     Example:
 
@@ -117,16 +113,13 @@ def streamed_average_precision(
     """`average_precision` over batches, without all scores in memory.
 
     Reads the batches twice: to collect the scores of the positives, which are few, and
-    to count the examples ranked above each.
+    to count the examples ranked above each. Returns float64 (C,), NaN without examples.
 
     Args:
         batches: function that returns an iterable of (labels, scores) or (labels,
             scores, weights), the same in each call.
         num_classes: C.
         sparse_labels: whether labels are class numbers.
-
-    Returns:
-        float64 (C,), NaN for classes without examples.
 
     Example:
 

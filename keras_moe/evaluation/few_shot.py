@@ -40,7 +40,7 @@ class FewShotResult(NamedTuple):
         shots: numbers of training examples per class.
         seeds: seeds of the draws.
         l2s: penalties.
-        best_l2: (shots,), penalty chosen for each k; see `best_l2`.
+        best_l2: (shots,), penalty chosen for each k.
         mean: (shots,), accuracy at the best l2, averaged over seeds.
         std: (shots,), its sample standard deviation over seeds; 0 for one seed.
     """
@@ -72,19 +72,15 @@ class FewShotResult(NamedTuple):
 def sample_shots(
     labels: Any, shots: int, num_classes: int, seed: int = 0
 ) -> np.ndarray:
-    """Draws k examples of every class.
+    """Draws k examples of every class: indices (C * k,), distinct and ordered by class.
 
-    Draws with one seed are nested, those of 1 shot within those of 5, and equal those
-    of V-MoE's evaluator.
+    Draws of one seed are nested (1 shot within 5), as in V-MoE's evaluator.
 
     Args:
         labels: (N,) integers in [0, num_classes).
         shots: k, examples per class.
         num_classes: C.
         seed: seed of the draw.
-
-    Returns:
-        (C * k,) distinct indices into `labels`, ordered by class.
 
     Example:
 
@@ -110,19 +106,15 @@ def sample_shots(
 
 
 def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
-    """Chooses one l2 for each k, over all data sets (or seeds) together.
+    """Chooses one l2 for each k, over all data sets (or seeds) together: (shots,).
 
     In each data set l2s are ranked by accuracy, and the l2 with the highest mean rank
-    wins, as in V-MoE's evaluator. Of equal accuracies the earlier l2 ranks higher (in
-    V-MoE that depends on the processor). The choice uses test accuracies; a single
-    fixed l2 avoids the optimism.
+    wins, as in V-MoE's evaluator (of equal accuracies, the earlier l2). The choice uses
+    test accuracies; a single fixed l2 avoids the optimism.
 
     Args:
         accuracies: (datasets, shots, L).
         l2s: (L,) penalties.
-
-    Returns:
-        (shots,) chosen penalties.
 
     Example:
 
@@ -154,7 +146,7 @@ def few_shot(
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
 ) -> FewShotResult:
-    """Few-shot accuracy of frozen features, for several k, penalties and draws.
+    """Few-shot accuracy of frozen features, with l2 chosen by `best_l2` over the seeds.
 
     Args:
         train_features: (N, F), pool from which the shots are drawn.
@@ -165,9 +157,6 @@ def few_shot(
         l2s: positive penalties; by default V-MoE's 2^-10, ..., 2^19.
         seeds: seeds of the draws.
         num_classes: C; by default the highest label + 1.
-
-    Returns:
-        A `FewShotResult`, with l2 chosen by `best_l2` over the seeds.
 
     Example:
 
@@ -222,10 +211,9 @@ def few_shot_from_model(
     """Few-shot accuracy of the features that a model extracts; see `few_shot`.
 
     Args:
-        model: `keras.Model` or callable, from a batch of images (NumPy) to features
-            (batch, F).
-        train_data: tuple of arrays (images, labels), or an iterable of such batches,
-            which is read once. Labels are integers.
+        model: `keras.Model` or callable, from images to features (batch, F).
+        train_data: arrays (images, integer labels), or an iterable of such batches,
+            which is read once.
         test_data: test set, in the same form.
         shots: as in `few_shot`.
         l2s: as in `few_shot`.
@@ -261,9 +249,8 @@ class RidgeClassifier(NamedTuple):
 
     Attributes:
         mean: (F,), mean of the training features.
-        std: (F,), population standard deviation of the training features + 1e-5.
-        weights: (F + 1, C), or (L, F + 1, C) for several l2. The last row is for the
-            constant feature 100.
+        std: (F,), their population standard deviation + 1e-5.
+        weights: (F + 1, C) or (L, F + 1, C), the last row for a constant 100.
     """
 
     mean: np.ndarray
@@ -285,17 +272,14 @@ def ridge_regression(
     """Fits the linear classifier in closed form, in float64.
 
     With X = [(features - mean) / (std + 1e-5), 100] and targets Y of 1 for the label's
-    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y. One
-    eigendecomposition serves all values of l2 (SciPy's if installed, which is faster).
+    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, from one
+    eigendecomposition for all l2 (SciPy's if installed, which is faster).
 
     Args:
         train_features: (N, F).
         train_labels: (N,) integers in [0, num_classes).
         num_classes: C.
         l2: positive penalty, or L of them.
-
-    Returns:
-        A `RidgeClassifier`, with weights (L, F + 1, C) if `l2` is a sequence.
 
     Example:
 
@@ -321,7 +305,7 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: Sequence[float] = L2S,
 ) -> np.ndarray:
-    """Test accuracies of ridge regression on all training examples.
+    """Test accuracies (L,) of ridge regression on all training examples.
 
     Args:
         train_features: (N, F).
@@ -330,9 +314,6 @@ def few_shot_accuracies(
         test_labels: (M,) integers in [0, num_classes).
         num_classes: C.
         l2s: L positive penalties.
-
-    Returns:
-        (L,) accuracies in [0, 1]. Of equal scores the first class wins.
 
     Example:
 
@@ -375,11 +356,7 @@ def count_correct(left: np.ndarray, right: np.ndarray, labels: np.ndarray) -> in
 def _decide(
     left: np.ndarray, right: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether rows of `left @ right` have their first maximum at the label.
-
-    Computes the product in float32, and again in float64 for rows that rounding might
-    change, so that the answer is exact.
-    """
+    """Whether rows of `left @ right` have their first maximum at the label, exactly."""
     if right.shape[1] == 1:
         return np.ones(len(left), bool), np.full(len(left), np.inf)
     # Infinities and NaN are recomputed below.
@@ -410,11 +387,7 @@ def _counts_of_sweep(
     l2s: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray:
-    """`count_correct(left, right / (eigs + l2), labels)` for each l2: (L,).
-
-    Most answers do not change from one l2 to the next: only rows whose margin is below
-    a bound of the change of their scores are computed again.
-    """
+    """`count_correct(left, right / (eigs + l2), labels)` for each l2: (L,)."""
     # Scaling all scores, or shifting them for all classes, changes no answer. With this
     # scale, scores hardly change where l2 is far from the eigenvalues.
     typical = np.median(eigs)

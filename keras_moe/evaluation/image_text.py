@@ -1,8 +1,8 @@
 """Evaluation of image-text models, and simple baselines.
 
-A model is anything with `encode_images` and `encode_text`, such as
-`keras_moe.models.ContrastiveModel`. Every image and text is embedded once, and only
-embeddings stay in memory. All processes evaluate together, on the same data.
+A model is anything with `encode_images` and `encode_text`, such as a
+`ContrastiveModel`. Every image and text is embedded once, and only embeddings stay in
+memory. All processes evaluate together, on the same data.
 
 Axes: N images, M texts, P embedding, B batch, T training images, V words.
 """
@@ -64,11 +64,7 @@ class PairEmbeddings(NamedTuple):
     def retrieval(
         self, ks: Sequence[int] = KS, chunk_size: int = CHUNK_SIZE
     ) -> RetrievalResult:
-        """Recalls; see `keras_moe.evaluation.retrieval`.
-
-        Use `_replace(text_ids=None)` for COCO's protocol, in which a caption matches
-        only its own image.
-        """
+        """Recalls; for COCO's protocol, `_replace(text_ids=None)` first."""
         return retrieval(
             self.images, self.texts, self.image_of_text, ks, chunk_size, self.text_ids
         )
@@ -76,11 +72,7 @@ class PairEmbeddings(NamedTuple):
     def contrastive_accuracy(
         self, batch_size: int = BATCH_SIZE
     ) -> ContrastiveAccuracyResult:
-        """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
-
-        Uses each image once, with its first text; repeated images would make batches
-        easier.
-        """
+        """`contrastive_accuracy` of each image with its first text."""
         _, first = np.unique(self.image_of_text, return_index=True)
         text_ids = None if self.text_ids is None else self.text_ids[first]
         return contrastive_accuracy(
@@ -93,11 +85,11 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
 
     Args:
         model: image-text model.
-        pairs: iterable of batches `(inputs, ids)`, such as one pass of
+        pairs: iterable of batches `(inputs, ids)`, such as
             `keras_moe.data.load_pairs(..., captions="all", shuffle=False)`, or one
-            tuple of arrays. `inputs` is a dict of `"images"` and either `"token_ids"`
-            and `"padding_mask"` or `"captions"`; `ids` is a dict of integers
-            `"image_ids"` and `"text_ids"`, equal for equal images and texts, or None.
+            tuple of arrays. `inputs` has `"images"` and either `"token_ids"` and
+            `"padding_mask"` or `"captions"`; `ids` has integers `"image_ids"` and
+            `"text_ids"`, equal for equal images and texts, or is None.
         batch_size: number of images and texts embedded at a time.
 
     Example:
@@ -159,16 +151,16 @@ def zero_shot_from_model(
 
     Args:
         model: image-text model whose `encode_text` accepts captions.
-        images: (N, height, width, channels); or an iterable of batches `(images,
-            labels)`, such as `keras_moe.data.load`, which is read once.
+        images: (N, height, width, channels); or batches `(images, labels)`, such as
+            `keras_moe.data.load`.
         labels: (N,) integers; None if `images` includes them.
         class_names: see `keras_moe.evaluation.read_class_names`.
         templates: see `keras_moe.evaluation.read_templates`.
         ks: values of k; None for 1, and 5 if there are that many classes.
         batch_size: number of images and texts embedded at a time.
         verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
-        class_subset: `"imagenet_a"` or `"imagenet_r"` to choose only among its classes
-            (see `keras_moe.evaluation.read_class_subset`); None for all.
+        class_subset: `"imagenet_a"` or `"imagenet_r"` to choose only among its classes;
+            None for all.
 
     Example:
 
@@ -219,16 +211,13 @@ def encode_classes(
     templates: str | Sequence[Template] = "ours",
     batch_size: int = 64,
 ) -> np.ndarray:
-    """Embeds classes for zero-shot classification.
+    """Embeds classes for zero-shot classification, as unit vectors (C, P).
 
     Args:
         model: image-text model whose `encode_text` accepts captions.
         class_names: see `keras_moe.evaluation.read_class_names`.
         templates: see `keras_moe.evaluation.read_templates`.
         batch_size: number of texts embedded at a time.
-
-    Returns:
-        Unit vectors (C, P); see `keras_moe.evaluation.class_embeddings`.
 
     Example:
 
@@ -285,8 +274,7 @@ def contrastive_accuracy_from_model(
     Args:
         model: image-text model.
         pairs: see `encode_pairs`.
-        contrastive_batch_size: number of images to compare with each other, each with
-            its first text.
+        contrastive_batch_size: number of images to compare with each other.
         batch_size: number of images and texts embedded at a time.
 
     Example:
@@ -371,9 +359,8 @@ def nearest_caption_embeddings(
     """Embeddings of a nearest-neighbour baseline on pixels and words.
 
     An image is represented by the words of the nearest training image's caption, in
-    pixel distance, and a caption by its words. If test images have near duplicates in
-    the training set, the retrieval recalls of this baseline are far above chance;
-    compare models with them.
+    pixel distance, and a caption by its words. Near duplicates of test images in the
+    training set raise its recalls far above chance; compare models with it.
 
     Args:
         train_images: (T, height, width, channels), of any range.
@@ -423,12 +410,11 @@ def kernel_ridge_embeddings(
     A caption's embedding is the TF-IDF vector of its runs of two to four letters, and
     an image's is predicted by `K(X, T) (K(T, T) + penalty I)^-1 Y`, with the training
     captions' vectors `Y` and the kernel `K(a, b) = exp(-|a - b|_1 / (width m))`, m the
-    median distance of training images. Fits in seconds and is a strong baseline on
-    small sets. Needs scikit-learn.
+    median distance of training images. A strong baseline on small sets. Needs
+    scikit-learn.
 
     Args:
-        train_images: (T, height, width, channels), of any range; time and memory grow
-            with T^2.
+        train_images: (T, height, width, channels), of any range; time grows with T^2.
         train_captions: T strings.
         images: (N, height, width, channels), of the same range.
         captions: M strings.

@@ -1,8 +1,7 @@
 """Image-text retrieval in both directions, and contrastive accuracy.
 
 Unit vectors are rounded to multiples of 2^-26, so that their products sum exactly in
-float64. Similarities, and with them ties, are then the same on every machine and for
-every chunk size.
+float64, and ties are the same on every machine and for every chunk size.
 
 Axes: N images, M texts, P embedding, K values of k, B batch.
 """
@@ -26,10 +25,8 @@ class RetrievalResult(NamedTuple):
 
     Attributes:
         ks: values of k.
-        image_to_text: (K,), share of images with one of their texts among the k
-            nearest.
-        text_to_image: (K,), share of texts with one of their images among the k
-            nearest.
+        image_to_text: (K,), share of images with one of their texts among the nearest.
+        text_to_image: (K,), share of texts with one of their images among the nearest.
         image_ranks: int (N,), rank from 1 of the best of each image's own texts.
         text_ranks: int (M,), rank from 1 of the best of each text's own images.
     """
@@ -98,8 +95,8 @@ def retrieval(
     Args:
         image_embeddings: (N, P), nonzero; need not be unit vectors.
         text_embeddings: (M, P), nonzero.
-        image_of_text: (M,) integers, index of each text's image; None if text i belongs
-            to image i. Every image needs a text.
+        image_of_text: (M,) integers, index of each text's image (all images need one);
+            None if text i belongs to image i.
         ks: values of k, at most N and M.
         chunk_size: number of images and texts compared at a time.
         text_ids: (M,) integers, equal for equal texts; or None.
@@ -144,19 +141,17 @@ def contrastive_accuracy(
 ) -> ContrastiveAccuracyResult:
     """How often images and texts find each other within a batch.
 
-    Batches are consecutive pairs; an incomplete last batch is left out, because chance
-    depends on the batch size. Of equal similarities the lower index is nearer, so that
-    a collapsed model has chance accuracy (`keras_moe.models.ContrastiveAccuracy` counts
-    ties as wrong).
+    Batches are consecutive pairs, without an incomplete last one. Of equal similarities
+    the lower index is nearer, so that a collapsed model has chance accuracy
+    (`keras_moe.models.ContrastiveAccuracy` counts ties as wrong). With ids, any text of
+    the same image, and any image of the same text, is a hit.
 
     Args:
         image_embeddings: (M, P), nonzero.
         text_embeddings: (M, P), of the same pairs.
         batch_size: B, at most M.
-        image_ids: (M,) integers, equal for pairs with the same image, any of whose
-            texts is a hit; or None.
-        text_ids: (M,) integers, equal for pairs with the same text, any of whose images
-            is a hit; or None.
+        image_ids: (M,) integers, equal for pairs that share an image; or None.
+        text_ids: (M,) integers, equal for pairs that share a text; or None.
 
     Example:
 
@@ -289,10 +284,7 @@ def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
 def count_before(
     similarities: np.ndarray, own: np.ndarray, own_column: np.ndarray, start: int = 0
 ) -> np.ndarray:
-    """Number of columns ranked before each row's own.
-
-    These have a higher similarity, or the same one and a lower index.
-    """
+    """Number of columns ranked before each row's own; ties go to the lower index."""
     stop = start + similarities.shape[1]
     # In columns before its own ties count: x >= own is x > the next lower number.
     limit = np.where(own_column >= stop, np.nextafter(own, -np.inf), own)

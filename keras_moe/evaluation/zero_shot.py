@@ -1,7 +1,6 @@
 """Zero-shot classification: comparing images with texts that name the classes.
 
-Axes: N images, C classes, S classes of a subset, T templates, P embedding, K values of
-k.
+Axes: N images, C classes, S of a subset, T templates, P embedding, K values of k.
 """
 
 import importlib.util
@@ -110,14 +109,11 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
 
 
 def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[str]:
-    """Fills all templates with all class names.
+    """Fills all templates with all class names: C * T texts, ordered by class.
 
     Args:
         class_names: C names.
         templates: T templates, or anything that `read_templates` accepts.
-
-    Returns:
-        C * T texts, ordered by class.
 
     Example:
 
@@ -167,10 +163,7 @@ class ClassSubset(NamedTuple):
     def indices(
         self, class_names: Sequence[str] | None = None, num_classes: int = NUM_CLASSES
     ) -> np.ndarray:
-        """Index in the subset of each class of a data set, -1 for other classes.
-
-        `class_names` are WordNet ids; None means ImageNet's 1,000 classes.
-        """
+        """Index of each WordNet id (None: all 1,000) in the subset, or -1."""
         index = {name: s for s, name in enumerate(self.wordnet_ids)}
         keys = class_names or ()
         if class_names is None and num_classes == NUM_CLASSES:
@@ -251,15 +244,12 @@ class ZeroShotResult(NamedTuple):
 
 
 def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
-    """Averages the embeddings of each class's prompts.
+    """Averages the embeddings of each class's prompts to float64 unit vectors (C, P).
 
     Embeddings are normalised, averaged, and normalised again, as in CLIP.
 
     Args:
         prompt_embeddings: (C, T, P), with T templates per class.
-
-    Returns:
-        Unit vectors, float64 (C, P).
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*, 3.1.4.
