@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_path, nearest
+from keras_moe.checks import nearest
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
 from keras_moe.models import registry
@@ -270,13 +270,13 @@ def _has_head(path):
 
 def check_preset(preset: str | os.PathLike) -> str:
     """Returns the handle, or the folder to read from."""
-    if not isinstance(preset, (str, os.PathLike)):
+    if not isinstance(preset, (str, os.PathLike)) or "\0" in str(preset):
         raise ValueError(
             f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
         )
     if "://" in str(preset):
         return str(preset)
-    folder = readable(check_path("preset", preset))
+    folder = readable(preset)
     if not folder.is_dir():
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "
