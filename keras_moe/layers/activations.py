@@ -11,15 +11,10 @@ from keras_moe.ops.entmax import entmax
 
 @keras.saving.register_keras_serializable("keras_moe")
 def gelu_tanh(x: Any) -> Any:
-    """GELU in its tanh approximation, as in the JAX models.
-
-    `"gelu"` is the exact (erf) form.
+    """GELU in its tanh approximation, as in the JAX models (`"gelu"` is exact).
 
     Args:
         x: float tensor of any shape.
-
-    Returns:
-        A tensor of the same shape and dtype.
 
     Example:
 
@@ -37,9 +32,6 @@ def quick_gelu(x: Any) -> Any:
 
     Args:
         x: float tensor of any shape.
-
-    Returns:
-        A tensor of the same shape and dtype.
 
     Example:
 

@@ -28,11 +28,9 @@ class LayerScale(Layer):
         initial_value: initial value of all factors: 1e-5 in timm, 1.0 in DINOv2.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape:
-        (..., D), like the input.
+    Output shape: (..., D), like the input.
 
-    Reference:
-        *Going deeper with Image Transformers*, equation 4.
+    Reference: *Going deeper with Image Transformers*, equation 4.
 
     Example:
 
@@ -68,35 +66,28 @@ class EncoderBlock(Layer):
 
     Args:
         token_mixer: layer that mixes tokens (B, N, D): `SelfAttention` or `TokenMLP`.
-            (The routing record of a `TokenMuMoE` needs `MoEEncoderBlock`.)
         feed_forward: layer applied to each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
         seed: seed of dropout and stochastic depth.
-        rematerialize: if True, training keeps only the block's input and recomputes the
-            rest in the backward pass: less memory for about a third more time. Unlike
-            `keras.RematScope`, it works with auxiliary losses.
-        stochastic_depth: probability of dropping a residual branch for an example
-            during training; kept branches are scaled by 1 / (1 - rate).
-        layer_scale_initial_value: initial value of a `LayerScale` on both residual
-            branches, as in CaiT and DINOv2; None for none.
+        rematerialize: whether the backward pass recomputes the block: less memory for
+            about a third more time. Supports auxiliary losses.
+        stochastic_depth: probability of dropping a residual branch for an example.
+        layer_scale_initial_value: initial value of a `LayerScale` on both branches, or
+            None.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
-        mask: boolean (B, N), False for padding, which is not attended to. Only
-            supported with attention.
+        mask: boolean (B, N), False for padding; only with attention.
         modality_ids: integers (B, N); ignored by a dense block.
-        boundaries: positions at which each example is cut into runs, such as one per
-            modality; tokens attend only within their run.
+        boundaries: positions that cut examples into runs; attention is within a run.
         training: whether dropout and stochastic depth apply.
 
-    Output shape:
-        (B, N, D).
+    Output shape: (B, N, D).
 
-    Reference:
-        *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation 1;
-        *Deep Networks with Stochastic Depth*.
+    Reference: *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation
+    1; *Deep Networks with Stochastic Depth*.
 
     Example:
 
@@ -254,18 +245,14 @@ class MoEEncoderBlock(EncoderBlock):
 
     Call arguments:
         tokens: (B, N, D).
-        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE block,
-            for routers with `gating_residual`.
-        mask: boolean (B, N), False for padding, which is neither attended to nor
-            routed.
-        modality_ids: integers (B, N), for routers and losses that distinguish
-            modalities.
+        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE block.
+        mask: boolean (B, N), False for padding, neither attended to nor routed.
+        modality_ids: integers (B, N), the tokens' modalities.
         boundaries: as in `EncoderBlock`; all tokens are still routed together.
         training: whether dropout and stochastic depth apply.
 
-    Output shape:
-        `(tokens, Routing)`, tokens (B, N, D). With `TokenMuMoE` there is a third
-        output, the mixer's record over channels.
+    Output shape: `(tokens, Routing)`, tokens (B, N, D). With `TokenMuMoE` there is a
+    third output, the mixer's record over channels.
 
     Example:
 
@@ -296,10 +283,7 @@ class MoEEncoderBlock(EncoderBlock):
         return self._run(inputs, mask, arguments, boundaries, training)
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
-        """The block's output with each example's muMoE expert (B, L) zeroed.
-
-        `mixer` selects an expert of the token mixer. See *muMoE*, section 4.1.2.
-        """
+        """Output without each example's expert (B, L); `mixer`: of the token mixer."""
         tokens = ops.cast(tokens, self.compute_dtype)
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
         x = inner_call(self.feed_forward_norm, tokens)

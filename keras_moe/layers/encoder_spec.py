@@ -24,26 +24,18 @@ _SITES = 4
 class EncoderConfig:
     """Encoder arguments shared by all backbones.
 
-    Backbones extend it with their own; see `keras_moe.models.MoEBackbone.config_class`.
-
     Args:
         hidden_dim: D.
         num_layers: number of blocks.
         mlp_dim: H of the dense feed-forward layers.
         activation: activation of the feed-forward layers.
-        dropout_rate: dropout rate on embeddings, token mixers' outputs and dense
-            feed-forward layers.
-        stochastic_depth: drop rate of the last block; rates grow linearly from 0 at the
-            first block. See `keras_moe.layers.EncoderBlock`.
+        dropout_rate: dropout rate on embeddings, token mixers and dense MLPs.
+        stochastic_depth: drop rate of the last block; rates grow linearly from 0.
         layer_norm_epsilon: epsilon of all normalisations.
-        layer_scale_initial_value: initial value of a learned factor per channel on both
-            residual branches, as in DINOv2; None for none.
-        moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields; None for a dense
-            model.
-        rematerialize: if True, training recomputes the blocks in the backward pass:
-            less memory, more time.
-        seed: seed of noise, dropout and stochastic depth, from which every site derives
-            its own. Weights use Keras's global seed.
+        layer_scale_initial_value: initial value of each `LayerScale`; None for none.
+        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
+        rematerialize: whether the backward pass recomputes the blocks, to save memory.
+        seed: seed of noise and dropout. Weights use Keras's global seed.
 
     Example:
 
@@ -121,10 +113,7 @@ class EncoderSpec(EncoderConfig):
         return cls(num_tokens=num_tokens, dtype=dtype, **values)
 
     def seed_of(self, index: int, site: int) -> int | None:
-        """The seed of a site: 0 block, 1 token mixer, 2 experts, 3 router.
-
-        Index -1 is the embedding, which has only site 0.
-        """
+        """Seed of site 0 block (index -1: embedding), 1 mixer, 2 experts, 3 router."""
         return None if self.seed is None else self.seed + _SITES * (index + 1) + site
 
     def mlp(self, index: int) -> MLP:
@@ -141,10 +130,7 @@ class EncoderSpec(EncoderConfig):
     def blocks(
         self, token_mixer: Callable[[int], keras.layers.Layer]
     ) -> tuple[EncoderBlock, ...]:
-        """The unbuilt blocks `block_0`, `block_1`, ...
-
-        `token_mixer(index)` makes the token mixer of a block.
-        """
+        """The unbuilt blocks; `token_mixer(index)` makes a block's token mixer."""
         if self.moe is None:
             feed_forwards = [self.mlp(index) for index in range(self.num_layers)]
         else:

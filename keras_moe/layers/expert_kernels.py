@@ -22,8 +22,7 @@ from keras_moe.ops.primitives import on_several_devices
 class PerExpert(keras.initializers.Initializer):
     """Initialises each expert's slice as a separate matrix.
 
-    Given the whole shape (E, D, H), an initializer would count E as a receptive field
-    and draw weights that are too small.
+    Given (E, D, H), an initializer would count E as a receptive field.
 
     Args:
         initializer: initializer of one expert's slice.
@@ -89,11 +88,7 @@ class PerExpert(keras.initializers.Initializer):
 
 
 def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) -> None:
-    """Assigns a stored array to a weight with as few copies as possible.
-
-    Expert kernels are a model's largest weights; reading them the usual way needs three
-    times their memory.
-    """
+    """Assigns a stored array to a weight with as few copies as possible."""
     dataset = stored_dataset(store, key)
     if not _is_like(dataset, variable):
         variable.assign(store[key])

@@ -16,11 +16,7 @@ from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
 
 
 def with_layout(x: Any, path: str) -> Any:
-    """Applies the current distribution's layout for `path` to `x`, if any.
-
-    Keras does this only for the outputs of layers. Layouts that do not divide the shape
-    evenly are ignored.
-    """
+    """Applies the distribution's layout for `path` to `x` if it divides evenly."""
     distribution = keras.distribution.distribution()
     layout = None if distribution is None else distribution.get_tensor_layout(path)
     if layout is None:
@@ -43,23 +39,16 @@ def row_experts(group_sizes: Any, num_rows: Any) -> Any:
 class Experts(ExpertKernels):
     """E expert MLPs with separate weights.
 
-    Inputs are either slots, equally many per expert, or rows sorted by expert, with
-    `group_sizes[e]` rows for expert e (dropless routing).
-
     `enable_lora` adds a low-rank update to each expert's kernels. `quantize("int8")`
-    stores kernels as int8 with a scale per expert and output channel; activations stay
-    in floating point.
+    stores kernels as int8 with a scale per expert and output channel.
 
     Args:
         num_experts: E.
         mlp_dim: H, hidden size of each expert.
-        activation: activation between the layers: `"gelu_tanh"` as in the JAX models,
-            or any Keras activation.
+        activation: `"gelu_tanh"` as in the JAX models, or any Keras activation.
         dropout: dropout rate after each layer (V-MoE's expert dropout).
-        shared_initialization: whether all experts start from the same values, as in
-            V-MoE.
-        gated: whether to use gated experts, `output(activation(gate(x)) * hidden(x))`;
-            SwiGLU with `activation="silu"`.
+        shared_initialization: whether all experts start equal, as in V-MoE.
+        gated: whether experts are `output(activation(gate(x)) * hidden(x))`.
         use_bias: whether the layers have biases.
         seed: seed of the dropout.
         lora_rank: rank for `enable_lora` at build time, or None.
@@ -68,16 +57,13 @@ class Experts(ExpertKernels):
 
     Call arguments:
         inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
-        group_sizes: int32 (E,), the number of rows per expert; None for slots. Rows
-            beyond their sum are padding.
+        group_sizes: int32 (E,), rows per expert, the rest is padding; None for slots.
         training: whether dropout applies.
 
-    Output shape:
-        Same as `inputs`.
+    Output shape: Same as `inputs`.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
-        Transformer*, for gated experts.
+    Reference: *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
+    Transformer*, for gated experts.
 
     Example:
 

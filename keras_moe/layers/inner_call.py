@@ -70,8 +70,7 @@ def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) ->
 def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
     """Makes a dense layer compute `keras_moe.ops.linear` on PyTorch.
 
-    Replaces the method, not the class, so that weight paths, LoRA and quantisation keep
-    working. The other backends fuse matmul and bias themselves.
+    Replaces the method, so that weight paths, LoRA and quantisation keep working.
     """
     if keras.backend.backend() == "torch":
         layer.call = types.MethodType(_call, layer)

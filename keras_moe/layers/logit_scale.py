@@ -1,7 +1,4 @@
-"""Unit embeddings, and the learned scale and bias of their similarities.
-
-Axes: B batch, D embedding.
-"""
+"""Learned scale and bias of similarities. Axes: B batch, D embedding."""
 
 from typing import Any
 
@@ -30,12 +27,10 @@ class LogitScale(Layer):
     Call arguments:
         embeddings: float (B, D), or a list or dict of such tensors.
 
-    Output shape:
-        Same as the input, float32.
+    Output shape: Same as the input, float32.
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*, section
-        2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""MLPs on each token, and across tokens as in MLP-Mixer.
-
-Axes: B batch, N tokens, D hidden, H mlp.
-"""
+"""MLPs on and across tokens. Axes: B batch, N tokens, D hidden, H mlp."""
 
 from typing import Any
 
@@ -27,8 +24,7 @@ class MLP(Layer):
         seed: seed of the dropout.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape:
-        (..., D), like the input.
+    Output shape: (..., D), like the input.
 
     Example:
 
@@ -107,11 +103,9 @@ class TokenMLP(MLP):
         mlp_dim: H, hidden size.
         **kwargs: arguments of `MLP`.
 
-    Output shape:
-        (B, N, D), like the input.
+    Output shape: (B, N, D), like the input.
 
-    Reference:
-        *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1.
+    Reference: *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1.
 
     Example:
 

@@ -35,42 +35,31 @@ class MoE(Layer):
     """Routes each token to its experts and combines their outputs.
 
     During training the batch is cut into groups of `group_size` tokens, which compete
-    for the experts' capacity; the last group is padded. At inference each example is a
-    group by default, so that its result does not depend on the batch (always so with
-    `SoftRouter`). Dropped tokens get zeros and rely on the residual connection.
-
-    With a `PathwayAwareRouter` there can also be MoE++'s zero-computation experts,
-    which act on tokens in place.
+    for the experts' capacity. At inference each example is a group by default, so that
+    its result does not depend on the batch. Dropped tokens get zeros and rely on the
+    residual connection.
 
     Args:
-        router: router name such as `"softmax_token_choice"` or `"soft"`, a dict of name
-            and arguments (see `keras_moe.routers.get`), or a `Router` layer.
+        router: a `Router`, or a name or dict for `keras_moe.routers.get`.
         experts: `Experts` layer with the router's number of feed-forward experts.
-        group_size: S, tokens per group; None for one group of the whole batch. Ignored
-            by routers that make each example a group.
+        group_size: S, tokens per group; None for one group of the whole batch.
         auxiliary_losses: dict from name to weight, such as `{"importance": 0.005,
             "load": 0.005}`, or a list of `AuxiliaryLoss`; see `keras_moe.losses.get`.
-            Added only in training, averaged over groups, and not if the layer is
-            frozen.
-        dispatcher: how tokens reach experts with a capacity: `"index"` (gathers, memory
-            linear in tokens) or `"einsum"` (dense one-hot tensors, for small groups on
-            TPUs).
-        input_scale: factor on the experts' input, not the router's; K in the released
-            MoE++ code.
+            Added in training only, averaged over groups.
+        dispatcher: `"index"` (gathers, memory linear in tokens) or `"einsum"` (dense
+            one-hot tensors, for small groups on TPUs).
+        input_scale: factor on the experts' input; K in the released MoE++ code.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
         mask: boolean (B, N), False for tokens that are not routed; they get zeros.
-        modality_ids: integers (B, N), for routers and losses that distinguish
-            modalities.
-        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE layer,
-            for routers with `gating_residual`.
+        modality_ids: integers (B, N), the tokens' modalities.
+        previous_logits: float32 (B, N, E), `Routing.logits` of the previous MoE layer.
         training: whether capacity, noise and auxiliary losses apply.
 
     Output shape:
-        `(tokens, Routing)`: tokens (B, N, D) and a record of float32 arrays (B, N, E).
-        A `SoftRouter`'s logits have a trailing slot axis.
+        `(tokens, Routing)`: (B, N, D), and a record of float32 arrays (B, N, E).
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6.

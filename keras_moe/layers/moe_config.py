@@ -82,29 +82,26 @@ class BlockConfig:
 class MoEConfig(BlockConfig):
     """Mixtures of experts of an encoder: which blocks, which experts, which router.
 
-    Every backbone accepts it as `moe`, or its fields as a dict. Presets and
-    `from_preset` accept fields and router arguments as flat names:
+    Every backbone accepts it as `moe`. Presets accept its fields and router arguments:
     `from_preset("vmoe_b32", num_experts=8, num_selected_experts=1)`.
 
     Args:
-        moe_layers: MoE blocks: indices from 0, `"every_2"`, `"last_2"`, or None for a
-            dense encoder; see `keras_moe.layers.resolve_moe_layers`.
+        moe_layers: indices from 0, `"every_2"`, `"last_2"` or None (dense); see
+            `resolve_moe_layers`.
         num_experts: E, feed-forward experts per block.
-        router: name of a router, such as `"softmax_token_choice"` or `"soft"`, or a
-            dict of the `"name"` and arguments of the router's class, `{"name": "soft",
-            "num_slots": 2}`; see `keras_moe.routers.get`. Also accepts a subclass of
-            `Router`, or a router, which is copied for each block with a different seed.
+        router: name such as `"softmax_token_choice"`, dict such as `{"name": "soft",
+            "num_slots": 2}` (see `keras_moe.routers.get`), or a `Router`, which is
+            copied for each block with a different seed.
         expert_mlp_dim: H of each expert; None for the encoder's `mlp_dim`.
-        examples_per_group: number of examples that compete for an expert's capacity in
-            training; None for the whole batch. Soft routers always use one.
+        examples_per_group: examples per training group; None for the whole batch.
         auxiliary_losses: dict from name to weight or options, such as `{"load_balance":
             {"weight": 0.01, "choices": "all"}}` or
             `keras_moe.losses.LIMOE_LOSSES["limoe_b16"]`; see `keras_moe.losses.get`.
             `"auto"` uses V-MoE's importance and load losses (load only with noise) for
             softmax token choice, MoE++'s for its router, and none otherwise.
         expert_dropout: dropout rate inside the experts.
-        shared_expert_initialization: whether the experts of a layer start from the same
-            values; `"auto"` is True, as in V-MoE, except with MoE++'s router.
+        shared_expert_initialization: whether a layer's experts start equal; `"auto"` is
+            True, as in V-MoE, except with MoE++'s router.
         dispatcher: `"index"` or `"einsum"`; see `keras_moe.layers.MoE`.
         zero_experts: number of MoE++ experts that output 0, in addition to
             `num_experts`. With zero, copy or constant experts, token choice becomes a
@@ -114,21 +111,16 @@ class MoEConfig(BlockConfig):
         copy_experts: number of experts that output their input.
         constant_experts: number of experts that mix the token with a trained vector, or
             `"auto"`.
-        gating_residual: whether MoE++'s router adds a linear map of the previous MoE
-            block's logits; `"auto"` is True with zero-computation experts in several
-            blocks.
-        gated_experts: whether experts are gated, such as SwiGLU. MoE++ uses
-            `gated_experts=True, expert_use_bias=False, expert_activation="silu"` and
-            `expert_mlp_dim` 8 D / 3.
+        gating_residual: whether MoE++'s router adds a map of the previous MoE block's
+            logits; `"auto"` is True with zero-computation experts in several blocks.
+        gated_experts: whether experts are gated. MoE++ uses SwiGLU: True, with
+            `expert_use_bias=False` and `expert_activation="silu"`.
         expert_use_bias: whether the experts' layers have biases.
         expert_activation: activation of the experts; None for the encoder's.
-        pruning: None, or a dict written by `keras_moe.analysis.prune_experts`:
-            `"kept_experts"` by block name, `"method"`, and `"removed"`, whether the
-            weights of pruned experts are gone.
+        pruning: None, or a dict written by `keras_moe.analysis.prune_experts`.
 
-    Reference:
-        *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in Vision
-        Mixture of Experts*, section 2; *MoE++*, Table 2.
+    Reference: *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in
+    Vision Mixture of Experts*, section 2; *MoE++*, Table 2.
 
     Example:
 
@@ -359,12 +351,10 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
             last n of `"every_2"`.
         num_layers: number of blocks.
 
-    Returns:
-        Sorted tuple of indices.
+    Returns: Sorted tuple of indices.
 
-    Reference:
-        *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2", "Last
-        2").
+    Reference: *Scaling Vision with Sparse Mixture of Experts*, section 3.1 ("Every 2",
+    "Last 2").
 
     Example:
 

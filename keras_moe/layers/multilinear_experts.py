@@ -36,8 +36,7 @@ _LARGE = 1 / 3
 class ExpertCoefficients(Layer):
     """muMoE's gate: expert coefficients `activation(norm(x G_l))` at each level l.
 
-    Gating weights start at zero, so that all coefficients start equal. Computed in
-    float32 under every dtype policy.
+    Gating weights start at zero. Computed in float32 under every dtype policy.
 
     Args:
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
@@ -49,19 +48,15 @@ class ExpertCoefficients(Layer):
 
     Call arguments:
         inputs: (..., I).
-        training: whether to use, and update the moving averages with, the statistics of
-            the batch.
+        training: whether to normalise by the statistics of the batch.
         logits: products of the inputs with each kernel, if already computed.
         mask: boolean (...), False for padding, which batch statistics ignore.
-        with_sources: whether to also return the tensors from which `MultilinearExperts`
-            recomputes coefficients in the backward pass.
+        with_sources: whether to also return the `sources` of `MultilinearExperts`.
 
-    Output shape:
-        `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record over all
-        N_1 x ... x N_L experts.
+    Output shape: `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record
+    over all N_1 x ... x N_L experts.
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 3.1 and appendix H.3.
+    Reference: *Multilinear Mixture of Experts*, section 3.1 and appendix H.3.
 
     Example:
 
@@ -252,19 +247,16 @@ class MultilinearExperts(Layer):
             4, ..., 4, R, and Tucker up to 4 per level and R for inputs and units. A
             fraction up to 1 is relative to I, rounded down.
         use_bias: whether each expert has a bias.
-        expert_noise: sigma of N(1, sigma), which initialises the factor of the first
-            expert level.
+        expert_noise: sigma of N(1, sigma), which initialises the first expert factor.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
         coefficients: sequence of (..., N_l), one per level.
         projected: product of the inputs with `input_factor()`, if already computed.
-        sources: per level, tensors from which the backward pass recomputes the
-            coefficients, or an empty tuple; see `ExpertCoefficients`.
+        sources: per level, tensors to recompute coefficients from, or an empty tuple.
 
-    Output shape:
-        (..., O).
+    Output shape: (..., O).
 
     Reference:
         *Multilinear Mixture of Experts*, equations 1 to 3, 15 to 18, appendix F.2.
@@ -359,10 +351,7 @@ class MultilinearExperts(Layer):
         return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
 
     def expert_weights(self, indices: Any) -> Any:
-        """Matrices (len(indices), I, O) of some experts; biases are the last row.
-
-        Each index is an integer, or a tuple with one integer per level.
-        """
+        """Matrices (len(indices), I, O) of some experts; biases are the last row."""
         factors = [ops.convert_to_tensor(factor) for factor in self.factors]
         matrices = []
         for index in indices:
@@ -378,10 +367,7 @@ class MultilinearExperts(Layer):
         return ops.stack(matrices)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs with one expert (..., L) per row zeroed.
-
-        The other coefficients do not change. See *muMoE*, section 4.1.2.
-        """
+        """The outputs with one expert (..., L) per row zeroed (*muMoE*, 4.1.2)."""
         chosen = [
             a * ops.one_hot(experts[..., level], count, dtype=a.dtype)
             for level, (a, count) in enumerate(zip(coefficients, self.num_experts))
@@ -451,11 +437,7 @@ class MultilinearExperts(Layer):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertMode(keras.initializers.Initializer):
-    """Initialises expert factors as copies of one matrix with noise N(1, sigma).
-
-    For CP (N, R) every entry is drawn; for tensor rings (R, N, S) only the diagonal of
-    each slice.
-    """
+    """Noise N(1, sigma) for each entry (CP) or slice's diagonal (tensor ring)."""
 
     def __init__(self, sigma: float = 1.0):
         self.sigma = sigma
@@ -512,10 +494,7 @@ def matching_rank(
     use_bias: bool,
     gate_parameters: int = 0,
 ) -> Any:
-    """The smallest rank whose layers have the parameters of dense ones, gate included.
-
-    `sizes` are the layers' (inputs, units).
-    """
+    """Smallest rank with the parameters of dense layers of `sizes` (inputs, units)."""
     if factorization is None:
         return None
     budget = sum(map(dense_parameters, sizes)) - gate_parameters

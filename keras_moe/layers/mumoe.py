@@ -25,10 +25,7 @@ from keras_moe.ops.multilinear import projections
 
 
 class MuMoEBase(Layer):
-    """Gate, norm and experts of `MuMoE` and `MuMoEBlock`.
-
-    Subclasses define `sizes`.
-    """
+    """Gate, norm and experts of `MuMoE` and `MuMoEBlock`, which define `sizes`."""
 
     def __init__(
         self,
@@ -116,8 +113,7 @@ class MuMoEBase(Layer):
 class MuMoE(MuMoEBase):
     """A linear muMoE layer: factorised experts mixed by coefficients of the input.
 
-    Every expert takes part with its coefficient; entmax makes most of them zero. There
-    is no capacity, no dropping and no auxiliary loss.
+    Entmax makes most coefficients zero. No capacity, dropping or auxiliary loss.
 
     Args:
         units: O.
@@ -128,11 +124,9 @@ class MuMoE(MuMoEBase):
         normalization: see `ExpertCoefficients`.
         use_bias: whether the experts have biases.
         expert_noise: see `MultilinearExperts`.
-        input_norm: whether the experts' input is normalised (but not the gate's), as in
-            the released code.
-        edited_outputs: units that get an offset `sum over n of a_n logit_offsets[n]`
-            (equation 5), zero at first and not trained; see
-            `keras_moe.analysis.edit_expert_logits`.
+        input_norm: whether the experts' input is normalised, but not the gate's.
+        edited_outputs: units that get an untrained offset `sum over n of a_n
+            logit_offsets[n]` (equation 5); see `keras_moe.analysis.edit_expert_logits`.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -142,8 +136,7 @@ class MuMoE(MuMoEBase):
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 3, and 4.2 for edits.
+    Reference: *Multilinear Mixture of Experts*, section 3, and 4.2 for edits.
 
     Example:
 
@@ -219,10 +212,7 @@ class MuMoE(MuMoEBase):
         return outputs + ops.cast(offsets, outputs.dtype)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs (B, O) with each example's expert (B, L) zeroed.
-
-        `coefficients` are the gate's for `inputs`. See *muMoE*, section 4.1.2.
-        """
+        """Outputs (B, O) with each example's expert (B, L) zeroed (*muMoE*, 4.1.2)."""
         x = inputs if self.norm is None else self.norm(inputs)
         outputs = self.experts.ablated(x, coefficients, experts)
         return self._edited(outputs, outer(coefficients, ops.multiply))
@@ -255,8 +245,7 @@ class MuMoEBlock(MuMoEBase):
         rank: rank of both layers. A fraction is relative to the block's I, and
             `"match_dense"` matches the parameters of the dense MLP, gate included.
         hidden_activation: activation between the layers; `"gelu"` is the exact form.
-        input_norm: whether the input of the first layer is normalised, but not the
-            gate's.
+        input_norm: whether the first layer's input is normalised, but not the gate's.
         activation: activation of the gate, see `ExpertCoefficients`.
         normalization: normalization of the gate, see `ExpertCoefficients`.
         use_bias: whether the experts have biases.
@@ -265,16 +254,14 @@ class MuMoEBlock(MuMoEBase):
 
     Call arguments:
         inputs: (..., I).
-        mask: boolean (...), False for padding, which gets zeros and is ignored by the
-            batch statistics.
+        mask: boolean (...), False for padding, which gets zeros.
         modality_ids: integers (...); ignored.
         training: whether to normalise by the statistics of the batch.
 
     Output shape:
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 4.3.
+    Reference: *Multilinear Mixture of Experts*, section 4.3.
 
     Example:
 
@@ -354,10 +341,7 @@ class MuMoEBlock(MuMoEBase):
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def ablated(self, inputs: Any, experts: Any) -> Any:
-        """The outputs with each example's expert (B, L) zeroed in both layers.
-
-        The coefficients do not change. See *muMoE*, section 4.1.2.
-        """
+        """Outputs with each example's expert (B, L) zeroed in both layers."""
         coefficients, _ = self.gate(inputs)
         between = (1,) * (len(inputs.shape) - 2)
         experts = ops.reshape(experts, (-1, *between, experts.shape[-1]))
@@ -376,21 +360,18 @@ class MuMoEBlock(MuMoEBase):
 class TokenMuMoE(Layer):
     """`MuMoEBlock` across tokens, applied to each of the D channels.
 
-    Like `TokenMLP` it fixes the number of tokens. Each channel has its own
-    coefficients, so the record has an axis of channels instead of tokens.
+    Fixes the number of tokens. Coefficients are per channel instead of per token.
 
     Args:
         block: `MuMoEBlock` across tokens.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D).
+    Input shape: (B, N, D).
 
     Output shape:
         `(tokens, Routing)`: (B, N, D), and the record of the coefficients (B, D, E).
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 4.3.
+    Reference: *Multilinear Mixture of Experts*, section 4.3.
 
     Example:
 

@@ -37,8 +37,8 @@ class MuMoEConfig(BlockConfig):
     """The muMoE blocks of an encoder: which ones, how many experts, how factorised.
 
     Args:
-        moe_layers: muMoE blocks: indices from 0, `"every_1"`, `"last_2"`, or None; see
-            `keras_moe.layers.resolve_moe_layers`.
+        moe_layers: indices from 0, `"every_2"`, `"last_2"` or None (dense); see
+            `resolve_moe_layers`.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         expert_mlp_dim: H of each expert; None for the encoder's `mlp_dim`.
         expert_activation: activation between the two layers; None for the encoder's.
@@ -50,8 +50,7 @@ class MuMoEConfig(BlockConfig):
         expert_use_bias: whether the experts have biases.
         expert_noise: see `keras_moe.layers.MultilinearExperts`.
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 4.3.
+    Reference: *Multilinear Mixture of Experts*, section 4.3.
 
     Example:
 

@@ -42,18 +42,15 @@ def _normalize(x, gamma, beta, epsilon):
 class LayerNorm(Layer):
     """Layer normalisation over the last axis, in float32 under every dtype policy.
 
-    XLA on CPU recomputes the gradients of all later norms inside each reduction of
-    `keras.layers.LayerNormalization`'s gradient, so that a training step grows faster
-    than the depth. The closed-form gradient here avoids this; PyTorch uses its fused
-    kernel.
+    The closed-form gradient keeps XLA on CPU from recomputing the gradients of all
+    later norms, as it does for `keras.layers.LayerNormalization`.
 
     Args:
         epsilon: added to the variance; 1e-6 in ViTs.
         center: whether there is a learned offset, `beta`.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape:
-        (..., D), like the input, in the compute dtype.
+    Output shape: (..., D), like the input, in the compute dtype.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Patch embeddings of images.
-
-Axes: B batch, N patches, D hidden.
-"""
+"""Patch embeddings of images. Axes: B batch, N patches, D hidden."""
 
 import math
 from typing import Any
@@ -28,15 +25,13 @@ _LONGEST_SIDE = 1024
 def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
     """Converts a patch kernel to another number of channels, as timm does.
 
-    A single channel gets the sum of all, so that a grey image gives the same tokens as
-    its three-channel copy. More channels repeat the old ones, rescaled.
+    A single channel gets the sum of all; more channels repeat the old ones, rescaled.
 
     Args:
         kernel: array (height, width, old channels, D).
         channels: new number of channels.
 
-    Returns:
-        Array (height, width, channels, D).
+    Returns: Array (height, width, channels, D).
 
     Example:
 
@@ -61,9 +56,7 @@ def resize_patch_kernel(
 ) -> np.ndarray:
     """Resizes a patch kernel to another patch size, as FlexiViT does.
 
-    The new kernel is `pinv(B^T) w`, with `B` the matrix that resizes a patch. Upsampled
-    patches then give the same tokens as before; for smaller patches it is the
-    least-squares solution.
+    The new kernel is `pinv(B^T) w`, with `B` the matrix that resizes a patch.
 
     Args:
         kernel: array (height, width, channels, D).
@@ -71,11 +64,9 @@ def resize_patch_kernel(
         interpolation: `"bilinear"` without antialiasing, as in FlexiViT and
             `keras_moe.data`; or `"bicubic"` with antialiasing, as in timm.
 
-    Returns:
-        Array (new height, new width, channels, D) of the dtype of `kernel`.
+    Returns: Array (new height, new width, channels, D) of the dtype of `kernel`.
 
-    Reference:
-        *FlexiViT: One Model for All Patch Sizes*, equation 4.
+    Reference: *FlexiViT: One Model for All Patch Sizes*, equation 4.
 
     Example:
 
@@ -104,28 +95,22 @@ def resize_patch_kernel(
 class PatchEmbedding(Layer):
     """Cuts images into patches and projects each to a token.
 
-    ViT's stem convolution as a reshape and one matmul, with the convolution's kernel
-    layout. Loaded weights of another patch size are resized (`resize_patch_kernel`),
-    and those of another number of channels folded (`fold_channels`).
+    Loaded weights of another patch size are resized (`resize_patch_kernel`), and those
+    of another number of channels folded (`fold_channels`).
 
     Args:
         hidden_dim: D.
         patch_size: an int or (height, width).
-        kernel_initializer: initializer of the kernel (patch height, patch width,
-            channels, D).
+        kernel_initializer: initializer of the kernel (height, width, channels, D).
         interpolation: interpolation of loaded weights, see `resize_patch_kernel`.
-        padding: `"valid"` if the patch size divides the image, or `"same"` to pad it
-            with zeros to whole patches, as convolutions do.
+        padding: `"valid"`, or `"same"` to pad the image with zeros to whole patches.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, height, width, channels).
+    Input shape: (B, height, width, channels).
 
-    Output shape:
-        (B, N, D), patches row by row.
+    Output shape: (B, N, D), patches row by row.
 
-    Reference:
-        *An Image is Worth 16x16 Words*, equation 1.
+    Reference: *An Image is Worth 16x16 Words*, equation 1.
 
     Example:
 
@@ -248,14 +233,11 @@ class ClassToken(Layer):
     Args:
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D).
+    Input shape: (B, N, D).
 
-    Output shape:
-        (B, N + 1, D).
+    Output shape: (B, N + 1, D).
 
-    Reference:
-        *An Image is Worth 16x16 Words*, equation 1.
+    Reference: *An Image is Worth 16x16 Words*, equation 1.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Pooling of tokens to one vector, for images and padded texts.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Pooling of tokens to one vector. Axes: B batch, N tokens, D hidden."""
 
 from typing import Any
 
@@ -37,11 +34,9 @@ class TokenPooling(Layer):
             tokens but the first).
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D).
+    Input shape: (B, N, D).
 
-    Output shape:
-        (B, D).
+    Output shape: (B, D).
 
     Example:
 
@@ -86,11 +81,9 @@ class AttentionPooling(Layer):
         tokens: (B, N, D).
         mask: boolean (B, N), False for padding.
 
-    Output shape:
-        (B, D).
+    Output shape: (B, D).
 
-    Reference:
-        *Scaling Vision Transformers*, section 3.2 (the MAP head).
+    Reference: *Scaling Vision Transformers*, section 3.2 (the MAP head).
 
     Example:
 
@@ -189,13 +182,11 @@ class MaskedPooling(Layer):
         mask: boolean (B, N), False for padding; None for no padding.
         token_ids: integers (B, N), for `"end_of_text"`.
 
-    Output shape:
-        (B, D).
+    Output shape: (B, D).
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*, section
-        2.4; *Multimodal Contrastive Learning with LIMoE*, section 2 (average of a
-        modality's tokens).
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4; *Multimodal Contrastive Learning with LIMoE*, section 2 (average of a
+    modality's tokens).
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Position embeddings of image patches.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Position embeddings of image patches. Axes: B batch, N tokens, D hidden."""
 
 from typing import Any
 
@@ -26,9 +23,8 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
         grid: number of patches down and across.
         dim: D, a multiple of 4.
 
-    Returns:
-        float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the column, y
-        the row, and frequencies `10000^(-i / (D/4 - 1))`.
+    Returns: float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the
+    column, y the row, and frequencies `10000^(-i / (D/4 - 1))`.
 
     Example:
 
@@ -66,8 +62,7 @@ def resize_positions(
         interpolation: `"bilinear"` with aligned corners, as in the ViT and V-MoE
             releases; or `"bicubic"` with antialiasing, as in timm.
 
-    Returns:
-        Array (1, N', D) of the dtype of `table`.
+    Returns: Array (1, N', D) of the dtype of `table`.
 
     Example:
 
@@ -105,11 +100,9 @@ class PositionEmbedding(Layer):
         **kwargs: arguments of `keras.layers.Layer`.
 
     Output shape:
-        (B, N, D), like the input. N is the number of patches, or one more with a class
-        token in front, which sine-cosine embeddings leave unchanged.
+        (B, N, D). N may include a class token, which sine-cosine embeddings skip.
 
-    Reference:
-        *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
+    Reference: *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
 
     Example:
 

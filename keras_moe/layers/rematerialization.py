@@ -73,10 +73,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
 
 
 def _state(layer):
-    """Ids of float variables that change without gradients: batch statistics.
-
-    Frozen weights are not among them; copying them could be expensive.
-    """
+    """Ids of float variables that change without gradients: batch statistics."""
     return {
         id(v)
         for sublayer in flatten_layers(layer)

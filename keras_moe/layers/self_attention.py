@@ -1,7 +1,4 @@
-"""Self-attention over the tokens of an image or a text.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Self-attention over tokens. Axes: B batch, N tokens, D hidden."""
 
 import math
 from typing import Any
@@ -31,10 +28,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     Args:
         num_heads: number of attention heads.
         key_dim: size of a head; D / num_heads in ViT.
-        query_key_norm: whether queries and keys are normalised per head, as in Soft MoE
-            and ViT-22B, which keeps attention logits bounded.
-        query_key_norm_bias: whether that normalisation has an offset, as timm's
-            `qk_norm` does.
+        query_key_norm: whether queries and keys are normalised per head, as in ViT-22B.
+        query_key_norm_bias: whether that normalisation has an offset, as in timm.
         layer_norm_epsilon: epsilon of that normalisation.
         dropout: dropout rate on the attention weights.
         seed: seed of the dropout.
@@ -47,12 +42,10 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         mask: boolean (B, M), False for padding, or (B, N, M) for pairs of tokens.
         training: whether dropout applies.
 
-    Output shape:
-        (B, N, D).
+    Output shape: (B, N, D).
 
-    Reference:
-        *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers to 22
-        Billion Parameters* (query-key normalisation).
+    Reference: *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers
+    to 22 Billion Parameters* (query-key normalisation).
 
     Example:
 

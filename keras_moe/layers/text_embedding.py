@@ -1,7 +1,4 @@
-"""Token and position embeddings of texts.
-
-Axes: B batch, N tokens, D hidden, V vocabulary.
-"""
+"""Embeddings of texts. Axes: B batch, N tokens, D hidden, V vocabulary."""
 
 from typing import Any
 
@@ -18,25 +15,20 @@ from keras_moe.ops.cost import Cost
 class TokenEmbedding(keras.layers.Embedding):
     """Token embeddings with CLIP's initialisation.
 
-    Ids outside the vocabulary are not checked here; `keras_moe.models.TextBackbone`
-    checks them.
+    Ids are not checked here; `keras_moe.models.TextBackbone` checks them.
 
     Args:
         vocabulary_size: V.
         hidden_dim: D.
-        embeddings_initializer: initializer of the vectors; None for a normal
-            distribution with a standard deviation of 0.02, as in CLIP.
+        embeddings_initializer: initializer of the vectors; None for N(0, 0.02).
         **kwargs: arguments of `keras.layers.Embedding`.
 
-    Input shape:
-        (B, N), integers from 0 to V - 1.
+    Input shape: (B, N), integers from 0 to V - 1.
 
-    Output shape:
-        (B, N, D).
+    Output shape: (B, N, D).
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*, section
-        2.4.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4.
 
     Example:
 
@@ -94,19 +86,16 @@ class TokenEmbedding(keras.layers.Embedding):
 class TextPositions(Layer):
     """Adds a learned position embedding to each token of a text.
 
-    Texts may be shorter than `max_length`. Weights for longer texts can be loaded; only
-    the first positions are used.
+    Weights for longer texts can be loaded; only the first positions are used.
 
     Args:
         max_length: largest number of tokens.
         **kwargs: arguments of `keras.layers.Layer`.
 
-    Output shape:
-        (B, N, D), like the input; N is at most `max_length`.
+    Output shape: (B, N, D), like the input; N is at most `max_length`.
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*, section
-        2.4.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4.
 
     Example:
 

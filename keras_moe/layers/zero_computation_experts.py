@@ -34,11 +34,9 @@ class ZeroComputationExperts(Layer):
         tokens: (B, N, D).
         weights: float32 (B, N, Z), in the order zero, copy, constant.
 
-    Output shape:
-        (B, N, D).
+    Output shape: (B, N, D).
 
-    Reference:
-        *MoE++*, equations 3 to 5.
+    Reference: *MoE++*, equations 3 to 5.
 
     Example:
 

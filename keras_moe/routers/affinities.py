@@ -20,9 +20,7 @@ from keras_moe.ops.transport import sinkhorn
 class Affinity:
     """Base class of affinities, which map router logits to the allocated matrix.
 
-    Subclasses implement `__call__`, and `get_config` if they have arguments. They can
-    also change the default noise of their routers and whether it reaches the combine
-    weights.
+    Subclasses implement `__call__`, and `get_config` if they have arguments.
 
     Example:
 
@@ -85,8 +83,7 @@ class SinkhornAffinity(Affinity):
 
     Args:
         iterations: number of iterations; the maximum if there is a `tolerance`.
-        tolerance: relative error of the experts' masses at which to stop, or None; see
-            `keras_moe.ops.sinkhorn`.
+        tolerance: relative error of the experts' masses at which to stop, or None.
 
     Example:
 
@@ -121,8 +118,7 @@ class SparsityConstrainedAffinity(Affinity):
     """The sparsity-constrained transport plan: equation 9 of the same paper.
 
     Args:
-        sparse: whether the capacity (expert choice) or K (token choice) limits the
-            nonzeros of an expert or token; False is the plain sparse projection.
+        sparse: whether the capacity or K limits the nonzeros of an expert or token.
         solver: see `keras_moe.ops.sparse_transport`.
         iterations: steps of the solver; None for its default.
         learning_rate: learning rate of `solver="adam"`.

@@ -17,22 +17,16 @@ from keras_moe.routers.sparse_router import SparseRouter
 class ExpertChoiceRouter(SparseRouter):
     """Each expert selects the C tokens with the largest affinity.
 
-    Loads are balanced by construction, so no auxiliary loss is needed; a token may be
-    selected by several experts or by none. Selection depends on the other tokens of the
-    group, which is `MoE.group_size` tokens in training and a single example at
-    inference.
+    Loads are balanced without an auxiliary loss; a token may be selected by several
+    experts or by none. Groups are single examples at inference.
 
     Args:
         num_experts: E.
-        num_selected_experts: K in the capacity C = S K c / E; 1 in the papers, since
-            tokens do not choose.
-        **kwargs: arguments of `SparseRouter`: `affinity`, `combine`, `capacity_factor`
-            (default 1.0; C is at most S, and masked tokens do not count), `evaluation`,
-            `noise_std`, `seed` and so on. With a fixed `capacity`, set one for
-            inference too, because an example is smaller than a group.
-            `normalize_gates="after"` divides the combine weights by their sum over the
-            experts that selected the token (*CLIP-UP*, appendix B.3); None keeps them,
-            as in the papers.
+        num_selected_experts: K in the capacity C = S K c / E; 1 in the papers.
+        **kwargs: arguments of `SparseRouter`. `capacity_factor` is 1.0 by default. With
+            a fixed `capacity`, set `eval_capacity` too, since an example is smaller
+            than a group. `normalize_gates="after"` divides the combine weights by their
+            sum over the token's experts (*CLIP-UP*, appendix B.3); None keeps them.
 
     Call arguments:
         tokens: (G, S, D).
@@ -40,11 +34,9 @@ class ExpertChoiceRouter(SparseRouter):
         modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
         training: whether noise is added.
 
-    Output shape:
-        `(SlotPlan, Routing)`; see their attributes.
+    Output shape: `(SlotPlan, Routing)`; see their attributes.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, sections 2.3 to 2.5, Algorithm 2.
+    Reference: *Routers in Vision Mixture of Experts*, sections 2.3 to 2.5, Algorithm 2.
 
     Example:
 

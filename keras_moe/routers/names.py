@@ -35,18 +35,9 @@ ROUTERS: dict[str, tuple[type, dict]] = {
 def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
     """Registers a router class under a name; a decorator.
 
-    The name then works in `keras_moe.routers.get`, in `MoEConfig(router=...)` and as an
-    override of any preset.
-
     Args:
         name: name of the router; a class may have several.
         **arguments: constructor arguments that the name stands for.
-
-    Returns:
-        A decorator that returns the class unchanged.
-
-    Raises:
-        ValueError: if another class already has the name.
 
     Example:
 
@@ -76,20 +67,16 @@ def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
     """Makes a router by name.
 
     Args:
-        router: one of `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
-            `"sparsity_constrained_token_choice"`, `"softmax_expert_choice"`,
-            `"sinkhorn_expert_choice"`, `"sparsity_constrained_expert_choice"`,
-            `"soft"`, or a name registered with `register_router`; or a dict of `"name"`
-            and arguments of the router's class; or the class.
+        router: `"soft"`, or `"softmax"`, `"sinkhorn"` or `"sparsity_constrained"`
+            followed by `"_token_choice"` or `"_expert_choice"`; or a name registered
+            with `register_router`, a dict of `"name"` and arguments, or a class.
         num_experts: E, or `keras_moe.ops.ExpertTypes` for experts of several types.
         **arguments: further arguments of the router's class.
 
-    Returns:
-        A `Router`; a `PathwayAwareRouter` if there are zero-computation experts or
-        `gating_residual` is given.
+    Returns: A `Router`; a `PathwayAwareRouter` if there are zero-computation experts or
+    `gating_residual` is given.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, sections 2.1 to 2.6.
+    Reference: *Routers in Vision Mixture of Experts*, sections 2.1 to 2.6.
 
     Example:
 

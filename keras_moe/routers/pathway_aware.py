@@ -28,15 +28,13 @@ ZERO_GATES = ("keep", "remove")
 class PathwayAwareRouter(TokenChoiceRouter):
     """MoE++'s token choice among feed-forward and zero-computation experts.
 
-    Experts are ordered FFN, zero, copy, constant. Only FFN experts have slots; a
-    `HeterogeneousPlan` holds the gates by which the others act in place. In training,
-    each type has the capacity of equation 8; at inference no token is dropped by
-    default.
+    Experts are ordered FFN, zero, copy, constant; only FFN experts have slots. In
+    training, each type has the capacity of equation 8; at inference no token is dropped
+    by default.
 
-    The defaults follow the paper's equations, which the released code does not. To
-    match that code, use `gate_hidden_dim=8 * num_experts`, `normalize_gates="before"`,
-    `zero_gates="remove"`, and `MoE(input_scale=num_selected_experts)`; for its
-    "mixtral" gating `zero_gates="keep"` and no scaling.
+    The defaults follow the paper's equations. To match the released code, use
+    `gate_hidden_dim=8 * num_experts`, `normalize_gates="before"`,
+    `zero_gates="remove"`, and `MoE(input_scale=num_selected_experts)`.
 
     Args:
         num_experts: E, of all types together.
@@ -45,36 +43,28 @@ class PathwayAwareRouter(TokenChoiceRouter):
         copy_experts: number of experts that output their input.
         constant_experts: number of experts that mix the token with a trained vector.
         tau: ratio of the tokens of an FFN expert to those of a zero-computation expert.
-        gating_residual: whether to add a trained linear map (E, E) of the previous MoE
-            layer's logits; calls then require `previous_logits`.
-        gate_hidden_dim: hidden size of a gate of two matrices with a tanh in between;
-            None for a single matrix, as in the paper.
+        gating_residual: whether to add a linear map (E, E) of `previous_logits`.
+        gate_hidden_dim: hidden size of a two-layer tanh gate; None for one layer.
         logits_norm_std: standard deviation over experts to which each token's logits
             are scaled before routing, or None. The next layer gets unscaled logits.
         zero_gates: `"keep"` the gates of zero experts, or `"remove"` them (set to 0
             before gates are normalised).
-        residual_initializer: initializer of the map of previous logits; with zeros,
-            training starts as without it.
-        noise_std: standard deviation of the training noise, times `num_experts`; None
-            for 0.0, as in MoE++.
+        residual_initializer: initializer of the map of previous logits.
+        noise_std: std of the training noise, times `num_experts`; None for 0.0.
         **kwargs: arguments of `TokenChoiceRouter`, except `capacity`, `eval_capacity`,
-            `num_modalities` and `expert_pools`. `capacity_factor` is the paper's gamma,
-            1.1 by default.
+            `num_modalities` and `expert_pools`. `capacity_factor` is 1.1 by default.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
         modality_ids: integers (G, S), for a `priority` of modalities.
-        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer;
-            only with `gating_residual`.
+        previous_logits: float32 (G, S, E), `Routing.logits` of the previous MoE layer.
         training: whether noise and capacity limits apply.
 
-    Output shape:
-        `(HeterogeneousPlan, Routing)`; without zero-computation experts the plans of
-        `TokenChoiceRouter`.
+    Output shape: `(HeterogeneousPlan, Routing)`; without zero-computation experts the
+    plans of `TokenChoiceRouter`.
 
-    Reference:
-        *MoE++*, equations 1, 6 and 8.
+    Reference: *MoE++*, equations 1, 6 and 8.
 
     Example:
 

@@ -22,9 +22,8 @@ METHODS = ("router_drop", "router_pred", "router_pred_skip")
 class PrunedTokenChoiceRouter(TokenChoiceRouter):
     """Token choice among the experts that pruning has kept.
 
-    The methods are explained in `keras_moe.analysis.prune_experts`. Routing records
-    keep all E experts. The capacity C = S K c / E counts only kept experts, except with
-    `"router_pred_skip"`, which routes as before pruning.
+    Routing records keep all E experts; the capacity C = S K c / E counts only kept
+    experts, except with `"router_pred_skip"`. See `keras_moe.analysis.prune_experts`.
     """
 
     def __init__(
@@ -111,11 +110,7 @@ def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
 
 
 def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool) -> Any:
-    """Returns a copy of a router that chooses only among the kept experts.
-
-    With `removed` and `"router_drop"` this is a smaller router of the same class, whose
-    `num_experts` defines the capacity. Its noise keeps the same standard deviation.
-    """
+    """Returns a copy of a router that chooses only among the kept experts."""
     # A subclass may use the experts' columns differently.
     if type(router) is not TokenChoiceRouter:
         raise ValueError(

@@ -24,14 +24,10 @@ from keras_moe.ops.plans import Routing
 class Router(keras.layers.Layer):
     """Base class of routers: tokens in, `(plan, Routing)` out.
 
-    Routers compute in float32 under every dtype policy; half-precision tokens are cast
-    on entry.
-
-    Subclasses implement `call`, `groups_per_example`, `total_slots`,
-    `experts_per_token` and `weight_shapes`, and set `has_expert_logits` to whether
-    there is one logit per expert, which auxiliary losses need. Their constructor
-    arguments are also accepted by `MoEConfig(router=...)`, `keras_moe.routers.get` and
-    overrides of presets.
+    Routers compute in float32 under every dtype policy. Subclasses implement `call`,
+    `groups_per_example`, `total_slots`, `experts_per_token` and `weight_shapes`, and
+    set `has_expert_logits` to whether there is one logit per expert, which auxiliary
+    losses need.
 
     Args:
         num_experts: E.
@@ -39,8 +35,7 @@ class Router(keras.layers.Layer):
         seed: seed of the noise; None draws one from Keras's global seed.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
-    Input shape:
-        (G, S, D).
+    Input shape: (G, S, D).
 
     Example:
 
@@ -170,10 +165,7 @@ class Router(keras.layers.Layer):
 
 
 def router_arguments(cls: type[Router]) -> dict[str, Any]:
-    """Constructor arguments of a router class with defaults; None if required.
-
-    Follows `**kwargs` to base classes.
-    """
+    """Constructor arguments of a router class and its bases; None if required."""
     arguments = {}
     for base in cls.__mro__:
         if base is keras.layers.Layer:

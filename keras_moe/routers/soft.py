@@ -28,20 +28,17 @@ EPSILON = 1e-6
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, and outputs of slots.
 
-    Nothing is dropped and nothing is discrete. Each image is a group, so images do not
-    interact. Every slot has a learned vector, whose product with the tokens gives its
-    logits: a softmax over tokens fills the slots, a softmax over all slots combines
-    their outputs.
+    Each image is a group. Every slot has a learned vector, whose product with the
+    tokens gives its logits: a softmax over tokens fills the slots, a softmax over all
+    slots combines their outputs.
 
     Args:
         num_experts: E.
         num_slots: C, slots per expert.
-        capacity_factor: c, instead of `num_slots`: C = S K c / E, with the number of
-            tokens S for which the router is built. 1.0 if neither is given.
+        capacity_factor: c in C = S K c / E, instead of `num_slots`; 1.0 by default.
         num_selected_experts: K in the capacity; 1 in the papers.
         capacity_rounding: `"ceil"`, or `"round"` as in the released code.
-        normalize: whether to normalise tokens and slot vectors and multiply by a
-            learned scale, which keeps the softmaxes from collapsing in wide models.
+        normalize: whether to normalise tokens and slot vectors, with a learned scale.
         noise_std: standard deviation of the training noise on the logits.
         slot_initializer: initializer of the slot vectors (D, E, C).
         scale_initializer: initializer of the scale.
@@ -50,16 +47,13 @@ class SoftRouter(Router):
 
     Call arguments:
         tokens: (G, S, D).
-        mask: boolean (G, S), False for padding, which no slot uses and which gets
-            zeros.
+        mask: boolean (G, S), False for padding, which gets zeros.
         training: whether noise is added.
 
-    Output shape:
-        `(SoftPlan, Routing)`; see their attributes.
+    Output shape: `(SoftPlan, Routing)`; see their attributes.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, equations 10 and 11; *From Sparse to
-        Soft Mixtures of Experts*, section 2.3 (normalisation).
+    Reference: *Routers in Vision Mixture of Experts*, equations 10 and 11; *From Sparse
+    to Soft Mixtures of Experts*, section 2.3 (normalisation).
 
     Example:
 

@@ -33,52 +33,38 @@ class SparseRouter(Router):
     Tokens are projected to logits; in training, noise with standard deviation
     `noise_std / num_experts` is added. The affinity, a function of the noisy logits,
     fills the dispatch. The softmax of the logits fills the combine, so that no gradient
-    flows through a transport solver.
-
-    The paper has noise in equation 1 (softmax token choice) but not in equations 7 to 9
-    (transport plans). Its released code has optional noise for Sinkhorn, where expert
-    choice combines with noisy gates and token choice with clean ones; the
-    sparsity-constrained plan does the same here.
-
-    Subclasses implement `allocate` and `max_nonzeros`.
+    flows through a transport solver. Subclasses implement `allocate` and
+    `max_nonzeros`.
 
     Args:
         num_experts: E.
         num_selected_experts: K in the capacity.
         affinity: `"softmax"`, `"sinkhorn"` or `"sparsity_constrained"`, or an
             `Affinity` such as `SinkhornAffinity(iterations=50)`.
-        combine: combine weights: `"softmax"`, or `"affinity"` for the transport plan
-            itself, through which gradients then flow (ablation of section 3.4).
+        combine: `"softmax"` of the logits, or `"affinity"` itself (section 3.4).
         normalize_gates: normalisation of the combine weights; see the subclass.
         capacity_factor: c in C = S K c / E; None for the class's default.
         capacity: C itself in tokens, instead of `capacity_factor`.
-        evaluation: groups and capacity at inference. `"batch_invariant"` makes each
-            example a group, so that results do not depend on the batch. `"official"`
-            uses training's groups and, unless set below, its capacity, as the papers
-            do. None is `"batch_invariant"`, or `"official"` with a warning if a
-            capacity at inference is given.
+        evaluation: `"batch_invariant"` makes each example a group at inference;
+            `"official"` uses training's groups and capacity, as the papers do. None is
+            `"batch_invariant"`, or `"official"` if a capacity at inference is given.
         eval_capacity_factor: c at inference; None leaves it to `evaluation`.
         eval_capacity: C at inference, instead of `eval_capacity_factor`.
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round the capacity up to a multiple of this, unless each
             example is a group; 4 in the released V-MoEs. None for no rounding.
-        noise_std: standard deviation of the training noise, times `num_experts`. None
-            for the affinity's default: 1.0 for softmax, as in V-MoE, and 0.0 for
-            transport plans.
-        noisy_combine: whether combine weights are the softmax of noisy logits. None
-            follows the released code: clean for token choice by a transport plan, noisy
-            otherwise.
+        noise_std: std of the training noise, times `num_experts`. None is 1.0 for
+            softmax, as in V-MoE, and 0.0 for transport plans.
+        noisy_combine: whether combine weights use noisy logits. None is False for token
+            choice by a transport plan and True otherwise, as in the released code.
         kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
-        num_modalities: M; each modality then has a separate kernel over the shared
-            experts, and calls require `modality_ids`. None for a single kernel.
-        expert_pools: sequence with the experts of each modality, which serve only its
-            tokens; pools are disjoint. None lets all tokens use all experts.
+        num_modalities: M, for a kernel per modality (needs `modality_ids`), or None.
+        expert_pools: disjoint lists of each modality's experts; None to share them all.
         seed: seed of the noise.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, sections 2.1 to 2.5; *LIMoE*, appendix
-        E.3, for `num_modalities` and `expert_pools`.
+    Reference: *Routers in Vision Mixture of Experts*, sections 2.1 to 2.5; *LIMoE*,
+    appendix E.3, for `num_modalities` and `expert_pools`.
 
     Example:
 
@@ -239,11 +225,7 @@ class SparseRouter(Router):
         training: bool | None,
         modality_ids: Any = None,
     ) -> tuple[Any, Routing]:
-        """The plan and the record for logits (G, S, E).
-
-        `allowed` (G, S, E) restricts the experts of a token, `mask` (G, S) the routed
-        tokens.
-        """
+        """Plan and record for logits (G, S, E) and each token's `allowed` experts."""
         clean_logits = self.scale_logits(logits)
         noisy_logits = self.add_noise(
             clean_logits, self.noise_std / self.num_experts, training

@@ -40,34 +40,27 @@ class TokenChoiceRouter(SparseRouter):
         num_selected_experts: K, experts per token.
         dropless: whether training has no capacity limit either.
         priority: order in which tokens fill the capacity: `"first_come"`; `"max_gate"`
-            (batch priority routing) or `"sum_gates"`, by their gates (see
-            `keras_moe.ops.token_choice`); `"shuffled"`, a new random order in each
-            call; or a sequence of all modality ids, such as `(1, 0)` to serve modality
-            1 first. At inference `"shuffled"` becomes `"first_come"`, so that results
-            are repeatable.
-        excluded_experts: experts that no token may choose; see
-            `keras_moe.analysis.exclude_experts`.
-        **kwargs: arguments of `SparseRouter`: `affinity`, `combine`, `capacity_factor`
-            (default 1.05; Switch and CLIP-UP omit K from C = S K c / E, so that
-            CLIP-UP's 2.0 with K = 2 is 1.0 here), `evaluation`, `noise_std`, `seed` and
-            so on. `normalize_gates="before"` divides combine weights by their sum over
-            the token's K choices, `"after"` by the sum over those that got a slot
-            (*CLIP-UP*, appendix B.3); None keeps them, as in the papers.
+            (batch priority routing) or `"sum_gates"`, by their gates; `"shuffled"`, a
+            random order in training; or all modality ids, such as `(1, 0)` to serve
+            modality 1 first.
+        excluded_experts: experts that no token may choose.
+        **kwargs: arguments of `SparseRouter`. `capacity_factor` is 1.05 by default;
+            CLIP-UP omits K, so that its 2.0 with K = 2 is 1.0 here.
+            `normalize_gates="before"` divides combine weights by their sum over the
+            token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
+            B.3); None keeps them.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S), for `num_modalities`, `expert_pools` and a
-            `priority` of modalities; tokens with ids outside [0, M) are not routed.
+        modality_ids: integers (G, S); tokens with ids outside [0, M) are not routed.
         training: whether noise and capacity limits apply.
 
-    Output shape:
-        `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` without a capacity; see
-        their attributes.
+    Output shape: `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` without a
+    capacity; see their attributes.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm 1;
-        *LIMoE*, figure 6, for shuffled and modality priorities.
+    Reference: *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm
+    1; *LIMoE*, figure 6, for shuffled and modality priorities.
 
     Example:
 
