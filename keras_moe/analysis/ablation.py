@@ -117,8 +117,7 @@ def ablate_experts(
         batch_size: images per batch.
         verbose: whether to show a progress bar.
 
-    Reference:
-        *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
+    Reference: *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
 
     Example:
 

@@ -63,8 +63,7 @@ def experts_per_token(
     Returns:
         float64 (B, N).
 
-    Reference:
-        *MoE++*, Figures 5 and A.
+    Reference: *MoE++*, Figures 5 and A.
 
     Example:
 
@@ -131,8 +130,7 @@ def load_by_type(
     Returns:
         Dict from block name to `TypeLoads`.
 
-    Reference:
-        *MoE++*, Figure 4.
+    Reference: *MoE++*, Figure 4.
 
     Example:
 
@@ -214,8 +212,7 @@ def routing_scores(routing: Any) -> RoutingScores:
     Args:
         routing: `Routing` of arrays (B, N, E), with at least two experts.
 
-    Reference:
-        *MoE++*, Figure 6.
+    Reference: *MoE++*, Figure 6.
 
     Example:
 

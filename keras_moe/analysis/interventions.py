@@ -60,8 +60,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     Returns:
         A model of the same class, which saves and loads like any other.
 
-    Reference:
-        *MoE++*, appendix A.4 and Table C.
+    Reference: *MoE++*, appendix A.4 and Table C.
 
     Example:
 
@@ -139,8 +138,7 @@ def edit_expert_logits(
     Returns:
         A model of the same class, which saves and loads like any other.
 
-    Reference:
-        *Multilinear Mixture of Experts*, equation 5 and appendix J.
+    Reference: *Multilinear Mixture of Experts*, equation 5 and appendix J.
 
     Example:
 
@@ -210,8 +208,7 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
     Returns:
         float32 (E, D).
 
-    Reference:
-        *Multilinear Mixture of Experts*, appendix G.2.
+    Reference: *Multilinear Mixture of Experts*, appendix G.2.
 
     Example:
 
@@ -254,8 +251,7 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
     Returns:
         A model of the same class, which saves and loads like any other.
 
-    Reference:
-        *Multilinear Mixture of Experts*, appendix G.2.
+    Reference: *Multilinear Mixture of Experts*, appendix G.2.
 
     Example:
 

@@ -114,8 +114,7 @@ def coverage_curves(
     Returns:
         Dict from block name to `CoverageCurve`.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, Figure 13.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13.
 
     Example:
 
@@ -284,8 +283,7 @@ def prune_experts(
     Returns:
         A model of the same class, which saves and loads like any other.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
     Example:
 

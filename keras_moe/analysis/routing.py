@@ -228,8 +228,7 @@ def dropped_at_capacities(
     Returns:
         Boolean (F, B, N), True for dropped tokens.
 
-    Reference:
-        *CLIP-UP*, Figure 7.
+    Reference: *CLIP-UP*, Figure 7.
 
     Example:
 

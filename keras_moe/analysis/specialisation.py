@@ -32,8 +32,7 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
     Returns:
         float64 (E,).
 
-    Reference:
-        *Multilinear Mixture of Experts*, equation 4.
+    Reference: *Multilinear Mixture of Experts*, equation 4.
 
     Example:
 
@@ -55,8 +54,7 @@ def mean_polysemanticity(changes: Any) -> float | None:
     Returns:
         The mean, or None if no expert changes any accuracy.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 3.
+    Reference: *Multilinear Mixture of Experts*, Figure 3.
 
     Example:
 
@@ -79,8 +77,7 @@ def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
     Returns:
         int (E,).
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 22.
+    Reference: *Multilinear Mixture of Experts*, Figure 22.
 
     Example:
 

@@ -121,8 +121,7 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
         Integers (E + 1, F + 1); the last row and column are tokens that were not
         served.
 
-    Reference:
-        *LIMoE*, Figures 30 and 31.
+    Reference: *LIMoE*, Figures 30 and 31.
 
     Example:
 
@@ -211,8 +210,7 @@ def tag_tokens(
     Returns:
         `TokenTags`, for `expert_usage(..., modality="text", **tags._asdict())`.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix G.1 and Figure 40.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix G.1 and Figure 40.
 
     Example:
 

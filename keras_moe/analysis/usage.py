@@ -113,8 +113,7 @@ def routing_usage(
             if padding is not routed.
         contributions: float (B, N, E), combine weights times output norms, or None.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
     Example:
 
@@ -224,8 +223,7 @@ def expert_usage(
         modality: `"text"` or `"image"` to count only that tower's tokens; `groups` and
             `mask` then refer to these.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
     Example:
 

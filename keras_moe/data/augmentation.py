@@ -143,8 +143,7 @@ class RandomResizedCrop:
         scale: lowest and highest fraction of the area, in (0, 1].
         ratio: lowest and highest aspect ratio (width / height), positive.
 
-    Reference:
-        *Going Deeper with Convolutions*, section 6.
+    Reference: *Going Deeper with Convolutions*, section 6.
 
     Example:
 

@@ -358,8 +358,7 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
         int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
         training data.
 
-    Reference:
-        *Multilinear Mixture of Experts*, appendix J.
+    Reference: *Multilinear Mixture of Experts*, appendix J.
 
     Example:
 

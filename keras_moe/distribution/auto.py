@@ -55,8 +55,7 @@ def auto(
     Returns:
         A `keras.distribution.ModelParallel`, or a `DataParallel` if no weight is split.
 
-    Reference:
-        *GShard*, section 3; *Megatron-LM*, section 3.
+    Reference: *GShard*, section 3; *Megatron-LM*, section 3.
 
     Example:
 

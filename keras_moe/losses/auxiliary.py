@@ -156,8 +156,7 @@ class AggregateLoss:
             list of `AuxiliaryLoss`.
         weight: factor of the mean in the model's total loss; LIMoE uses 0.04.
 
-    Reference:
-        *LIMoE*, appendix B.1, "Final aggregated auxiliary loss".
+    Reference: *LIMoE*, appendix B.1, "Final aggregated auxiliary loss".
 
     Example:
 
@@ -256,8 +255,7 @@ def limoe_losses(
         UserWarning: from the MoE layer, if a threshold is above log E: the loss cannot
             reach 0. The paper itself has 25 for the images of 8 experts (appendix F.1).
 
-    Reference:
-        *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
+    Reference: *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
 
     Example:
 

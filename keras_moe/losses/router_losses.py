@@ -36,8 +36,7 @@ def importance_loss(logits: Any, mask: Any = None) -> Any:
         float32 (G,): `(std / mean)^2` over experts (population std) of
         `sum_s softmax(logits)`.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, appendix A.
+    Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
     Example:
 
@@ -72,8 +71,7 @@ def load_loss(
     Returns:
         float32 (G,).
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, appendix A.
+    Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
     Example:
 
@@ -158,8 +156,7 @@ def heterogeneous_balance_loss(
     Returns:
         float32 (G,).
 
-    Reference:
-        *MoE++*, equation 7.
+    Reference: *MoE++*, equation 7.
 
     Example:
 
@@ -189,8 +186,7 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
     Returns:
         float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
 
-    Reference:
-        *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 2.2.
+    Reference: *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 2.2.
 
     Example:
 
@@ -214,8 +210,7 @@ def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
         float32 (G,): the mean over tokens of `H(softmax(logits))`, from 0 to log E;
         0 for a group in which no token counts.
 
-    Reference:
-        *LIMoE*, section 2.2.2.
+    Reference: *LIMoE*, section 2.2.2.
 
     Example:
 
@@ -247,8 +242,7 @@ def global_entropy_loss(
         UserWarning: if `threshold` is above log E, the largest entropy: the loss cannot
             reach 0.
 
-    Reference:
-        *LIMoE*, section 2.2.2 and appendix B.2.
+    Reference: *LIMoE*, section 2.2.2 and appendix B.2.
 
     Example:
 
@@ -294,8 +288,7 @@ def mutual_information_loss(
         A modality without a token in a group is left out of the group's means: with
         one modality or none the loss is 0.
 
-    Reference:
-        *LIMoE*, appendix B.1.
+    Reference: *LIMoE*, appendix B.1.
 
     Example:
 
@@ -334,8 +327,7 @@ def target_entropy_loss(
         float32 (G,): `(log K - local_entropy_loss)^2`; 0 for a group in which no
         token counts.
 
-    Reference:
-        *LIMoE*, appendix E.1.
+    Reference: *LIMoE*, appendix E.1.
 
     Example:
 
@@ -366,8 +358,7 @@ def merged_entropy_loss(
         float32 (G,): the mean over tokens of `H([sum of the K largest gates, sum of
         the rest])`; 0 for a group in which no token counts.
 
-    Reference:
-        *LIMoE*, appendix E.1.
+    Reference: *LIMoE*, appendix E.1.
 
     Example:
 

@@ -87,8 +87,7 @@ class MixerBackbone(ImageBackbone):
     Output shape:
         (B, N, D): the normalised tokens.
 
-    Reference:
-        *MLP-Mixer: An all-MLP Architecture for Vision*.
+    Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.
 
     Example:
 
@@ -120,8 +119,7 @@ class MixerImageClassifier(ImageClassifier):
         **kwargs: arguments of `ImageClassifier`. `pooling` is `"average"` (the default)
             or `"first"`.
 
-    Reference:
-        *MLP-Mixer: An all-MLP Architecture for Vision*.
+    Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.
 
     Example:
 

@@ -42,8 +42,7 @@ def expert_choice(
     Returns:
         A `SlotPlan`.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, Algorithm 2.
+    Reference: *Routers in Vision Mixture of Experts*, Algorithm 2.
 
     Example:
 

@@ -18,8 +18,7 @@ class ExpertTypes(NamedTuple):
         constant: number of experts that give a mixture of the token and a trained
             vector.
 
-    Reference:
-        *MoE++*, section 3.1; the last three are its zero-computation experts.
+    Reference: *MoE++*, section 3.1; the last three are its zero-computation experts.
 
     Example:
 

@@ -129,8 +129,7 @@ class SoftPlan(NamedTuple):
         combine_weights: float32 (G, S, E, C). Each token's weights of the slots, which
             sum to 1 (to 0 if the token is masked).
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, equations 10 and 11.
+    Reference: *Routers in Vision Mixture of Experts*, equations 10 and 11.
 
     Example:
 
@@ -483,8 +482,7 @@ class HeterogeneousPlan(NamedTuple):
         in_place_weights: float32 (G, S, Z). The expert's weight in the token's output,
             0 where it does not serve the token.
 
-    Reference:
-        *MoE++*, section 3.1: zero-computation experts.
+    Reference: *MoE++*, section 3.1: zero-computation experts.
 
     Example:
 

@@ -66,8 +66,7 @@ def sparse_transport(
         A `Transport`. Gradients flow through the last projection, as if potentials
         and nonzeros were constants.
 
-    Reference:
-        - [Liu et al., 2023](https://arxiv.org/abs/2209.15466)
+    Reference: - [Liu et al., 2023](https://arxiv.org/abs/2209.15466)
 
     Example:
 

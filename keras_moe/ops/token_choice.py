@@ -223,8 +223,7 @@ def dropless_token_choice(
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, equation 1.
+    Reference: *Routers in Vision Mixture of Experts*, equation 1.
 
     Example:
 

@@ -86,8 +86,7 @@ def sinkhorn(
     Returns:
         A `Transport`.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, equation 8.
+    Reference: *Routers in Vision Mixture of Experts*, equation 8.
 
     Example:
 

@@ -60,8 +60,7 @@ def greedy_soup(
         replacement: whether a checkpoint may be added more than once.
         max_ingredients: maximum number of ingredients.
 
-    Reference:
-        *LIMoE*, appendix A.3; *Model soups*, section 2.
+    Reference: *LIMoE*, appendix A.3; *Model soups*, section 2.
     Example:
 
     >>> from keras_moe.training import greedy_soup

@@ -349,8 +349,7 @@ class UsageRecorder(PeriodicCallback):
         contributions: see `keras_moe.analysis.expert_usage`.
         path: JSON file for `ExpertUsage.load`, written when training ends, or None.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
     Example:
 

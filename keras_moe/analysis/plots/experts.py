@@ -38,8 +38,7 @@ def plot_ablation(
         least_change: show experts that change the accuracy of a class by this much; if
             there are too few, those with the largest change.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figures 18 and 19.
+    Reference: *Multilinear Mixture of Experts*, Figures 18 and 19.
 
     Example:
 
@@ -92,8 +91,7 @@ def plot_polysemanticity(
             polysemanticities of the runs.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 3.
+    Reference: *Multilinear Mixture of Experts*, Figure 3.
 
     Example:
 
@@ -135,8 +133,7 @@ def plot_expert_load(
         threshold: smallest coefficient that was counted, for the label.
         width: width of the figure in inches.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 22.
+    Reference: *Multilinear Mixture of Experts*, Figure 22.
 
     Example:
 
@@ -181,8 +178,7 @@ def plot_subpopulations(
         attribute_names: names of the attribute's values, the columns.
         target: subpopulation that was edited; it gets a frame.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 25.
+    Reference: *Multilinear Mixture of Experts*, Figure 25.
 
     Example:
 
@@ -232,8 +228,7 @@ def plot_load_by_type(
         path: see `keras_moe.analysis.plots`, as for `title`.
         width: width of the figure in inches.
 
-    Reference:
-        *MoE++*, Figure 4.
+    Reference: *MoE++*, Figure 4.
 
     Example:
 
@@ -284,8 +279,7 @@ def plot_routing_scores(
             `RoutingScores`, the result of `keras_moe.analysis.routing_scores`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *MoE++*, Figure 6.
+    Reference: *MoE++*, Figure 6.
 
     Example:
 

@@ -41,8 +41,7 @@ def plot_expert_images(
         seed: seed of a random choice of images, as in Figure 2; None for those with the
             largest coefficients, as in Figure 17.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figures 2, 16 and 17.
+    Reference: *Multilinear Mixture of Experts*, Figures 2, 16 and 17.
 
     Example:
 
@@ -109,8 +108,7 @@ def plot_expert_patches(
         experts: experts to show; None for the first three.
         patches_per_expert: number of patches in a row.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figures 4 and 12.
+    Reference: *Multilinear Mixture of Experts*, Figures 4 and 12.
 
     Example:
 
@@ -232,8 +230,7 @@ def plot_compute_maps(
         num_selected_experts: K, the largest number of FFN experts per token.
         columns: number of images in a row.
 
-    Reference:
-        *MoE++*, Figure 5, for images.
+    Reference: *MoE++*, Figure 5, for images.
 
     Example:
 
@@ -291,8 +288,7 @@ def plot_type_maps(
             `keras_moe.analysis.compute_map`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *MoE++*, Figure A, for images.
+    Reference: *MoE++*, Figure A, for images.
 
     Example:
 

@@ -28,8 +28,7 @@ def plot_training_history(
             "loss", "accuracy" or other metrics, prefixed with `"val_"` for test data.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *Multilinear Mixture of Experts*, Figure 10.
+    Reference: *Multilinear Mixture of Experts*, Figure 10.
 
     Example:
 

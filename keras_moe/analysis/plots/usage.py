@@ -29,8 +29,7 @@ def plot_coverage(
             `keras_moe.analysis.coverage_curves`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, Figure 13.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13.
 
     Example:
 
@@ -87,8 +86,7 @@ def plot_expert_usage(
         usage: usage by group, the result of `keras_moe.analysis.expert_usage`.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, Figures 17 and 39.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figures 17 and 39.
 
     Example:
 
@@ -150,8 +148,7 @@ def plot_expert_groups(
             `keras_moe.analysis.tag_tokens`).
         path: see `keras_moe.analysis.plots`, as for `title`.
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, Figure 40.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 40.
 
     Example:
 
