@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from types import SimpleNamespace
 
 import keras
 import pytest
@@ -31,11 +30,13 @@ def mixtures(monkeypatch):
     if keras.backend.backend() != "jax":
         return {"block_1", "block_3"}
 
+    build = models.from_preset
+
     def from_preset(name, **overrides):
         sizes = {"num_layers": 2} if name == quickstart.PRESET else {}
-        return models.from_preset(name, **sizes, **overrides)
+        return build(name, **sizes, **overrides)
 
-    monkeypatch.setattr(quickstart, "models", SimpleNamespace(from_preset=from_preset))
+    monkeypatch.setattr(models, "from_preset", from_preset)
     return {"block_1"}
 
 
