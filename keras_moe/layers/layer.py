@@ -41,6 +41,9 @@ class Layer(keras.layers.Layer):
         for cls in type(self).__mro__:
             if cls is Layer:
                 break
+            # Keras's own constructor would store dtype without its policy.
+            if "__init__" not in vars(cls):
+                continue
             for name in argument_names(cls):
                 config[name] = _stored(getattr(self, name))
         return config

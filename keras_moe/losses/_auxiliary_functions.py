@@ -36,7 +36,7 @@ def checked_options(name: str, options: dict) -> dict:
     if "choices" in options:
         check_one_of("choices", options["choices"], CHOICES)
     if options.get("modality") is not None:
-        check_integer("modality", options["modality"], minimum=0)
+        options["modality"] = check_integer("modality", options["modality"], 0)
     if "num_modalities" in options:
         check_integer("num_modalities", options["num_modalities"])
     if "threshold" in options:
