@@ -1,7 +1,4 @@
-"""Accuracy that each class loses without each expert.
-
-Axes: B batch, C classes, E experts, L levels of hierarchy.
-"""
+"""Accuracy lost without experts. Axes: B batch, C classes, E experts, L levels."""
 
 import contextlib
 from collections.abc import Iterator
@@ -43,8 +40,7 @@ class ExpertAblation(NamedTuple):
     """Accuracies with all experts, and without each.
 
     Attributes:
-        experts: (E,), the ablated experts: numbers, or names such as "zero + copy" for
-            types and combinations.
+        experts: (E,), the ablated experts: numbers, or names of types and combinations.
         counts: (C,), images per class; for multi-label classifiers, of all images.
         accuracy: (C,), accuracy per class of the full model.
         ablated: (E, C), accuracy per class without each expert.
@@ -88,32 +84,21 @@ def ablate_experts(
 ) -> ExpertAblation:
     """Removes each expert in turn and measures the accuracy that each class loses.
 
-    `removal="output"` zeroes an expert's weights and changes nothing else, which shows
-    the classes that need its contribution. With `"choice"` its tokens choose the best
-    other expert instead, as in `exclude_experts`; zero, copy and constant experts are
-    always removed this way.
-
-    For a muMoE, the layers before it run once, and only the images in which an expert
-    takes part are classified again. In routed blocks each expert costs a pass over the
-    images, and with `"choice"` also a compilation.
-
-    A prediction is right if the label has the largest output. If all outputs are equal
-    it is wrong, so that a model without outputs gets no class right.
+    `removal="output"` zeroes an expert's weights; with `"choice"` its tokens choose the
+    best other expert instead, as in `exclude_experts`. Each expert of a routed block
+    costs a pass over the images, and with `"choice"` also a compilation. Predictions
+    with all outputs equal are wrong.
 
     Args:
         model: classifier.
         images: (B, height, width, channels).
-        labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier,
-            where every decision counts.
-        layer: `"head"` for a muMoE head; an MoE block such as `"block_1"`; a block's
-            token mixer, `"block_1/token_mixer"`; or `"all"` for all routed blocks at
-            once.
-        experts: sequence of removals: an expert's number, a type (`"ffn"`, `"zero"`,
-            `"copy"` or `"constant"`), or a tuple of these to remove together. None for
-            each expert with weights.
-        removal: `"output"` (only experts with weights) or `"choice"` (only token
-            choice). None is `"output"` for numbers of experts with weights, else
-            `"choice"`.
+        labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier.
+        layer: `"head"` for a muMoE head; an MoE block such as `"block_1"`; its token
+            mixer, `"block_1/token_mixer"`; or `"all"` for all routed blocks at once.
+        experts: sequence of numbers, types (`"ffn"`, `"zero"`, `"copy"`, `"constant"`)
+            or tuples of these to remove together; None for each expert with weights.
+        removal: `"output"` (experts with weights) or `"choice"` (token choice). None is
+            `"output"` if experts with weights are given by number, else `"choice"`.
         batch_size: images per batch.
         verbose: whether to show a progress bar.
 

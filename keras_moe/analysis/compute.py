@@ -1,7 +1,4 @@
-"""How MoE++ allocates compute, by token and by expert type.
-
-Axes: B batch, N tokens, E experts, K selected experts.
-"""
+"""Compute of MoE++. Axes: B batch, N tokens, E experts, K selected experts."""
 
 from typing import Any, NamedTuple
 
@@ -29,12 +26,7 @@ class TypeLoads(NamedTuple):
 
 
 class RoutingScores(NamedTuple):
-    """The two largest gates of each token of one layer.
-
-    Attributes:
-        highest: (tokens,), the largest gates.
-        second: (tokens,), the second largest gates.
-    """
+    """The largest and second largest gates, `highest` and `second`, of each token."""
 
     highest: np.ndarray
     second: np.ndarray
@@ -51,17 +43,12 @@ class RoutingScores(NamedTuple):
 def experts_per_token(
     routing: Any, expert_types: ExpertTypes, expert_type: str = "ffn"
 ) -> np.ndarray:
-    """Counts the experts of a type that served each token, 0 to K.
+    """Counts the experts of a type that serve each token, float64 (B, N) from 0 to K.
 
     Args:
-        routing: `Routing` of arrays (B, N, E), or a dict of these by block to average
-            over.
+        routing: `Routing` of arrays (B, N, E), or a dict of these to average over.
         expert_types: number of experts of each type, `backbone.expert_types`.
-        expert_type: `"ffn"` (the experts that cost compute), `"zero"`, `"copy"` or
-            `"constant"`.
-
-    Returns:
-        float64 (B, N).
+        expert_type: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
 
     Reference: *MoE++*, Figures 5 and A.
 
@@ -88,17 +75,13 @@ def compute_map(
     grid: tuple[int, int],
     expert_type: str = "ffn",
 ) -> np.ndarray:
-    """Arranges `experts_per_token` as a map over the patches of each image.
+    """Arranges `experts_per_token` as a map of each image, float64 (B, rows, columns).
 
     Args:
-        routing: as in `experts_per_token`; N is the number of patches, plus one if
-            there is a class token in front.
+        routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
         expert_types: number of experts of each type, `backbone.expert_types`.
         grid: number of patches down and across.
         expert_type: type of experts to count.
-
-    Returns:
-        float64 (B, rows, columns).
 
     Example:
 
@@ -119,16 +102,13 @@ def load_by_type(
     num_selected_experts: int,
     mask: Any = None,
 ) -> dict[str, TypeLoads]:
-    """Measures the load of each expert type in each MoE block.
+    """Measures the load of each expert type, as `TypeLoads` by block name.
 
     Args:
         routing: dict from block name to `Routing` of arrays (B, N, E).
         expert_types: number of experts of each type, `backbone.expert_types`.
         num_selected_experts: K.
         mask: boolean (B, N), False for tokens to ignore.
-
-    Returns:
-        Dict from block name to `TypeLoads`.
 
     Reference: *MoE++*, Figure 4.
 

@@ -1,7 +1,4 @@
-"""Interventions in trained models: excluding, editing and steering experts.
-
-Axes: B batch, D hidden, E experts, K selected experts.
-"""
+"""Edits and steers experts. Axes: B batch, D hidden, E experts, K selected experts."""
 
 import contextlib
 import math
@@ -47,18 +44,12 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     """Returns a copy of a model whose routers never choose certain experts.
 
     Their tokens go to the best of the remaining experts, and the softmax is over these.
-    *MoE++* removes its zero experts this way (Table C) and loses accuracy. The logits
-    for gating residuals and auxiliary losses still include all experts, so use
-    `auxiliary_losses=None` to train such a model without retraining its router.
+    Train the copy with `auxiliary_losses=None`: losses still count excluded experts.
 
     Args:
         model: backbone or classifier with token choice routers; not modified.
-        experts: experts to exclude from every MoE block, in addition to those already
-            excluded: a number, a type (`"ffn"`, `"zero"`, `"copy"`, `"constant"`), or a
-            sequence of these. At least K must remain.
-
-    Returns:
-        A model of the same class, which saves and loads like any other.
+        experts: a number, a type (`"ffn"`, `"zero"`, `"copy"`, `"constant"`), or a
+            sequence of these, added to those already excluded. At least K must remain.
 
     Reference: *MoE++*, appendix A.4 and Table C.
 
@@ -100,10 +91,7 @@ def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
-    """Context in which routers do not choose certain experts.
-
-    Has no effect on functions that were compiled before.
-    """
+    """Context whose newly compiled functions never choose certain experts."""
     with contextlib.ExitStack() as stack:
         for router in routers:
             stack.enter_context(router.excluding(experts))
@@ -121,22 +109,16 @@ def edit_expert_logits(
 
     Adds `strength mean(a)^T a` to the logit of `output`, where a are an image's
     coefficients and the mean is over the subpopulation: the logit moves for images that
-    use the same experts. There is no training, and the attribute is not needed at
-    inference. Repeated edits add up.
+    use the same experts. Repeated edits add up.
 
     Args:
         model: `ImageClassifier` with a muMoE as its final layer; not modified.
-        subpopulation: training images of the subpopulation, (B, height, width,
-            channels). None replaces the mean by ones, which moves all images alike: the
-            attribute-blind threshold.
+        subpopulation: images (B, height, width, channels) of the subpopulation. None
+            replaces the mean by ones, which moves all images alike.
         output: class or label whose logit moves.
-        strength: lambda, negative to lower the logit; choose it on validation data.
-            None for the number of experts, or 2.5 without a subpopulation, as in the
-            paper.
+        strength: lambda, to choose on validation data; negative lowers the logit. None
+            for the number of experts, or 2.5 without a subpopulation, as in the paper.
         batch_size: images per batch.
-
-    Returns:
-        A model of the same class, which saves and loads like any other.
 
     Reference: *Multilinear Mixture of Experts*, equation 5 and appendix J.
 
@@ -167,15 +149,12 @@ def edit_expert_logits(
 
 
 def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
-    """Mean coefficients of the experts of a muMoE head over some images.
+    """Mean coefficients of a muMoE head's experts over some images, float64 (E,).
 
     Args:
         model: `ImageClassifier` with a muMoE head.
         images: (B, height, width, channels).
         batch_size: images per batch.
-
-    Returns:
-        float64 (E,).
 
     Example:
 
@@ -196,7 +175,7 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
 
 
 def expert_centres(model: Any, block: str) -> np.ndarray:
-    """Cluster centres of a block's experts: the columns of its router's kernel.
+    """Cluster centres (E, D) of a block's experts: the columns of its router's kernel.
 
     The closer a token is to a centre, the larger the expert's logit. With several
     levels, an expert's centre is the sum over levels.
@@ -204,9 +183,6 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
     Args:
         model: backbone or classifier.
         block: MoE block such as `"block_1"`, whose router is linear.
-
-    Returns:
-        float32 (E, D).
 
     Reference: *Multilinear Mixture of Experts*, appendix G.2.
 
@@ -247,9 +223,6 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
         block: MoE block such as `"block_1"`.
         expert: number of the expert.
         strength: factor on the centre; negative to push tokens away.
-
-    Returns:
-        A model of the same class, which saves and loads like any other.
 
     Reference: *Multilinear Mixture of Experts*, appendix G.2.
 

@@ -1,7 +1,4 @@
-"""Expert pruning: which experts do the work, and models with only these.
-
-Axes: E experts, K selected experts, U groups of tokens (modalities or classes).
-"""
+"""Expert pruning. Axes: E experts, K selected experts, U groups of tokens."""
 
 from typing import Any, NamedTuple
 
@@ -40,22 +37,16 @@ class CoverageCurve(NamedTuple):
 def expert_scores(
     usage: ExpertUsage, criterion: str = "tokens", groups: Any = None
 ) -> dict[str, np.ndarray]:
-    """Scores each expert by a pruning criterion.
+    """Scores experts by a pruning criterion, as float64 (E,) by block name.
 
     Args:
         usage: result of `expert_usage`.
-        criterion: `"tokens"`, number of tokens served; `"mass"`, sum of the expert's
-            combine weights; or `"reap"`, mean over its tokens of combine weight times
-            output norm (0 without tokens).
-        groups: names of the groups to count, such as `"text"`, or a list of classes;
-            None for all.
+        criterion: `"tokens"` served, `"mass"` (sum of combine weights) or `"reap"`
+            (mean over an expert's tokens of combine weight times output norm).
+        groups: a name such as `"text"` or a list of names to count; None for all.
 
-    Returns:
-        Dict from block name to float64 (E,).
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4; *REAP the Experts*,
-        arXiv 2510.13999.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4; *REAP the
+    Experts*, arXiv 2510.13999.
 
     Example:
 
@@ -101,7 +92,7 @@ def _rows(usage, groups):
 def coverage_curves(
     usage: ExpertUsage, by: str = "tokens", groups: Any = None, criterion: Any = None
 ) -> dict[str, CoverageCurve]:
-    """Measures how much of the work the 1, 2, ..., E most used experts do.
+    """Measures how much work the most used experts do, as curves by block name.
 
     Args:
         usage: result of `expert_usage`.
@@ -110,9 +101,6 @@ def coverage_curves(
         groups: as in `expert_scores`.
         criterion: criterion of `expert_scores` that ranks the experts; None ranks by
             `by` (first choices by `"tokens"`).
-
-    Returns:
-        Dict from block name to `CoverageCurve`.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13.
 
@@ -146,22 +134,17 @@ def select_experts(
     groups: Any = None,
     minimum: int = 1,
 ) -> dict[str, list[int]]:
-    """Selects the experts that each MoE block keeps.
+    """Selects the experts that each MoE block keeps, for `prune_experts`.
 
     Args:
         usage: result of `expert_usage`.
-        count: number of experts to keep per block, or a dict from block name to number;
-            missing blocks keep all.
+        count: number of experts per block, or a dict by block name; others keep all.
         coverage: share in (0, 1], instead of `count`: each block keeps the fewest
             experts that cover it, in gate mass if that is the criterion, else in
             tokens.
         criterion: as in `expert_scores`.
-        groups: as in `expert_scores`: the modality or classes that the pruned model is
-            for.
+        groups: groups that the pruned model is for, as in `expert_scores`.
         minimum: smallest number to keep with `coverage`; routers need at least K.
-
-    Returns:
-        Dict from block name to expert numbers, for `prune_experts`.
 
     Example:
 
@@ -239,9 +222,6 @@ def mask_experts(
         kept_experts: as in `prune_experts`.
         method: as in `prune_experts`.
 
-    Returns:
-        A model of the same class, which saves and loads like any other.
-
     Example:
 
     >>> from keras_moe import analysis, models
@@ -264,14 +244,11 @@ def prune_experts(
     | `"router_pred"` | all experts | goes to the best kept one, with its small gate |
     | `"router_pred_skip"` | all experts | loses that choice |
 
-    *LIMoE* proposes the first two and finds "router-pred" better when many experts are
-    pruned; `"router_pred_skip"` is ours. Routers keep the columns of pruned experts
-    except with `"router_drop"`, and routing records keep their shapes.
-
-    A capacity factor counts the kept experts in C = S K c / E, or with
-    `"router_pred_skip"` all E. To train the result, use `"router_drop"`: with the other
-    methods auxiliary losses still balance the load over pruned experts, so set
-    `auxiliary_losses=None`.
+    *LIMoE* finds "router-pred" better when many experts are pruned;
+    `"router_pred_skip"` is ours. A capacity factor counts the kept experts in
+    C = S K c / E, or with `"router_pred_skip"` all E. To train the result, use
+    `"router_drop"`: with the other methods auxiliary losses still balance the load over
+    pruned experts, so set `auxiliary_losses=None`.
 
     Args:
         model: backbone or task with token choice routers; not modified. A pruned model
@@ -279,9 +256,6 @@ def prune_experts(
         kept_experts: dict from block name to the numbers of the experts to keep, at
             least K, such as `select_experts` returns; other blocks are unchanged.
         method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
-
-    Returns:
-        A model of the same class, which saves and loads like any other.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 

@@ -1,7 +1,4 @@
-"""Statistics of routing records: loads, drops and expert queues.
-
-Axes: B batch, N tokens, G groups, S group_size, E experts, K selected experts.
-"""
+"""Routing statistics. Axes: B batch, N tokens, S group_size, E experts, K selected."""
 
 from typing import Any, NamedTuple
 
@@ -35,8 +32,7 @@ class RoutingStatistics(NamedTuple):
     Attributes:
         expert_shares: (E,), fraction of all served assignments by expert; sums to 1.
         dropped_tokens: fraction of tokens that no expert served.
-        dropped_choices: fraction of the tokens' K choices that were dropped; None
-            unless tokens choose.
+        dropped_choices: fraction of the K choices dropped; None unless tokens choose.
         load_entropy: entropy of `expert_shares` over log E; 1 is a balanced load.
         mean_max_gate: mean over tokens of the largest gate.
         affinity_imbalance: largest relative deviation of an expert's total affinity
@@ -152,19 +148,16 @@ def expert_queues(
 
     Args:
         affinity: (B, N, E), `Routing.affinity` of a record.
-        num_selected_experts: K for token choice; None for expert choice, where all
-            tokens queue for each expert.
+        num_selected_experts: K for token choice; None for expert choice.
         priority: order of token choice, as in `keras_moe.ops.token_choice`, or numbers
             (B, N), smallest first.
         examples_per_group: number of consecutive examples that compete; divides B.
         mask: boolean (B, N), False for tokens that are not routed.
 
-    Returns:
-        int32 (B, N, E): 0 for the first in an expert's queue, -1 for tokens not in it.
+    Returns: int32 (B, N, E): 0 for the first in a queue, -1 for tokens not in it.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, Algorithms 1 and 2; *LIMoE*, appendix
-        F.5.
+    Reference: *Routers in Vision Mixture of Experts*, Algorithms 1 and 2; *LIMoE*,
+    appendix F.5.
 
     Example:
 
@@ -211,10 +204,9 @@ def dropped_at_capacities(
     examples_per_group: int = 1,
     mask: Any = None,
 ) -> np.ndarray:
-    """Finds the tokens that would be dropped at given capacity factors.
+    """Finds the tokens dropped at given capacity factors, boolean (F, B, N).
 
-    Routes again from a record's affinity, which at inference has no noise and usually
-    no capacity limit.
+    Routes again from the affinity, which at inference usually has no noise or limit.
 
     Args:
         routing: `Routing` of arrays (B, N, E).
@@ -222,11 +214,7 @@ def dropped_at_capacities(
         num_selected_experts: K for token choice, None for expert choice.
         priority: as in `expert_queues`.
         examples_per_group: as in `expert_queues`.
-        mask: boolean (B, N), False for tokens that are not routed, which do not count
-            as dropped.
-
-    Returns:
-        Boolean (F, B, N), True for dropped tokens.
+        mask: boolean (B, N), False for tokens that are not routed and not counted.
 
     Reference: *CLIP-UP*, Figure 7.
 

@@ -1,7 +1,4 @@
-"""Specialisation in classes, and fairness.
-
-Axes: E experts, C classes, B batch, N tokens, Y target values, A attribute values.
-"""
+"""Specialisation and fairness. Axes: E experts, C classes, B batch, N tokens."""
 
 from typing import Any, NamedTuple
 
@@ -11,26 +8,20 @@ from rich.table import Table
 
 
 def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
-    """Fraction (E, C) of each class's accuracy that is lost without each expert.
-
-    `d_c = (y_c - y_c without the expert) / y_c`; 0 for classes that were never right.
-    """
+    """Lost fractions `(y_c - y_c without the expert) / y_c`, (E, C); 0 if y_c is 0."""
     accuracy, ablated = np.asarray(accuracy, float), np.asarray(ablated, float)
     known = accuracy > 0
     return np.where(known, accuracy - ablated, 0.0) / np.where(known, accuracy, 1.0)
 
 
 def class_polysemanticity(changes: Any) -> np.ndarray:
-    """Measures how far each expert is from mattering for exactly one class.
+    """Measures how far each expert is from mattering for just one class, float64 (E,).
 
     `p = |d - 1|_2`, with the one-hot vector of the class that loses most: 0 if one
     class loses all its accuracy and no other class changes.
 
     Args:
         changes: (E, C), `ExpertAblation.changes`.
-
-    Returns:
-        float64 (E,).
 
     Reference: *Multilinear Mixture of Experts*, equation 4.
 
@@ -46,13 +37,10 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
 
 
 def mean_polysemanticity(changes: Any) -> float | None:
-    """Mean `class_polysemanticity` of the experts that change any accuracy.
+    """Mean `class_polysemanticity` of the experts that change any accuracy, or None.
 
     Args:
         changes: (E, C), `ExpertAblation.changes`.
-
-    Returns:
-        The mean, or None if no expert changes any accuracy.
 
     Reference: *Multilinear Mixture of Experts*, Figure 3.
 
@@ -68,14 +56,11 @@ def mean_polysemanticity(changes: Any) -> float | None:
 
 
 def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
-    """Counts the tokens for which each expert has a large coefficient.
+    """Counts the tokens for which each expert has a large coefficient, int (E,).
 
     Args:
         routing: muMoE `Routing` of arrays (B, N, E); the gates are the coefficients.
         threshold: smallest coefficient that counts, in (0, 1].
-
-    Returns:
-        int (E,).
 
     Reference: *Multilinear Mixture of Experts*, Figure 22.
 
@@ -96,7 +81,7 @@ class FairnessMetrics(NamedTuple):
     """Accuracies of subpopulations and fairness metrics.
 
     Attributes:
-        counts: (Y, A), images per subpopulation.
+        counts: (Y target values, A attribute values), images per subpopulation.
         accuracies: (Y, A), accuracy per subpopulation.
         accuracy: accuracy over all images.
         equality_of_opportunity: largest difference in true positive rate between
@@ -134,9 +119,8 @@ def fairness_metrics(
         attributes: (B,), values of the sensitive attribute, such as 0 and 1.
         positive: target value whose true positive rate is compared.
 
-    Reference:
-        *Multilinear Mixture of Experts*, appendix J; *Equality of Opportunity in
-        Supervised Learning*.
+    Reference: *Multilinear Mixture of Experts*, appendix J; *Equality of Opportunity in
+    Supervised Learning*.
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Views of tokens: where experts work, flows between layers, and tags of words.
-
-Axes: B batch, N tokens, E and F experts of two layers, U groups of tokens (tags).
-"""
+"""Views, flows and tags of tokens. Axes: B batch, N tokens, E and F experts, U tags."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -48,18 +45,14 @@ class ExpertView(NamedTuple):
 def expert_views(
     routing: Any, grid: tuple[int, int], images_per_expert: int = 8
 ) -> list[ExpertView]:
-    """Finds the positions and images in which each expert works.
+    """Finds the positions and images in which each expert works, one view per expert.
 
     Images are ranked by the sum of the expert's combine weights over their patches.
 
     Args:
-        routing: `Routing` of arrays (B, N, E); N is the number of patches, plus one if
-            there is a class token in front.
+        routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
         grid: number of patches down and across.
         images_per_expert: number of images to select per expert.
-
-    Returns:
-        List with one `ExpertView` per expert.
 
     Example:
 
@@ -87,8 +80,7 @@ class FlowStatistics(NamedTuple):
 
     Attributes:
         information: mutual information of a token's experts in both layers, over the
-            entropy of the second: 0 if they are independent, 1 if the first determines
-            the second.
+            entropy of the second: 1 if the first determines the second.
         kept_company: probability that two tokens of one expert share an expert in the
             next layer.
         company_by_chance: the same probability for any two tokens.
@@ -117,9 +109,7 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
         target: `Routing` of arrays (B, N, F) of a later layer, for the same tokens.
         mask: boolean (B, N), False for tokens to ignore.
 
-    Returns:
-        Integers (E + 1, F + 1); the last row and column are tokens that were not
-        served.
+    Returns: integers (E + 1, F + 1), unserved tokens in the last row and column.
 
     Reference: *LIMoE*, Figures 30 and 31.
 
@@ -147,8 +137,7 @@ def flow_statistics(flows: Any) -> FlowStatistics:
     Args:
         flows: integers (E + 1, F + 1), result of `token_flows`.
 
-    Returns:
-        `FlowStatistics`; zeros if there are fewer than two tokens.
+    Returns: `FlowStatistics`; zeros if there are fewer than two tokens.
 
     Example:
 
@@ -203,12 +192,10 @@ def tag_tokens(
     Args:
         tokenizer: `keras_moe.models.TextTokenizer`, the model's `preprocessor`.
         captions: B strings.
-        tag: function from the words of a caption (punctuation separate) to their tags.
-            With NLTK: `lambda words: [tag for _, tag in nltk.pos_tag(words,
-            tagset="universal")]`.
+        tag: function from a caption's words and punctuation to their tags, such as
+            `lambda words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
 
-    Returns:
-        `TokenTags`, for `expert_usage(..., modality="text", **tags._asdict())`.
+    Returns: `TokenTags`, for `expert_usage(..., modality="text", **tags._asdict())`.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix G.1 and Figure 40.
 

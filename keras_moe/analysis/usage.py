@@ -1,7 +1,4 @@
-"""How much each expert is used, by modality, class or any other group of tokens.
-
-Axes: B batch, N tokens, E experts, U groups of tokens (modalities or classes).
-"""
+"""Usage of experts by group. Axes: B batch, N tokens, E experts, U groups of tokens."""
 
 import contextlib
 import json
@@ -29,10 +26,8 @@ class BlockUsage(NamedTuple):
     Attributes:
         tokens: float64 (U, E), number of tokens that the expert served.
         mass: float64 (U, E), sum of its combine weights.
-        contributions: float64 (U, E), sum of combine weights times norms of its
-            outputs; None if not measured.
-        first_choices: float64 (U, E), number of tokens with the largest gate for the
-            expert, served or not; None if not counted.
+        contributions: (U, E), sum of combine weights times output norms, or None.
+        first_choices: (U, E), tokens whose largest gate is the expert's, or None.
     """
 
     tokens: np.ndarray
@@ -45,8 +40,7 @@ class ExpertUsage(NamedTuple):
     """Usage of a model's experts.
 
     Attributes:
-        groups: names of the U groups of tokens, such as modalities or classes;
-            `["all"]` for a single group.
+        groups: names of the U groups, such as classes; `["all"]` for a single group.
         blocks: dict from block name to `BlockUsage`.
 
     Example:
@@ -207,17 +201,14 @@ def expert_usage(
 
     Args:
         model: backbone or task with token or expert choice routers.
-        inputs: the model's inputs, an array or a dict of arrays; or an iterable of
-            batches of these or of tuples `(inputs, labels)`.
-        groups: integers (B,) or (B, N), the group of each example or token, such as its
-            class; or the name of an input with these; or `"labels"`, the second part of
-            each batch. Tokens of negative groups are ignored.
+        inputs: array or dict of arrays, or an iterable of batches of these or of tuples
+            `(inputs, labels)`.
+        groups: integers (B,) or (B, N), the group of each example or token (negative to
+            ignore); the name of such an input; or `"labels"`, those of each batch.
         group_names: names of the U groups; None numbers those of an array.
-        mask: name of an input (B, N), such as `"padding_mask"`, that is False for
-            tokens to ignore, or a dict from modality to such names. None counts all
-            routed tokens.
-        contributions: whether to also measure output norms, for the criterion `"reap"`;
-            experts then run twice.
+        mask: name of an input (B, N), such as `"padding_mask"`, False for tokens to
+            ignore, or a dict of these by modality. None counts all routed tokens.
+        contributions: whether to measure output norms for `"reap"`; runs experts twice.
         batch_size: examples per batch of arrays.
         verbose: whether to show a progress bar.
         modality: `"text"` or `"image"` to count only that tower's tokens; `groups` and
@@ -425,11 +416,7 @@ def _moe_layer(backbone, key):
 
 
 def _keys_by_block(layers):
-    """Keys of the records by block and modality.
-
-    A block shared by several records has one per modality, such as "text" for
-    "text/block_1"; other blocks have the modality "all".
-    """
+    """Keys of the records by block and modality, `"all"` if not shared by several."""
     keys = {}
     for key, layer in layers.items():
         modality, _, block = key.rpartition("/")

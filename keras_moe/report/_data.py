@@ -1,7 +1,4 @@
-"""Reads data of any kind in one pass, with the model's routing of it.
-
-Axes: B batch, N tokens, E experts.
-"""
+"""Reads data and its routing in one pass. Axes: B batch, N tokens, E experts."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -172,10 +169,7 @@ def labels_of(labels: Any) -> np.ndarray | None:
 
 
 def _check_inputs(inputs, model):
-    """Checks names, shapes and ranges of inputs before they reach the model.
-
-    On JAX, a failed prediction would leave the model without weights.
-    """
+    """Checks inputs first: on JAX a failed prediction loses the model's weights."""
     expected = model.input
     if not isinstance(expected, dict):
         expected = {"images": expected}

@@ -1,8 +1,4 @@
-"""Figures of the report: loads, depths, classes and queues.
-
-Axes: L layers, E experts, U groups of tokens (modalities, types or classes), Q queue
-positions.
-"""
+"""Figures. Axes: L layers, E experts, U groups of tokens, Q queue positions."""
 
 import math
 from typing import Any, NamedTuple
@@ -87,10 +83,7 @@ def draw_load_map(shares: Any, names: list[str], title: str) -> Any:
 
 
 def draw_class_map(work: Any, names: list[str], title: str) -> Any:
-    """Plots the experts' work by class, relative to the average class.
-
-    Experts are ordered by the class that uses them most; those without work are last.
-    """
+    """Plots the experts' work by class, relative to the average class."""
     work = np.asarray(work)
     known = np.where(np.isnan(work), -1.0, work)
     favourite = np.where(known.max(axis=0) < 0, len(work), known.argmax(axis=0))
@@ -220,10 +213,7 @@ def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> 
 def draw_modalities(
     counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
 ) -> Any:
-    """Plots the choices of each expert and their drops by modality, per layer.
-
-    `counts` has choices and dropped choices, (2, E), by modality.
-    """
+    """Plots experts' choices and dropped choices, (2, E) by modality, per layer."""
     figure, axes = _panels(len(counts))
     for axis, own, room, name in zip(axes, counts, capacities, names):
         experts = np.arange(len(room))

@@ -1,7 +1,4 @@
-"""HTML of sections: sprites, maps, word chips, and routing for the page's script.
-
-Untrusted text is escaped. Maps have patches of `CELL` units; colours repeat, so patches
-also show their expert's number.
+"""HTML of sections, with untrusted text escaped; patches of maps have `CELL` units.
 
 Axes: N tokens, E experts, K entries kept per token, R rows, C columns, T tile size.
 """
@@ -74,10 +71,7 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
 
 
 def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
-    """Joins tiles (R, C, T, T, 3 or 4) in a picture: data URI, width and height.
-
-    Reduces quality, then tile size, until the picture is small enough.
-    """
+    """Joins tiles (R, C, T, T, 3 or 4) in a small picture: data URI, width, height."""
     tiles = np.asarray(tiles)
     sheet = whole = Image.fromarray(_sheet(tiles))
     content, size = _webp(sheet, max_bytes), tiles.shape[2]

@@ -1,7 +1,4 @@
-"""Expert queues of each layer at its training capacity.
-
-Axes: B batch, N tokens, S group_size, E experts.
-"""
+"""Queues in training. Axes: B batch, N tokens, S group_size, E experts."""
 
 import math
 from collections.abc import Iterator
@@ -22,11 +19,7 @@ _BYTES = 1 << 26
 
 
 class ShuffledBatches:
-    """Batches of random examples, grouped as in training.
-
-    Data often come class by class, and similar tokens queue for the same experts.
-    Batches are drawn from up to `_BYTES` of waiting records.
-    """
+    """Batches of random examples, since data often come class by class."""
 
     def __init__(self, model: ReportedModel, batch_size: int, seed: int):
         self.batch_size = batch_size
@@ -116,12 +109,7 @@ class LayerQueues:
         return getattr(self.router, "capacity_factor", None)
 
     def read(self, batch: Batch) -> Queues:
-        """The queues of a batch, with tokens grouped as in training.
-
-        Consecutive examples fill groups; those after the last whole group are left out.
-        A first batch smaller than a group counts as one. The result is cached in the
-        batch.
-        """
+        """The queues of a batch, by whole groups as in training; cached in it."""
         queues = batch.once(("queues", self.name), lambda: self._read(batch))
         self._examples = self._examples or queues.group_size
         return queues

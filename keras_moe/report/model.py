@@ -1,7 +1,4 @@
-"""The reported model, with a description of each of its routing records.
-
-Axes: E experts, K selected experts.
-"""
+"""The reported model and its routing records. Axes: E experts, K selected experts."""
 
 import re
 from typing import Any, NamedTuple
@@ -22,8 +19,7 @@ class Block(NamedTuple):
 
     Attributes:
         key: key of `model.routing`, such as `"block_1"`, `"image/block_3"` or `"head"`.
-        block: name of its layer: `"block_3"` if shared by both modalities,
-            `"image/block_3"` in a separate tower.
+        block: name of its layer, such as `"block_3"`, or `"image/block_3"` in a tower.
         modality: modality of its tokens, `"image"` or `"text"`.
         kind: `"token_choice"`, `"expert_choice"`, `"soft"` or `"mumoe"`.
         expert_types: type of each of the E experts: `"ffn"`, `"zero"`, `"copy"`,
@@ -104,10 +100,7 @@ class ReportedModel(NamedTuple):
         return getattr(self.keras_model, "backbone", self.keras_model)
 
     def by_layer(self) -> dict[str, dict[str, Block]]:
-        """Records by layer and modality, in order of depth.
-
-        Layers shared by both modalities have two.
-        """
+        """Records by layer and modality (two if both share it), in order of depth."""
         layers = {}
         for block in self.blocks.values():
             layers.setdefault(block.block, {})[block.modality] = block

@@ -1,7 +1,4 @@
-"""Sections of the report, and what they read and return.
-
-Axes: B batch, N tokens, E experts, C capacity.
-"""
+"""Sections of the report. Axes: B batch, N tokens, E experts, C capacity."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -93,8 +90,7 @@ class Options(NamedTuple):
         top: number of top items to show, such as an expert's patches.
         capacities: capacity factors at which dropped tokens are shown.
         seed: seed of random examples and of groups that queue together.
-        examples: numbers of examples to show instead of random ones, counted from 0 in
-            the order of the data, or None.
+        examples: numbers of examples to show, counted from 0; None for random ones.
     """
 
     num_examples: int = 6
@@ -107,8 +103,7 @@ class Options(NamedTuple):
 class Figure(NamedTuple):
     """A figure of a section.
 
-    Consecutive figures stand side by side if there is room. Up to 3.6 inches fit a
-    phone; wider ones scroll.
+    Consecutive figures share a row if there is room. Up to 3.6 inches fit a phone.
 
     Attributes:
         drawing: matplotlib figure.
@@ -138,22 +133,13 @@ class Table(NamedTuple):
 
 
 class Html(NamedTuple):
-    """Custom markup of a section.
-
-    Attributes:
-        markup: `markupsafe.Markup` in which all untrusted text is escaped.
-    """
+    """Custom `markup`, `markupsafe.Markup` in which all untrusted text is escaped."""
 
     markup: Any
 
 
 class Finding(NamedTuple):
-    """A finding in plain words.
-
-    Attributes:
-        level: `"good"`, `"notice"` or `"problem"`.
-        text: a sentence, such as `"block_7: no expert serves a token."`.
-    """
+    """A sentence `text`, and its `level`: `"good"`, `"notice"` or `"problem"`."""
 
     level: str
     text: str
@@ -179,8 +165,7 @@ NO_TOKENS = SectionContent(["The data has no tokens that count."], {})
 class Section(ABC):
     """Base class of sections, which read the data batch by batch.
 
-    Memory must not grow with the number of examples: keep counts, the top items, or a
-    few examples.
+    Memory must not grow with the data: keep counts, top items, or a few examples.
 
     Args:
         model: the reported model.
@@ -292,11 +277,7 @@ class LayerSection(Section):
 
 
 class Reservoir:
-    """Reservoir sampling of examples from data of unknown length.
-
-    The choice depends on the seed and the order of examples, not on batches. `numbers`
-    selects specific examples instead.
-    """
+    """Reservoir sampling of examples by seed, or of specific ones by `numbers`."""
 
     def __init__(
         self, size: int, seed: int | None = 0, numbers: Iterable[int] | None = None

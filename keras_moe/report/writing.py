@@ -68,25 +68,21 @@ def write_report(
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
 
-    The page is a single offline HTML file. Data is read once, batch by batch, and
-    memory does not grow with it.
+    The page is a single offline HTML file. Data is read once, batch by batch.
 
     Args:
         model: backbone or task with experts.
-        data: images (B, height, width, channels) as the model expects them, or the
-            input dict of a model with texts; a tuple `(images, labels)` or `(images,
-            captions)`, or a dict of `"images"` and `"captions"` for a model with a
-            tokenizer; or batches of these, such as `keras_moe.data.load` or
-            `keras_moe.data.load_pairs`.
+        data: images (B, height, width, channels) or the model's input dict; a tuple
+            `(images, labels)` or `(images, captions)`, or a dict of `"images"` and
+            `"captions"` for a model with a tokenizer; or batches of these, such as
+            `keras_moe.data.load` or `keras_moe.data.load_pairs`.
         folder: folder of the report; an older report there is replaced.
         name: model name for the title; None for the model's own.
         class_names: names of the labels' classes; None for the preprocessor's.
-        batch_size: examples per batch; may shrink, or grow up to four times, to keep
-            training groups whole.
+        batch_size: examples per batch; may change to keep training groups whole.
         max_examples: number of examples to read; None for all.
-        sections: sections in reading order; None for
-            `keras_moe.report.sections.SECTIONS`. Those that do not fit the model are
-            left out.
+        sections: in reading order; None for `keras_moe.report.sections.SECTIONS`. Those
+            that do not fit the model are left out.
         options: options of the sections; None for `Options()`.
         verbose: whether to show a progress bar.
 

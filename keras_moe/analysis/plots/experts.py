@@ -26,12 +26,10 @@ def plot_ablation(
 ) -> Any:
     """Plots the fraction of accuracy that classes lose without an expert.
 
-    Each model has a row with its first experts that matter. Bars below zero are classes
-    that gain; the axis ends at -100%.
+    Each model has a row. Bars below zero are classes that gain; the axis ends at -100%.
 
     Args:
-        ablations: dict from model name to `ExpertAblation`, the result of
-            `keras_moe.analysis.ablate_experts`.
+        ablations: dict of results of `keras_moe.analysis.ablate_experts` by model name.
         path: see `keras_moe.analysis.plots`, as for `title`.
         class_names: names of the classes; None for numbers.
         experts_per_model: number of columns.
@@ -127,8 +125,7 @@ def plot_expert_load(
     """Plots the number of tokens for which each expert has a large coefficient.
 
     Args:
-        loads: dict from model name to counts (E,), the result of
-            `keras_moe.analysis.expert_load`.
+        loads: dict of results of `keras_moe.analysis.expert_load` by model name.
         path: see `keras_moe.analysis.plots`, as for `title`.
         threshold: smallest coefficient that was counted, for the label.
         width: width of the figure in inches.
@@ -170,8 +167,7 @@ def plot_subpopulations(
     """Plots accuracies before and after an edit, and their difference.
 
     Args:
-        before: `FairnessMetrics` before the edit, the result of
-            `keras_moe.analysis.fairness_metrics`.
+        before: `FairnessMetrics` before the edit.
         after: `FairnessMetrics` after the edit.
         path: see `keras_moe.analysis.plots`, as for `title`.
         target_names: names of the target's values, the rows; None for numbers.
@@ -223,8 +219,7 @@ def plot_load_by_type(
     """Plots the load of each expert type in each MoE block.
 
     Args:
-        loads: dict from block name to `TypeLoads`, the result of
-            `keras_moe.analysis.load_by_type`.
+        loads: result of `keras_moe.analysis.load_by_type`.
         path: see `keras_moe.analysis.plots`, as for `title`.
         width: width of the figure in inches.
 
@@ -275,8 +270,7 @@ def plot_routing_scores(
     """Plots histograms of the tokens' two largest gates.
 
     Args:
-        scores: dict from model name, such as with and without gating residuals, to
-            `RoutingScores`, the result of `keras_moe.analysis.routing_scores`.
+        scores: dict of results of `keras_moe.analysis.routing_scores` by model name.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *MoE++*, Figure 6.

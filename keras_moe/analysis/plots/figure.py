@@ -96,12 +96,7 @@ def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
 
 
 def figure_svg(figure: Any) -> str:
-    """Renders a figure as an inline SVG element for light and dark pages.
-
-    Text uses the page's font; black and white become the page's text and background
-    colours (CSS variable `--page`). Ids are unique, so that a page can hold several
-    figures.
-    """
+    """Renders a figure as inline SVG in the page's font and colours (CSS `--page`)."""
     import matplotlib
 
     content = io.BytesIO()

@@ -38,8 +38,7 @@ def plot_expert_images(
         experts: experts to show, one per row; None for the first ten with an image.
         images_per_expert: number of images in a row.
         threshold: smallest coefficient of an image to show.
-        seed: seed of a random choice of images, as in Figure 2; None for those with the
-            largest coefficients, as in Figure 17.
+        seed: seed of a random choice of images; None for the largest coefficients.
 
     Reference: *Multilinear Mixture of Experts*, Figures 2, 16 and 17.
 
@@ -101,8 +100,7 @@ def plot_expert_patches(
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        routing: `Routing` of a block, with arrays (B, N, E); N is the number of
-            patches, plus one if there is a class token in front.
+        routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
         grid: number of patches down and across.
         path: see `keras_moe.analysis.plots`, as for `title`.
         experts: experts to show; None for the first three.
@@ -284,8 +282,7 @@ def plot_type_maps(
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        maps: dict from type to (B, rows, columns), results of
-            `keras_moe.analysis.compute_map`.
+        maps: dict of results of `keras_moe.analysis.compute_map` by expert type.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *MoE++*, Figure A, for images.

@@ -21,12 +21,10 @@ def plot_coverage(
 ) -> Any:
     """Plots the coverage against the number of pruned experts.
 
-    There is a panel per group, such as a modality, and a line per MoE block; the bold
-    line is their mean.
+    Each group has a panel, with a line per MoE block; the bold line is their mean.
 
     Args:
-        curves: dict from group name to the group's result of
-            `keras_moe.analysis.coverage_curves`.
+        curves: dict of results of `keras_moe.analysis.coverage_curves` by group.
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13.
@@ -78,9 +76,8 @@ def plot_expert_usage(
 ) -> Any:
     """Plots the share of each group's tokens that each expert serves.
 
-    There is a panel per MoE block, with experts ordered by their share of the first
-    group, so that those of one modality lie together. The dashed line is an equal
-    share.
+    Each MoE block has a panel, with experts ordered by their share of the first group.
+    The dashed line is an equal share.
 
     Args:
         usage: usage by group, the result of `keras_moe.analysis.expert_usage`.
@@ -144,8 +141,7 @@ def plot_expert_groups(
     first: its share of all tokens, and their percentages by group.
 
     Args:
-        usage: usage by group, such as by part of speech (see
-            `keras_moe.analysis.tag_tokens`).
+        usage: usage by group, such as by tag (see `keras_moe.analysis.tag_tokens`).
         path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 40.

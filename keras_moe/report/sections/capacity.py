@@ -1,7 +1,4 @@
-"""What a capacity drops: tokens in training, and patches at other factors.
-
-Axes: B batch, N tokens, E experts, T types of tokens, Q queue positions.
-"""
+"""What a capacity drops. Axes: B batch, N tokens, E experts, T types, Q positions."""
 
 import numpy as np
 

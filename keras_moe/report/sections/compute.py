@@ -1,7 +1,4 @@
-"""Where MoE++ spends compute, by expert type, patch, word and layer.
-
-Axes: B batch, N tokens, E experts, K selected experts.
-"""
+"""Where MoE++ uses compute. Axes: B batch, N tokens, E experts, K selected experts."""
 
 from collections import defaultdict
 

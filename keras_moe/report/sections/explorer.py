@@ -1,7 +1,4 @@
-"""The routing of single examples, drawn over images and words.
-
-Axes: B batch, N tokens, E experts.
-"""
+"""The routing of single examples. Axes: B batch, N tokens, E experts."""
 
 from typing import NamedTuple
 

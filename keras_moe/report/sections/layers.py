@@ -1,7 +1,4 @@
-"""The model's layers: costs, and entropy and confidence of routers by depth.
-
-Axes: B batch, N tokens, E experts, T tokens that count.
-"""
+"""Costs and routers by depth. Axes: B batch, N tokens, E experts, T counted tokens."""
 
 import contextlib
 import re
@@ -116,11 +113,10 @@ class EntropySums:
         self._served += np.asarray(served, "float64").sum(axis=0)
 
     def entropies(self) -> dict[str, float]:
-        """Entropies over log E, of all tokens so far.
+        """Entropies over log E of all tokens so far.
 
-        `"local"` is the mean entropy of each token's gates, `"local_after"` of its
-        combine weights; `"global"` is the entropy of the mean gates, and
-        `"global_after"` of the tokens served.
+        `"local"` is the mean entropy of tokens' gates, `"global"` that of mean gates;
+        `"_after"` uses combine weights and tokens served.
         """
         totals = [_normalised(x[None])[0] for x in (self._gates, self._served)]
         before, after = (float(entropy(x)[0]) for x in totals)
@@ -196,10 +192,7 @@ class RoutingEntropies(section.LayerSection):
 
 
 def depths(model: ReportedModel) -> tuple[list[str], dict[str, int]]:
-    """Layer names by depth, and the depth of each record.
-
-    The towers of two modalities share depths, by block number.
-    """
+    """Layer names by depth, which towers share, and the depth of each record."""
     short = {key: block.short_key for key, block in model.blocks.items()}
     names = list(dict.fromkeys(short.values()))
     names.sort(key=lambda name: int(re.sub(r"\D", "", name) or 10**6))

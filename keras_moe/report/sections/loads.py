@@ -1,7 +1,4 @@
-"""The work of each expert, by layer, modality and class, and experts to prune.
-
-Axes: B batch, N tokens, E experts, K selected experts, T tokens that count, U classes.
-"""
+"""The work of experts. Axes: B batch, N tokens, E experts, T tokens, U classes."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""muMoE's experts: coefficients by class, loads, and the classes that need them.
-
-Axes: B batch, N tokens, E experts, U classes.
-"""
+"""The experts of muMoE. Axes: B batch, N tokens, E experts, U classes."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""The patches and words with the largest weight for each expert.
-
-Axes: B batch, N tokens, E experts, X shown experts, T tile size.
-"""
+"""Top tokens. Axes: B batch, N tokens, E experts, X shown experts, T tile size."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -19,11 +16,7 @@ _MOST_CONTEXTS = 4
 
 
 class BestPatches:
-    """The patches with the largest weights for each expert, from different images.
-
-    Covers all experts, or the busiest of the first batch; memory is bounded by the
-    tiles.
-    """
+    """Patches of different images with the largest weights, for the busiest experts."""
 
     def __init__(
         self,
@@ -88,11 +81,7 @@ class Word(NamedTuple):
 
 
 class BestWords:
-    """Words with the largest weights for each expert, and over-represented ones.
-
-    Covers all experts, or the busiest of the first batch. Memory grows with the number
-    of distinct words, up to `MAX_WORDS`.
-    """
+    """Words with the largest weights or lift, up to `MAX_WORDS`, by busiest expert."""
 
     def __init__(self, count: int = 8, most: int = _MOST_EXPERTS, window: int = 3):
         self.count, self.most, self.window = count, most, window

@@ -1,7 +1,4 @@
-"""How tokens move between the experts of consecutive layers.
-
-Axes: E experts of a layer.
-"""
+"""How tokens move between consecutive layers. Axes: E experts of a layer."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -160,10 +157,7 @@ def main_flows(
     min_share: float = 0.022,
     max_ribbons: int = _MAX_RIBBONS,
 ) -> MainFlows:
-    """Lays out the largest flows of tokens through experts.
-
-    Nodes are placed near those that their tokens come from, to avoid crossings.
-    """
+    """Lays out the largest flows of tokens through experts, with few crossings."""
     flows = [np.asarray(each, "float64") for each in flows]
     totals = [flows[0].sum(axis=1), *(each.sum(axis=0) for each in flows)]
     merged = [_merged(total, max_experts, min_share) for total in totals]
@@ -245,10 +239,7 @@ def _ribbons(layer, heights, sources, targets):
 
 
 def draw_flows(flows: MainFlows, names: list[str]) -> Any:
-    """Plots an alluvial diagram: layers side by side, ribbons between experts.
-
-    Rows of up to five layers fit a phone; each row repeats the last layer above.
-    """
+    """Plots an alluvial diagram; each row of five layers repeats the last one above."""
     count = len(flows.columns)
     # Rows of equal length and scale.
     rows = max(-(-(count - 1) // (LAYERS_IN_A_ROW - 1)), 1)
