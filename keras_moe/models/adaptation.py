@@ -15,10 +15,7 @@ from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_value
 def add_adapters(
     backbone: keras_hub.models.Backbone, rank: int, names: list[str]
 ) -> None:
-    """Freezes a backbone and adds trainable low-rank adapters.
-
-    Unlike KerasHub's method this freezes biases too, which an adapter file would lose.
-    """
+    """Freezes a backbone, biases included, and adds trainable low-rank adapters."""
     layers = flatten_layers(backbone, include_self=False)
     able = {
         layer.name
@@ -110,11 +107,7 @@ def saved_policy(model: keras.Model) -> dict[str, Any]:
 
 
 def settle_policies(model: Any) -> None:
-    """Gives each layer its own policy instead of a shared map.
-
-    Keras 3.15 cannot save quantised layers with a map: it reads the map's default
-    policy, which is not quantised.
-    """
+    """Gives each layer its own policy: Keras 3.15 cannot save quantised policy maps."""
     for layer in flatten_layers(model):
         policy = layer.dtype_policy
         if isinstance(policy, DTypePolicyMap):

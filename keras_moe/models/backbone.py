@@ -1,7 +1,4 @@
-"""Base classes of all backbones.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Base classes of all backbones. Axes: B batch, N tokens, D hidden."""
 
 import dataclasses
 import os
@@ -28,12 +25,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     """Base class of `ImageBackbone`, `TextBackbone` and image-text backbones.
 
     A subclass sets `config_class`, a frozen dataclass that extends
-    `keras_moe.layers.EncoderConfig`; its fields become the arguments of the
-    constructor, with their defaults, checks and documentation. `tower` creates the
-    layers for a config and `_functional` connects them.
-
-    `backbone.routing` holds the symbolic routing record of each MoE block, and
-    `backbone.features` the symbolic features at every depth.
+    `keras_moe.layers.EncoderConfig`; its fields become the constructor's arguments.
+    `tower` creates the layers for a config and `_functional` connects them.
 
     Args:
         dtype: dtype policy; routing is always float32.
@@ -110,20 +103,12 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by block name.
-
-        A token mixer with experts has its own record over channels (B, D, E), such as
-        "block_0/token_mixer".
-        """
+        """The symbolic `Routing` of each MoE block and expert token mixer, by name."""
         return dict(self._routing)
 
     @property
     def features(self) -> dict:
-        """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
-
-        Contains the named outputs, and the tokens after each block, (B, N, D), as
-        `"block_0"` and so on.
-        """
+        """Symbolic outputs, and tokens after each block (B, N, D) as `"block_0"`..."""
         return {**self.output, **self._block_tokens}
 
     @property
@@ -140,11 +125,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The constructor's arguments without `name`, `trainable` and `dtype`.
-
-        Unlike `get_config` it does not serialise the dtype policy, for which Keras
-        imports TensorFlow on every backend.
-        """
+        """Fields of `config_class`; unlike `get_config`, imports no TensorFlow."""
         return self.config.to_dict()
 
     @property
@@ -154,10 +135,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def from_config(cls, config: dict) -> "MoEBackbone":
-        """Creates a backbone from the result of `get_config`.
-
-        `moe` fields may also be at the top level, as in a preset's file.
-        """
+        """Inverts `get_config`; `moe` fields may also be at the top level."""
         return super().from_config(overrides.nested_config(cls, config))
 
     def get_config(self):
@@ -191,10 +169,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """Adapts `config` to saved weights; raises ValueError if impossible.
-
-        A soft router keeps its number of slots when the image or patch size changes.
-        """
+        """Adapts `config` to saved weights: soft routers keep their slots."""
         return config_for_slots(cls, saved, config)
 
     @classmethod
@@ -215,10 +190,10 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
-        """Freezes the backbone and adds trainable low-rank adapters.
+        """Freezes the backbone and adds trainable low-rank adapters, before `compile`.
 
-        Call it before `compile`. `save_to_preset` and `save` merge the adapters into
-        the saved weights; `save_lora_weights` saves only the adapters.
+        `save_to_preset` and `save` merge the adapters into the saved weights;
+        `save_lora_weights` saves only the adapters.
 
         Args:
             rank: rank of the adapters.
@@ -247,11 +222,7 @@ class ImageBackbone(MoEBackbone):
         dtype: dtype policy; routing is always float32.
         **kwargs: fields of `config_class`, and `name` and `trainable`.
 
-    Input shape:
-        (B, height, width, channels), in [-1, 1].
-
-    Output shape:
-        (B, N, D).
+    Input shape: (B, height, width, channels), in [-1, 1]. Output shape: (B, N, D).
 
     Example:
 

@@ -1,7 +1,4 @@
-"""Backbone arguments as dataclasses; signatures and docs are derived from them.
-
-Axes: N tokens, D hidden, V vocabulary.
-"""
+"""Backbone arguments as dataclasses. Axes: N tokens, D hidden, V vocabulary."""
 
 import dataclasses
 import inspect
@@ -21,8 +18,7 @@ class TransformerConfig(EncoderConfig):
         num_heads: number of attention heads; must divide D.
         attention_dropout: dropout rate on attention weights.
         query_key_norm: whether to normalise queries and keys per head, as in Soft MoE.
-        query_key_norm_bias: whether that normalisation has an offset as well as a
-            scale, as in timm's `qk_norm`.
+        query_key_norm_bias: whether that norm has an offset, as in timm's `qk_norm`.
         **kwargs: arguments of `keras_moe.layers.EncoderConfig`.
 
     Example:
@@ -91,8 +87,7 @@ class TokenIdsConfig(EncoderConfig):
     Args:
         vocabulary_size: V, the number of token ids.
         max_length: maximum text length N, special tokens included.
-        mask_padding: whether to mask padding: it is not attended to, routed or pooled.
-            If False, padding is treated like any other token.
+        mask_padding: whether padding is excluded from attention, routing and pooling.
     """
 
     vocabulary_size: int = 49408

@@ -1,7 +1,6 @@
 """Byte-pair vocabularies: CLIP's from a file, or trained.
 
-Ids in order: 256 bytes, 256 bytes at the end of a word, a token per merge, start and
-end of text.
+Ids: 256 bytes, 256 bytes ending a word, a token per merge, start and end of text.
 """
 
 import gzip

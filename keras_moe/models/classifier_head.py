@@ -1,7 +1,4 @@
-"""Pooling, head and loss of a classifier.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Pooling, head and loss of a classifier. Axes: B batch, N tokens, D hidden."""
 
 import math
 import warnings

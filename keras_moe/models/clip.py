@@ -43,19 +43,17 @@ class CLIPConfig:
     Args:
         image: dict of `ViTBackbone` arguments (`moe` fields may be at the top level),
             or a `ViTBackbone` whose weights are copied (not in `from_preset`).
-        text: the same for `TextBackbone`. `projection_dim` and `projection_bias` below
-            replace its own, unless `projection_dim` is None.
-        projection_dim: P, the size of the projections of both towers' pooled vectors.
-            With None, images are not projected and texts use their tower's setting, as
-            in SigLIP.
+        text: the same for `TextBackbone`, whose projection is set below.
+        projection_dim: P, the embedding size. With None, images are not projected and
+            texts use their tower's setting, as in SigLIP.
         projection_bias: whether the projections have biases.
         image_pooling: pooling of image tokens, as in `ImageClassifier`. Defaults to the
             class token, or the average without one; SigLIP uses `"map"`.
-        temperature: initial scale and bias of the similarities, and the bound of the
-            scale: a `keras_moe.losses.Temperature`, a dict of its fields, or the name
-            of a published one, such as `"clip"` or `"siglip"`. With a bias, the default
-            loss is the sigmoid loss.
-        seed: seed of noise, dropout and stochastic depth in towers without their own.
+        temperature: initial scale and bias of the similarities, as a
+            `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
+            published one, such as `"clip"` or `"siglip"`. With a bias, the default loss
+            is the sigmoid loss.
+        seed: seed of noise and dropout in towers without their own.
     """
 
     image: Any = None
@@ -127,30 +125,25 @@ class CLIPBackbone(PairBackbone):
     backbone has them in both. (For its shared backbone, use `LIMoEBackbone`.) The
     defaults are OpenAI's CLIP-B/32.
 
-    CLIP-UP follows Switch's definition of the capacity factor, C = S c / E, without the
-    number K of selected experts; here C = S K c / E. With K = 2, its 2.0 is
-    `capacity_factor=1.0` and its 4.0 is 2.0.
+    CLIP-UP defines the capacity factor by C = S c / E; here C = S K c / E. With K = 2,
+    its 2.0 is `capacity_factor=1.0` and its 4.0 is 2.0.
 
     In `from_preset`, overrides can be given per tower, such as `image={"num_experts":
-    16}`, or flat for every tower that has the argument: `num_experts=16` for both,
-    `image_shape=(336, 336, 3)` for images.
+    16}`, or flat for every tower that has the argument.
 
     Args:
         dtype: dtype policy; routing and embeddings are always float32.
         **kwargs: `name` and `trainable`.
 
-    Input shape:
-        A dict of `"images"` (B, height, width, channels), `"token_ids"`, integers (B,
-        N), and `"padding_mask"`, (B, N), False for padding.
+    Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
+    integers (B, N), and `"padding_mask"`, (B, N), False for padding.
 
-    Output shape:
-        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
-        P).
+    Output shape: dict of float32 unit vectors `"image_embeddings"` and
+    `"text_embeddings"`, (B, P).
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*;
-        *CLIP-UP: A Simple and Efficient Mixture-of-Experts CLIP Training Recipe with
-        Sparse Upcycling*; *Sigmoid Loss for Language Image Pre-Training*.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*;
+    *CLIP-UP: A Simple and Efficient Mixture-of-Experts CLIP Training Recipe with Sparse
+    Upcycling*; *Sigmoid Loss for Language Image Pre-Training*.
 
     Example:
 

@@ -1,8 +1,4 @@
-"""Announces compilation of a model's first step.
-
-On JAX and TensorFlow the first step of `fit`, `evaluate` or `predict` compiles for
-seconds to minutes, during which Keras shows nothing.
-"""
+"""Announces compilation of a first step, during which Keras shows nothing."""
 
 import contextlib
 import contextvars
@@ -34,10 +30,7 @@ _is_announced = contextvars.ContextVar("is_announced", default=None)
 
 @contextlib.contextmanager
 def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
-    """Announces compilations within the block, unless `verbose` is 0.
-
-    Nested blocks, such as the validation in a `fit`, inherit the setting.
-    """
+    """Announces compilations unless `verbose` is 0; nested blocks inherit this."""
     if _is_announced.get() is not None:
         yield
         return
@@ -53,10 +46,7 @@ def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
 def make_step(
     model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
 ) -> Any:
-    """Creates a step function whose first call is announced.
-
-    The first call restores the plain function, so later steps cost nothing.
-    """
+    """Creates a step whose first call is announced; later calls cost nothing."""
     before = getattr(model, name)
     made = make(force)
     function = getattr(model, name)

@@ -1,7 +1,4 @@
-"""Contrastive metrics for `compile`, which read embeddings instead of labels.
-
-Axes: B pairs.
-"""
+"""Contrastive metrics for `compile`, on embeddings. Axes: B pairs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +15,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
     """Fraction of images and texts whose nearest counterpart is their own.
 
     An image is correct if one of its own texts is nearer than all other texts of the
-    batch, and vice versa; the result is the mean over both. Ties are wrong, so a model
-    with constant embeddings gets 0 (unlike in
+    batch, and vice versa. Ties are wrong, so constant embeddings get 0 (unlike in
     `keras_moe.evaluation.contrastive_accuracy`). Pairs with equal image or text ids, if
     given, count as each other's own, and padding is ignored. Larger batches are harder:
     compare results at the same batch size.
@@ -65,11 +61,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
 
 class LossOfPairs(keras.metrics.Mean):
-    """Mean of a loss over pairs instead of batches.
-
-    A batch's loss is the weighted mean over its pairs. Keras would weight it by the
-    number of pairs, including those of weight 0.
-    """
+    """Weighted mean of a loss over pairs; Keras would count pairs of weight 0."""
 
     _last = None
 

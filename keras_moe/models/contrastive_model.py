@@ -50,27 +50,21 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
     `"padding_mask"`. Pairs that share an image or caption count as negatives unless `y`
     is a dict of `"image_ids"` or `"text_ids"` and the loss has `multi_positive=True`.
-    Give padding pairs of a last batch a `sample_weight` of 0. The model is compiled
-    with defaults.
+    Give padding pairs of a last batch a `sample_weight` of 0.
 
     Args:
         backbone: `CLIPBackbone` or `LIMoEBackbone`.
-        preprocessor: optional `TextTokenizer` for captions in `encode_text`; saved with
-            the model.
-        image_preprocessor: optional `ImagePreprocessor` for images of any size in
-            `encode_images`.
+        preprocessor: optional `TextTokenizer` for `encode_text`; saved with the model.
+        image_preprocessor: optional `ImagePreprocessor` for `encode_images`.
         **kwargs: arguments of `keras_hub.models.Task`.
 
-    Input shape:
-        As the backbone.
+    Input shape: as the backbone.
 
-    Output shape:
-        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
-        P).
+    Output shape: dict of float32 unit vectors `"image_embeddings"` and
+    `"text_embeddings"`, (B, P).
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*, figure
-        3; *Multimodal Contrastive Learning with LIMoE*, section 2.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    figure 3; *Multimodal Contrastive Learning with LIMoE*, section 2.
 
     Example:
 
@@ -251,7 +245,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 an `image_preprocessor`, images of any size (floats of the model's size
                 count as preprocessed).
             batch_size: images per batch.
-            verbose: 1 shows progress, as in `keras.Model.predict`.
+            verbose: 1 shows progress.
         """
         shape = tuple(getattr(images, "shape", ()))
         # Integer pixels are raw.
@@ -274,10 +268,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         """Embeds texts as float32 unit vectors (B, P).
 
         Args:
-            texts: a caption or list of captions, if the model has a tokenizer; or a
-                dict of `"token_ids"` and `"padding_mask"`, (B, N).
+            texts: captions, or a dict of `"token_ids"` and `"padding_mask"`, (B, N).
             batch_size: texts per batch.
-            verbose: 1 shows progress, as in `keras.Model.predict`.
+            verbose: 1 shows progress.
         """
         if not isinstance(texts, dict):
             if not isinstance(self.preprocessor, TextTokenizer):
@@ -293,10 +286,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return self._encode("text", texts, batch_size, verbose)
 
     def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
-        """Returns scaled similarities (B, C) of images and texts: the loss's logits.
-
-        Both can also be given as embeddings (B, P) and (C, P).
-        """
+        """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
         if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)
         if len(getattr(texts, "shape", ())) != 2:

@@ -147,10 +147,7 @@ def _moe_layers(backbone, towers):
 
 
 def _selection(num_columns, name, experts, before, method):
-    """Returns a block's kept experts, their router columns and their weight indices.
-
-    Kept experts are numbered as before any pruning.
-    """
+    """A block's kept experts (original ids), router columns and weight indices."""
     kept_before = before["kept_experts"].get(name)
     columns_are_gone = before["removed"] and method == "router_drop"
     if experts is None:

@@ -11,9 +11,9 @@ class Part(NamedTuple):
 
     Attributes:
         name: name of the part.
-        kind: kind of the part, such as "dense".
+        kind: such as "dense".
         parameters: number of parameters.
-        active_parameters: number of parameters used by one token.
+        active_parameters: those used by one token.
         flops: forward FLOPs of matmuls per image, 2 per multiply-add.
     """
 

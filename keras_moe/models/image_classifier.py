@@ -1,7 +1,4 @@
-"""Image classification with any image backbone.
-
-Axes: B batch, N tokens, D hidden.
-"""
+"""Image classification with any image backbone. Axes: B batch, N tokens, D hidden."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -65,10 +62,9 @@ class ClassProbability(NamedTuple):
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """A backbone with pooling and a classification head.
 
-    Base class of `ViTImageClassifier` and `MixerImageClassifier`. It is compiled for
-    integer classes or, with `multi_label=True`, for 0-1 vectors and a sigmoid loss
-    summed over classes. `keras.Model(classifier.input, classifier.features)` extracts
-    the pooled features (B, D) that the head reads.
+    Base class of `ViTImageClassifier` and `MixerImageClassifier`, compiled for integer
+    classes or, with `multi_label=True`, for 0-1 vectors and a sigmoid loss summed over
+    classes. `features` are the pooled features (B, D) that the head reads.
 
     Args:
         backbone: `ViTBackbone` or `MixerBackbone`, depending on the subclass.
@@ -78,10 +74,8 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             or another callable that you apply yourself.
         pooling: `"class_token"`, `"first"` (the first patch, if there is no class
             token), `"average"`, `"patch_average"` (without the class token) or `"map"`
-            (attention pooling). Defaults to the class token, or the average without
-            one.
-        multi_label: whether an image can have several labels (sigmoid instead of
-            softmax cross-entropy).
+            (attention pooling). Defaults to the class token if any, else the average.
+        multi_label: whether an image can have several labels.
         representation_dim: size of a tanh layer between pooling and head, if any.
         head_bias: initial bias of the dense head: a number (V-MoE uses -10 on
             ImageNet-21k), or `"prior"` for -log(num_classes).
@@ -91,24 +85,19 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         pooled_norm: whether to normalise the pooled vector, for backbones without
             `final_norm`.
         head: `MuMoE` layer, or dict of its arguments (`units` defaults to
-            `num_classes`), from which the layer "head" is created. None for a dense
-            head only.
+            `num_classes`). None for a dense head only.
         head_position: `"final"` if `head` outputs the classes, `"penultimate"` if ReLU
             and the dense head follow it.
         pooling_query_key_norm: whether attention pooling normalises queries and keys.
-            Defaults to the backbone's setting, as in V-MoE and Soft MoE; timm uses
-            False.
+            Defaults to the backbone's setting; timm uses False.
         **kwargs: `name`, `trainable` and `compile`.
 
-    Input shape:
-        (B, height, width, channels), in [-1, 1].
+    Input shape: (B, height, width, channels), in [-1, 1].
 
-    Output shape:
-        (B, num_classes).
+    Output shape: (B, num_classes).
 
-    Reference:
-        *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head);
-        *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
+    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
+    head); *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
 
     Example:
 
@@ -367,8 +356,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     ) -> None:
         """Configures training; see `MoETask.compile` for `"auto"`.
 
-        Keras's crossentropies given by name, such as `"categorical_crossentropy"` for
-        one-hot labels, read logits unless the model has an output activation.
+        Crossentropies given by name read logits unless there is an output activation.
         """
         loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)

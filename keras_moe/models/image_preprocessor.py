@@ -35,8 +35,8 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
 class ImagePreprocessor:
     """Resizes, crops and normalises images for a model.
 
-    A classifier has one as `model.preprocessor`, which `model.classify` applies. `fit`,
-    `evaluate` and `predict` do not: they expect preprocessed images, such as those of
+    A classifier applies its `model.preprocessor` in `classify`. `fit`, `evaluate` and
+    `predict` do not: they expect preprocessed images, such as those of
     `keras_moe.data.load` or `model.preprocessor(photos)`.
 
     It runs in NumPy, so that varying image sizes do not recompile anything, and gives
@@ -47,11 +47,9 @@ class ImagePreprocessor:
         mean: mean of pixels in [0, 1], a number or one per channel.
         std: standard deviation, likewise. Mean and std of 0.5 give the range [-1, 1].
         interpolation: `"bilinear"` or `"bicubic"`.
-        antialias: whether to average pixels when shrinking, as Pillow does. Always on
-            for `"bicubic"`.
-        center_crop: None resizes without keeping the aspect ratio. A number in (0, 1]
-            keeps it and crops the centre to this share of the shorter side (timm's
-            `crop_pct`).
+        antialias: whether to average pixels when shrinking; always on for `"bicubic"`.
+        center_crop: share of the shorter side to crop, in (0, 1], keeping the aspect
+            ratio (timm's `crop_pct`). None resizes without keeping it.
         class_names: names of the classes in order, or None.
 
     Example:
@@ -105,11 +103,7 @@ class ImagePreprocessor:
         return "image_preprocessor"
 
     def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
-        """Preprocesses images.
-
-        Grey images are repeated over three channels; RGB is converted to luminance for
-        one-channel models, as in `keras_moe.data.load`.
-        """
+        """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
         if max_value is not None:
             check_positive("max_value", max_value)
         if isinstance(images, (list, tuple)):
@@ -171,8 +165,7 @@ class ImagePreprocessor:
         """Returns a copy for another image shape or number of classes.
 
         Args:
-            image_shape: new image shape; mean and std are averaged if its channels
-                change.
+            image_shape: new image shape; other channels get averaged mean and std.
             num_classes: new number of classes; drops class names if it changes.
         """
         changes = {}

@@ -1,10 +1,6 @@
-"""Checks inputs and labels before `fit`, `evaluate` and `predict`.
+"""Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
 
-Checks the shapes of arrays and the labels of classifiers; datasets and generators are
-not read ahead. Models implement `_check_inputs(inputs, labels)`, called through
-`check_training` and `check_prediction`.
-
-Axes: B batch.
+Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead.
 """
 
 import warnings
@@ -196,10 +192,7 @@ def check_texts(
 
 
 def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless a dict has exactly the model's inputs.
-
-    Keras would silently match values by sorted names.
-    """
+    """Raises ValueError on other names, which Keras would match by sorted order."""
     if set(inputs) != set(names):
         raise ValueError(
             f"Expected a dict of {', '.join(names)} alone; received: {sorted(inputs)}"

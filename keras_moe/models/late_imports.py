@@ -80,10 +80,9 @@ def loaded_on_demand(
 ) -> Iterator[None]:
     """Defers the import of some modules within the context.
 
-    A module is loaded when one of its attributes is accessed. The attributes listed in
-    `modules` may be accessed at import time and load it only when used. Nothing is
-    deferred if a module is already loaded or not installed. Code imported within the
-    context keeps the placeholders; later imports are not affected.
+    A module is loaded when one of its attributes is accessed, except those listed in
+    `modules`, which may be accessed at import time. Nothing is deferred if a module is
+    already loaded or not installed. Code imported within keeps the placeholders.
     """
     roots = {name for name in modules if "." not in name}
     if any(name in sys.modules or not _is_installed(name) for name in roots):

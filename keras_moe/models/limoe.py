@@ -45,14 +45,11 @@ class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
     """Arguments of `LIMoEBackbone`.
 
     Args:
-        patch_size: an int or (height, width). Images are zero-padded to whole patches:
-            288 pixels become 21 patches of 14.
-        mask_padding: whether to mask padding: it is not attended to, routed or
-            averaged. The paper routes it. Every text needs at least one token that is
-            not padding.
+        patch_size: an int or (height, width). Images are zero-padded to whole patches.
+        mask_padding: whether padding is excluded from attention, routing and averages
+            (the paper routes it). Every text needs a token that is not padding.
         projection_dim: P.
-        temperature: initial scale, bound and bias of the similarities; see
-            `CLIPBackbone`.
+        temperature: scale and bias of the similarities; see `CLIPBackbone`.
     """
 
     vocabulary_size: int = 32000
@@ -82,11 +79,11 @@ class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
 class LIMoEBackbone(PairBackbone):
     """One transformer for images and texts, with shared blocks and experts.
 
-    Patches and token ids have separate embeddings and learned positions; all blocks are
-    shared. Tokens attend only within their own example and modality, while each MoE
-    layer routes the image and text tokens of a group together. The tokens of each
-    modality are averaged and projected. The defaults are LIMoE-B/32; without `moe` it
-    is the dense one-tower model.
+    Patches and token ids have separate embeddings and learned positions. Tokens attend
+    only within their own example and modality, while each MoE layer routes the image
+    and text tokens of a group together. The tokens of each modality are averaged and
+    projected. The defaults are LIMoE-B/32; without `moe` it is the dense one-tower
+    model.
 
     Routers can use modality ids (0 for images, 1 for texts): `num_modalities=2` gives
     each modality its own router kernel, `expert_pools` its own experts (appendix E.3),
@@ -94,26 +91,23 @@ class LIMoEBackbone(PairBackbone):
     gates (appendix E.1), `[0, 1]` images first, `[1, 0]` texts first, or `"shuffled"`
     (figure 6).
 
-    Where the paper is silent: padding is treated like any other token unless
-    `mask_padding`, dropout and pre-norms are as in ViT, and a final norm shared by both
-    modalities precedes the average.
+    Where the paper is silent, dropout and pre-norms are as in ViT, and both modalities
+    share a final norm before the average.
 
     Args:
         dtype: dtype policy; routing and embeddings are always float32.
         **kwargs: `name` and `trainable`. Soft routers are not allowed in `moe`, since
             they would mix images with texts.
 
-    Input shape:
-        A dict of `"images"` (B, height, width, channels), `"token_ids"`, integers (B,
-        N) with N up to `max_length`, and `"padding_mask"`, (B, N), False for padding.
+    Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
+    integers (B, N) with N up to `max_length`, and `"padding_mask"` (B, N), False for
+    padding.
 
-    Output shape:
-        A dict of `"image_embeddings"` and `"text_embeddings"`, float32 unit vectors (B,
-        P).
+    Output shape: dict of float32 unit vectors `"image_embeddings"` and
+    `"text_embeddings"`, (B, P).
 
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of
-        Experts*, section 2 and appendices A, B and E, table 4.
+    Reference: *Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture
+    of Experts*, section 2 and appendices A, B and E, table 4.
 
     Example:
 

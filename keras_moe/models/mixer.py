@@ -1,7 +1,4 @@
-"""MLP-Mixer, dense or with experts.
-
-Axes: B batch, N tokens, D hidden, H mlp, E experts.
-"""
+"""MLP-Mixer, dense or with experts (E). Axes: B batch, N tokens, D hidden, H mlp."""
 
 import dataclasses
 from typing import Any
@@ -33,8 +30,8 @@ class MixerConfig(ImageConfig):
     Args:
         token_mlp_dim: H of the token-mixing MLPs.
         token_mixer: `"mlp"`, or `"mumoe"` to use `keras_moe.layers.TokenMuMoE` in the
-            blocks that `moe`, a `MuMoEConfig`, selects. `routing` then also has a
-            record over channels (B, D, E) for each, such as `"block_0/token_mixer"`.
+            blocks that `moe`, a `MuMoEConfig`, selects. `routing` then has a record
+            over channels (B, D, E), such as `"block_0/token_mixer"`.
     """
 
     token_mlp_dim: int = 384
@@ -73,19 +70,14 @@ class MixerBackbone(ImageBackbone):
     """An MLP-Mixer with dense or mixture-of-experts channel MLPs.
 
     The number of patches is part of the weights' shapes, so another image size needs a
-    patch size that grows with it. Token MLPs know each patch by its index, so there is
-    no `position_embedding`. Images are in [-1, 1]. `routing` and `features` work as in
-    `ViTBackbone`.
+    patch size that grows with it. There is no `position_embedding`. `routing` and
+    `features` work as in `ViTBackbone`.
 
     Args:
         dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
-    Input shape:
-        (B, height, width, channels).
-
-    Output shape:
-        (B, N, D): the normalised tokens.
+    Input shape: (B, height, width, channels), in [-1, 1]. Output shape: (B, N, D).
 
     Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.
 
@@ -116,7 +108,7 @@ class MixerImageClassifier(ImageClassifier):
     Args:
         backbone: a `MixerBackbone`.
         num_classes: number of classes.
-        **kwargs: arguments of `ImageClassifier`. `pooling` is `"average"` (the default)
+        **kwargs: arguments of `ImageClassifier`; `pooling` is `"average"` (the default)
             or `"first"`.
 
     Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.

@@ -77,11 +77,7 @@ class MoEModel(Exportable, TorchParameters):
     def fit(
         self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
     ) -> keras.callbacks.History:
-        """Trains the model; see `keras.Model.fit`.
-
-        Array inputs and labels, also in `validation_data`, are checked for shape and
-        range first. Datasets and generators are not.
-        """
+        """Trains the model as `keras.Model.fit`; arrays are checked first."""
         validation = kwargs.get("validation_data")
         check_training(self, x, y, validation)
         y = self._labels(x, y, kwargs.get("sample_weight"))
@@ -157,9 +153,8 @@ class MoEModel(Exportable, TorchParameters):
     ) -> None:
         """Atomically saves config, weights and model card to a preset folder.
 
-        `metadata.json` records the SHA-256 of weights and tokenizer files, which
-        loading verifies. The card is a `README.md` with the architecture, its costs and
-        the fields of `card`.
+        `metadata.json` records SHA-256 checksums, which loading verifies. `README.md`
+        has the architecture, its costs and the fields of `card`.
         """
         with staged(preset_dir) as folder:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
@@ -192,10 +187,7 @@ class MoEModel(Exportable, TorchParameters):
         return Blueprint.of_model(self).describe()
 
     def with_router_arguments(self, **arguments: Any) -> Any:
-        """Returns a copy with the same weights and other router arguments.
-
-        The optimizer of the copy is fresh.
-        """
+        """Copy with the same weights, other router arguments and a fresh optimizer."""
         return copied(self, config_with_router_arguments(self, arguments))
 
     def with_kept_experts(
@@ -204,20 +196,13 @@ class MoEModel(Exportable, TorchParameters):
         method: str = "router_drop",
         removed: bool = True,
     ) -> Any:
-        """Returns a copy with some experts pruned.
-
-        The optimizer of the copy is fresh. See `keras_moe.analysis.prune_experts`.
-        """
+        """Copy without some experts; see `keras_moe.analysis.prune_experts`."""
         return with_kept_experts(self, kept_experts, method, removed)
 
 
 @contextlib.contextmanager
 def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
-    """Restores variables to the last complete step if the block raises.
-
-    Needed only on JAX, where Keras empties the variables while training and an
-    exception would leave them empty.
-    """
+    """Restores the last complete step on errors; JAX would leave variables empty."""
     if keras.backend.backend() != "jax":
         yield
         return

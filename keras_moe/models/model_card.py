@@ -33,9 +33,9 @@ class CardResult(NamedTuple):
     """A measured result of a model.
 
     Attributes:
-        metric: name of the metric, such as `"accuracy"`.
+        metric: such as `"accuracy"`.
         value: the result.
-        data: name of the dataset, such as `"digits"`.
+        data: dataset, such as `"digits"`.
         split: split of the dataset.
     """
 
@@ -52,16 +52,14 @@ class ModelCard:
     Args:
         name: title; defaults to the folder's name.
         description: a few sentences in Markdown.
-        license: licence of the weights as an identifier of Hugging Face, such as
-            `"apache-2.0"`.
+        license: licence of the weights in Hugging Face's terms, such as `"apache-2.0"`.
         recipe: training settings by name, such as `Recipe.settings()`.
         data: name of the training data.
         attribution: authors and licence of the training data, in Markdown.
         results: list of `CardResult`.
         picture: path of a picture to copy into the folder.
         picture_text: alt text of the picture.
-        base_model: handle of the model this one derives from, such as
-            `"openai/clip-vit-base-patch32"`.
+        base_model: handle of the original, such as `"openai/clip-vit-base-patch32"`.
         tags: tags in addition to `"keras"` and, with experts, `"mixture-of-experts"`.
 
     Example:
@@ -263,8 +261,7 @@ def _line(text):
 def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     """Uploads a preset folder with its card to Hugging Face or Kaggle.
 
-    Checks that the files are complete and the weights intact first. Load the result
-    with `from_preset(uri)`.
+    Checks that the files are complete and the weights intact first.
 
     Args:
         uri: `"hf://USER/MODEL"` or `"kaggle://USER/MODEL/FRAMEWORK/VARIATION"`.

@@ -1,8 +1,7 @@
 """Assigns flat argument names to the backbone, its `moe` config or the router.
 
-Presets, programs and recipes use flat names such as `num_experts=8` and
-`num_selected_experts=1`; a backbone's config nests `MoEConfig` fields in `moe` and
-router arguments in `moe.router`. Only this module maps one to the other.
+Presets, programs and recipes use flat names such as `num_experts=8`; a backbone's
+config nests `MoEConfig` fields in `moe` and router arguments in `moe.router`.
 """
 
 from typing import Any
@@ -182,10 +181,7 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
 def split_overrides(
     backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits overrides into those of the backbone and those of the task.
-
-    Names of both, such as `name` and `trainable`, go to the task.
-    """
+    """Splits overrides into the backbone's and the task's (names of both included)."""
     own = [*_OUTERMOST]
     if task_cls is not None:
         own = [name for name in argument_names(task_cls) if name != "backbone"]

@@ -1,7 +1,4 @@
-"""Base class of image-text backbones.
-
-Axes: B batch, N tokens, P embedding.
-"""
+"""Base class of image-text backbones. Axes: B batch, N tokens, P embedding."""
 
 from typing import Any
 
@@ -33,10 +30,10 @@ class PairEncoder(Exportable, keras.Model):
 
 
 class PairBackbone(MoEBackbone):
-    """Base class of `CLIPBackbone` (two towers) and `LIMoEBackbone` (one).
+    """Base class of `CLIPBackbone` and `LIMoEBackbone`.
 
-    Names in `routing`, `features` and `get_layer` are prefixed by modality, such as
-    `"image/block_1"`; a shared block has both names.
+    Names in `routing`, `features` and `get_layer` have the modality as a prefix, such
+    as `"image/block_1"`; a shared block has both names.
     """
 
     example = "pair"

@@ -220,10 +220,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
 
 
 def readable(preset_dir: str | os.PathLike) -> Path:
-    """Returns the folder to read: the old one while a preset is being replaced.
-
-    Reading changes nothing on disk.
-    """
+    """The folder to read: the old one while a preset is being replaced."""
     target = Path(preset_dir).expanduser()
     if target.is_dir() or not target.name:
         return target

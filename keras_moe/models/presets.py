@@ -10,12 +10,7 @@ from keras_moe.models.source import build, resolve
 
 
 def list_presets() -> dict[str, str]:
-    """Lists the known presets with a one-line description of each.
-
-    Returns:
-        A dict from name to description, built-in presets and those of
-        `register_presets`. For presets with trained weights, the description gives
-        their accuracy.
+    """Returns a dict of presets, built-in and registered, with their descriptions.
 
     Example:
 
@@ -38,7 +33,7 @@ def from_preset(
     """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 
     Returns an image classifier with a new head if `num_classes` is given; otherwise the
-    preset's trained task if it has one, and its backbone if not.
+    preset's trained task if it has one, and its backbone if not. Tasks are compiled.
 
     Args:
         preset: preset name (see `list_presets`; most are architectures without
@@ -46,14 +41,9 @@ def from_preset(
             published weights, see `convert`.
         task: `"backbone"` or a task name such as `"image_classifier"`; defaults to the
             rule above.
-        load_weights: whether to load the preset's weights, if any. With False,
-            arguments need not fit the weights.
+        load_weights: whether to load the preset's weights; arguments must then fit.
         **overrides: any argument of the backbone, its experts or the task, such as
-            `num_classes=10`, `image_shape=(384, 384, 3)`, `num_experts=8` or
-            `capacity_factor=2.0`.
-
-    Returns:
-        A compiled task, or a backbone.
+            `num_classes=10`, `image_shape=(384, 384, 3)` or `num_experts=8`.
 
     Example:
 
@@ -81,15 +71,14 @@ def convert(
 ) -> tuple[Any, ConversionReport]:
     """Creates a model of this library from published weights.
 
-    Checks names, shapes and sizes before reading: every tensor must be used or known to
-    be unneeded, and every weight of the model filled. Tensors are read one at a time
-    into a float32 model (change it with `dtype`), so float32 files need at most 1.3
-    times their size in memory. Half-precision files and KerasHub models need more.
+    Every tensor must be used or known to be unneeded, and every weight of the model
+    filled. Tensors are read one at a time into a float32 model (change it with
+    `dtype`), so float32 files need at most 1.3 times their size in memory.
+    Half-precision files and KerasHub models need more.
 
-    Images are in [-1, 1], as everywhere in this library: another mean and standard
-    deviation are folded into the patch embedding. Converted KerasHub models keep their
-    input range. A classifier gets an `ImagePreprocessor` with the source's
-    preprocessing and class names.
+    Images are in [-1, 1]: another mean and standard deviation are folded into the patch
+    embedding, except for KerasHub models, which keep their input range. A classifier
+    gets an `ImagePreprocessor` with the source's preprocessing and class names.
 
     Args:
         source: one of: a V-MoE or Soft MoE checkpoint (the common prefix of its .index
@@ -102,14 +91,13 @@ def convert(
         task: `"backbone"` or `"image_classifier"`; None decides as in `from_preset`.
         load_weights: whether to load the weights; False creates only the architecture.
         progress: function of (done, total, name), called before each weight.
-        tower: `"image"` or `"text"` to convert one tower of an image-text model. Also
-            an argument of `ViTBackbone.from_preset` and `TextBackbone.from_preset`.
+        tower: `"image"` or `"text"` to convert one tower of an image-text model.
         **overrides: any argument of the backbone or the task. `num_classes` creates a
-            new head for the image tower; by default the source's head is kept.
-            Positions and the patch kernel are resized to another `image_shape` or
-            `patch_size`, and channels folded (a Mixer must keep its number of patches).
-            Give the number of heads, CLIP's `activation` and a V-MoE's `router`,
-            `num_selected_experts` and `capacity_factor` if the source lacks them.
+            new head; by default the source's head is kept. Positions and the patch
+            kernel are resized to another `image_shape` or `patch_size`, and channels
+            folded (a Mixer must keep its number of patches). Give the number of heads,
+            CLIP's `activation` and a V-MoE's `router`, `num_selected_experts` and
+            `capacity_factor` if the source lacks them.
 
     Returns:
         The model, a compiled task or a backbone, and a `ConversionReport`.
@@ -144,8 +132,7 @@ def describe(
 
     Args:
         preset: as in `from_preset`, or a model of this library. For published weights
-            only names and shapes are read; for a folder with checksums the weights are
-            read once to compare them, about a second per GB.
+            only names and shapes are read; a folder's checksums are verified.
         load_weights: whether the preset's weights must fit the model.
         **overrides: any argument of the backbone or the task. Without `num_classes` a
             saved or published head is counted.

@@ -1,8 +1,4 @@
-"""Registry of backbones, tasks and presets.
-
-Classes register themselves, including those from outside the package, so every module
-of `models` can import this one.
-"""
+"""Registry of backbones, tasks and presets; classes register themselves."""
 
 import copy
 import functools
@@ -43,9 +39,6 @@ def register_backbone(
         cls: a `MoEBackbone`, registered with Keras as serialisable.
         presets: presets of this backbone; see `register_presets`.
 
-    Returns:
-        The class, or a decorator if only `presets` are given.
-
     Example:
 
     >>> import keras
@@ -78,9 +71,8 @@ def register_backbone(
 def register_task(cls: type) -> type:
     """Decorator that registers a task for the backbones of its `backbone_cls`.
 
-    `from_preset` finds the class by its `task_name`, such as `"image_classifier"`. If
-    several have the same name for a backbone, presets that do not name a class use the
-    first.
+    `from_preset` finds the class by its `task_name`, such as `"image_classifier"`, and
+    prefers the first if several share the name and backbone.
 
     Args:
         cls: a task, registered with Keras as serialisable.

@@ -1,7 +1,4 @@
-"""Keeps the number of slots of soft routers, whose slots are weights.
-
-Axes: N tokens, E experts, C capacity.
-"""
+"""Keeps the number of slots of soft routers. Axes: N tokens, E experts, C capacity."""
 
 from typing import Any
 
@@ -14,10 +11,7 @@ _SIZES = ("image_shape", "patch_size", "max_length")
 
 
 def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
-    """Keeps the number of slots of saved soft routers at another image or patch size.
-
-    Refuses other types of experts, with which the weights might still load.
-    """
+    """Keeps saved slots at another image or patch size; refuses other expert types."""
     before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
     for name in _ZERO_COMPUTATION:
         expected, received = getattr(before, name, 0), getattr(now, name, 0)

@@ -1,7 +1,7 @@
 """Model sources, and the `Blueprint` that a source and overrides give.
 
 A source is a registered preset, a folder or handle written by `save_to_preset`,
-published weights, or a model. Code that uses a `Blueprint` need not know which.
+published weights, or a model.
 """
 
 import contextlib
@@ -62,10 +62,7 @@ class ModelSource:
         self.task = registry.task_class(backbone)
 
     def task_config(self) -> dict[str, Any]:
-        """Returns the task's arguments without the backbone.
-
-        Includes "preprocessor" if the source has one or explicitly has none.
-        """
+        """Task arguments; "preprocessor" is included if set or explicitly None."""
         return {}
 
     def without_task(self) -> "ModelSource":
@@ -82,10 +79,7 @@ class ModelSource:
 
 
 class TaskConfig(NamedTuple):
-    """Task arguments without the backbone, and which weights are not filled.
-
-    `new_weights` has the path prefixes of weights that keep their initial values.
-    """
+    """Task arguments without backbone, and path prefixes of weights to be left new."""
 
     config: dict[str, Any]
     new_weights: tuple[str, ...] = ()
@@ -231,7 +225,7 @@ class Blueprint:
         task: class of the task, or None for a backbone.
         task_config: arguments of the task without its backbone.
         weights: source of the weights; None for random initialisation.
-        name: name of the source, for descriptions.
+        name: name of the source.
 
     Example:
 
@@ -310,11 +304,7 @@ class Blueprint:
     def build_with_report(
         self, progress: Callable[[int, int, str], None] | None = None
     ) -> tuple[keras.Model, Any]:
-        """Creates the model; also returns a `ConversionReport` or None.
-
-        Args:
-            progress: called with (done, total, name) before each converted weight.
-        """
+        """Creates the model; also returns a `ConversionReport` or None."""
         weights = self.weights
         with self._explained():
             with skip_init(weights is not None and weights.fills_backbone()):
@@ -363,15 +353,13 @@ def resolve(
     built on it.
 
     Args:
-        source: preset name, folder, handle, published weights or a model; see
-            `keras_moe.models.from_preset` and `convert`.
+        source: preset name, folder, handle, published weights or a model.
         overrides: arguments of the backbone or the task, by name; `num_classes=None`
             means no new head.
-        task: task name or `"backbone"`. None means an image classifier if `num_classes`
-            is given, else the source's trained task, else the backbone.
+        task: task name or `"backbone"`; None decides as in `from_preset`.
         cls: required class of the model, or None for any.
         load_weights: whether the model gets the source's weights.
-        counts_only: whether the blueprint is only used for descriptions. No weights are
+        counts_only: whether the blueprint is only for descriptions: no weights are
             read, and task arguments are allowed without the task.
         tower: `"image"` or `"text"` for one tower of published image-text weights. None
             means what `cls` or `task` implies, or all.

@@ -1,7 +1,4 @@
-"""Base class of tasks: a backbone, layers on top of it, and their training.
-
-Axes: B batch.
-"""
+"""Base class of tasks: a backbone and the layers on top of it. Axes: B batch."""
 
 import functools
 import os
@@ -24,8 +21,7 @@ class MoETask(MoEModel):
     """Base class of tasks, such as `ImageClassifier` and custom ones.
 
     A task's second base class is `keras_hub.models.Task` or one of KerasHub's tasks, so
-    that KerasHub's `from_preset` can load it too. (`MoETask` is not a Keras model
-    itself, because a functional model cannot inherit from `keras.Model` twice.)
+    that KerasHub's `from_preset` can load it too.
 
     A subclass defines `task_name` (for `from_preset`), `backbone_cls`, `get_config` and
     a constructor that sets `self.backbone` and `self.preprocessor`, connects its layers
@@ -69,24 +65,14 @@ class MoETask(MoEModel):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        """Returns the task's arguments from its source and overrides.
-
-        `backbone_config` has the arguments of the backbone, overrides included.
-        """
+        """Task arguments from the source, overrides and the backbone's arguments."""
         return TaskConfig({**source.task_config(), **overrides})
 
     @staticmethod
     def describe_parts(
         backbone_config: dict, num_tokens: int, dim: int, **config: Any
     ) -> list[Part]:
-        """Returns the parts that the task adds to its backbone, with costs.
-
-        Args:
-            backbone_config: arguments of the backbone.
-            num_tokens: N.
-            dim: D.
-            **config: arguments of the task.
-        """
+        """Parts and costs the task adds to a backbone with N tokens of size `dim`."""
         return []
 
     def __init__(
@@ -109,11 +95,7 @@ class MoETask(MoEModel):
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by block name.
-
-        A muMoE head's record is "head", (B, 1, E): its only token is the pooled
-        feature.
-        """
+        """The symbolic `Routing` by block name; a muMoE head's is "head", (B, 1, E)."""
         return self._routing
 
     def get_config(self):
@@ -161,10 +143,7 @@ class MoETask(MoEModel):
         )
 
     def compile_from_config(self, config: dict) -> None:
-        """Compiles a loaded model as it was saved.
-
-        Keras skips this for classes that override `compile`.
-        """
+        """Compiles a loaded model, which Keras skips if `compile` is overridden."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
             # So that the optimizer's saved state can be loaded.
@@ -206,10 +185,7 @@ class MoETask(MoEModel):
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def save_task_weights(self, filepath: str | os.PathLike) -> None:
-        """Saves the head's weights without optimizer state.
-
-        KerasHub would include it: three times the size, and a warning on loading.
-        """
+        """Saves the head without optimizer state, which KerasHub would include."""
         save_weights(self, filepath, objects_to_skip=_not_the_head(self))
 
     def load_task_weights(self, filepath: str | os.PathLike) -> None:
@@ -221,10 +197,7 @@ class MoETask(MoEModel):
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
     ) -> None:
-        """Freezes the backbone and adds LoRA adapters; the head stays trainable.
-
-        Call it before the first `fit`, or compile again. See `MoEBackbone.enable_lora`.
-        """
+        """Adds LoRA to the backbone, before `fit`; the head stays trainable."""
         self.backbone.enable_lora(rank, target_layer_names)
 
     def _has_keras_hub_preprocessor(self):

@@ -35,9 +35,8 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
     """Arguments of `TextBackbone`.
 
     Args:
-        mask_padding: whether to mask padding: it is not attended to, routed or pooled.
-            If False, padding is treated like any other token, as in SigLIP, and
-            `"last"` pools the last position.
+        mask_padding: whether padding is excluded from attention, routing and pooling.
+            If not, as in SigLIP, `"last"` pools the last position.
         causal: whether tokens attend only to themselves and earlier tokens.
         pooling: `"first"`, `"last"`, `"end_of_text"`, `"average"` or `"max"` (see
             `keras_moe.layers.MaskedPooling`), or `"map"`, attention from a learned
@@ -47,8 +46,7 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
         projection_dim: size of the projection of the pooled vector; None for none.
         projection_bias: whether the projection has a bias, as in SigLIP.
         final_norm: whether to normalise the last block's tokens.
-        activation: activation of the feed-forward layers. OpenAI's weights use
-            `"quick_gelu"`, most others `"gelu"`.
+        activation: MLP activation. OpenAI's weights use `"quick_gelu"`, most `"gelu"`.
     """
 
     causal: bool = True
@@ -81,10 +79,8 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
 class TextBackbone(MoEBackbone):
     """A text transformer such as CLIP's, dense or with mixtures of experts.
 
-    With `moe=None` all blocks are dense; `moe=MoEConfig(moe_layers="every_2")` puts
-    experts in every second block. The defaults are the text tower of OpenAI's CLIP-B,
-    apart from its `projection_dim=512`. `routing` and `features` work as in
-    `ViTBackbone`.
+    The defaults are the text tower of OpenAI's CLIP-B, apart from its
+    `projection_dim=512`. `routing` and `features` work as in `ViTBackbone`.
 
     With token choice (the default), padding does not change the tokens of a text at
     inference. It does with routers such as expert choice, where capacity depends on the
@@ -94,18 +90,15 @@ class TextBackbone(MoEBackbone):
         dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
-    Input shape:
-        A dict of `"token_ids"`, integers (B, N) with N up to `max_length`;
-        `"padding_mask"`, (B, N), False for padding; and, if routers use modalities,
-        `"modality_ids"`, integers (B, N).
+    Input shape: dict of `"token_ids"`, integers (B, N) with N up to `max_length`;
+    `"padding_mask"`, (B, N), False for padding; and, if routers use modalities,
+    `"modality_ids"`, integers (B, N).
 
-    Output shape:
-        A dict of `"tokens"` (B, N, D), normalised, and `"pooled"` (B, D) or (B,
-        projection_dim).
+    Output shape: dict of `"tokens"` (B, N, D), normalised, and `"pooled"` (B, D) or (B,
+    projection_dim).
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.4; *Multimodal Contrastive Learning with LIMoE*.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4; *Multimodal Contrastive Learning with LIMoE*.
 
     Example:
 

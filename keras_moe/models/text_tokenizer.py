@@ -1,7 +1,4 @@
-"""Tokenizes captions into token ids and padding masks.
-
-Axes: B batch, N tokens.
-"""
+"""Tokenizes captions into token ids and padding masks. Axes: B batch, N tokens."""
 
 import contextlib
 import os
@@ -40,23 +37,19 @@ class TextTokenizer:
     padded to `max_length`. Longer captions lose tokens before the end token: the first
     one warns, and `num_truncated` counts them.
 
-    `dataset.map(tokenizer)` works on a `tf.data.Dataset` of captions or batches; it
-    calls back into Python and does not need TensorFlow Text. A task with this
-    preprocessor saves and loads it with its preset; otherwise use `save_to_preset` and
-    `TextTokenizer.from_preset`.
+    `dataset.map(tokenizer)` works on a `tf.data.Dataset` of captions or batches. Tasks
+    save and load their preprocessor; otherwise use `save_to_preset` and `from_preset`.
 
     Args:
-        tokenizer: `keras_hub.tokenizers.Tokenizer` with a vocabulary, such as
-            `CLIPTokenizer` or `SentencePieceTokenizer`.
+        tokenizer: `keras_hub.tokenizers.Tokenizer` with a vocabulary.
         max_length: N, the number of tokens per row.
         start_id: id before each caption, if any.
         end_id: id after each caption, if any.
         padding_id: id of padding.
-        lower_case: whether to lower-case captions first. CLIP's tokenizer always does.
+        lower_case: whether to lower-case captions first; CLIP's tokenizer always does.
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*,
-        section 2.4.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4.
 
     Example:
 
@@ -275,10 +268,7 @@ class TextTokenizer:
                 )
 
     def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
-        """Saves the tokenizer and its vocabulary to a preset folder.
-
-        `metadata.json` records the files' SHA-256, which loading verifies.
-        """
+        """Saves tokenizer, vocabulary and their SHA-256 to a preset folder."""
         folder = Path(preset_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save_to_preset(str(folder))

@@ -32,8 +32,7 @@ class TowerOutputs(NamedTuple):
 
     Attributes:
         tokens: (B, N, D), after the final norm if there is one.
-        routing: dict from block name to `Routing`. A token mixer with experts has its
-            own record over channels (B, D, E), such as "block_0/token_mixer".
+        routing: dict from the name of a block or token mixer to `Routing`.
         block_tokens: dict from block name to the tokens after it, (B, N, D).
     """
 
@@ -45,8 +44,7 @@ class TowerOutputs(NamedTuple):
 class Tower(NamedTuple):
     """The unbuilt layers of one encoder.
 
-    A plain tuple instead of a layer, so that weights keep their public paths, such as
-    `block_0/attention/query/kernel`.
+    A plain tuple, so that weights keep paths like `block_0/attention/query/kernel`.
 
     Attributes:
         embedding: layers from the input to tokens, in order.
@@ -90,8 +88,7 @@ class Tower(NamedTuple):
             tokens: (B, N, D).
             mask: optional booleans (B, N), False for padding.
             modality_ids: optional integers (B, N).
-            boundaries: positions at which to split an example's tokens into runs that
-                attend only within themselves.
+            boundaries: positions that cut examples into runs; attention is within runs.
         """
         x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
@@ -118,12 +115,7 @@ class Tower(NamedTuple):
         return (*self.embedding, *self.blocks, *norms)
 
     def parts(self, input_shape: tuple) -> tuple[list[Part], int, int]:
-        """Returns the parts with their costs, the number of tokens N, and D.
-
-        Args:
-            input_shape: shape of one input without the batch axis: (height, width,
-                channels) for images, (num_tokens,) for texts.
-        """
+        """Parts with costs, N and D, for an input shape without batch axis."""
         shape, embedding = tuple(input_shape), Cost()
         for layer in self.embedding:
             embedding += layer_cost(layer, shape)
@@ -304,11 +296,7 @@ def block_kind(block: keras.layers.Layer) -> str:
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
-    """Returns the cost of an unbuilt layer.
-
-    Layers without a `cost` method, such as Keras's, are built as a copy: only their
-    parameters count, not FLOPs.
-    """
+    """The cost of an unbuilt layer; without a `cost` method, only its parameters."""
     if hasattr(layer, "cost"):
         return layer.cost(shape)
     copy = type(layer).from_config(layer.get_config())

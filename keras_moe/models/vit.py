@@ -24,10 +24,9 @@ class ViTConfig(TransformerConfig, ImageConfig):
         class_token: whether to prepend a learned class token.
         position_embedding: `"learned"`, `"sincos"` (fixed sines and cosines; none for
             the class token) or None.
-        position_interpolation: how to resize learned position embeddings, and patch
-            kernels, when loading weights of another image or patch size: `"bilinear"`,
-            as in Google's releases, or `"bicubic"`, as in timm. See
-            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+        position_interpolation: how to resize learned positions and patch kernels when
+            loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
+            in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         embedding_norm: whether to normalise embedded tokens, as in CLIP.
         final_norm: whether to normalise the last block's tokens. If False, use a
             classifier with `pooled_norm`.
@@ -51,7 +50,6 @@ class ViTBackbone(ImageBackbone):
     """A vision transformer with dense or mixture-of-experts feed-forward layers.
 
     With `moe=None` it is a ViT, with `moe=MoEConfig(moe_layers="every_2")` a V-MoE.
-    Images are in [-1, 1].
 
     `backbone.routing` holds the symbolic routing record of each MoE block, so
     `keras.Model(backbone.input, backbone.routing).predict(images)` returns the routers'
@@ -65,15 +63,12 @@ class ViTBackbone(ImageBackbone):
         dtype: dtype policy; routing is always float32.
         **kwargs: `name` and `trainable`.
 
-    Input shape:
-        (B, height, width, channels).
+    Input shape: (B, height, width, channels), in [-1, 1].
 
-    Output shape:
-        (B, N, D): normalised tokens, starting with the class token if there is one.
+    Output shape: (B, N, D): normalised tokens, the class token (if any) first.
 
-    Reference:
-        *An Image is Worth 16x16 Words*; *Scaling Vision with Sparse Mixture of
-        Experts*.
+    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision with Sparse Mixture of
+    Experts*.
 
     Example:
 
@@ -115,8 +110,8 @@ class ViTImageClassifier(ImageClassifier):
         num_classes: number of classes.
         **kwargs: arguments of `ImageClassifier`.
 
-    Reference:
-        *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head).
+    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
+    head).
 
     Example:
 

@@ -51,11 +51,7 @@ def save_weights(
     max_shard_size: float | None = None,
     objects_to_skip: Sequence = (),
 ) -> None:
-    """Saves weights atomically; see `keras.saving.save_weights`.
-
-    HDF5 aborts the process if it cannot finish a file, so free disk space is checked
-    first.
-    """
+    """Saves weights atomically; checks disk space, since HDF5 aborts on a full disk."""
     path = Path(filepath)
     options = {
         "max_shard_size": max_shard_size,

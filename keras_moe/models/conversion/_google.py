@@ -1,8 +1,7 @@
 """Google's releases: ViT, AugReg, SAM, V-MoE, Soft MoE, MLP-Mixer, image-text.
 
 Reads all naming styles: modules of a block counted together (`LayerNorm_0,
-MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3`), counted by class, or named as
-in V-MoE.
+MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
 """
 
 from keras_moe.checks import check_image_shape

@@ -32,10 +32,7 @@ class TensorInfo(NamedTuple):
 
 
 class PublishedTensors(Mapping):
-    """A checkpoint as a mapping from names to `TensorInfo`; a context manager.
-
-    Only `read` loads values, and it does not keep them.
-    """
+    """A checkpoint as a mapping to `TensorInfo`; only `read` loads values."""
 
     def __init__(self, path: str | os.PathLike, tensors: dict[str, TensorInfo]):
         self.path = str(path)

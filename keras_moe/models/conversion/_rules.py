@@ -1,8 +1,7 @@
-"""Rules that convert between checkpoint tensors and weights.
+"""Rules between checkpoint tensors and weights. Axes: D hidden, N tokens.
 
-A rule names the tensors it reads and the shapes they need for a weight of a given
-shape, so that shapes are checked before reading. `make` creates the weight, and
-`tensor` inverts it. Axes: D hidden, N tokens.
+A rule names its tensors and the shapes that a weight needs. `make` creates the
+weight, and `tensor` inverts it.
 """
 
 import dataclasses
@@ -85,10 +84,7 @@ class Vector(Direct):
 
 @dataclass(frozen=True)
 class Matrix(Vector):
-    """A PyTorch kernel (outputs, inputs), or one of several in one tensor.
-
-    The weight has one input axis, or 2 (heads, head size) for the output of attention.
-    """
+    """A PyTorch kernel (outputs, inputs), or one of several in one tensor."""
 
     inputs: int = 1
 
@@ -396,10 +392,7 @@ def image_tower_rules(
     bias: str | None = None,
     axes: int = 1,
 ) -> dict:
-    """Rules of an image tower without its head.
-
-    `axes` is the number of leading axes of size 1 that the stored positions lack.
-    """
+    """Rules without the head; stored positions lack `axes` leading axes of size 1."""
     rules = {
         **patches(f"{names.patches}weight", bias, True, images),
         "position_embedding/embedding": Positions(names.positions, axes=axes),

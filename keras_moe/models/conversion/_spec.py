@@ -26,8 +26,7 @@ class ConversionSpec:
         task_arguments: arguments of the classifier; None without a head.
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
-        preprocessing: arguments of `ImagePreprocessor` without the image shape, if
-            known.
+        preprocessing: arguments of `ImagePreprocessor` without the image shape.
     """
 
     scheme: str
@@ -157,11 +156,7 @@ def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
 def image_tower_arguments(
     file: Any, names: TowerNames, overrides: dict, axes: int = 2, **settings: Any
 ) -> dict:
-    """Infers the arguments of an image tower from its tensors.
-
-    `axes` is the number of axes of the position embeddings; for `settings` see
-    `_block_arguments`.
-    """
+    """Infers arguments from tensors; `axes` is the rank of the position embeddings."""
     hidden_dim, channels, height, width = required(file, f"{names.patches}weight", 4)
     class_token = names.class_token in file
     rows = required(file, names.positions, axes)[-2]

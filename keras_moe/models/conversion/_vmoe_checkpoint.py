@@ -31,10 +31,7 @@ class _Chunk(NamedTuple):
 
 
 class VMoECheckpoint(PublishedTensors):
-    """The tensors of a V-MoE checkpoint.
-
-    Opening it reads the index and the shards' headers; values are read on demand.
-    """
+    """A V-MoE checkpoint's tensors; opening reads headers, values come on demand."""
 
     def __init__(self, prefix: str | os.PathLike):
         prefix = str(prefix).removesuffix(".index")
@@ -57,10 +54,7 @@ class VMoECheckpoint(PublishedTensors):
                 )
 
     def _scan(self, path):
-        """Finds the bytes of each chunk in a shard without reading them.
-
-        msgpack's own reader would load each piece, up to a GiB, to skip it.
-        """
+        """Finds each chunk's bytes without loading it, which msgpack's reader would."""
         names = list(self)
         with open(path, "rb", buffering=512) as stream:
             for _ in range(_number(stream)):

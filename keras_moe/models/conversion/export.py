@@ -1,7 +1,4 @@
-"""Exports weights in other libraries' formats, atomically.
-
-Axes: D hidden.
-"""
+"""Exports weights in other libraries' formats, atomically. Axes: D hidden."""
 
 import os
 from typing import Any, NamedTuple
@@ -154,9 +151,8 @@ class ExportedTower(NamedTuple):
     def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
         """Returns the weights without a patch bias, which CLIP does not have.
 
-        A bias from CLIP's image normalisation is unfolded: the kernel again expects
-        normalised images, with the fewest digits that give the same product. Any other
-        bias is added to the positions.
+        CLIP's image normalisation is unfolded into the kernel, with the fewest digits
+        that give the same product. Any other bias is added to the positions.
         """
         values = dict(self.values)
         bias, kernel = values.pop("patch_embedding/bias"), values[KERNEL]

@@ -36,7 +36,7 @@ class ConvertedWeight(NamedTuple):
     """A weight of the model and the tensors it was converted from.
 
     Attributes:
-        weight: path of the weight in the model.
+        weight: path of the weight.
         shape: shape of the weight.
         sources: dict from tensor name to shape.
         how: conversion steps, as text.
@@ -106,10 +106,7 @@ class ConversionReport(NamedTuple):
 
 
 class _ImageSizes(NamedTuple):
-    """The sizes of an image tower, in the source or in the model.
-
-    `prefix` starts the paths of its weights, `interpolation` resizes them.
-    """
+    """Sizes of an image tower, its weights' `prefix` and its `interpolation`."""
 
     prefix: str
     patch_size: tuple[int, int]
@@ -193,12 +190,7 @@ class PublishedWeights:
         model: keras.Model,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> ConversionReport:
-        """Fills a model's weights; errors name the file and the tensor.
-
-        Args:
-            model: backbone, or task with one.
-            progress: function of (done, total, name), called before each weight.
-        """
+        """Fills a model; `progress(done, total, name)` is called before each weight."""
         file, spec = self.file, self.spec
         sizes = _ImageSizes.of(spec.arguments)
         steps, new, ignored = self._match(model, sizes)

@@ -46,10 +46,7 @@ _WEIGHTS = tuple(f"{stem}{end}" for stem in _STEMS for end in (".safetensors", _
 
 
 def is_convertible(source: Any) -> bool:
-    """Whether `source` is a published checkpoint that `convert` reads.
-
-    Raises ValueError for refused ones, such as pickles.
-    """
+    """Whether `convert` reads `source`; raises ValueError for refused ones."""
     return _kind(source) is not None
 
 
@@ -71,10 +68,7 @@ def open_source(
     load_weights: bool = True,
     tower: str | None = None,
 ) -> tuple[PublishedTensors, ConversionSpec]:
-    """Opens a source of `convert`; returns its tensors, to be closed, and its spec.
-
-    `tower` is `"image"` or `"text"` for one tower of an image-text model.
-    """
+    """Opens a source of `convert`; returns its tensors, to be closed, and its spec."""
     check_convertible(source)
     kind = _kind(source)
     if kind == "hub":
