@@ -19,7 +19,7 @@ CHOICES = ("first", "all")
 class AuxiliaryFunction(NamedTuple):
     """A loss `compute(routing, router, mask, modality_ids, **options)`, (G,).
 
-    `options` are its options with their defaults; `reads` are what else it needs of a
+    `options` has its options and their defaults, and `reads` what else it needs of a
     router: `"selected"` (K) or `"noise"`.
     """
 
@@ -122,10 +122,7 @@ def _of_selected(loss: Callable) -> Callable:
 
 
 def _over_tokens(loss: Callable) -> Callable:
-    """A loss over all tokens, or over those of one modality.
-
-    Groups without such a token do not count in the mean over groups.
-    """
+    """A loss over all tokens or one modality's; groups without these do not count."""
 
     def compute(routing, router, mask, modality_ids, modality=None, **options):
         if modality is not None:

@@ -41,32 +41,27 @@ class AuxiliaryLoss:
     | `"target_entropy"` | tokens sure of K experts | K | `modality` |
     | `"merged_entropy"` | gates on K experts alone | K | `modality` |
 
-    Each is the function `keras_moe.losses.<name>_loss`; its docstring has the equation
-    and the paper.
+    The docstring of `keras_moe.losses.<name>_loss` has the equation and the paper.
 
     Args:
         function: name of a loss in the table, or a function `(routing, router, mask,
-            modality_ids, **options)` to the loss of each group, float32 (G,). A
-            function that is registered with Keras can be saved.
+            modality_ids, **options)` to float32 (G,), which must be registered with
+            Keras to be saved.
         weight: factor of the loss in the model's total loss. V-MoE has 0.005 for
             importance and load, Switch and MoE++ 0.01 for their balance, ST-MoE 0.001
             for router z, and CLIP-UP 0.01 for balance and 0.0001 for router z.
-        **options: options of the function. `choices` is `"first"`, to count only each
-            token's first choice as GShard, Switch and ST-MoE do for any K, or `"all"`,
-            to count all K. `modality` is the id of the modality whose tokens count,
-            None for all tokens; groups without any do not count. `threshold` is the
-            entropy above which the loss is 0, None for no threshold; LIMoE-H/14 has
-            log(4) for text and log(25) for images. `num_modalities` is M.
+        **options: options of the function. `choices` counts each token's `"first"`
+            choice, as in GShard, Switch and ST-MoE, or `"all"` K. `modality` is the id
+            of the modality whose tokens count, or None for all tokens. `threshold` is
+            the entropy above which the loss is 0, or None; LIMoE-H/14 has log(4) for
+            text and log(25) for images. `num_modalities` is M. The MoE layer warns of
+            thresholds above log E, whose loss cannot reach 0.
 
     Call arguments:
         routing: the `Routing`, by group.
         router: the router layer that made it.
         mask: boolean (G, S), False for tokens that do not count.
         modality_ids: int (G, S), the modality of each token.
-
-    Warns:
-        UserWarning: from the MoE layer, if `threshold` is above the logarithm of the
-            number of experts: the loss cannot reach 0.
 
     Example:
 
@@ -101,11 +96,7 @@ class AuxiliaryLoss:
         mask: Any = None,
         modality_ids: Any = None,
     ) -> Any:
-        """The weighted loss of each group, float32 (G,); the MoE layer takes the mean.
-
-        Where groups do not count, such as those without a loss's modality, theirs are
-        0, and the others' are multiplied so that the mean is of these alone.
-        """
+        """Weighted losses of groups (G,), whose mean is that of counted groups."""
         compute = self.function
         if not callable(compute):
             compute = FUNCTIONS[compute].compute
@@ -122,10 +113,7 @@ class AuxiliaryLoss:
             )
 
     def check_router(self, router: Any) -> None:
-        """Raises ValueError if the loss is not defined for this router.
-
-        A loss of weight 0 is never computed, and fits every router.
-        """
+        """Raises ValueError if the router lacks what a loss of weight > 0 reads."""
         if self.weight == 0 or callable(self.function):
             return
         if getattr(router, "modality_count", None):
@@ -147,13 +135,11 @@ class AuxiliaryLoss:
 class AggregateLoss:
     """The weighted mean of losses, times one weight: LIMoE's recipe.
 
-    The loss is `weight * sum_i w_i L_i / sum_i w_i` for losses L_i of weights w_i;
-    with equal weights that is the plain mean of the paper. It is called as an
-    `AuxiliaryLoss` is.
+    The loss is `weight * sum_i w_i L_i / sum_i w_i` for losses L_i of weights w_i. It
+    is called like an `AuxiliaryLoss`.
 
     Args:
-        losses: argument of `keras_moe.losses.get`: a dict from name to weight, or a
-            list of `AuxiliaryLoss`.
+        losses: dict from name to weight, or a list; see `keras_moe.losses.get`.
         weight: factor of the mean in the model's total loss; LIMoE uses 0.04.
 
     Reference: *LIMoE*, appendix B.1, "Final aggregated auxiliary loss".
@@ -218,42 +204,28 @@ def limoe_losses(
 ) -> AggregateLoss:
     """The auxiliary losses that LIMoE trains with: their plain mean, times a weight.
 
-    These are the importance, load and z losses over all tokens; a local entropy loss
-    for text; and a global entropy loss with a threshold for each modality. Each is
-    computed by group and averaged over groups (appendix E.5), those of a modality over
-    the groups that have it. The load loss needs noise: the router's `noise_std=1.0`.
-
-    The paper applies the local loss to text only (appendix E.1 and figure 38): images
-    are routed with confidence without it. Each modality's local and global loss counts
-    once in the mean; the paper leaves that open.
+    These are the importance, load and z losses over all tokens, a local entropy loss
+    for text, and a global entropy loss with a threshold for each modality. The losses
+    of a modality are averaged over the groups that have it, and each loss counts once
+    in the mean. The load loss needs noise: the router's `noise_std=1.0`.
 
     In configs and presets the arguments go under the name `"limoe"`:
     `"auxiliary_losses": {"limoe": {"thresholds": {"text": 2.4849, "image": 2.8332}}}`.
-    `LIMOE_LOSSES` has them for each published model by the name of its preset, and for
-    other routers: `"several_experts"` for K > 1, `"by_modality"` for a router per
-    modality (`num_modalities`), and `"expert_pools"` for disjoint experts, which need
-    no entropy losses (appendix E.3).
+    `LIMOE_LOSSES` has them for each published model, and for other routers:
+    `"several_experts"` for K > 1, `"by_modality"` for a router per modality, and
+    `"expert_pools"` for disjoint experts, which need no entropy losses (appendix E.3).
 
     Args:
         thresholds: entropy of each modality above which its global loss is 0, such as
-            `{"image": math.log(20), "text": math.log(9)}`, or None for no threshold. A
-            modality that is left out has no global loss. Use 0 for the negative
-            threshold of table 5, log(0.8): both mean no loss.
-        local_loss: name of the local loss: `"local_entropy"`, or for K > 1 experts
-            per token `"target_entropy"` or `"merged_entropy"` (appendix E.1), of which
-            the paper prefers the latter.
-        local_modalities: names of the modalities that have a local loss.
-        classic: names of losses over all tokens; leave `"load"` out for a router
-            without noise.
+            `{"image": math.log(20), "text": math.log(9)}`, or None for no threshold.
+            Other modalities have no global loss. For log(0.8) of table 5, which is
+            negative, use 0.
+        local_loss: `"local_entropy"`, or for K > 1 `"target_entropy"` or
+            `"merged_entropy"` (appendix E.1), of which the paper prefers the latter.
+        local_modalities: names of the modalities with a local loss.
+        classic: names of losses over all tokens; without noise, leave out `"load"`.
         modalities: names of the modalities in the order of their ids.
         weight: factor of the mean.
-
-    Returns:
-        An `AggregateLoss`, for `auxiliary_losses=[...]`.
-
-    Warns:
-        UserWarning: from the MoE layer, if a threshold is above log E: the loss cannot
-            reach 0. The paper itself has 25 for the images of 8 experts (appendix F.1).
 
     Reference: *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
 
@@ -309,13 +281,10 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
-        identifier: None; a dict from name to weight, or to a dict of `weight` and
-            options, with the names of `AuxiliaryLoss` and `"limoe"` for the arguments
-            of `limoe_losses`; or a list of `AuxiliaryLoss`, of `AggregateLoss` and of
-            their serialised configs.
-
-    Returns:
-        A list of `AuxiliaryLoss` and `AggregateLoss`.
+        identifier: None; a dict from the names of `AuxiliaryLoss` to weights, or to
+            dicts of `weight` and options, and from `"limoe"` to arguments of
+            `limoe_losses`; or a list of `AuxiliaryLoss`, `AggregateLoss` and their
+            serialised configs.
 
     Example:
 
@@ -382,9 +351,6 @@ def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
 
     Args:
         losses: list of `AuxiliaryLoss` and `AggregateLoss`.
-
-    Returns:
-        A list of JSON-serialisable configs.
 
     Example:
 

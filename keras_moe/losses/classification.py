@@ -10,11 +10,10 @@ from keras_moe.checks import check_class_labels, check_dropout
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SigmoidCrossentropy(keras.losses.Loss):
-    """Binary cross-entropy of each class's logit, summed over classes.
+    """Binary cross-entropy of each class's logit, summed over classes, as in V-MoE.
 
-    It is the loss of the multi-label heads of V-MoE and of JFT-like data. Keras's
-    `BinaryCrossentropy` averages over classes instead, which for 1,000 classes makes it
-    a thousand times smaller relative to the auxiliary losses.
+    Keras's `BinaryCrossentropy` averages over classes instead, which for 1,000 classes
+    makes it a thousand times smaller relative to the auxiliary losses.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
@@ -77,17 +76,14 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SparseSigmoidCrossentropy(SigmoidCrossentropy):
-    """`SigmoidCrossentropy` for labels given as class indices.
-
-    An example's indices stand for the vector with ones at them. The vector is not made,
-    so that tens of thousands of classes cost no more than their logits.
+    """`SigmoidCrossentropy` for labels given as class indices, without one-hot vectors.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
         label_smoothing: s; targets become `y (1 - s) + s / 2`.
         reduction: reduction of `keras.losses.Loss`.
         name: name of the loss.
-        dtype: dtype of `keras.losses.Loss`.
+        dtype: float32 or float64.
 
     Call arguments:
         y_true: (batch, labels), class indices, padded with -1. A repeated index counts

@@ -46,35 +46,27 @@ def softmax_contrastive_loss(
 
     With unit vectors x of images and y of texts, the logits are
     `L_ij = logit_scale * x_i . y_j`. An image's loss is
-    `-mean over its positives j of log softmax(L_i)_j`, a text's the same over the
-    columns of L. Without ids a pair's own text is the only positive.
+    `-mean over its positives j of log softmax(L_i)_j`, a text's the same over
+    the columns of L. Without ids a pair's own text is the only positive.
 
     Args:
-        image_embeddings: float (B, D). The loss divides them by their norm.
+        image_embeddings: float (B, D), which the loss normalises.
         text_embeddings: float (B, D), likewise.
-        logit_scale: scalar, the inverse temperature: the exponential of the learned
-            logarithm; see `keras_moe.losses.TEMPERATURES`.
-        direction: `"image_to_text"` for the mean over images, `"text_to_image"` for
-            that over texts, or `"both"` for the mean of the two.
-        image_ids: int (B,), equal for pairs with the same image: their texts are all
-            positives of that image.
+        logit_scale: scalar, the inverse temperature itself, not its logarithm.
+        direction: `"image_to_text"`, `"text_to_image"`, or `"both"` for their mean.
+        image_ids: int (B,), equal for pairs with the same image, which are positives.
         text_ids: int (B,), equal for pairs with the same caption, likewise.
-        sample_weight: float (B,), weight of each pair in the mean. A pair of weight 0
-            is no negative of the others, either.
-        chunk_size: number of texts whose logits are in memory at a time, which saves
-            memory for large batches and recomputes the logits for the gradient. None
-            for all at once.
+        sample_weight: float (B,), weight of each pair; at 0 it is no negative, either.
+        chunk_size: number of texts per chunk of logits, to save memory; None for all.
         similarity_dtype: dtype to which the unit vectors are rounded, such as
             `"bfloat16"` in LIMoE. Their products and sums are float32 in any case.
 
-    Returns:
-        float32 scalar: the weighted mean over pairs; 0 if no pair counts.
+    Returns: float32 scalar: the weighted mean over pairs; 0 if no pair counts.
 
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*
-        (CLIP), figure 3; *CLIP-UP*, equation 1. With several positives: *Supervised
-        Contrastive Learning*, equation 2, and *Unified Contrastive Learning in
-        Image-Text-Label Space*, equations 3 and 4.
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*
+    (CLIP), figure 3; *CLIP-UP*, equation 1. With several positives: *Supervised
+    Contrastive Learning*, equation 2, and *Unified Contrastive Learning in
+    Image-Text-Label Space*, equations 3 and 4.
 
     Example:
 
@@ -149,29 +141,20 @@ def sigmoid_contrastive_loss(
     for all others. Without ids a pair's own text is the only positive.
 
     Args:
-        image_embeddings: float (B, D). The loss divides them by their norm.
+        image_embeddings: float (B, D), which the loss normalises.
         text_embeddings: float (B, D), likewise.
-        logit_scale: scalar, the inverse temperature: the exponential of the learned
-            logarithm; see `keras_moe.losses.TEMPERATURES`.
+        logit_scale: scalar, the inverse temperature itself, not its logarithm.
         logit_bias: scalar, the learned bias.
-        image_ids: int (B,), equal for pairs with the same image: their texts are all
-            positives of that image.
+        image_ids: int (B,), equal for pairs with the same image, which are positives.
         text_ids: int (B,), equal for pairs with the same caption, likewise.
-        sample_weight: float (B,), weight of each pair's image in the mean. The text of
-            a pair of weight 0 is no negative of the others, either.
-        chunk_size: number of texts whose logits are in memory at a time, which saves
-            memory for large batches and recomputes the logits for the gradient. None
-            for all at once.
-        similarity_dtype: dtype to which the unit vectors are rounded, such as
-            `"bfloat16"`. Their products and sums are float32 in any case.
+        sample_weight: float (B,), weight of each image; at 0 its text is no negative.
+        chunk_size: number of texts per chunk of logits, to save memory; None for all.
+        similarity_dtype: dtype to round unit vectors to; their products are float32.
 
-    Returns:
-        float32 scalar: the weighted mean over images, summed over texts; 0 if no pair
-        counts.
+    Returns: float32 scalar: the weighted mean over images, summed over texts; 0 if no
+    pair counts.
 
-    Reference:
-        *Sigmoid Loss for Language Image Pre-Training* (SigLIP), section 3.2 and
-        Algorithm 1.
+    Reference: *Sigmoid Loss for Language Image Pre-Training* (SigLIP), section 3.2.
 
     Example:
 
@@ -214,9 +197,7 @@ def _sigmoid_losses(pairs, logit_scale, logit_bias):
 class ContrastiveLoss(keras.losses.Loss):
     """A loss of the embeddings of image-text pairs, which needs no labels.
 
-    The loss belongs to a whole batch, not to one output of the model. A model therefore
-    passes all its outputs to the loss in its `compute_loss`, and adds its auxiliary
-    losses:
+    A model passes all its outputs to the loss in its `compute_loss`:
 
     ```python
     class ContrastiveModel(keras.Model):
@@ -234,14 +215,11 @@ class ContrastiveLoss(keras.losses.Loss):
             return sum(self.losses, self.loss(y, y_pred, sample_weight))
     ```
 
-    `fit` then takes `x` alone. Ids of images and captions, where there are any, are
-    `y`; padded pairs of a last batch have `sample_weight` 0. The reduction is the
-    weighted mean over pairs, so that padding leaves the loss as it is without it.
+    `fit` then takes `x` alone, or ids of images and captions as `y`. Padded pairs have
+    `sample_weight` 0: the loss is the weighted mean over pairs.
 
     Args:
-        multi_positive: whether pairs with the same image or caption id are positives
-            of each other. Otherwise the ids are ignored, and these pairs are
-            negatives: `count_duplicate_pairs` counts them.
+        multi_positive: whether pairs with an equal id are positives, not negatives.
         chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
@@ -372,9 +350,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
 
 class Temperature(NamedTuple):
-    """How the scale and the bias of contrastive logits are learned.
-
-    A model learns `log(scale)`, so that the scale stays positive.
+    """Initial scale and bias of contrastive logits; a model learns `log(scale)`.
 
     Attributes:
         scale: initial scale of the logits, the inverse temperature.
@@ -405,17 +381,12 @@ TEMPERATURES = {
 
 @keras.saving.register_keras_serializable("keras_moe")
 class LogScaleBound(keras.constraints.Constraint):
-    """Bounds a learned logarithm of the logits' scale after each step.
+    """Constraint that bounds a learned logarithm of the logits' scale after each step.
 
-    It is a `constraint` of the weight: with a bound in the loss, a weight beyond it
-    would have no gradient and never come back.
+    With a bound in the loss instead, a weight beyond it would have no gradient.
 
     Args:
-        largest_scale: upper bound of the scale, 100 in CLIP.
-
-    Reference:
-        *Learning Transferable Visual Models From Natural Language Supervision*
-        (CLIP), section 2.5.
+        largest_scale: upper bound of the scale, 100 in CLIP (section 2.5).
 
     Example:
 
@@ -440,16 +411,12 @@ def count_duplicate_pairs(
 ) -> Any:
     """The number of pairs that share their image or caption with another pair.
 
-    A contrastive loss without `multi_positive` takes these for negatives. Memory is
-    linear in the batch.
+    A contrastive loss without `multi_positive` takes these for negatives.
 
     Args:
         image_ids: int (B,), equal for pairs with the same image; None if unknown.
         text_ids: int (B,), equal for pairs with the same caption; None if unknown.
         sample_weight: float (B,), 0 for padding, which does not count.
-
-    Returns:
-        int32 scalar.
 
     Example:
 

@@ -1,11 +1,9 @@
 """A batch of image-text pairs as the contrastive losses read it, whole or in chunks.
 
 In chunks only B x C of the B x B logits exist at a time, and the gradient recomputes
-them. The loop is over texts, not images: on several devices each then has the logits of
-its own images, and all read the same chunk of texts.
+them. The loop is over texts, so that each of several devices keeps its own images.
 
-Axes: B pairs, C texts of a chunk, D embedding, P texts with the padding of the last
-chunk.
+Axes: B pairs, C texts of a chunk, D embedding, P texts with padding to full chunks.
 """
 
 from typing import Any, NamedTuple
@@ -24,11 +22,10 @@ NEVER = -1e30
 
 
 class Pairs(NamedTuple):
-    """What the losses read of a batch.
+    """Unit vectors, float32 (B, D), and weights of pairs, float32 (B,).
 
-    `images` and `texts` are unit vectors, float32 (B, D); `weights` are float32 (B,);
-    `counted` is float32 (B,), 0 for pairs of weight 0; `keys` are tensors int (B,), of
-    which positives have one in common.
+    `counted` is float32 (B,), 0 for pairs of weight 0; positives have an equal key in
+    one of the `keys`, int (B,).
     """
 
     images: Any
@@ -304,11 +301,7 @@ def _softmax_backward(chunk_size, residuals, of_images, of_texts, *_):
 
 
 def _gradients(chunks, images, texts, logit_scale, gradient_of_logits, *by_text):
-    """The gradients in images, texts, scale and bias.
-
-    `gradient_of_logits` takes the similarities (B, C) of a chunk and its parts of
-    `by_text`.
-    """
+    """Gradients in images, texts, scale and bias by chunk, from those in the logits."""
     by_text = [chunks.pad(x) for x in (texts, *by_text)]
 
     def step(number, carry):
@@ -338,9 +331,9 @@ def _counted_positives(keys, part_keys, counted, part_counted):
 
 
 def _cross_entropy(top, log_total, target, num_positives):
-    """`top + log_total - target / num_positives`, or 0 without a positive.
+    """`top - target / num_positives + log_total`, or 0 without a positive.
 
-    The largest logit is subtracted first: where it is the target, nothing cancels.
+    The largest logit comes first: where it is the target, nothing cancels.
     """
     loss = (top - target / ops.maximum(num_positives, 1.0)) + log_total
     return ops.where(num_positives > 0, loss, 0.0)

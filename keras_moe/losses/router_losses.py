@@ -2,8 +2,8 @@
 
 Axes: G groups, S group_size, E experts, K selected experts, M modalities.
 
-Entropies H use the natural logarithm, and 0 log 0 = 0. A modality's loss is the loss
-over its tokens: pass `mask=modality_ids == m`, without the padding.
+Entropies H use the natural logarithm, and 0 log 0 = 0. For a modality's loss, pass
+`mask=modality_ids == m`, without the padding.
 """
 
 import math
@@ -32,9 +32,7 @@ def importance_loss(logits: Any, mask: Any = None) -> Any:
         logits: float32 (G, S, E), without noise.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): `(std / mean)^2` over experts (population std) of
-        `sum_s softmax(logits)`.
+    Returns: float32 (G,): `(std / mean)^2` over experts of `sum_s softmax(logits)`.
 
     Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
@@ -68,9 +66,6 @@ def load_loss(
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,).
-
     Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
     Example:
@@ -98,22 +93,18 @@ def load_balance_loss(
     """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
 
     f_e is the fraction of choices that fall on expert e, which has no gradient, and P_e
-    is the mean gate of e. The papers count each token's first choice alone, also where
-    a token goes to two experts (GShard, ST-MoE and CLIP-UP). With
-    `num_selected_experts=K` all K choices count equally.
+    is the mean gate of e.
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
         mask: boolean (G, S), False for tokens that do not count.
-        num_selected_experts: number of choices of each token that count: 1, the first
-            choice, or K, all.
+        num_selected_experts: number of choices of each token that count: 1, as in the
+            papers (for any K), or K.
 
-    Returns:
-        float32 (G,), 1 for a balanced load.
+    Returns: float32 (G,), 1 for a balanced load.
 
-    Reference:
-        *GShard*, section 2.2 and Algorithm 1; *Switch Transformers*, equations 4 to
-        6; *ST-MoE*, appendix A.
+    Reference: *GShard*, section 2.2 and Algorithm 1; *Switch Transformers*, equations 4
+    to 6; *ST-MoE*, appendix A.
 
     Example:
 
@@ -147,14 +138,10 @@ def heterogeneous_balance_loss(
 
     Args:
         gates: float32 (G, S, E), the softmax of the logits.
-        selected: float32 (G, S, E), 1 where the token selects the expert, served or
-            not, else 0. It has no gradient.
+        selected: float32 (G, S, E), 1 for selected experts, served or not; no gradient.
         expert_types: numbers of experts of each type.
         tau: weight of zero-computation experts.
         mask: boolean (G, S), False for tokens that do not count.
-
-    Returns:
-        float32 (G,).
 
     Reference: *MoE++*, equation 7.
 
@@ -183,8 +170,7 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
         logits: float32 (G, S, E).
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
+    Returns: float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
 
     Reference: *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 2.2.
 
@@ -206,9 +192,7 @@ def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
         logits: float32 (G, S, E), without noise.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): the mean over tokens of `H(softmax(logits))`, from 0 to log E;
-        0 for a group in which no token counts.
+    Returns: float32 (G,): the mean over tokens of `H(softmax(logits))`, at most log E.
 
     Reference: *LIMoE*, section 2.2.2.
 
@@ -229,18 +213,12 @@ def global_entropy_loss(
 
     Args:
         logits: float32 (G, S, E), without noise.
-        threshold: entropy tau above which the loss is zero: about `exp(tau)` experts
-            in use are enough. None has no threshold.
+        threshold: entropy tau above which the loss is zero: about `exp(tau)` experts in
+            use are enough; None for none. Warns above log E: the loss cannot reach 0.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): `max(0, tau - H(p))` with p the mean over tokens of
-        `softmax(logits)`, or `-H(p)` without a threshold; 0 for a group in which no
-        token counts.
-
-    Warns:
-        UserWarning: if `threshold` is above log E, the largest entropy: the loss cannot
-            reach 0.
+    Returns: float32 (G,): `max(0, tau - H(p))` with p the mean over tokens of
+    `softmax(logits)`, or `-H(p)` without a threshold; 0 if no token counts.
 
     Reference: *LIMoE*, section 2.2.2 and appendix B.2.
 
@@ -273,20 +251,15 @@ def mutual_information_loss(
 ) -> Any:
     """Negative mutual information of experts and modalities: experts should specialise.
 
-    Every modality has the same weight, however many tokens it has.
-
     Args:
         logits: float32 (G, S, E), without noise.
-        modality_ids: int (G, S), the modality of each token, from 0 to M - 1. A token
-            with another id does not count.
+        modality_ids: int (G, S), modalities from 0 to M - 1; other ids do not count.
         num_modalities: M.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): `mean_m H(p_m) - H(mean_m p_m)` with p_m the mean of
-        `softmax(logits)` over the tokens of modality m. It is at least -log M.
-        A modality without a token in a group is left out of the group's means: with
-        one modality or none the loss is 0.
+    Returns: float32 (G,), at least -log M: `mean_m H(p_m) - H(mean_m p_m)` with p_m the
+    mean of `softmax(logits)` over the tokens of modality m. Means are over the
+    modalities that a group has, so with one or none the loss is 0.
 
     Reference: *LIMoE*, appendix B.1.
 
@@ -323,9 +296,7 @@ def target_entropy_loss(
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): `(log K - local_entropy_loss)^2`; 0 for a group in which no
-        token counts.
+    Returns: float32 (G,): `(log K - local_entropy_loss)^2`; 0 if no token counts.
 
     Reference: *LIMoE*, appendix E.1.
 
@@ -354,9 +325,8 @@ def merged_entropy_loss(
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens that do not count.
 
-    Returns:
-        float32 (G,): the mean over tokens of `H([sum of the K largest gates, sum of
-        the rest])`; 0 for a group in which no token counts.
+    Returns: float32 (G,): the mean over tokens of `H([sum of the K largest gates, sum
+    of the rest])`.
 
     Reference: *LIMoE*, appendix E.1.
 
@@ -410,11 +380,7 @@ def warn_of_unreachable_threshold(threshold: float | None, num_experts: int) -> 
 
 
 def _entropy(p):
-    """-sum_e p log p over the last axis, with a finite gradient at p = 0.
-
-    The gradient is -(log p + 1); the softmax behind it multiplies that by p, and
-    0 times infinity would be NaN. Logits far apart and logits of -inf give p = 0.
-    """
+    """-sum_e p log p over the last axis, with a finite gradient at p = 0."""
     return -ops.sum(p * ops.log(ops.maximum(p, TINY)), axis=-1)
 
 
@@ -445,10 +411,7 @@ def token_mean(values: Any, mask: Any = None) -> Any:
 
 
 def over_counted_groups(losses: Any, counted: Any) -> Any:
-    """Losses (G,) whose mean is that of the groups that count, boolean (G,).
-
-    The losses of other groups are 0, and all losses if no group counts.
-    """
+    """Losses (G,), zeroed and scaled so that their mean is that of counted groups."""
     counted = ops.cast(counted, "float32")
     share = ops.mean(counted)
     return losses * counted / ops.where(share > 0, share, 1.0)

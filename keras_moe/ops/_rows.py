@@ -1,7 +1,6 @@
 """Gathers of rows and their weighted sums, whose gradients gather rows, too.
 
-Autodiff would scatter, although the plan has the inverse index: on CPUs a scatter of
-rows costs several times the gather.
+The plan has the inverse index, and on CPUs autodiff's scatters cost several gathers.
 
 Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden.
 """
@@ -17,8 +16,7 @@ from keras_moe.ops.primitives import custom_gradient, take
 def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
     """`table[rows]` (R, D), and zeros where `rows` is -1.
 
-    `readers` (M, K) is the inverse index: the rows of the result that read each row of
-    the table, -1 for none.
+    `readers` (M, K) are the result's rows that read each row of the table, or -1.
     """
     kernels = _kernels(table)
     if kernels is not None:
@@ -29,8 +27,7 @@ def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
 def combine_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
     """`sum over k of weights[:, k] * table[rows[:, k]]`, float32 (T, D).
 
-    `weights` and `rows` are (T, K); `readers` (M,) is the token that reads each row of
-    the table, -1 for none.
+    `weights`, `rows` are (T, K); `readers` (M,) is each table row's token, or -1.
     """
     kernels = _kernels(table)
     if kernels is not None:

@@ -50,10 +50,7 @@ def project(
 def nonzero_threshold(
     values: Any, number: Any, guess: Any = None, width: Any = None
 ) -> Any:
-    """A threshold with at most `number` values of a row above it.
-
-    There are fewer only if values equal to the threshold fill up the rest.
-    """
+    """A threshold with at most `number` values of a row above it, fewer for ties."""
     if guess is None and isinstance(number, int) and number <= 4:
         # The largest of the rest, `number` times: a search is slow for many rows.
         threshold = max_along(values, axis=-1, keepdims=True)
@@ -421,8 +418,7 @@ def _laplacian(weights):
 def _sample_index(real, num_tokens, axis):
     """The index of the sample's tokens, or None if all tokens are in it.
 
-    Images lie in rows and columns, so a stride might see one column alone: multiples
-    of the golden ratio fall evenly into every one. Padding comes last.
+    Multiples of the golden ratio fall evenly into an image's columns, unlike strides.
     """
     if isinstance(num_tokens, int) and num_tokens < 2 * SAMPLE:
         return None

@@ -28,24 +28,19 @@ def expert_capacity(
 ) -> Any:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
-    Like the released code, it multiplies from left to right in float64 before it
-    rounds. `"round"` rounds halves to even numbers.
+    It multiplies from left to right in float64; `"round"` rounds halves to even.
 
     Args:
-        num_tokens: S, tokens per group: an integer, or a scalar integer tensor where
-            TensorFlow traces with an unknown number of tokens.
+        num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
         num_experts: E, number of experts.
         capacity_factor: c, slots per assignment.
         num_selected_experts: K, experts per token; 1 for expert choice.
-        rounding: `"ceil"` or `"round"`.
-        multiple_of: rounds the capacity up to a multiple of this; None does not.
+        rounding: `"ceil"`, as in V-MoE, or `"round"`.
+        multiple_of: rounds the capacity up to a multiple of this, 4 in V-MoE; or None.
 
-    Returns:
-        An int, or a scalar int32 tensor if `num_tokens` is a tensor.
+    Returns: An int, or a scalar int32 tensor if `num_tokens` is a tensor.
 
-    Reference:
-        *Routers in Vision Mixture of Experts*, section 2.1; V-MoE uses
-        `"ceil"` and multiples of 4.
+    Reference: *Routers in Vision Mixture of Experts*, section 2.1.
 
     Example:
 
@@ -76,31 +71,25 @@ def heterogeneous_capacity(
 ) -> tuple[Any, Any]:
     """The capacities of FFN and of zero-computation experts, equation 8 of *MoE++*.
 
-    With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert,
-    and tau times that for an FFN expert: a smaller tau leaves more tokens to the
-    experts that cost nothing.
+    With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert, and
+    tau times that for an FFN expert: a smaller tau leaves more tokens to the experts
+    that cost nothing.
 
-    The paper calls T the number of tokens, each of which goes to K=2 experts. At its
-    gamma of 1.1 that would drop almost half of all choices. Its training framework
-    counts assignments, S K, and so does this function. Without zero-computation
-    experts it is `expert_capacity`.
-
-    It computes with fractions, so that a capacity of 88 does not become 89 by a
-    rounding error.
+    The paper calls T the number of tokens, each of which goes to K=2 experts; at its
+    gamma of 1.1 that would drop almost half of all choices. As in its training
+    framework, T is S K here. The computation is exact, in fractions.
 
     Args:
-        num_tokens: S, tokens per group; an integer, or a scalar integer tensor.
+        num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
         expert_types: number of experts of each type.
         tau: an FFN expert's capacity over that of a zero-computation expert.
         capacity_factor: gamma.
         num_selected_experts: K, experts per token.
         rounding: `"ceil"` or `"round"`; the paper leaves it open.
-        multiple_of: rounds the FFN experts' capacity up to a multiple of this; None
-            does not.
+        multiple_of: rounds the FFN experts' capacity up to a multiple of this; or None.
 
-    Returns:
-        `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is a
-        tensor; the second is None without zero-computation experts.
+    Returns: `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is
+    a tensor; the second is None without zero-computation experts.
 
     Example:
 

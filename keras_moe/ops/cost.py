@@ -11,8 +11,7 @@ class Cost(NamedTuple):
     Attributes:
         parameters: number of trained parameters.
         active_parameters: number of parameters that a token uses, on average.
-        flops: floating-point operations of the matmuls in a forward pass, 2 for each
-            multiply-add.
+        flops: FLOPs of the forward pass's matmuls, 2 for each multiply-add.
 
     Example:
 

@@ -31,23 +31,17 @@ _MANY = 512
 
 
 def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
-    """The alpha-entmax of logits: a distribution with zeros.
+    """The alpha-entmax of logits: a distribution with zeros and an exact gradient.
 
-    `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau
-    at which it sums to 1. At alpha = 2 it is sparsemax; softmax is the limit at 1. The
-    gradient is exact.
+    `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau at
+    which it sums to 1. At alpha = 2 it is sparsemax; softmax is the limit at 1.
 
     Args:
         logits: float tensor; half precision is computed in float32.
         alpha: alpha, above 1 and at most 2.
         axis: axis over which the result sums to 1.
 
-    Returns:
-        A tensor like `logits`.
-
-    Reference:
-        *Sparse Sequence-to-Sequence Models* (Peters, Niculae, Martins); muMoE's expert
-        coefficients.
+    Reference: *Sparse Sequence-to-Sequence Models* (Peters, Niculae, Martins).
 
     Example:
 
@@ -75,13 +69,7 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 
 
 class Source(NamedTuple):
-    """Tensors from which 1.5-entmax over the last axis can be recomputed.
-
-    Attributes:
-        scores: logits, (..., N).
-        top: largest of them, (..., 1).
-        tau: threshold, (..., 1).
-    """
+    """Scores (..., N), their maximum and tau (..., 1), which give 1.5-entmax again."""
 
     scores: Any
     top: Any
@@ -91,8 +79,7 @@ class Source(NamedTuple):
 def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
     """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
 
-    It saves memory where the scores are kept anyway: the gates are recomputed from
-    their source, without a search for the threshold.
+    It saves memory where scores are kept anyway: tau makes recomputing gates cheap.
     """
 
     def forward(scores):
@@ -142,8 +129,7 @@ def entmax_power(alpha: float) -> float:
 def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
     """`solve` by `keras.ops`, in a given number of Newton's steps.
 
-    The steps solve |max(z - tau, 0)|_q = 1, a norm that is convex in tau, from below,
-    where they cannot overshoot.
+    |max(z - tau, 0)|_q = 1 is convex in tau: steps from below cannot overshoot.
     """
     scores, power = ops.convert_to_tensor(scores), entmax_power(alpha)
     # Only differences count, and the largest becomes 0: nothing overflows.

@@ -24,23 +24,16 @@ def expert_choice(
 ) -> SlotPlan:
     """Fills each expert's slots with the C tokens of largest affinity, best first.
 
-    All experts serve equally many tokens; a token may be served by several experts or
-    by none. Ties go to the lowest token.
+    A token may be served by several experts or by none. Ties go to the lowest token.
 
     Args:
-        affinity: float32 (G, S, E), by which an expert takes its tokens; -inf forbids
-            a pair.
+        affinity: float32 (G, S, E), by which experts take tokens; -inf forbids a pair.
         gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         capacity: C, slots per expert and group; at most S.
-        mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
-            stay empty where fewer than C tokens are left.
+        mask: boolean (G, S), False for tokens (padding) that no expert takes.
         normalize_gates: `"after"` divides a token's gates by their sum over the experts
             that took it (*CLIP-UP*, appendix B.3); None leaves them as they are.
-        filled_slots: integers (G,), how many of the C slots an expert may fill in each
-            group; None fills all.
-
-    Returns:
-        A `SlotPlan`.
+        filled_slots: integers (G,), slots that an expert may fill in a group, or None.
 
     Reference: *Routers in Vision Mixture of Experts*, Algorithm 2.
 

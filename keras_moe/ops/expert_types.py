@@ -15,8 +15,7 @@ class ExpertTypes(NamedTuple):
         ffn: number of feed-forward experts, which have weights and capacity slots.
         zero: number of experts that give 0.
         copy: number of experts that give the token back.
-        constant: number of experts that give a mixture of the token and a trained
-            vector.
+        constant: number of experts that mix the token and a trained vector.
 
     Reference: *MoE++*, section 3.1; the last three are its zero-computation experts.
 
@@ -71,12 +70,8 @@ def expert_types(
         num_ffn_experts: N_FFN, at least 1.
         zero_experts: n_zero, at least 0.
         copy_experts: n_copy, at least 0.
-        constant_experts: n_const, at least 0, or `"auto"` for equation 10 of *MoE++*,
-            max(N_FFN / 4 - n_zero - n_copy, 1), rounded down. (For 8 FFN experts it
-            gives 1, where the paper's Table 2 has 2.)
-
-    Returns:
-        `ExpertTypes`.
+        constant_experts: n_const, at least 0, or `"auto"`: max(N_FFN // 4 - n_zero -
+            n_copy, 1), equation 10 of *MoE++* (1 for 8 FFN experts, 2 in its Table 2).
 
     Example:
 

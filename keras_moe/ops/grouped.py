@@ -16,19 +16,13 @@ from keras_moe.ops.kernels.block_loops import Weights
 def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     """Multiplies each row by the kernel of its expert; the rows are sorted by expert.
 
-    The first `group_sizes[0]` rows are expert 0's, the next `group_sizes[1]` rows
-    expert 1's, and so on. No expert has a capacity: cost and memory grow with the
-    number of rows, however they are distributed.
-
     Args:
         rows: (R, D), any float dtype. On TensorFlow, R may be unknown in a graph.
         kernels: (E, D, H), in the dtype of `rows`.
-        group_sizes: (E,), int: the number of rows of each expert, with a sum of at
-            most R.
+        group_sizes: (E,), int: the rows of each expert, with a sum of at most R.
 
-    Returns:
-        (R, H) in the dtype of `rows`. The rows after the last group belong to no
-        expert: their outputs and gradients are zeros, whatever they hold.
+    Returns: (R, H) in the dtype of `rows`. The rows after the last group belong to no
+    expert: their outputs and gradients are zeros, whatever they hold.
 
     Example:
 
@@ -76,14 +70,12 @@ def grouped_mlp(
     """Puts each row through the MLP of its expert; the rows are sorted by expert.
 
     `output(activation(hidden(x)))`, or with a gate `output(activation(gate(x)) *
-    hidden(x))`, where each layer is a `grouped_matmul`. Rows without an expert cost
-    nothing. The gradient keeps what the activation reads, and recomputes the rest;
-    without a gradient no (R, H) array is written.
+    hidden(x))`, where each layer is a `grouped_matmul`. The gradient keeps what the
+    activation reads, and recomputes the rest.
 
     Args:
         rows: (R, D), any float dtype. On TensorFlow, R may be unknown in a graph.
-        group_sizes: (E,), int: the number of rows of each expert, with a sum of at
-            most R.
+        group_sizes: (E,), int: the rows of each expert, with a sum of at most R.
         hidden_kernel: (E, D, H), in the dtype of `rows`, as all weights are.
         output_kernel: (E, H, D).
         activation: function of a tensor (rows, H), which acts on each row alone. It
@@ -93,9 +85,8 @@ def grouped_mlp(
         gate_kernel: (E, D, H), or None for no gate.
         gate_bias: (E, H), or None.
 
-    Returns:
-        (R, D) in the dtype of `rows`. The rows after the last group belong to no
-        expert: their outputs and gradients are zeros, whatever they hold.
+    Returns: (R, D) in the dtype of `rows`. The rows after the last group belong to no
+    expert: their outputs and gradients are zeros, whatever they hold.
 
     Example:
 
@@ -200,11 +191,7 @@ def _check_mlp(rows, group_sizes, **weights):
 
 
 def _checked(tensors, first, shapes):
-    """The arguments that are not None as tensors, and the group sizes as int32.
-
-    `shapes` returns the expected shapes of the kernels and biases from the sizes of
-    the `first` kernel.
-    """
+    """The given arguments as checked tensors; `shapes` expects them from `first`'s."""
     tensors = {
         name: ops.convert_to_tensor(x) for name, x in tensors.items() if x is not None
     }

@@ -1,8 +1,8 @@
-"""Initial values without waiting: one compiled function for all shapes, or none drawn.
+"""Initial values by one compiled function for all shapes, or without drawing any.
 
 On JAX Keras compiles once for each shape and distribution, which takes seconds for a
-small model; `FastInitializer` can go when it no longer does. `skip_init` saves drawing
-weights that are loaded anyway, and the memory for a second copy of them.
+small model; `FastInitializer` can go when it no longer does. `skip_init` is for weights
+that are loaded anyway.
 """
 
 import contextlib

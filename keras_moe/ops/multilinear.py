@@ -4,9 +4,9 @@ Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
 
     y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L] x[i],
 
-computed in factorised form: no tensor of size N x I x O is built. The factors W is
-made of (`TensorSpec`) are those of *Multilinear Mixture of Experts*, section 3.1.1 and
-appendix C: matrices (N, R) in CP and Tucker, cores (R, N, S) of a ring in TR.
+computed in factorised form: no tensor of size N x I x O is built. The factors of W are
+those of *Multilinear Mixture of Experts*, section 3.1.1 and appendix C: matrices (N, R)
+in CP and Tucker, cores (R, N, S) of a ring in TR.
 """
 
 import itertools
@@ -67,10 +67,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one token's matmuls in factorised form.
-
-        Elementwise products are not counted, as in the paper.
-        """
+        """Multiply-adds of one token's factorised matmuls (no elementwise products)."""
         total = sum(map(math.prod, self.factor_shapes))
         if self.factorization == "tr":
             narrow, first, *others = self.rank
@@ -111,9 +108,8 @@ def multilinear(
     """muMoE's forward pass of one layer: equations 1 to 3, and 15 to 18 of appendix B.
 
     `inputs` are (..., I), or (..., I - 1), to which a constant 1 is added; there is a
-    tensor (..., N_l) of `coefficients` for each level. `projected` is the product of
-    the inputs and `input_factor`, if it is known. `sources` has the `Source` of each
-    level's coefficients, which the gradient keeps instead of them.
+    tensor (..., N_l) of `coefficients` for each level. `projected` is the inputs times
+    `input_factor`, if known; `sources` has each level's `Source`, kept instead.
     """
     if factorization is None:
         (tensor,) = factors
@@ -248,8 +244,7 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
 def projections(inputs: Any, *factors: Any) -> tuple[Any, ...]:
     """The products of the inputs (..., I) and each factor, (..., R) or (..., R S).
 
-    A factor with I + 1 rows has a row for a constant input 1. In the backward pass the
-    factors are one: the gradient in the inputs is one matmul, not a sum of several.
+    A factor of I + 1 rows adds a constant input 1. The inputs' gradient is one matmul.
     """
 
     def forward(inputs, *factors):
@@ -285,11 +280,7 @@ def _project_gradients(kept, *upstream):
 
 
 def _mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
-    """The product of coefficients (..., N) and a factor.
-
-    The gradient keeps the `source` of the coefficients instead of them, if there is
-    one. It closes over no tensor.
-    """
+    """Coefficients (..., N) times a factor; the gradient keeps a `source` instead."""
     count = len(source)
 
     def forward(coefficients, factor, *source):
@@ -312,9 +303,8 @@ def _merged_matmul(
     """`merge(*parts)` by the closing factor; only these are kept for the gradient.
 
     The merged parts, which would be most of the layer's memory, are recomputed in the
-    backward pass; this is cheap next to the matmuls. `gradients(upstream, *parts)` are
-    those of `merge`. The gradient keeps the source of a part instead of it, if there is
-    one.
+    backward pass. `gradients(upstream, *parts)` are those of `merge`. A part's source,
+    if there is one, is kept instead of it.
     """
     sources = sources or [()] * len(parts)
     flat = [tensor for source in sources for tensor in source]

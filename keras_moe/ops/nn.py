@@ -14,8 +14,7 @@ from keras_moe.ops.primitives import custom_gradient
 def gelu_tanh(x: Any) -> Any:
     """`0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, the GELU of the JAX models.
 
-    PyTorch's kernel for the tanh takes two to four times that for the erf form on a
-    CPU: there the same function is computed as `x sigmoid(2 u)`.
+    PyTorch's tanh kernel is slow on CPUs: there it is computed as `x sigmoid(2 u)`.
     """
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import nn_torch
@@ -34,8 +33,7 @@ def gelu_tanh_reference(x: Any) -> Any:
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
     """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
 
-    A boolean mask broadcasts to (B, h, N, M). Keras's form on PyTorch copies its inputs
-    and asks for flash attention, a question that `torch.compile` cannot read.
+    A boolean mask broadcasts to (B, h, N, M). `torch.compile` cannot read Keras's form.
     """
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import nn_torch
@@ -53,11 +51,7 @@ def attend_reference(
 
 
 def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
-    """`inputs @ kernel + bias` over the last axes of the inputs.
-
-    On PyTorch it is one call, which adds the bias while it multiplies. XLA and
-    TensorFlow's compiler do so by themselves.
-    """
+    """`inputs @ kernel + bias` over the last axes, in one call on PyTorch."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import nn_torch
 
@@ -79,8 +73,8 @@ def standardize(
 ) -> tuple[Any, Any, Any]:
     """`y = (x - mean) / sqrt(variance + epsilon)`, mean and variance over some axes.
 
-    Only entries of the `mask` count for the statistics. The gradient keeps y, and not
-    x. With s = 1 / sqrt(variance + epsilon) and means over the same axes, it is
+    Only entries of the `mask` count for these. The gradient keeps y, and not x. With
+    s = 1 / sqrt(variance + epsilon) and means over the same axes, it is
 
         dx = s (dy - mean(dy) - y mean(dy y)).
     """

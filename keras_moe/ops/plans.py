@@ -1,18 +1,17 @@
 """Plans: which tokens each expert gets, and the weights of its outputs.
 
-Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden,
-R rows (G x S x K), Z experts that act in place.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden, R
+rows (G x S x K), Z experts that act in place.
 
 Equation 2 of *Routers in Vision Mixture of Experts* writes an MoE layer with a dispatch
 tensor D and a combine tensor C of shape (G, S, E, C),
 
     MoE(X)[t] = sum over e, c of C[t, e, c] * Expert_e(X^T D[:, e, c]).
 
-Soft routing fills both (`SoftPlan`). The sparse plans keep the nonzero entries, by the
-choices of the tokens (`RoutingPlan`), by the slots of the experts (`SlotPlan`) or,
-without a capacity, by row (`RaggedPlan`). A `HeterogeneousPlan` adds experts without
-slots. All are NamedTuples of tensors, so that they pass through every
-transformation of the backends, and have the same methods:
+Soft routing fills both (`SoftPlan`). The sparse plans keep the nonzero entries, by
+token (`RoutingPlan`), by slot (`SlotPlan`) or, without a capacity, by row
+(`RaggedPlan`). A `HeterogeneousPlan` adds experts without slots. All are NamedTuples of
+tensors with the same methods:
 
 - `dispatch(tokens)` fills the experts' slots or rows, and `combine(outputs)` sums the
   experts' outputs for each token;
@@ -34,18 +33,13 @@ from keras_moe.ops.primitives import take, vmap_groups
 class Routing(NamedTuple):
     """What a router did: float32 arrays for losses, gating residuals and analysis.
 
-    A router returns it by group; the MoE layer returns it aligned with its own
-    tokens, so the leading axes are then (batch, tokens).
+    Routers return it by group, MoE layers aligned with their own tokens: (B, N, E).
 
     Attributes:
-        logits: (G, S, E). The router's logits, without noise. Soft routers have one
-            for each slot: (G, S, E, C).
-        noisy_logits: the logits that routed: with noise while training, and scaled
-            where a router scales them; equal to `logits` otherwise; the same shape.
-        affinity: (G, S, E). The matrix that allocated the slots: the gates, or a
-            transport plan.
-        gates: (G, S, E). The softmax of `noisy_logits` over experts, or over all slots
-            and summed over an expert's.
+        logits: (G, S, E), without noise; (G, S, E, C) for soft routers.
+        noisy_logits: the logits that routed, with noise and scaling; same shape.
+        affinity: (G, S, E). What allocated the slots: the gates, or a transport plan.
+        gates: (G, S, E). The softmax of `noisy_logits`, summed over an expert's slots.
         dispatched: (G, S, E). 1 where the expert served the token, else 0; for soft
             routers the token's share of the expert's slots, summed over these.
         combined: (G, S, E). The weight of the expert in the token's output.
@@ -68,14 +62,12 @@ class Routing(NamedTuple):
 class DensePlan(NamedTuple):
     """The dispatch tensor D and the combine tensor C of equation 2, for any plan.
 
-    Its memory grows with G x S x E x C: use it for inspection, and for small groups on
-    TPUs.
+    Its memory grows with G x S x E x C: for inspection, and for small groups on TPUs.
 
     Attributes:
         dispatch_weights: boolean (G, S, E, C). D, whether the token is in the slot; for
             soft routing float32, the token's weight in the slot.
-        combine_weights: float32 (G, S, E, C). C, the weight of the slot in the token's
-            output.
+        combine_weights: float32 (G, S, E, C). C, the slot's weight in the output.
 
     Example:
 
@@ -124,10 +116,8 @@ class SoftPlan(NamedTuple):
     """Soft routing: slots are mixtures of tokens, and outputs mixtures of slots.
 
     Attributes:
-        dispatch_weights: float32 (G, S, E, C). Each slot's weights of the tokens, which
-            sum to 1 (to 0 if no token counts).
-        combine_weights: float32 (G, S, E, C). Each token's weights of the slots, which
-            sum to 1 (to 0 if the token is masked).
+        dispatch_weights: float32 (G, S, E, C). Sums to 1 over tokens (0 if all masked).
+        combine_weights: float32 (G, S, E, C). Sums to 1 over slots (0 if masked).
 
     Reference: *Routers in Vision Mixture of Experts*, equations 10 and 11.
 
@@ -172,10 +162,9 @@ class RoutingPlan(NamedTuple):
 
     Attributes:
         slot_tokens: int32 (G, E, C). The token in each slot, -1 where empty.
-        token_slots: int32 (G, S, K). The flat slot `expert * C + position` of each
-            choice of each token, -1 where the choice was dropped.
-        combine_weights: float32 (G, S, K). The weight of each choice in the token's
-            output, 0 where the choice was dropped.
+        token_slots: int32 (G, S, K). Each choice's flat slot `expert * C + position`,
+            -1 where the choice was dropped.
+        combine_weights: float32 (G, S, K). Each choice's weight, 0 where dropped.
 
     Example:
 
@@ -203,12 +192,8 @@ class RoutingPlan(NamedTuple):
     def dispatch(self, tokens: Any) -> Any:
         """Fills the slots from the tokens: `X^T D` of equation 2.
 
-        Args:
-            tokens: (G, S, D), any float dtype.
-
-        Returns:
-            The experts' inputs (G, E, C, D) in the dtype of `tokens`; empty slots hold
-            zeros.
+        Tokens (G, S, D) of any float dtype give the experts' inputs (G, E, C, D) in
+        that dtype; empty slots hold zeros.
         """
         tokens = _check("tokens", tokens, self.token_slots.shape[:2])
 
@@ -224,12 +209,8 @@ class RoutingPlan(NamedTuple):
     def combine(self, outputs: Any) -> Any:
         """Sums each token's expert outputs, weighted by `combine_weights`.
 
-        Args:
-            outputs: the experts' outputs (G, E, C, D), any float dtype.
-
-        Returns:
-            Tokens (G, S, D) in the dtype of `outputs`, summed in float32. A token whose
-            choices were all dropped gets zeros.
+        Outputs (G, E, C, D) of any float dtype give tokens (G, S, D) in that dtype,
+        summed in float32. A token whose choices were all dropped gets zeros.
         """
         outputs = _check("outputs", outputs, self.slot_tokens.shape)
 
@@ -257,26 +238,14 @@ class RoutingPlan(NamedTuple):
         )
 
     def assignments(self) -> tuple[Any, Any]:
-        """The experts that served each token, and their weights.
-
-        Returns:
-            `(dispatched, combined)`, both float32 (G, S, E): 1 where the expert served
-            the token, and the expert's weight in the token's output.
-        """
+        """1 where an expert served a token, and its weight, float32 (G, S, E)."""
         _, num_experts, capacity = ops.shape(self.slot_tokens)
         # floor(-1 / C) = -1 matches no expert: dropped choices vanish.
         chosen = ops.floor_divide(self.token_slots, capacity)
         return one_hot_choices(chosen, self.combine_weights, num_experts)
 
     def of_experts(self, experts: Any) -> "RoutingPlan":
-        """The plan of some experts only; no other expert may serve a token.
-
-        Args:
-            experts: increasing ids of the experts.
-
-        Returns:
-            A plan whose expert i is this plan's expert `experts[i]`.
-        """
+        """The plan of experts with these increasing ids only, renumbered from 0."""
         num_experts = self.slot_tokens.shape[1]
         capacity = ops.shape(self.slot_tokens)[2]
         is_served = self.token_slots >= 0
@@ -306,10 +275,9 @@ class SlotPlan(NamedTuple):
 
     Attributes:
         slot_tokens: int32 (G, E, C). The token in each slot, -1 where empty.
-        token_slots: int32 (G, S, E). The flat slot `expert * C + position` in which
-            the expert serves the token, -1 where it does not.
-        slot_weights: float32 (G, E, C). The weight of the slot in its token's output,
-            0 where empty.
+        token_slots: int32 (G, S, E). The flat slot `expert * C + position` in which the
+            expert serves the token, -1 where it does not.
+        slot_weights: float32 (G, E, C). The slot's weight in its token's output, or 0.
 
     Example:
 
@@ -398,11 +366,10 @@ class RaggedPlan(NamedTuple):
     """Token choice without capacity: as many rows as there are choices, by expert.
 
     Attributes:
-        row_tokens: int32 (R,). The token of each row as `group * S + token`, sorted
-            by expert and then by token; rows of masked tokens come last, as -1.
+        row_tokens: int32 (R,). The token of each row as `group * S + token`, sorted by
+            expert and then by token; rows of masked tokens come last, as -1.
         token_rows: int32 (G, S, K). The row of each choice, -1 where not routed.
-        combine_weights: float32 (G, S, K). The weight of each choice in the token's
-            output, 0 where not routed.
+        combine_weights: float32 (G, S, K). Each choice's weight, 0 where not routed.
         token_experts: int32 (G, S, K). The expert of each choice, E where not routed.
         group_sizes: int32 (E,). The number of rows of each expert.
 
@@ -472,15 +439,13 @@ class RaggedPlan(NamedTuple):
 class HeterogeneousPlan(NamedTuple):
     """Token choice among experts, the last of which act on tokens in place.
 
-    Dispatch and combine move the tokens of the experts that have slots or rows;
-    `in_place_weights` weigh the outputs of the others, which are added to these.
+    Dispatch and combine move the tokens of the experts that have slots or rows; the
+    outputs of the others are added to these.
 
     Attributes:
-        plan: a `RoutingPlan` or `RaggedPlan` of the experts that have slots or rows;
-            choices of the others count as dropped there.
+        plan: a `RoutingPlan` or `RaggedPlan` of the experts that have slots or rows.
         in_place: float32 (G, S, Z). 1 where the expert serves the token, else 0.
-        in_place_weights: float32 (G, S, Z). The expert's weight in the token's output,
-            0 where it does not serve the token.
+        in_place_weights: float32 (G, S, Z). The expert's weight, 0 where it does not.
 
     Reference: *MoE++*, section 3.1: zero-computation experts.
 

@@ -1,8 +1,4 @@
-"""Building blocks that `keras.ops` lacks or that its backends do differently.
-
-Custom gradients, reductions of empty tensors, a stable top-k, powers, and a `vmap` over
-groups for models on several devices.
-"""
+"""Building blocks that `keras.ops` lacks or that its backends do differently."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +16,8 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
     """`forward(*inputs)[0]`, differentiated by `backward`.
 
     `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
-    gradient for each input, None for those without. `keras.ops.custom_gradient` would
-    keep all inputs on PyTorch, and any output that the gradient closes over until the
-    garbage collector runs.
+    gradient or None for each input. On PyTorch, `keras.ops.custom_gradient` would keep
+    all inputs, and outputs until the garbage collector runs.
     """
     inputs = [ops.convert_to_tensor(x) for x in inputs]
     if keras.backend.backend() == "torch":
@@ -59,9 +54,8 @@ def on_several_devices() -> bool:
 def vmap_groups(function: Callable, *arrays: Any) -> Any:
     """`function(*arrays)`, vectorized over the groups on several devices.
 
-    On one device it is fastest to flatten all groups into one table. A partitioner
-    then cannot know that an index stays within its group, and gathers all groups on
-    every device; vectorized over groups, each device computes its own.
+    On one device, one flat table is fastest. On several, a partitioner would then
+    gather all groups on every device, since an index might leave its group.
     """
     if not on_several_devices():
         return function(*arrays)

@@ -34,37 +34,29 @@ def sparse_transport(
     """The transport plan of largest utility among those with few nonzeros.
 
     Maximises `sum(plan * utility) - sum(plan**2) / 2` over plans whose rows sum to 1
-    and columns to S / E, with at most C nonzeros in a column (side `"expert"`) or K
-    in a row (`"token"`): equation 9 of *Routers in Vision Mixture of Experts*. Its
+    and columns to S / E, with at most C nonzeros in a column (side `"expert"`) or K in
+    a row (`"token"`): equation 9 of *Routers in Vision Mixture of Experts*. Its
     semi-dual is minimised over potentials of the other side, and the plan is each
     expert's (token's) projection at the minimum. So the marginals of `side` and the
     bound hold exactly, the other marginals nearly. Entries that are equal go to the
     lowest index.
 
-    Two solvers minimise the semi-dual:
-
-    - `"newton"` smooths the choice of nonzeros and takes Newton steps while the
-      smoothing shrinks. Few steps suffice, for the smooth problem has few unknowns
-      (one or two per expert); most run on a sample of the tokens.
-    - `"adam"` is the published one: steps of Adam from zero, each of which needs an
-      exact projection, until a gradient's norm is at most 1e-3.
+    `"newton"` smooths the choice of nonzeros and takes Newton steps, most of them on a
+    sample of the tokens, while the smoothing shrinks. `"adam"` is the published solver:
+    steps of Adam, each with an exact projection, until the gradient's norm is 1e-3.
 
     Args:
-        utility: float32 (G, S, E), such as the softmax of a router's logits; about
-            1 or less in size. A pair of utility -inf is forbidden: its plan is 0.
+        utility: float32 (G, S, E), about 1 or less in size; -inf forbids a pair.
         side: bound side, `"expert"` or `"token"`.
-        max_nonzeros: bound C or K, an integer or a scalar integer tensor; None does
-            not bound the nonzeros.
-        solver: name of the solver, `"newton"` or `"adam"`. A JAX model that is exported
-            as a SavedModel needs Adam: TensorFlow lacks JAX's linear solver.
+        max_nonzeros: bound C or K, an int or a scalar integer tensor; None for none.
+        solver: `"newton"` or `"adam"`. A JAX model that is exported as a SavedModel
+            needs Adam: TensorFlow lacks JAX's linear solver.
         iterations: steps of the solver; None takes 10 of Newton, 20 of Adam.
         learning_rate: learning rate of Adam.
-        mask: boolean (G, S), False for tokens (padding) that are not transported;
-            None transports every token. Columns sum to a share of the others.
+        mask: boolean (G, S), False for tokens (padding) that are not transported.
 
-    Returns:
-        A `Transport`. Gradients flow through the last projection, as if potentials
-        and nonzeros were constants.
+    Returns: A `Transport`. Gradients flow through the last projection, as if potentials
+    and nonzeros were constants.
 
     Reference: - [Liu et al., 2023](https://arxiv.org/abs/2209.15466)
 

@@ -47,29 +47,23 @@ def token_choice(
     token's other choices stand. Ties go to the lowest expert.
 
     Args:
-        affinity: float32 (G, S, E), by which tokens choose experts and queue for them;
-            in V-MoE the gates themselves.
+        affinity: float32 (G, S, E), by which tokens choose experts; the gates in V-MoE.
         gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
-        priority: order in which the tokens of a group are served:
-            `"first_come"` as they stand, `"max_gate"` by decreasing largest
-            affinity (batch priority routing of V-MoE), `"sum_gates"` by decreasing
-            sum of the K largest (*LIMoE*, appendix E.1); or numbers (G, S), of which
-            the smallest goes first. Ties keep their order.
-        mask: boolean (G, S), False for tokens (padding) that are not routed and
-            use no capacity; None routes every token.
+        priority: order in which tokens are served: `"first_come"`; `"max_gate"` by
+            decreasing largest affinity (batch priority routing of V-MoE); `"sum_gates"`
+            by decreasing sum of the K largest (*LIMoE*, appendix E.1); or numbers (G,
+            S), the smallest first. Ties keep their order.
+        mask: boolean (G, S), False for tokens (padding) that are not routed.
         normalize_gates: `"before"` divides the gates by the sum of the token's K,
-            `"after"` by the sum of those that got a slot (*CLIP-UP*, appendix B.3),
-            and None leaves them as they are.
-        in_place_experts: Z, the number of experts at the end of the axis that act on
-            tokens in place and have no slots.
-        in_place_capacity: number of tokens that each of these serves in a group; None
-            for no limit.
+            `"after"` by the sum of those that got a slot (*CLIP-UP*, appendix B.3), and
+            None leaves them as they are.
+        in_place_experts: Z, number of last experts that act in place, without slots.
+        in_place_capacity: tokens that each of these serves in a group; None for all.
         available: boolean (E,), False for experts of which choices are dropped.
 
-    Returns:
-        A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`.
+    Returns: A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
     Example:
 
@@ -141,10 +135,7 @@ class _Queues(NamedTuple):
 
 
 def _sorted_queues(experts, order, num_queues):
-    """One sort of integers serves every queue at once.
-
-    A choice's position in its queue is its rank less that of the queue's start.
-    """
+    """One sort for all queues: a position is a rank less that of its queue's start."""
     num_groups, num_tokens, num_choices = shape = ops.shape(experts)
     if order is not None:
         experts = ops.take_along_axis(experts, ops.expand_dims(order, -1), axis=1)
@@ -204,24 +195,19 @@ def dropless_token_choice(
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
-    The choices of all groups are sorted by expert into rows, so that memory grows with
-    the tokens and not with the load of the busiest expert. `token_choice` with room
-    for every choice gives the same outputs.
+    Outputs are those of `token_choice` with room for every choice, but memory grows
+    with the tokens and not with the load of the busiest expert.
 
     Args:
-        affinity: float32 (G, S, E), by which tokens choose experts; ties go to the
-            lowest expert.
+        affinity: float32 (G, S, E), by which tokens choose; ties take the lowest.
         gates: float32 (G, S, E), the combine weights. Only these have a gradient.
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
-        normalize_gates: see `token_choice`; the choices of unavailable experts are the
-            only ones that are dropped.
-        in_place_experts: Z, the number of experts at the end of the axis that act on
-            tokens in place and have no rows.
+        normalize_gates: see `token_choice`; only unavailable experts drop choices.
+        in_place_experts: Z, number of last experts that act in place, without rows.
         available: boolean (E,), False for experts of which choices are dropped.
 
-    Returns:
-        A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
+    Returns: A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
     Reference: *Routers in Vision Mixture of Experts*, equation 1.
 
@@ -312,10 +298,7 @@ def _weights(gates, kept, normalize_gates):
 
 
 def top_experts(affinity, gates, num_selected_experts):
-    """The K experts of largest affinity, ties to the lowest, and their gates.
-
-    `affinity` and `gates` are (G, S, E); returns int32 and float32 (G, S, K).
-    """
+    """The K experts of largest affinity, ties to the lowest, and gates, (G, S, K)."""
     # K passes of argmax, since `top_k` orders ties differently on each backend.
     index = ops.arange(ops.shape(affinity)[-1], dtype="int32")
     # A taken expert gets -inf, and no other entry may have that.
@@ -338,8 +321,7 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
         affinity: float32 (G, S, E); ties take the lowest expert.
         num_selected_experts: K, experts per token.
 
-    Returns:
-        float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
+    Returns: float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
 
     Example:
 

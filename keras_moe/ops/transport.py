@@ -18,15 +18,13 @@ BLOCK = 5
 class Transport(NamedTuple):
     """A transport plan between tokens and experts, and its marginals.
 
-    A balanced plan gives each token a mass of 1 and each expert S / E. Solvers stop
-    before that; the marginals show how near the plan is.
+    A balanced plan gives each token a mass of 1 and each expert S / E; the marginals
+    show how near a solver's plan is. S counts the tokens that are not masked.
 
     Attributes:
         plan: float32 (G, S, E), not negative.
-        row_marginals: float32 (G, S). The mass of each token; 1 if exact, and 0 for
-            masked tokens.
-        column_marginals: float32 (G, E). The mass of each expert; S / E if exact,
-            where S counts the tokens that are not masked.
+        row_marginals: float32 (G, S). The mass of each token, 0 if masked.
+        column_marginals: float32 (G, E). The mass of each expert.
 
     Example:
 
@@ -71,10 +69,9 @@ def sinkhorn(
 ) -> Transport:
     """The balanced plan of largest affinity and entropy.
 
-    Equation 8 of *Routers in Vision Mixture of Experts*: maximises
-    `<P, logits> - <P, log P>` over plans P whose rows sum to 1 and whose columns sum
-    to S / E. Each iteration scales the columns, then the rows: rows are exact, columns
-    approach S / E.
+    Maximises `<P, logits> - <P, log P>` over plans P whose rows sum to 1 and whose
+    columns sum to S / E. Each iteration scales the columns, then the rows: rows are
+    exact, columns approach S / E.
 
     Args:
         logits: float32 (G, S, E); -inf forbids a pair.
@@ -82,9 +79,6 @@ def sinkhorn(
         tolerance: error of the experts' masses, relative to S / E, at which each group
             stops; None runs all iterations. No gradient flows with a tolerance.
         mask: boolean (G, S), False for tokens (padding) that have no mass.
-
-    Returns:
-        A `Transport`.
 
     Reference: *Routers in Vision Mixture of Experts*, equation 8.
 

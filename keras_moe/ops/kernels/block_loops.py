@@ -2,17 +2,13 @@
 
 Axes: R rows, E experts, D hidden, H mlp, N blocks.
 
-XLA wants static shapes, and padding to the busiest expert is too expensive. The rows
-stay where they are. Each expert's rows are cut into full blocks and one block for
-the rest, whose static size is the next one in a short table. For each size in the
-table one loop runs over the blocks of that size, as many as there happen to be, and
-updates the output in place. (One loop with a switch over the sizes copies its
+XLA wants static shapes, and padding to the busiest expert is too expensive. Each
+expert's rows are cut into full blocks and one block for the rest, whose static size is
+the next one in a short table. For each size one loop runs over the blocks of that size
+and updates the output in place. (One loop with a switch over the sizes copies its
 output in every step on CPUs.) A block that is longer than its rows reads its
-neighbours' rows too; their outputs are not written.
-
-For an MLP each block goes through all layers of its expert, so that its hidden rows
-stay in a cache. (A matmul of few rows is slow, and a block takes a copy of the weights:
-short tiles that waste fewer rows are slower.)
+neighbours' rows too; their outputs are not written. For an MLP each block goes through
+all layers of its expert, so that its hidden rows stay in a cache.
 """
 
 import math
@@ -237,10 +233,7 @@ def activate(activation, hidden, gate=None):
 def mlp_forward(
     rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
 ) -> tuple[Any, tuple]:
-    """Each row through the MLP of its expert.
-
-    Returns the outputs (R, D) and what the activation reads, (R, H) each, if `keep`.
-    """
+    """Outputs (R, D) of the experts' MLPs, and activation inputs (R, H) if `keep`."""
     num_experts, _, width = weights.hidden_kernel.shape
     sizes = block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = padded(rows, sizes[-1])
@@ -272,11 +265,7 @@ def mlp_backward(
     upstream: Any,
     vjp: Callable,
 ) -> tuple[Any, Weights]:
-    """The gradients of `mlp_forward` in the rows and the weights.
-
-    `vjp` is that of the backend: from a function and its inputs to the outputs and a
-    function from their gradient to those of the inputs.
-    """
+    """The gradients of `mlp_forward` in rows and weights; `vjp` is the backend's."""
     num_experts = weights.hidden_kernel.shape[0]
     sizes = block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = padded(rows, sizes[-1])

@@ -24,10 +24,7 @@ def for_xla():
 
 
 def for_gradients():
-    """Whether a tape records what runs now.
-
-    Even without one, gradients of a function that has been traced may be asked for.
-    """
+    """Whether a tape records what runs now, or may ask a traced function's gradient."""
     return record.could_possibly_record()
 
 

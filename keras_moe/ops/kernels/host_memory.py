@@ -1,8 +1,7 @@
 """Tensors that share memory with NumPy arrays, so that large weights exist once.
 
-Backends copy arrays that they make tensors of, unless the array is aligned for vector
-instructions and owned by nothing else. It can go when Keras loads weights without a
-copy.
+Backends copy arrays unless these are aligned and owned by nothing else. It can go when
+Keras loads weights without a copy.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Attention, tanh GELU and dense products on PyTorch in fewer passes than Keras's.
 
-Attention can go when Keras asks `torch.compile` nothing that it cannot answer, GELU
-when PyTorch's CPU kernel for the tanh form is as fast as that for the erf form, and the
-dense product when Keras's layers call `addmm`. The last two change last digits.
+Attention can go when Keras's works with `torch.compile`, GELU when PyTorch's tanh form
+is as fast as its erf form, and the dense product when Keras calls `addmm`. The last two
+change last digits.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Initial values on JAX by one compiled function, where `jax.random` has one a shape.
 
-`jax.random` compiles once for each shape and distribution, which takes longer than
-drawing: a small model has a dozen of them. The values are the same. This can go when
-building a model compiles nothing.
+Compiling takes longer than drawing. The values are the same. This can go when building
+a model compiles nothing.
 """
 
 import functools
@@ -72,11 +71,7 @@ def _draw(shape, seed, bounds, is_normal, limits):
 
 @functools.cache
 def _block() -> Callable:
-    """The compiled function of a block of values, for every shape and distribution.
-
-    The counters of `jax.random`'s generator are the flat indices of the values in the
-    array, so blocks give the same values.
-    """
+    """The compiled function of a block of values, by their flat indices."""
     import jax
     from jax import lax
     from jax.extend.random import threefry_2x32

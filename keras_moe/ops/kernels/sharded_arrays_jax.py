@@ -24,9 +24,8 @@ def placed(value: np.ndarray, sharding: Any) -> Any:
 def with_shards(value: Any) -> Any:
     """The same array, with readable `addressable_shards`.
 
-    With one device in each process, `jax.device_put` of a local array to all processes
-    gives an array whose shards JAX (0.10.2) does not find. Keras initializes biases
-    this way.
+    With one device per process, JAX (0.10.2) does not find the shards of a local array
+    put to all processes, as Keras does with biases.
     """
     try:
         value.addressable_shards  # noqa: B018
