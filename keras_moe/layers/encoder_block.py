@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
+import itertools
 from typing import Any
 
 import keras
@@ -175,6 +176,12 @@ class EncoderBlock(Layer):
         return tokens + dropped_out(self.depth_layer, branch, training)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
+        ends = (0, *boundaries, tokens.shape[1] or float("inf"))
+        if any(start >= end for start, end in itertools.pairwise(ends)):
+            raise ValueError(
+                "Expected boundaries to increase, between 0 and the number of tokens "
+                f"{tokens.shape[1]}; received: boundaries={boundaries}"
+            )
         # Slices: TensorFlow cannot split an axis of unknown size, as in exported texts.
         mixed = []
         for start, end in zip((0, *boundaries), (*boundaries, None)):

@@ -180,8 +180,15 @@ class ExpertKernels(Layer):
 
     # Low-rank adaptation
 
-    def enable_lora(self, rank: int, lora_alpha: float | None = None) -> None:
+    def enable_lora(
+        self,
+        rank: int,
+        lora_alpha: float | None = None,
+        a_initializer: Any = "he_uniform",
+        b_initializer: Any = "zeros",
+    ) -> None:
         """Freezes all weights and adds a low-rank update to each kernel."""
+        a_initializer = PerExpert(a_initializer)
         rank = check_integer("rank", rank)
         if not self.built or self.lora_enabled:
             raise ValueError(
@@ -193,9 +200,8 @@ class ExpertKernels(Layer):
             for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
                 name = kernel.removesuffix("_kernel")
                 a, b = (num_experts, inputs, rank), (num_experts, rank, outputs)
-                he_uniform = PerExpert("he_uniform")
-                self._add(f"{name}_lora_a", a, he_uniform, dtype="float32")
-                self._add(f"{name}_lora_b", b, "zeros", dtype="float32")
+                self._add(f"{name}_lora_a", a, a_initializer, dtype="float32")
+                self._add(f"{name}_lora_b", b, b_initializer, dtype="float32")
         for name in self._weight_names:
             getattr(self, name).trainable = False
         self.lora_enabled = True

@@ -45,7 +45,9 @@ class Layer(keras.layers.Layer):
             if "__init__" not in vars(cls):
                 continue
             for name in argument_names(cls):
-                config[name] = _stored(getattr(self, name))
+                # A subclass may store an argument elsewhere, and add it to the config.
+                if hasattr(self, name):
+                    config[name] = _stored(getattr(self, name))
         return config
 
 

@@ -339,7 +339,13 @@ def _plain_pruning(pruning):
             f"blocks to experts; received: pruning={pruning!r}"
         )
     check_argument_names(pruning, ["method", "kept_experts", "removed"], "pruning")
-    return {"method": METHODS[0], "removed": True, **plain_value(pruning)}
+    pruning = {"method": METHODS[0], "removed": True, **plain_value(pruning)}
+    check_one_of("method", pruning["method"], METHODS)
+    check_bool("removed", pruning["removed"])
+    for experts in pruning["kept_experts"].values():
+        for expert in experts:
+            check_integer("kept_experts", expert, 0)
+    return pruning
 
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.checks import (
@@ -471,8 +472,9 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
 
 def _check_size(rank):
     """Checks an integer, or a fraction of the input size."""
-    is_fraction = isinstance(rank, float) and 0 < rank <= 1
-    return rank if is_fraction else check_integer("rank", rank)
+    if isinstance(rank, (float, np.floating)) and 0 < rank <= 1:
+        return float(rank)
+    return check_integer("rank", rank)
 
 
 def resolved_rank(rank: Any, inputs: int) -> Any:

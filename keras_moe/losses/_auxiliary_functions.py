@@ -38,7 +38,8 @@ def checked_options(name: str, options: dict) -> dict:
     if options.get("modality") is not None:
         options["modality"] = check_integer("modality", options["modality"], 0)
     if "num_modalities" in options:
-        check_integer("num_modalities", options["num_modalities"])
+        count = check_integer("num_modalities", options["num_modalities"])
+        options["num_modalities"] = count
     if "threshold" in options:
         options["threshold"] = router_losses.check_threshold(options["threshold"])
     return options

@@ -128,7 +128,7 @@ class Chunks:
 
     def __init__(self, batch: Any, size: int):
         # A batch that is smaller than a chunk needs no padding.
-        self.size = min(size, batch) if isinstance(batch, int) else size
+        self.size = max(1, min(size, batch)) if isinstance(batch, int) else size
         self.count = (batch + self.size - 1) // self.size
         self.padding = self.count * self.size - batch
         self.batch = batch

@@ -39,6 +39,16 @@ def mumoe(kind, num_experts=4, **arguments):
     return layers.MuMoE(4, num_experts, kind, **arguments)
 
 
+def pruned(kept_experts=0, **arguments):
+    kept = {"block_1": [kept_experts]}
+    return layers.MoEConfig(pruning={"kept_experts": kept, **arguments})
+
+
+def run(boundaries):
+    block = layers.EncoderBlock(layers.SelfAttention(2, 4), layers.MLP(4))
+    return block(zeros(1, 6, 8), boundaries=boundaries)
+
+
 def zeros(*shape):
     return np.zeros(shape, "float32")
 
@@ -83,10 +93,16 @@ BAD_VALUES = [
     }),
     (choose, {}, {"capacity": [2.5, 0, -1, NAN, True]}),
     (layers.MuMoE, {"units": 4, "num_experts": 4}, {
-        "units": [0], "num_experts": [0, ()], "rank": [0, 0.0, 4.0],
+        "units": [0], "num_experts": [0, ()], "rank": [0, 0.0, 4.0, True],
         "edited_outputs": [(4,), (1, 1)], "input_norm": [1],
         "factorization": ["svd"], "normalization": ["group"], "expert_noise": [-1.0],
     }),
+    (layers.MoEConfig, {}, {"pruning": [{}, {"kept_experts": [0]}]}),
+    (pruned, {}, {
+        "method": ["router"], "removed": ["no", 1], "kept_experts": [True, -1, 0.5],
+        "keep": [1],
+    }),
+    (run, {}, {"boundaries": [(9,), (0,), (2, 2), (3, 1), (-1,)]}),
     (mumoe, {"kind": "tr"}, {"rank": [3]}),
     (mumoe, {"kind": "tr", "num_experts": (4, 2)}, {"rank": [(2, 2, 2)]}),
     (mumoe, {"kind": "tucker"}, {"rank": [3]}),

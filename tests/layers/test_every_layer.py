@@ -271,6 +271,19 @@ def test_layer(name, tmp_path):
     )
 
 
+def test_a_subclass_may_name_its_attributes_as_it_likes():
+    class Scaled(layers.MLP):
+        def __init__(self, factor=2.0, **kwargs):
+            super().__init__(8, **kwargs)
+            self.scale = factor
+
+        def get_config(self):
+            return {**super().get_config(), "factor": self.scale}
+
+    config = Scaled(3.0).get_config()
+    assert (config["factor"], config["mlp_dim"]) == (3.0, 8)
+
+
 def test_every_public_layer_is_checked():
     public = {
         name

@@ -80,6 +80,14 @@ def test_pairs_change_each_expert_as_its_own_sum(alpha):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_pairs_start_from_given_initializers():
+    layer = experts()
+    layer.enable_lora(RANK, a_initializer="ones", b_initializer="ones")
+    for name in ("hidden", "output"):
+        for part in "ab":
+            assert (to_numpy(getattr(layer, f"{name}_lora_{part}")) == 1).all()
+
+
 def test_each_expert_has_a_pair_of_its_own():
     layer = experts()
     layer.enable_lora(RANK)

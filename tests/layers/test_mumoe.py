@@ -1,5 +1,7 @@
 """muMoE's layers against the released code, and against the naive sum."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -446,3 +448,9 @@ def test_a_share_is_of_the_inputs_of_the_block():
     assert layer.cost((1, 9)).parameters == sum(
         int(np.prod(w.shape)) for w in layer.trainable_weights
     )
+
+
+def test_a_rank_of_numpy_is_stored_as_a_number():
+    ranks = (np.float32(0.5), np.int64(2))
+    config = MuMoE(4, 3, "tr", rank=(*ranks, 1)).get_config()
+    assert json.loads(json.dumps(config["rank"])) == [0.5, 2, 1]

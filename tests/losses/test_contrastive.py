@@ -360,6 +360,15 @@ def test_config_round_trip(loss):
     assert again.get_config() == config
 
 
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [(softmax_contrastive_loss, (3.0,)), (sigmoid_contrastive_loss, (3.0, 0.0))],
+)
+def test_an_empty_batch_has_no_loss(loss, scale):
+    empty = np.zeros((0, 4), "float32")
+    assert float(loss(empty, empty, *scale, chunk_size=4)) == 0
+
+
 def test_a_loss_hands_on_its_options():
     images, texts = normal(0, 6, 4), normal(1, 6, 4)
     outputs = {"image_embeddings": images, "text_embeddings": texts}
