@@ -275,7 +275,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
     """The type of arguments that are integers from a minimum on."""
 
     def parse(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < minimum:
+        if not text.lstrip("+-").isdigit() or int(text) < minimum:
             raise argparse.ArgumentTypeError(
                 f"Expected an integer, at least {minimum}; received: {text}"
             )

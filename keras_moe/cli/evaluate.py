@@ -338,6 +338,9 @@ def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...
             # Captions are the names of classes, each of many images.
             default = () if several else OF_CLASSES
             possible = ("contrastive_accuracy", *default)
+    if kind in ("emoji", "openclipart") and examples.hierarchy is not None:
+        # An image then has several labels.
+        possible = default = OF_CAPTIONS
     return chosen_metrics(args, possible, default)
 
 
@@ -395,8 +398,8 @@ def evaluate_pairs(
             return predict(encoder, shown(batches, split), size)
 
     test = features(examples.split)
-    # With captions it was the number of their images.
-    figures["images"] = len(test[1])
+    # With captions it is the number of their images.
+    figures.setdefault("images", len(test[1]))
     if prompts is not None:
         classes = evaluation.encode_classes(
             model, prompts.class_names, prompts.templates, size

@@ -83,7 +83,9 @@ def write_report(
     from keras_moe.report import Options
 
     model = chosen.load()
-    examples = find_examples(args, chosen.recipe, ("captions", *PAIR_OPTIONS))
+    # Of images with labels, nothing reads captions.
+    options = ("captions", *PAIR_OPTIONS) if chosen.embeds_pairs else PAIR_OPTIONS[1:]
+    examples = find_examples(args, chosen.recipe, options)
     shape = getattr(model, "backbone", model).image_shape
     if not chosen.embeds_pairs:
         batches = examples.images(examples.split, shape, args.batch_size)

@@ -163,6 +163,7 @@ def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
             "Expected images of uint8 (images, height, width, 1 or 3); received: "
             f"shape={images.shape}, dtype={images.dtype}"
         )
+    captions = [captions] if isinstance(captions, (str, bytes)) else captions
     if len(images) != len(captions):
         raise ValueError(
             "Expected a caption, or a sequence of captions, for each image; received: "

@@ -4,6 +4,7 @@ Reads the authors' IDX files, or falls back to TensorFlow Datasets.
 """
 
 import gzip
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +47,22 @@ def read_pixels(split: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
         np.concatenate([_read_idx(folder / x.format(p)) for p in _PREFIXES[split]])
         for x in (_IMAGES, _LABELS)
     )
+    if labels.shape != images.shape[:1] or np.any(labels >= len(CLASS_NAMES)):
+        raise ValueError(
+            f"Expected a label below {len(CLASS_NAMES)} for each image in {folder}; "
+            f"received: {len(images)} images, {len(labels)} labels up to {labels.max()}"
+        )
     return images[..., None], labels.astype("int32")
 
 
 def _read_idx(path: Path) -> np.ndarray:
     """Reads a compressed IDX file of bytes."""
-    data = gzip.decompress(path.read_bytes())
-    start = 4 * (data[3] + 1)
-    shape = np.frombuffer(data[4:start], ">u4")
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    try:
+        data = gzip.decompress(path.read_bytes())
+        start = 4 * (data[3] + 1)
+        shape = np.frombuffer(data[4:start], ">u4")
+        return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    except (EOFError, IndexError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"Expected a compressed IDX file; received: {path} ({error})"
+        ) from error

@@ -203,10 +203,10 @@ def read_json(
 ) -> dict[str, Any]:
     """Reads a JSON file; errors name the file and the first value that does not fit.
 
-    In a schema, `str` is a string that is not empty, `int` an integer from 0 on,
-    `[item]` a list, `{str: item}` a dict with any names, and `{"name": item}` a dict
-    with some of its names, or with `others`, too. Of a tuple, the first is for numbers
-    and the second for lists.
+    In a schema, `str` is a string that is not empty, `int` an integer from 0 on, a
+    `range` an integer in it, `[item]` a list, `{str: item}` a dict with any names, and
+    `{"name": item}` a dict with some of its names, or with `others`, too. Of a tuple,
+    the first is for numbers and the second for lists.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -223,10 +223,10 @@ def read_json(
 def _check(value, schema, where):
     if schema is str:
         _expect(isinstance(value, str) and value, "a string", value, where)
-    elif schema is int:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        fits = is_integer and 0 <= value < 2**63
-        _expect(fits, "an integer from 0 on", value, where)
+    elif schema is int or isinstance(schema, range):
+        allowed = range(2**63) if schema is int else schema
+        fits = type(value) is int and value in allowed
+        _expect(fits, f"an integer from {allowed.start} on", value, where)
     elif isinstance(schema, tuple):
         _check(value, schema[isinstance(value, list)], where)
     elif isinstance(schema, list):

@@ -243,7 +243,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
             next((name for name in names if name in columns), None)
             for names in (_IMAGE_NAMES, CAPTION_NAMES)
         )
-        if image is None or caption is None:
+        if columns.count(image) != 1 or columns.count(caption) != 1:
             raise ValueError(
                 f'Expected a column "image" and one "caption" in {file}; '
                 f"received: {columns}"

@@ -104,6 +104,12 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
             f"Expected a TensorFlow Datasets name; received: source='tfds:{name}' "
             f"(nearest: {difflib.get_close_matches(name, known)})"
         ) from error
+    except AssertionError as error:
+        # Its message has the versions that exist.
+        raise ValueError(
+            f"Expected a version of TensorFlow Datasets; received: source='tfds:{name}'"
+            f" ({error})"
+        ) from error
 
 
 def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:

@@ -49,7 +49,7 @@ FEATURES = {
 _SCHEMA = {
     "classes": (int, [str]),
     "features": dict.fromkeys(FEATURES, str),
-    "first_label": int,
+    "first_label": range(-(2**31), 2**31),
     "max_labels": int,
     "max_length": int,
     "counts": {str: int},
@@ -170,6 +170,11 @@ def _classes(settings: dict[str, Any], pattern: str) -> Classes:
     names, most = settings["classes"], settings.get("max_labels")
     if isinstance(names, int):
         return Classes(names, None, most)
+    if len({*names}) < len(names):
+        raise ValueError(
+            f"Expected each class once in {SIDECAR}; received: "
+            f"source='tfrecord:{pattern}' with {names!r:.100}"
+        )
     return Classes(len(names), tuple(names), most)
 
 
@@ -198,9 +203,15 @@ def _split_files(
 def _check_first(path: str, names: set[str]) -> None:
     """Checks that the first record has these features, as several labels need not."""
     import tensorflow as tf
+    from google.protobuf.message import DecodeError
 
     for record in tf.data.TFRecordDataset(path).take(1).ignore_errors():
-        features = tf.train.Example.FromString(record.numpy()).features.feature
+        try:
+            features = tf.train.Example.FromString(record.numpy()).features.feature
+        except DecodeError as error:
+            raise ValueError(
+                f"Expected records of tf.train.Example in {path}; received: {error}"
+            ) from error
         if not names <= {*features}:
             raise ValueError(
                 f"Expected features {sorted(names)} in {path}, or their names under "

@@ -97,7 +97,7 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 @functools.lru_cache(maxsize=4096)
 def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
     """Returns the examples of a file, and one with a fault if it is cut off."""
-    members: dict[str, dict[str, _Member]] = {}
+    members: dict[str, dict[str, list[_Member]]] = {}
     faults, last, bad = [], "", None
     with path.open("rb") as file:
         try:
@@ -112,13 +112,17 @@ def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
                         raise tarfile.ReadError("unexpected end of data")
                     if member.isreg():
                         key, suffix = _key_of(member.name)
-                        content = _Member(member.offset_data, member.size)
-                        members.setdefault(key, {}).setdefault(suffix, content)
+                        same = members.setdefault(key, {}).setdefault(suffix, [])
+                        same.append(_Member(member.offset_data, member.size))
                         last = f" after {member.name}"
             # Only the zeros at the end tell that an archive is whole.
             file.seek(archive.offset)
             if bad is None and file.read(512) != bytes(512):
                 raise tarfile.ReadError("no end of the archive")
+            # An archive appended to another one would be lost.
+            while bad is None and (chunk := file.read(1 << 20)):
+                if chunk.strip(b"\0"):
+                    raise tarfile.ReadError("content after its end")
         except (tarfile.TarError, OverflowError, ValueError) as error:
             # tarfile does not check the numbers in PAX headers.
             fault = f"{path} is cut off{last}, compressed or no tar file ({error})"
@@ -140,18 +144,20 @@ def _is_plain(member: tarfile.TarInfo) -> bool:
 
 
 def _example(
-    path: Path, file: Any, key: str, parts: dict[str, _Member]
+    path: Path, file: Any, key: str, parts: dict[str, list[_Member]]
 ) -> _Example | None:
     """Returns an example; None if it has neither image nor caption."""
-    image = next((suffix for suffix in image_suffixes() if suffix in parts), None)
-    text = next((suffix for suffix in _TEXTS if suffix in parts), None)
-    if image is None and text is None:
+    images = [suffix for suffix in image_suffixes() for _ in parts.get(suffix, ())]
+    texts = [suffix for suffix in _TEXTS for _ in parts.get(suffix, ())]
+    if not images and not texts:
         return None
-    captions = None if text is None else _captions(file, parts[text], text)
     name = f"{path}: {key}"
-    if image is None:
+    if not images:
         return _Example(name, fault=f"{name} has a caption and no image")
-    return _Example(name, parts[image], captions)
+    if len(images) > 1 or len({*texts}) < len(texts):
+        return _Example(name, fault=f"{name} has several of {images + texts}")
+    captions = _captions(file, parts[texts[0]][0], texts[0]) if texts else None
+    return _Example(name, parts[images[0]][0], captions)
 
 
 def _captions(file: Any, member: _Member, suffix: str) -> Any:

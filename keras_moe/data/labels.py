@@ -37,8 +37,12 @@ class LabelHierarchy:
     """
 
     def __init__(self, classes: Sequence[str], parents: Mapping[str, Sequence[str]]):
-        self.classes = tuple(classes)
-        self.parents = {name: tuple(above) for name, above in parents.items() if above}
+        self.classes = _names("classes", classes)
+        self.parents = {
+            name: _names(f"parents[{name!r}]", above)
+            for name, above in parents.items()
+            if above
+        }
         number = {name: index for index, name in enumerate(self.classes)}
         if len(number) < len(self.classes):
             twice = sorted({x for x in self.classes if self.classes.count(x) > 1})
@@ -110,6 +114,13 @@ def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
     if isinstance(hierarchy, dict):
         return LabelHierarchy(**hierarchy)
     return LabelHierarchy.load(hierarchy)
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, (list, tuple)) and len(value)
+    if not is_list or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
+    return tuple(value)
 
 
 class Classes(NamedTuple):

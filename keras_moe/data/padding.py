@@ -109,6 +109,8 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
             sizes = x.map(lambda *batch: _size(tf, batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
     else:
+        if y is None and sample_weight is not None:
+            raise ValueError("Expected y with sample_weight; received: y=None")
         arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
         num_examples = len(keras.tree.flatten(x)[0])
         x = tf.data.Dataset.from_tensor_slices(arrays).batch(32)

@@ -136,7 +136,8 @@ def write_pair_tfrecords(
             texts = {FEATURES["captions"]: [caption.encode() for caption in captions]}
             if tokenizer is not None:
                 tokens = tokenizer(list(captions))
-                rows = {key: np.asarray(tokens[key], "int64") for key in tokens}
+                names = ("token_ids", "padding_mask")
+                rows = {key: np.asarray(tokens[key], "int64") for key in names}
                 texts = {FEATURES[key]: x.ravel().tolist() for key, x in rows.items()}
                 length = settings.setdefault("max_length", rows["token_ids"].shape[-1])
                 if {x.shape for x in rows.values()} != {(len(captions), length)}:
@@ -159,6 +160,11 @@ def _write_split(
     before: dict[str, Any],
 ) -> None:
     """Writes the files of a split and renames them after all are written."""
+    if before:
+        # A description by hand may leave out the usual names.
+        names = _TOKENIZED if "max_length" in before else _CAPTIONED
+        names = _LABELLED if "classes" in before else names
+        before = {**before, "features": {**names, **before.get("features", {})}}
     for name in ("classes", "parents", "features"):
         if before and before.get(name) != settings.get(name):
             raise ValueError(

@@ -240,6 +240,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     @preprocessor.setter
     def preprocessor(self, value: Any) -> None:
+        if value is not None and not callable(value):
+            raise ValueError(
+                "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
+                f"received: preprocessor={value!r}"
+            )
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)

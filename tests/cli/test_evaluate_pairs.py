@@ -14,6 +14,7 @@ from keras_moe.cli import evaluate
 from keras_moe.cli.inputs import find_examples
 from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
+from tests.pipelines import save
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -98,6 +99,19 @@ def test_classes_of_digits(program, saved, tmp_path):
     assert figures["images"] == figures["zero_shot"]["images"] == 450
 
 
+def test_images_with_captions_and_with_classes_are_counted(program, saved, tmp_path):
+    for name in "ab":
+        save(tmp_path / "test" / name / "0.png", 0)
+    (tmp_path / "test" / "captions.csv").write_text("image,caption\na/0.png,an ant\n")
+    status, output, errors = program(
+        "evaluate", saved[1], "--data", f"folder:{tmp_path}", "--json", "--metrics",
+        "contrastive_accuracy", "zero_shot", "--data-options", "unreadable=exclude",
+    )  # fmt: skip
+    assert status == 0, errors
+    figures = json.loads(output)
+    assert (figures["images"], figures["zero_shot"]["images"]) == (1, 2)
+
+
 def data_of(*arguments, **recipe):
     args = make_parser().parse_args(["evaluate", "x", *map(str, arguments)])
     examples = find_examples(args, recipe)
@@ -173,3 +187,6 @@ def test_clip_art_has_captions_and_classes():
     examples = find_examples(args, {})._replace(source="openclipart:nowhere")
     metrics = ("retrieval", "contrastive_accuracy", "zero_shot", "few_shot")
     assert evaluate.pair_metrics(examples, args) == metrics
+    # With their ancestors, images have several labels.
+    examples = examples._replace(hierarchy="classes.json")
+    assert evaluate.pair_metrics(examples, args) == metrics[:2]

@@ -15,7 +15,7 @@ import pytest
 from rich.table import Table
 
 from keras_moe.cli import describe, train
-from keras_moe.cli.arguments import Result, override
+from keras_moe.cli.arguments import Result, add_batch_size, override
 from keras_moe.cli.main import (
     COMMANDS,
     WRITTEN_BY_KERAS,
@@ -89,6 +89,15 @@ def test_every_example_is_parsed(name):
         assert program == "keras-moe"
         args = parser.parse_args(arguments)
         assert args.command.__name__ == f"keras_moe.cli.{name}"
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "2.5", "x", "²", "--5"])
+def test_counts_are_positive_integers(text):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_batch_size(parser)
+    assert parser.parse_args(["--batch-size", "+5"]).batch_size == 5
+    with pytest.raises(argparse.ArgumentError):
+        parser.parse_args([f"--batch-size={text}"])
 
 
 def test_every_argument_has_a_help():

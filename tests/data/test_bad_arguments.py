@@ -177,7 +177,9 @@ NO_IMAGES = [
         (LabelHierarchy, {"classes": ["a", "b", "a"]}, "['a']"),
         (LabelHierarchy, {"parents": {"a": ["x"]}}, "'x' in parents['a']"),
         (LabelHierarchy, {"parents": {"x": ["a"]}}, "'x' in parents['x']"),
-        (LabelHierarchy, {"parents": {"a": "xy"}}, "'x' in parents['a']"),
+        (LabelHierarchy, {"parents": {"a": "bc"}}, "parents['a']='bc'"),
+        (LabelHierarchy, {"classes": "abc"}, "classes='abc'"),
+        (LabelHierarchy, {"classes": []}, "classes=[]"),
         (LabelHierarchy, {"parents": {"a": ["a"]}}, "['a', 'a']"),
         (LabelHierarchy, {"parents": {"b": ["c"], "c": ["d", "b"]}}, "'b', 'c'"),
         *(
@@ -190,6 +192,7 @@ NO_IMAGES = [
         (padded, {"batch_size": 0}, "batch_size=0"),
         (padded, {"x": DATASET.repeat()}, "repeats"),
         (padded, {"x": DATASET, "y": [0]}, "y"),
+        (padded, {"sample_weight": np.ones(5)}, "y=None"),
         (write_tfrecords, {"split": "a-b"}, "split='a-b'"),
         (write_tfrecords, {"num_files": 0}, "num_files=0"),
         (write_tfrecords, {"parents": {"a": ["x"]}}, "'x' in parents"),

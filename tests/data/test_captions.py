@@ -75,6 +75,7 @@ def test_choices_of_captions():
 
 def test_ids_are_equal_for_equal_captions():
     images, _ = make_pairs(4)
+    assert load_captions((images[:1], "a cat"), "test") == ("a cat",)
     captions = ["a cat", ["a dog", "a cat"], "a bird", "a dog"]
     options = {"captions": "all", "shuffle": False}
     every = rows(load_pairs((images, captions), "test", SHAPE, **options))[0]

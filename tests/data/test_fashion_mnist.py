@@ -71,3 +71,19 @@ def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):
     monkeypatch.setattr(_fashion_mnist._tfds, "open_labelled", read)
     assert num_examples("fashion_mnist", "test", "here") == 4
     assert asked == [("fashion_mnist", "test", "here")]
+
+
+def test_damaged_files_are_named(folder):
+    write(folder)
+    path = folder / "t10k-labels-idx1-ubyte.gz"
+    whole = path.read_bytes()
+    # Cut off, no gzip file, damaged, and too short for its sizes.
+    damaged = whole[:12] + b"\xff\xff" + whole[14:]
+    for content in (whole[:-9], b"no gzip", damaged, gzip.compress(b"\0\0\x08\1")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"IDX file; received: {path}"):
+            load("fashion_mnist", "test")
+    for labels, message in (([0, 1, 2], "4 images, 3 labels"), ([9, 10, 0, 0], "10")):
+        path.write_bytes(idx(np.asarray(labels, "uint8")))
+        with pytest.raises(ValueError, match=f"below 10 .*{folder}; .*{message}"):
+            load("fashion_mnist", "test")

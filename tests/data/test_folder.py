@@ -403,6 +403,7 @@ def test_faults_of_captions_are_named_or_left_out(folder):
     [
         ("captions.csv", "picture,caption\na.png,an ant\n", "a column.*'picture'"),
         ("captions.csv", "", "column"),
+        ("captions.csv", "image,text,text\na.png,a,b\n", "column.*'text', 'text'"),
         ("captions.csv", "image,caption\na.png,a cat, asleep\n", "line 2 has more"),
         ("captions.csv", 'image,caption\na.png,"a\nü.png,b\n', "rows of a CSV file"),
         ("captions.csv", 'image,"caption\na.png,a\n', "rows of a CSV file"),

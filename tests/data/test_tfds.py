@@ -156,6 +156,8 @@ def test_num_classes(data_dir):
 def test_unknown_names_and_splits(data_dir):
     with pytest.raises(ValueError, match=r"'tfds:ciffar10' .nearest: \['cifar10'"):
         num_classes("tfds:ciffar10", data_dir=data_dir)
+    with pytest.raises(ValueError, match=r"'tfds:mnist:9\.9\.9' .*only: 3\."):
+        num_classes("tfds:mnist:9.9.9", data_dir=data_dir)
     for split in ("validation", "train[:x]"):
         with pytest.raises(ValueError, match=re.escape(split)):
             load("tfds:insects", split, data_dir=data_dir)

@@ -83,8 +83,12 @@ def test_written_files_are_read(tmp_path):
     # Without counts, the records are counted.
     settings = json.loads((tmp_path / "dataset.json").read_text())
     assert settings.pop("counts")["train-00001-of-00003.tfrecord"] == 8
+    # The names of the features are the usual ones.
+    del settings["features"]
     (tmp_path / "dataset.json").write_text(json.dumps(settings))
     assert num_examples(source, "train") == 23
+    write(tmp_path, 2, 1, split="val")
+    assert flat(read(source, "val")) == [0, 1]
     shuffled = flat(read(source, shuffle=True))
     assert sorted(shuffled) == list(range(23))
     assert shuffled != sorted(shuffled)
@@ -109,6 +113,8 @@ def test_files_of_others(tmp_path):
     names = {"image": "jpg", "label": "cls"}
     describe(classes=3, features=names, first_label=1)
     assert read(source, "val") == [([1, 2, 3], [0, 1, 2])]
+    describe(classes=5, features=names, first_label=-1)
+    assert read(source, "val") == [([1, 2, 3], [2, 3, 4])]
     describe(classes=3, features=names)
     message = r"labels of 3 classes in .*photos-val\.rec, record 2; received: 3"
     with pytest.raises(ValueError, match=message), reading_errors():
@@ -117,13 +123,18 @@ def test_files_of_others(tmp_path):
         ({"features": {"image": "jpg"}}, r"'image/class/label'.*\['cls', 'jpg'\]"),
         ({"features": {"jpg": "image"}}, r"any of .*'captions'.*at \['features'\]"),
         ({"first_labels": 1}, "any of .*'first_labels': 1"),
+        ({"classes": ["a", "b", "a"]}, f"each class once.*{source[:-5]}"),
     ):
-        describe(classes=3, **settings)
+        describe(**{"classes": 3, **settings})
         with pytest.raises(ValueError, match=message):
             read(source, "val")
     describe(classes=3)
     with pytest.raises(ValueError, match=r"split='dev', \['photos-val"):
         read(source, "dev")
+    with tf.io.TFRecordWriter(str(tmp_path / "photos-val.rec")) as writer:
+        writer.write(b"no example")
+    with pytest.raises(ValueError, match=r"records of tf.train.Example in .*val\.rec"):
+        read(source, "val")
     (tmp_path / "dataset.json").unlink()
     with pytest.raises(ValueError, match=r"Expected dataset\.json"):
         num_classes(source)
@@ -398,10 +409,8 @@ def test_stored_tokens(tmp_path):
     def tokenizer(captions):
         ids = [[1 + int(text.split()[0]), ord(text[-1]), 0] for text in captions]
         ids = np.array(ids)
-        return {
-            "token_ids": ids,
-            "padding_mask": np.array([[True, True, False]] * len(ids)),
-        }
+        mask = np.array([[True, True, False]] * len(ids))
+        return {"token_ids": ids, "padding_mask": mask, "token_type_ids": ids[:, :1]}
 
     pairs = [(png(i), captions_of(i)) for i in range(4)]
     write_pair_tfrecords(tmp_path, "test", pairs, tokenizer=tokenizer)

@@ -115,6 +115,9 @@ def test_a_tar_that_is_cut_off(tmp_path):
     path.write_bytes(header[:148] + checksum + header[156:] + bytes(1024))
     with pytest.raises(ValueError, match=r"unexpected end of data"):
         load_pairs(source, "train", SHAPE)
+    path.write_bytes(whole + whole)
+    with pytest.raises(ValueError, match=r"1 of 4 images.*content after its end"):
+        load_pairs(source, "train", SHAPE)
     # A file that shrinks later on is named, too.
     path.write_bytes(whole)
     dataset = load_pairs(source, "train", SHAPE)
@@ -171,6 +174,27 @@ def test_faults(tmp_path):
     assert counts == ["5 of 9", "1 of 4"]
     kept = [(0, "number 0"), (8, "eight"), (9, "nine")]
     assert sorted(row[:2] for row in rows(dataset)[0]) == kept
+
+
+def test_several_images_or_texts_of_an_example(tmp_path):
+    path = tmp_path / "train.tar"
+    members = {
+        **examples([0]),
+        "1.png": png(1),
+        "1.jpg": png(1),
+        "1.txt": b"two formats",
+        "2.png": png(2),
+        "2.PNG": png(2),
+        "2.txt": b"twice",
+        "3.png": png(3),
+        "3.txt": b"one",
+        "3.TXT": b"another",
+    }
+    write_tar(path, members)
+    with pytest.raises(ValueError, match="3 of 4 images") as error:
+        load_pairs(f"webdataset:{path}", "train")
+    for several in ("1 has several of ['.jpg', '.png'", "2 has several of", "3 has se"):
+        assert f"{path}: {several}" in str(error.value)
 
 
 def test_members_that_lead_out_of_the_archive(tmp_path):

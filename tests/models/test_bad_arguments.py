@@ -152,6 +152,7 @@ BAD_VALUES = {
         "dropout": [-1.0],
         "pooling": ["max"],
         "poolin": ["map"],
+        "preprocessor": [3],
     },
     "preprocessor": {
         "image_shape": [(8, 8)],
