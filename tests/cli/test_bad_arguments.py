@@ -200,7 +200,7 @@ def files(tmp_path_factory):
         ("evaluate @pairs --data folder:@captions --split val", "split='val'"),
         # report
         ("report @preset --data digits --output @new", "Expected a model with experts"),
-        ("report @preset --data digits --data-options templates={}", "'{}'"),
+        ("report @preset --data digits --data-options templates={}", "templates={}"),
         (
             "report vmoe_digits --data digits --examples 4 --show-examples 4 "
             "--output @new",
