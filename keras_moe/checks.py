@@ -270,10 +270,7 @@ def argument_names(cls: type) -> list[str]:
 def check_argument_names(
     kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
 ) -> None:
-    """Raises ValueError if a key of `kwargs` is not among `names`.
-
-    Suggestions for misspelt names include those in `also`.
-    """
+    """Raises ValueError, with suggestions, if a key of `kwargs` is not in `names`."""
     for name, value in kwargs.items():
         if name not in names:
             raise ValueError(

@@ -1,9 +1,7 @@
 """Private parts of Keras and KerasHub, and why each is needed.
 
 No other module imports from `keras.src` or `keras_hub.src`. Tested with Keras 3.15.1
-and KerasHub 0.32.0. KerasHub is imported inside functions, because the core needs only
-Keras. `PRIVATE_METHODS` lists the private methods that subclasses override or call; a
-test compares them with the installed versions.
+and KerasHub 0.32.0, which is imported inside functions: the core needs only Keras.
 """
 # ruff: noqa: F401
 
@@ -74,36 +72,24 @@ PRIVATE_METHODS = (
 def flatten_layers(
     layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True
 ) -> list[keras.layers.Layer]:
-    """Returns a layer and all layers inside it.
-
-    Publicly, `Model.layers` lists only the outermost, and a `Layer` lists none.
-    """
+    """Returns a layer and all inner layers; `Model.layers` has only the outermost."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
 
 def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Variable]:
-    """Returns the variables of a layer itself, without those of inner layers.
-
-    The public lists include inner layers.
-    """
+    """Returns a layer's variables, unlike the public lists without inner layers'."""
     name = "_trainable_variables" if trainable else "_non_trainable_variables"
     return list(getattr(layer, name))
 
 
 def clear_losses(layer: keras.layers.Layer) -> None:
-    """Clears the `add_loss` losses of a layer and of all layers inside it.
-
-    Keras clears them only when the outermost call begins.
-    """
+    """Clears all `add_loss` losses; Keras does so only before the outermost call."""
     layer._clear_losses()
 
 
 @contextlib.contextmanager
 def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
-    """Lets a built layer add weights, such as LoRA adapters.
-
-    Keras locks layers when they are built; its own layers unlock themselves.
-    """
+    """Lets a built layer, which Keras locks, add weights such as LoRA adapters."""
     layer._tracker.unlock()
     try:
         yield
@@ -112,10 +98,7 @@ def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
 
 
 def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
-    """Sets a built layer's policy and nothing else.
-
-    The public setter quantises the layer if the new policy is quantised.
-    """
+    """Sets a built layer's policy; the public setter may also quantise the layer."""
     layer._dtype_policy = policy
 
 
@@ -143,10 +126,9 @@ def is_jax_train_state(name: str) -> bool:
 
 
 def mark_loss_as_built(model: keras.Model) -> None:
-    """Marks a compiled model's loss as built.
+    """Marks a compiled model's loss as built, which a custom `compute_loss` never does.
 
-    Until then, `train_on_batch` runs a symbolic step before each real one; a custom
-    `compute_loss` never builds it.
+    Until then, `train_on_batch` runs a symbolic step before each real one.
     """
     model._compile_loss.built = True
 
@@ -158,10 +140,7 @@ def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
 
 
 def has_seed_generator(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is a Keras layer for `tf.data` with a random generator.
-
-    Their base class, `DataLayer`, is not public.
-    """
+    """Whether a layer is one of Keras's random `DataLayer`s, which are not public."""
     return hasattr(layer, "_get_seed_generator")
 
 
@@ -182,18 +161,12 @@ def replaced_seed_generator(
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the optimizer's averages of the weights, in the weights' order.
-
-    The public `finalize_variable_values` overwrites the weights for good.
-    """
+    """Returns the averages of the weights; the public method overwrites the weights."""
     return list(optimizer._model_variables_moving_average)
 
 
 def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Returns the variable that counts the batches an optimizer has seen.
-
-    The public `iterations` counts updates, which differs with accumulation.
-    """
+    """Returns the count of batches; `iterations` counts updates of accumulated ones."""
     return optimizer._iterations
 
 
@@ -251,10 +224,7 @@ def load_json(preset: str, name: str = "config.json") -> dict:
 
 
 def stored_dataset(store: Any, key: str) -> Any | None:
-    """Returns the unread HDF5 dataset of an array in a weights store.
-
-    The public `store[key]` reads and copies it.
-    """
+    """Returns the HDF5 dataset of a stored array, unread; `store[key]` copies it."""
     group = getattr(store, "_h5_entry_group", None)
     if not isinstance(store, H5IOStore) or key not in group:
         return None

@@ -1,8 +1,7 @@
 """Atomic writes of files and folders, and locks.
 
-Content is written under a new name next to the target, synced to disk, and renamed.
-File modes follow the umask. A failed write raises an OSError with the path and the
-number of bytes, and leaves the existing file or folder intact.
+Content is written next to the target, synced to disk, and renamed. A failed write
+raises an OSError with the path and the number of bytes, and leaves the target intact.
 """
 
 import contextlib
@@ -53,10 +52,7 @@ def check_free_space(path: str | os.PathLike, size: int) -> None:
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
-    """Opens a new file that replaces `path` once everything is written.
-
-    Writes nothing if there is no space for `size` bytes.
-    """
+    """Opens a file that replaces `path` once written; needs space for `size` bytes."""
     path = Path(path)
     check_free_space(path, size)
     part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
@@ -170,10 +166,7 @@ class FolderInUse(OSError):
 def locked(
     path: str | os.PathLike, purpose: str, patience: float = 0.0
 ) -> Iterator[None]:
-    """Holds a lock file, which names its holder.
-
-    The system releases the lock when the process ends or is killed.
-    """
+    """Holds a lock file, which names its holder; the system frees it after a kill."""
     path = Path(path)
     lock = filelock.FileLock(path, timeout=patience)
     try:
@@ -277,8 +270,7 @@ def staged_folder(
 ) -> Iterator[Path]:
     """Yields a new folder that replaces `folder` once everything is written.
 
-    After an error `folder` is unchanged. Only one process at a time writes it, others
-    wait. Files of `folder` that are not `is_own` are kept.
+    Other processes wait meanwhile. Files of `folder` that are not `is_own` are kept.
     """
     target = Path(check_path("folder", folder)).expanduser().resolve()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,4 @@
-"""Ranks of processes, and collectives.
-
-Keras trains in several processes only on JAX, and has no public functions for them.
-"""
+"""Ranks of processes, and collectives, which Keras supports only on JAX."""
 
 import json
 from collections.abc import Callable
@@ -12,9 +9,7 @@ import numpy as np
 
 
 def process_shard() -> tuple[int, int]:
-    """Returns the index and the number of processes, as `shard` for data pipelines.
-
-    JAX's process index and count; (0, 1) on other backends.
+    """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
 
     Example:
 
@@ -49,8 +44,8 @@ def rank_and_world_size() -> tuple[int, int]:
 def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
     """Calls a function in each process and returns all results.
 
-    If it fails in one process, all raise; otherwise they would wait for the failed one
-    in the next step. Results are JSON data. Call it in all processes together.
+    If it fails in one process, all raise instead of waiting for it in the next step.
+    Results are JSON data. Call it in all processes together.
     """
     if rank_and_world_size()[1] == 1:
         return [work()]
@@ -111,11 +106,7 @@ def gathered_batch(batch: Any) -> Any:
 
 
 def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
-    """`model.predict_on_batch` that returns the complete outputs in every process.
-
-    With a Keras distribution, the devices of all processes share the batch, and
-    Keras's `predict` fails to gather the outputs.
-    """
+    """`model.predict_on_batch` that returns the whole outputs in every process."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return model.predict_on_batch(inputs)

@@ -1,8 +1,4 @@
-"""The command line: how its arguments are declared and read, and those that are shared.
-
-Only the standard library is imported, so that help and mistakes in the command line are
-answered before Keras is there.
-"""
+"""Declares and reads the command line's arguments, without importing Keras."""
 
 import argparse
 import json
@@ -27,12 +23,7 @@ class UsageError(ValueError):
 
 
 class Result(NamedTuple):
-    """The result of a command.
-
-    Attributes:
-        values: the result as JSON.
-        shown: tables, lines of text, and functions that print on a console.
-    """
+    """A command's result as JSON, and what to print: tables, text and functions."""
 
     values: Any
     shown: tuple = ()

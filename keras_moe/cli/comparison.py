@@ -83,11 +83,7 @@ def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
 
 
 def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
-    """The outputs of timm's model, which runs in a process of its own.
-
-    It gets the files that our own reader opened: timm's loader may take a pickle,
-    whose reading runs the code in it.
-    """
+    """The outputs of timm's model, run in another process on files without pickles."""
     if not os.path.isdir(source) and not source.startswith("hf://"):
         raise Uncompared("a file without its folder does not tell timm's architecture")
     file, config = open_folder(source)

@@ -304,14 +304,7 @@ def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
 
 
 class Prompts(NamedTuple):
-    """What zero-shot accuracy compares images with.
-
-    Attributes:
-        class_names: names of the classes.
-        templates: their templates.
-        subset: the classes of ImageNet among which the model chooses, or None.
-        indices: the index in the subset of each of the data's classes.
-    """
+    """Class names and templates; `indices` maps the data's classes to the `subset`."""
 
     class_names: tuple[str, ...]
     templates: Any

@@ -14,14 +14,7 @@ PAIR_OPTIONS = ("templates", "unreadable", "exclude")
 
 
 class Model(NamedTuple):
-    """The model that is asked for.
-
-    Attributes:
-        preset: its preset.
-        overrides: overrides of its arguments.
-        embeds_pairs: whether it embeds images and texts.
-        recipe: the settings of the run that trained it, or an empty dict.
-    """
+    """A preset with overrides, and the settings of the run that trained it, if any."""
 
     preset: str
     overrides: dict[str, Any]
@@ -37,15 +30,7 @@ class Model(NamedTuple):
 class Examples(NamedTuple):
     """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it.
 
-    Attributes:
-        source: name of the source.
-        split: split whose figures are wanted.
-        train_split: split from which shots are drawn.
-        data_dir: folder of TensorFlow Datasets, or None.
-        hierarchy: file of a `LabelHierarchy`, or None.
-        max_labels: number of labels of an image after padding, or None.
-        excluded: files of the images that are left out, by split.
-        options: other options of `load_pairs`.
+    `excluded` has the `exclude` of each split, `options` the rest for `load_pairs`.
     """
 
     source: str

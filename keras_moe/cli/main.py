@@ -1,9 +1,7 @@
-"""The entry point of `keras-moe`: from a command line to a result and an exit status.
+"""The entry point of `keras-moe`.
 
-Results go to stdout, as tables or as JSON; everything else that is printed goes to
-stdout with tables and to stderr with JSON. The status is 0, 2 for a mistake of the
-user, 1 for a failure of the program, 130 after Ctrl-C, and 141 if the reader of stdout
-left.
+Results go to stdout; with JSON, everything else goes to stderr. The exit status is 0, 2
+for a user's mistake, 1 for a bug, 130 after Ctrl-C, and 141 if stdout's reader left.
 """
 
 import argparse
@@ -205,11 +203,7 @@ def show_warning(message, *args, **kwargs) -> None:
 
 
 def divert_native_log() -> Path:
-    """Redirects what native code writes to stderr to a file, but not `sys.stderr`.
-
-    TensorFlow, XLA and CUDA print at each start, whatever TF_CPP_MIN_LOG_LEVEL says. If
-    native code ends the process, the file remains.
-    """
+    """Redirects what TensorFlow, XLA and CUDA write to stderr to a file."""
     log = _new_log()
     sys.stderr.flush()
     stderr = os.dup(2)

@@ -2,14 +2,11 @@
 
     python timm_outputs.py FOLDER
 
-timm and TensorFlow in one process register LLVM's options twice, which ends it at
-once. `keras-moe convert` starts this program, by its path and without importing this
-package, to compare a conversion with its source.
+timm and TensorFlow in one process register LLVM's options twice, which ends it, so
+`keras-moe convert` starts this program by its path to compare a conversion.
 
-FOLDER holds `images.npy` (B, channels, height, width), normalised as the model wants
-them, and `request.json`: the `architecture`, the `arguments` of `timm.create_model`
-and the `.safetensors` `files` with the weights. The outputs go to `outputs.npy`.
-Neither weights nor arrays are ever unpickled.
+FOLDER holds `images.npy` (B, channels, height, width), normalised, and `request.json`,
+the arguments of `timm_outputs`. The outputs go to `outputs.npy`. Nothing is unpickled.
 """
 
 import json

@@ -41,9 +41,9 @@ def auto(
         model_or_preset: preset name or folder, or a model, as in
             `keras_moe.models.describe`. No weights are allocated for it.
         devices: a list from `keras.distribution.list_devices()`; defaults to all.
-        expert_parallel: number of devices to split the experts over. `"batch"` uses the
-            whole batch axis, a smaller number adds a replica axis, 1 puts all experts
-            on each device. Defaults to `"batch"` if that divides the experts, else 1.
+        expert_parallel: number of devices to split the experts over: `"batch"` for the
+            whole batch axis; a smaller number adds a replica axis. Defaults to
+            `"batch"` if that divides the experts, else 1.
         model_parallel: number of devices to split attention heads and hidden units over
             (tensor parallelism).
         batch_size: optional global batch size, checked against the mesh.
@@ -51,9 +51,6 @@ def auto(
             False if each process already reads its own part, as recipes do.
         **overrides: arguments of the model that differ from the preset, and
             `load_weights=False` if the preset's weights need not fit.
-
-    Returns:
-        A `keras.distribution.ModelParallel`, or a `DataParallel` if no weight is split.
 
     Reference: *GShard*, section 3; *Megatron-LM*, section 3.
 
@@ -113,17 +110,13 @@ def _mesh(sizes, devices):
 
 
 def gathered(variable: Any) -> np.ndarray:
-    """Returns the full value of a distributed variable on every process.
+    """Returns the full value of a distributed variable as an array on every process.
 
-    If a distribution spans several processes, all of them must call this for the same
-    variables in the same order; one can then save the value. The full value is
-    temporarily on every device.
+    All processes must call this for the same variables in the same order. The full
+    value is temporarily on every device.
 
     Args:
         variable: `keras.Variable` on any devices.
-
-    Returns:
-        A NumPy array.
 
     Example:
 

@@ -1,7 +1,5 @@
 """Estimates memory, traffic and time of a training step on many devices.
 
-Pure arithmetic: none of the devices is needed.
-
 Axes: B batch, N tokens, D hidden, H mlp, E experts, C capacity, S group_size.
 """
 
@@ -153,9 +151,8 @@ def costs(
     """Estimates the costs of a training step under a layout of `auto`.
 
     Memory is the float32 weights, gradients of the same size, the optimizer state and
-    the activations kept for the backward pass. With `rematerialize=True` those are the
-    inputs of all blocks and the activations of one. Compilers may need less (fusion) or
-    more (copies).
+    the activations kept for the backward pass, with `rematerialize=True` the inputs of
+    all blocks and the activations of one. Compilers may need less or more.
 
     Traffic: tokens travel to experts and back, again in the backward pass, and once
     more with `rematerialize`. With experts split over n devices, a device sends (n - 1)
@@ -177,17 +174,14 @@ def costs(
             `"adafactor"` (a bfloat16 moment, and factored second moments where both
             axes are at least 32; embeddings and heads count as unfactored).
         dtype: dtype of activations, `"bfloat16"` for mixed precision or `"float32"`.
-            Weights are always float32.
         utilization: share of peak FLOP/s that matmuls reach; measure it.
-        text_tokens: length of a text that goes through the same blocks with each image,
-            its embedding not counted. Use 0 for image-text models, which have their own
-            text length.
+        text_tokens: length of a text that goes through the same blocks with each image.
+            Use 0 for image-text models, which have their own text length.
         num_classes: number of classes of a head to count, if any.
         load_weights: as in `auto`.
         **overrides: arguments of the model that differ from the preset.
 
-    Reference:
-        *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
+    Reference: *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
         Recomputation in Large Transformer Models*, equation 1.
 
     Example:
@@ -333,11 +327,7 @@ def _flops(towers, model, texts, rematerialize):
 
 
 class _DeviceWeights(NamedTuple):
-    """The weights of one device.
-
-    `summed_bytes` are sent to all-reduce the gradients; `expert_devices` share the
-    experts.
-    """
+    """A device's weights, and the bytes that it sends to all-reduce their gradients."""
 
     parameters: int
     state_bytes: int
@@ -390,8 +380,7 @@ def _factored(shape):
 class BlockShare(NamedTuple):
     """A block and a device's share of the batch.
 
-    `sequences` has the lengths of an image and its text; `grouped` is the image length,
-    the unit of group sizes; `itemsize` the bytes per number.
+    `grouped` is the image's part of `sequences`, the unit of group sizes.
     """
 
     block: Any
@@ -465,9 +454,5 @@ class BlockShare(NamedTuple):
         return numbers * self.itemsize + routing
 
     def model_parallel_bytes(self) -> int:
-        """Bytes of the block's activations that tensor parallelism all-reduces.
-
-        The outputs of token mixer and feed-forward layer, and as much in the backward
-        pass.
-        """
+        """Bytes of token mixer and MLP outputs that tensor parallelism all-reduces."""
         return (self.tokens + (self.slots or self.tokens)) * self.dim * self.itemsize

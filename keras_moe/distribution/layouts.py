@@ -56,9 +56,8 @@ class Layouts(NamedTuple):
 
     Attributes:
         mesh: dict from axis name to size, for data and all weights except experts.
-        expert_mesh: the same devices in the same order; if experts are split over part
-            of the batch axis, that axis becomes `"replica"` and `"expert"`. Otherwise
-            `mesh`.
+        expert_mesh: the same; if experts are split over part of the batch axis, that
+            axis becomes `"replica"` and `"expert"`.
         weights: dict from path regex to axes; other weights are replicated.
         activations: the same for layer outputs.
 
@@ -96,9 +95,7 @@ def layouts(
         load_weights: as in `auto`.
         **overrides: as in `auto`.
 
-    Reference:
-        *GShard*, section 3 (experts on the data-parallel devices); *Megatron-LM*,
-        section 3 (attention and MLP).
+    Reference: *GShard*, section 3; *Megatron-LM*, section 3.
 
     Example:
 

@@ -1,12 +1,9 @@
 """The two file formats of a checkpoint.
 
-A single process writes safetensors: one file per group (`model.safetensors`,
-`optimizer.safetensors`, ...) with variables named `INDEX/PATH`, and `state.json` with
-everything else and the SHA-256 of each file.
-
-Several processes, and remote folders such as `gs://bucket/run`, write through Orbax:
-one item per group and one for the state. Every backend reads both formats, on any
-devices and any number of processes.
+A single process writes a safetensors file per group, with variables named `INDEX/PATH`,
+and `state.json` with the rest and each file's SHA-256. Several processes, and remote
+folders, write through Orbax: an item per group and one for the state. Every backend
+reads both formats, on any devices and any number of processes.
 """
 
 import json

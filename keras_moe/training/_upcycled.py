@@ -115,11 +115,10 @@ def carry_state(dense: Any, sparse: Any) -> int:
 
 
 def _factors_of_dense(kernel, bias, experts, noise, generator):
-    """Initialises muMoE factors so that every expert approximates the dense layer.
+    """Factors of the truncated SVD of the kernel with its bias as last row.
 
-    The kernel with its bias as last row is replaced by its truncated singular value
-    decomposition, with as many components as the ranks can hold. Coefficients that sum
-    to 1 then reproduce the dense layer, exactly if all components fit.
+    Coefficients that sum to 1 reproduce the dense layer, exactly if the ranks can hold
+    all components.
     """
     matrix = np.concatenate([kernel, bias[None]]).astype("float64")
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
@@ -187,8 +186,7 @@ class ModalityReport(NamedTuple):
     Attributes:
         blocks: names of the modality's blocks that became mixtures of experts.
         largest_difference: largest change of the embeddings, at inference.
-        largest_token_difference: largest change of the tokens after the last block,
-            padding excluded.
+        largest_token_difference: the same for the last block's tokens, without padding.
         preserved: whether the modality's function is the same in theory.
     """
 
@@ -202,14 +200,13 @@ class UpcyclingReport(NamedTuple):
     """The result of upcycling.
 
     Attributes:
-        blocks: names of the blocks that became mixtures of experts; prefixed with the
-            modality in image-text models, such as `"image/block_1"`.
+        blocks: names of the blocks that became mixtures of experts.
         dense_parameters: number of parameters before.
         parameters: number of parameters after.
         active_parameters: number of parameters after that each token uses.
         largest_difference: largest change of the outputs, at inference.
-        largest_token_difference: largest change of the backbone's tokens, which a
-            zero-initialised head would hide.
+        largest_token_difference: the same for the backbone's tokens: a zero-initialised
+            head would hide it.
         preserved: whether the function is the same in theory.
         slots: number of optimizer variables carried over.
         modalities: a `ModalityReport` per modality of an image-text model.

@@ -20,11 +20,7 @@ MODES = ("max", "min")
 
 
 class Progress:
-    """Counts the training steps of a run and tracks its epoch.
-
-    The callbacks of a run share one instance and report batches to it. The count
-    follows `fit`'s batch numbers, so repeated reports do no harm.
-    """
+    """Step and epoch of a run, shared by its callbacks, which report batches to it."""
 
     def __init__(self, step: int = 0):
         self.step = step
@@ -52,10 +48,7 @@ class Progress:
 
 
 class ProgressCallback(keras.callbacks.Callback):
-    """Base class of callbacks that need the step count, within a run or alone.
-
-    Overriding methods must call `super()` first.
-    """
+    """Base class of callbacks that count steps; overrides call `super()` first."""
 
     def __init__(self, step: int = 0):
         super().__init__()
@@ -86,8 +79,7 @@ class StopAfterBatches(ProgressCallback):
 class PeriodicCallback(ProgressCallback):
     """Measures every few epochs or steps; subclasses implement `measure`.
 
-    The metrics enter the logs at the end of the epoch, so they appear in the progress
-    bar, in the history and for later callbacks. Training stays bit-identical.
+    The metrics enter the logs at the end of the epoch. Training stays bit-identical.
     """
 
     def __init__(self, every: int = 1, unit: str = "epochs"):
@@ -146,10 +138,7 @@ class PeriodicCallback(ProgressCallback):
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Restores seeds, running metrics and random states on exit.
-
-    Within the context, variables of a model that trains on JAX are up to date.
-    """
+    """Restores seeds, running metrics and random states on exit."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     variables = [*model.non_trainable_variables, *model.metrics_variables]
@@ -243,12 +232,10 @@ class BestEpoch(keras.callbacks.Callback):
     resumed run stops after the same epoch as an uninterrupted one.
 
     Args:
-        monitor: name of a metric in the history, such as `"val_accuracy"` or
-            `"few_shot/10_shot"`. Epochs without it are ignored.
-        mode: `"max"` or `"min"`. None means `"min"` for names that end in "loss" and
-            `"max"` otherwise.
-        patience: number of epochs without improvement after which the run stops; None
-            never stops it.
+        monitor: name of a metric in the history, such as `"few_shot/10_shot"`. Epochs
+            without it are ignored.
+        mode: `"max"` or `"min"`; None is `"min"` for names that end in "loss".
+        patience: epochs without improvement after which the run stops, or None.
 
     Attributes:
         value: metric of the best epoch, None before the first.

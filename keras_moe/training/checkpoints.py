@@ -1,8 +1,4 @@
-"""Checkpoints of a run: atomic writes, discovery and restoring.
-
-A checkpoint is a folder such as `step-00000120`; `_checkpoint_files.py` defines its
-two formats.
-"""
+"""Checkpoints of a run: folders such as `step-00000120`, written atomically."""
 
 import contextlib
 import dataclasses
@@ -63,14 +59,12 @@ class Checkpoint:
     variables: dict[str, list[SavedVariable]]
 
     def restore(self, groups: dict[str, Sequence[keras.Variable]]) -> None:
-        """Assigns the saved values to variables.
+        """Assigns the saved values to variables, on any devices.
 
-        The devices may differ from those at saving time. All processes that share a
-        model must call this together.
+        All processes that share a model must call this together.
 
         Args:
-            groups: variables by group, in the order in which they were saved. Groups
-                may be left out.
+            groups: variables by group in the saved order; groups may be left out.
         """
         for group, variables in groups.items():
             saved = self.variables.get(group)
@@ -105,12 +99,10 @@ def save_checkpoint(
     All processes that share a model must call this together.
 
     Args:
-        folder: folder of all checkpoints of a run; may be remote, such as
-            `"gs://bucket/run"`.
+        folder: folder of a run's checkpoints, possibly remote (`"gs://bucket/run"`).
         step: number of training steps so far.
-        groups: variables by group, such as
-            `{"model": model.variables, "optimizer": model.optimizer.variables}`.
-            Restoring needs the same order.
+        groups: variables by group, such as `{"model": model.variables}`. Restoring
+            needs the same order.
         state: further JSON data.
         keep: number of newest checkpoints to keep.
         keep_every: also keep checkpoints at multiples of this step.
@@ -162,14 +154,12 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
-    """Finds the newest intact checkpoint in a folder.
+    """Opens the newest intact checkpoint in a folder; returns None if there is none.
+
+    Warns about newer damaged ones, and raises ValueError if all are damaged.
 
     Args:
         folder: folder of a run's checkpoints.
-
-    Returns:
-        The checkpoint, or None if there are none. Warns about newer damaged ones, and
-        raises ValueError if all are damaged.
 
     Example: see `save_checkpoint`.
     """
@@ -251,9 +241,8 @@ def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
 def run_lock(folder: str | os.PathLike) -> Iterator[None]:
     """Locks a run's checkpoint folder, as `train` does.
 
-    Two runs that save to one folder would delete each other's checkpoints. The error
-    names the process that holds the lock, its host and since when. Among processes
-    that share a model, the primary holds the lock. Remote folders are not locked.
+    Two runs in one folder would delete each other's checkpoints. The error names the
+    process that holds the lock. Remote folders are not locked.
 
     Args:
         folder: folder of the checkpoints; created if missing.

@@ -30,22 +30,18 @@ class Contrastive(Objective):
     Args:
         loss: `"softmax"` (CLIP), `"sigmoid"` (SigLIP), or `"auto"`: sigmoid if the
             model's similarities have a bias, softmax otherwise.
-        multi_positive: whether pairs with the same image or the same caption are
-            positives of each other instead of negatives.
-        chunk_size: number of captions whose similarities are in memory at a time; None
-            means all.
-        similarity_dtype: dtype to which the loss rounds embeddings, such as
-            `"bfloat16"` in LIMoE.
+        multi_positive: whether pairs that share an image or a caption are positives.
+        chunk_size: number of captions compared at a time to save memory; None for all.
+        similarity_dtype: dtype to which the loss rounds embeddings: `"bfloat16"` in
+            LIMoE.
         tokenizer: `"trained"` trains byte pairs on the captions; `"clip"` is CLIP's
             vocabulary of 49,408; otherwise a path: a preset folder or handle, a
             SentencePiece `.model` file, or a file or folder of CLIP merges. None uses
             the preset's tokenizer if it has one, else `"trained"`.
         vocabulary_size: maximum size of a trained vocabulary; None uses the model's.
-            Only for trained tokenizers.
-        max_length: number of tokens in a caption; None uses the model's. Not for a
-            preset's tokenizer, which has a fixed length.
-        evaluation_batch_size: number of pairs in an evaluation batch; None uses the
-            training batch size.
+        max_length: number of tokens in a caption; None uses the model's. A preset's
+            tokenizer has a fixed length.
+        evaluation_batch_size: pairs in a test batch; None uses the training batch size.
 
     Example:
 

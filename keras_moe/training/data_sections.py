@@ -1,7 +1,4 @@
-"""The `data` section of a recipe for each kind of data.
-
-The objective determines the kind of data.
-"""
+"""The `data` section of a recipe for each kind of data; objectives determine which."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +17,8 @@ class Datasets(NamedTuple):
     """The batches of a run.
 
     Attributes:
-        train: batches of inputs and targets in any form that `fit` accepts with
-            `steps_per_epoch`: one epoch or an infinite stream. Images are in [-1, 1],
-            labels in the form the loss expects.
+        train: batches of inputs and targets for `fit`: one epoch or an infinite stream.
+            Images are in [-1, 1], labels in the form the loss expects.
         test: the same for evaluation, with unmixed labels.
         num_classes: number of classes, or None if the objective has none.
         steps_per_epoch: number of training batches in an epoch.
@@ -43,10 +39,8 @@ class DataConfig(Section):
         source: source of the examples, see `keras_moe.data.load`.
         train_split: split to train on.
         test_split: split to evaluate on after each epoch.
-        augment: list of augmentations, by name or as dicts of a name and options; see
-            `keras_moe.data.load`.
-        exclude: one or more files that list examples to leave out; see
-            `keras_moe.data.load`.
+        augment: augmentations, by name or as dicts; see `keras_moe.data.load`.
+        exclude: one or more files that list examples to leave out, see there.
         unreadable: `"exclude"` searches for unreadable images before the run and
             leaves them out. None stops the run at the first one and names its file.
 
@@ -126,12 +120,9 @@ class ImageData(DataConfig):
         return any(name in LABEL_MIXING_NAMES for name in names)
 
     def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the images that `exclude` and `unreadable` leave out.
+        """Returns the sorted int64 indices of the train and test images to leave out.
 
         This may decode all images, so the result is cached.
-
-        Returns:
-            Sorted int64 indices of the training images and of the test images.
         """
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
@@ -156,15 +147,13 @@ class PairData(DataConfig):
             dict from source to weight: `{"webdataset:a/*.tar": 3, "folder:b": 1}`.
         train_split: see `DataConfig`, also for `test_split`, `augment`, `exclude` and
             `unreadable`.
-        captions: how to use several captions of an image: `"random"` draws one in each
-            pass, `"first"` always uses the first, `"all"` makes a pair of each. None
-            means `"random"` in training.
+        captions: how to use several captions of an image: `"random"` (the default in
+            training) draws one in each pass, `"first"` always uses the first, `"all"`
+            makes a pair of each.
         templates: captions for sources of classes, with `{}` for the class name: a
             string, a list of strings or the path of a file. None uses the bare name.
-        epoch_size: number of pairs in an epoch; None counts the source's pairs, which
-            reads archives once.
-        test_source: source of `test_split`; None uses `source`, or the first source of
-            a mixture.
+        epoch_size: pairs in an epoch; None counts them, which reads archives once.
+        test_source: source of `test_split`; None uses the (first) training source.
 
     Example:
 
@@ -194,10 +183,7 @@ class PairData(DataConfig):
         super().__post_init__()
 
     def replace(self, **changes: Any) -> "PairData":
-        """Returns a copy with changed settings.
-
-        A new `source` resets the splits and the test source.
-        """
+        """Returns a changed copy; a new `source` resets splits and test source."""
         if changes.get("source", self.source) != self.source:
             changes = {"test_source": None, **changes}
         return super().replace(**changes)

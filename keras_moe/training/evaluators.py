@@ -27,17 +27,15 @@ from keras_moe.training.callbacks import (
 class PeriodicEvaluation(PeriodicCallback):
     """Evaluates a model every few epochs or steps.
 
-    An evaluator is any function from the model to a dict of numbers. It may predict and
-    evaluate, but must not change weights; it sees the averaged weights if the optimizer
-    keeps them. Metrics appear in the logs, the history and `records`, prefixed with the
-    evaluator's name, such as `"few_shot/5_shot"`.
+    An evaluator is any function from the model to a dict of numbers that does not
+    change weights; it sees the averaged weights if the optimizer keeps them. Metrics
+    appear in logs, history and `records` under names such as `"few_shot/5_shot"`.
 
     Args:
         evaluators: evaluators by name.
         every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
-        path: JSON file for `records`, rewritten each time; None for no file. A failed
-            write only warns.
+        path: JSON file for `records`, or None. A failed write only warns.
 
     Example:
 
@@ -92,8 +90,8 @@ class FewShot:
     get the mean accuracy over seeds, as `{"5_shot": ...}`.
 
     Args:
-        train_data: pool from which shots are drawn, see
-            `keras_moe.evaluation.few_shot_from_model`; read at each evaluation.
+        train_data: pool from which shots are drawn, read at each evaluation; see
+            `keras_moe.evaluation.few_shot_from_model`.
         test_data: the same for the test images.
         shots: numbers k of training examples per class.
         l2s: L2 penalties to try.
@@ -166,8 +164,8 @@ class ZeroShot:
     Call it with a model to get `"top_1"`, `"top_5"` and `"mean_per_class"`.
 
     Args:
-        data: tuple of arrays (images, labels) or an iterable of such batches, read at
-            each evaluation; the same in all processes.
+        data: tuple of arrays (images, labels), or batches to read at each evaluation;
+            the same in all processes.
         class_names: see `keras_moe.evaluation.read_class_names`.
         templates: see `keras_moe.evaluation.read_templates`.
         ks: values of k for top-k; None uses 1, and 5 if there are enough classes.
@@ -215,8 +213,7 @@ class Retrieval:
     Args:
         pairs: all pairs with all captions, see `keras_moe.evaluation.encode_pairs`;
             read at each evaluation; the same in all processes.
-        ks: values of k for recall@k; None uses 1, 5 and 10 as far as there are as many
-            images and texts.
+        ks: values of k for recall@k; None uses 1, 5 and 10, if there are enough pairs.
         contrastive_batch_size: batch size for the contrastive accuracy, at most the
             number of images; None leaves it out.
         batch_size: number of images and of texts to embed at a time.

@@ -1,7 +1,4 @@
-"""Metrics of multi-label classification for `compile`.
-
-For exact metrics on arrays see `keras_moe.evaluation`. Pass these as
-`weighted_metrics`: Keras gives no sample weights to plain `metrics`.
+"""Metrics of multi-label classification for `compile(weighted_metrics=...)`.
 
 Axes: B batch, C classes, L labels of an example.
 """
@@ -72,10 +69,9 @@ class PrecisionAt1(keras.metrics.Mean):
 class MeanAveragePrecision(keras.metrics.Metric):
     """Mean over classes of the average precision, in constant memory.
 
-    Logits are rounded to bins; the result is the exact average precision of the
-    rounded logits, where logits in one bin are tied. Memory is 8 bytes per class and
-    bin: 64 MB for 20,000 classes. Classes without positives are left out of the mean,
-    and without any positives the result is 0. For unbinned values see
+    Logits are rounded to bins (8 bytes per class and bin, 64 MB for 20,000 classes);
+    logits in one bin are tied. Classes without positives are left out of the mean, and
+    without any positives the result is 0. For exact values see
     `keras_moe.evaluation.streamed_average_precision`.
 
     Args:
@@ -84,8 +80,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         max_logit: the bins divide [-max_logit, max_logit] equally; logits beyond it
             fall into the outermost bins.
         from_logits: whether predictions are logits instead of probabilities.
-        sparse_labels: whether labels are class numbers (B, L), padded with -1, instead
-            of vectors (B, C) that are positive for the example's classes.
+        sparse_labels: see `PrecisionAt1`.
         name: name of the metric.
         dtype: dtype of the metric's variables.
 

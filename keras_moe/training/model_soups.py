@@ -22,8 +22,7 @@ class Soup(NamedTuple):
     """The ingredients of a soup.
 
     Attributes:
-        ingredients: indices of checkpoints in the order they were added, repeated if
-            added several times.
+        ingredients: indices of checkpoints in the order added, possibly repeated.
         scores: metric after each addition.
         single_scores: metric of each checkpoint alone.
     """
@@ -43,12 +42,10 @@ def greedy_soup(
     """Averages the checkpoints that are best together into a model.
 
     Starts with the best checkpoint. Each round tries to add every checkpoint to the
-    average and keeps the one with the highest metric, until none improves it. A round
-    evaluates the model once per checkpoint.
+    average and keeps the one with the highest metric, until none improves it.
 
     Only floats are averaged: integers come from the best checkpoint, and seeds stay
-    the model's. In addition to the model, two sets of weights are in memory, however
-    many checkpoints there are.
+    the model's. In addition to the model, two sets of weights are in memory.
 
     Args:
         model: a model of the checkpoints' shapes, which gets the soup's weights. Its
@@ -197,9 +194,8 @@ def cooldown_branch(
     """Returns the recipe of a branch that leaves a run at a step and cools down.
 
     Both have the same learning rates up to that step, so the branch can continue from
-    the run's checkpoint: `train(branch, checkpoint_dir=..., branch_from=...)` keeps its
-    weights, optimizer and position in the data. Mix branches of several lengths, or
-    with other data, with `greedy_soup`.
+    the run's checkpoint with `train(branch, checkpoint_dir=..., branch_from=...)`. Mix
+    several branches with `greedy_soup`.
 
     Args:
         recipe: recipe of the run.
@@ -208,9 +204,6 @@ def cooldown_branch(
         cooldown_steps: number of steps in which the learning rate falls to
             `final_learning_rate`, 0 by default.
         **overrides: other settings, such as `data={"source": "folder:more"}`.
-
-    Returns:
-        The recipe, named after the branch unless `name` is given.
 
     Reference:
         *LIMoE*, appendix A.3: after 700k steps a branch of 125k, and three of 40k from

@@ -39,9 +39,8 @@ class NonFinite(NamedTuple):
     """The first non-finite value and its location.
 
     Attributes:
-        what: `"weights"` before the step, `"inputs"` of the model, `"input"` or
-            `"output"` of a layer, `"loss"` (of finite outputs), `"gradient"` (of a
-            finite loss) or `"update"` (of finite gradients).
+        what: `"weights"` before the step, `"inputs"` of the model, a layer's `"input"`
+            or `"output"`, or of finite values: `"loss"`, `"gradient"`, `"update"`.
         where: path of the layer, such as `"block_1/moe/experts"`, or of the weight.
     """
 
@@ -58,9 +57,6 @@ class NonFinite(NamedTuple):
 
 class StopOnNonFinite(ProgressCallback):
     """Raises `NonFiniteLoss` when the training loss becomes NaN or Inf.
-
-    Reads the loss from `fit`'s logs, which are fetched anyway; on JAX in a separate
-    thread, so the device does not wait.
 
     Example:
 
@@ -111,8 +107,7 @@ def locate_non_finite(
         model: compiled model with the weights from before the step.
         x: inputs of the batch.
         y: targets of the batch.
-        gradients: whether to check the gradients, too, if the loss is finite; this
-            compiles a step.
+        gradients: whether to check gradients if the loss is finite (compiles a step).
 
     Returns:
         A `NonFinite`, or None if everything is finite.
@@ -147,10 +142,7 @@ def locate_non_finite(
 
 
 def first_non_finite_step(model, batches, error, step, verbose):
-    """Repeats the steps before an error and checks the last ones layer by layer.
-
-    Returns the number of a step and its first `NonFinite`, or None.
-    """
+    """Repeats steps up to an error; returns a step and its `NonFinite`, or None."""
     bar = keras.utils.Progbar(
         error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )

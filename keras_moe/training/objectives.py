@@ -1,7 +1,4 @@
-"""Training objectives: labels, loss, metrics, and the metric to compare models by.
-
-An objective is a recipe section, registered under a name.
-"""
+"""Training objectives: labels, loss, metrics, and the metric to compare models by."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -38,9 +35,8 @@ class Objective(Section):
     """Base class of objectives: everything that `train` needs to know about a task.
 
     Subclasses are frozen dataclasses of their settings, registered with
-    `register_objective`; recipes and overrides reach a setting as `objective.NAME`. In
-    the methods, `config` is the recipe's `data` section, `data_dir` the folder of
-    TensorFlow Datasets, and `num_classes` is None for objectives without classes.
+    `register_objective`. In the methods, `config` is the recipe's `data` section and
+    `data_dir` the folder of TensorFlow Datasets.
 
     Attributes:
         name: name in recipes, set by `register_objective`.
@@ -108,8 +104,7 @@ class Objective(Section):
     ) -> None:
         """Gives a new model what it needs from the data, such as class names.
 
-        `run_folder` is the checkpoint folder, where a resumed run finds such things
-        again; None for runs without checkpoints.
+        A resumed run finds such things again in `run_folder`, its checkpoint folder.
         """
         set_class_names(model, self.class_names(config, data_dir))
 
@@ -135,10 +130,7 @@ class Objective(Section):
     def loss_and_metrics(
         self, model: keras.Model, config: DataConfig
     ) -> tuple[Any, list]:
-        """Returns the loss and the weighted metrics for `compile`.
-
-        Metrics receive sample weights, so that padding in a batch does not count.
-        """
+        """Returns the loss and the `weighted_metrics` for `compile`."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,10 +173,7 @@ def new_objective(settings: Mapping[str, Any]) -> Objective:
 
 
 def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
-    """Sets the class names of a model's `ImagePreprocessor`.
-
-    None removes the names of the preset, which belong to other data.
-    """
+    """Sets the class names of a model's preprocessor; None removes the preset's."""
     preprocessor = getattr(model, "preprocessor", None)
     if isinstance(preprocessor, models.ImagePreprocessor):
         model.preprocessor = dataclasses.replace(preprocessor, class_names=names)
@@ -278,13 +267,12 @@ class Classification(LabelledImages):
 class MultiLabel(LabelledImages):
     """Several classes per image.
 
-    Uses models with `multi_label=True`, and precision at 1 and mean average precision
-    as metrics. Labels are class numbers unless an augmentation mixes them.
+    Uses models with `multi_label=True`. Labels are class numbers unless an augmentation
+    mixes them.
 
     Args:
         hierarchy: path of a `keras_moe.data.LabelHierarchy` file, or None.
-        max_labels: maximum number of labels of an image; None derives it from the data.
-            See `keras_moe.data.load`.
+        max_labels: see `keras_moe.data.load`.
 
     Example:
 

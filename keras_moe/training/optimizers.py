@@ -185,16 +185,14 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         m = 0.9 m + 0.1 u, kept in bfloat16
         weight = weight - learning_rate m
 
-    Unlike in the original Adafactor (and `keras.optimizers.Adafactor`), updates are
-    neither clipped nor scaled by the root mean square of the weight, and there is a
-    first moment, without bias correction. The state takes 2 bytes per weight instead
-    of Adam's 8.
+    Unlike in `keras.optimizers.Adafactor`, updates are neither clipped nor scaled by
+    the weight's root mean square, and there is a first moment, without bias correction.
+    The state takes 2 bytes per weight instead of Adam's 8.
 
     Rows and columns are the two longest axes of a weight, the last ones if lengths are
-    equal. Matrices along the other axes, such as attention heads, are factored
-    separately, and so is each expert of the weights (E, I, O) that match `per_expert`;
-    their biases (E, O) are not factored. Weights whose second longest axis is shorter
-    than `min_dim_size_to_factor` have a second moment per element.
+    equal; matrices along the other axes, such as attention heads, are factored
+    separately. Weights whose second longest axis is shorter than
+    `min_dim_size_to_factor` have a second moment per element.
 
     Args:
         learning_rate: a number or a schedule.
@@ -204,14 +202,13 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         epsilon: added to the squared gradients.
         momentum: 0.9 in the formula; 0 disables the first moment.
         momentum_dtype: dtype in which the first moment is stored.
-        per_expert: regular expression for the full paths of weights whose first axis
-            is never factored.
+        per_expert: regular expression for the full paths of weights (E, I, O) or (E, O)
+            whose first axis is never factored.
         weight_decay: decoupled weight decay.
-        **kwargs: `groups`, see `OptimizerConfig`; `peak_learning_rate`, which divides
-            the weight decay; and the arguments of all Keras optimizers.
+        **kwargs: `groups` and `peak_learning_rate`, see `optimizer_class`, and the
+            arguments of all Keras optimizers.
 
-    Reference:
-        *Scaling Vision Transformers*, section 3.4, and its released code, big_vision's
+    Reference: *Scaling Vision Transformers*, section 3.4, and big_vision's
         `scale_by_adafactor`; *Adafactor*, algorithms 4 and 5; *LIMoE*, appendix A.
 
     Example:
@@ -373,15 +370,13 @@ OPTIMIZERS = {
 
 
 def optimizer_class(name: str) -> type:
-    """Returns an optimizer class with parameter groups.
+    """Returns an optimizer class with decoupled weight decay and parameter groups.
+
+    It has two additional arguments: `groups`, see `OptimizerConfig`, and
+    `peak_learning_rate`, which divides the weight decay.
 
     Args:
-        name: `"vitg_adafactor"` for `ViTGAdafactor`, or the name of a Keras optimizer,
-            such as `"adamw"`. Weight decay is always decoupled.
-
-    Returns:
-        A class that Keras can save and load, with two additional arguments: `groups`,
-        see `OptimizerConfig`, and `peak_learning_rate`, which divides the weight decay.
+        name: `"vitg_adafactor"`, or the name of a Keras optimizer, such as `"adamw"`.
 
     Example:
 
@@ -400,24 +395,21 @@ class OptimizerConfig(Section):
     """The optimizer of a recipe; learning rates are in `ScheduleConfig`.
 
     Args:
-        name: `"vitg_adafactor"` or the name of a Keras optimizer; see
-            `optimizer_class`.
+        name: name of the optimizer, see `optimizer_class`.
         options: further arguments of the optimizer, such as `{"beta_2": 0.95}`.
-        weight_decay: weight decay of all weights, multiplied by the factors of
-            `groups`.
+        weight_decay: weight decay, multiplied by the factors of `groups`.
         weight_decay_times: what multiplies the decay: `"learning_rate"`, as in `AdamW`
-            of Keras and PyTorch and in the V-MoE release, or `"share_of_peak"`, the
-            learning rate divided by its peak, as in big_vision.
+            and the V-MoE release, or `"share_of_peak"`, the learning rate divided by
+            its peak, as in big_vision.
         groups: dicts with factors for the learning rate and weight decay of some
             weights, such as `{"match": "head", "weight_decay": 10.0}`. `match` is a
             regular expression for full paths, or `"experts"`, `"router"`, `"head"`,
             `"kernels"` or `"rest"`. The first matching group applies.
         gradient_clipping: maximum global norm of the gradients, or None.
-        gradient_accumulation_steps: number of smaller batches into which each batch is
-            divided to save memory. Tokens compete for experts, and router losses are
-            computed, within each of them.
-        ema_momentum: decay of a moving average of the weights, which is used for
-            evaluation and kept at the end; None for no average.
+        gradient_accumulation_steps: number of parts of a batch, to save memory. Tokens
+            compete for experts, and router losses are computed, within each part.
+        ema_momentum: decay of a moving average of the weights, which is evaluated and
+            kept at the end; None for no average.
 
     Example:
 

@@ -35,11 +35,9 @@ _NONE = "none"
 class Recipe:
     """How to train a model: all settings except the hardware.
 
-    Sections are objects or dicts of settings, as in files. Many methods take
-    `steps_per_epoch`, the number of batches in an epoch, because the learning rate
-    depends on the number of steps. A step is an update of the weights, which takes
-    several batches with gradient accumulation. `data_dir` is the folder of TensorFlow
-    Datasets.
+    Sections are objects or dicts of settings, as in files. In the methods,
+    `steps_per_epoch` is the number of batches in an epoch; a step is an update of the
+    weights, which takes several batches with gradient accumulation.
 
     Args:
         name: name of the recipe.
@@ -47,8 +45,7 @@ class Recipe:
         model: a `ModelConfig`: preset and overrides.
         schedule: a `ScheduleConfig`: length and learning rates.
         optimizer: an `OptimizerConfig`.
-        objective: an `Objective` with labels, loss and metrics: `Classification`,
-            `MultiLabel`, `Contrastive` or your own.
+        objective: a `Classification`, `MultiLabel`, `Contrastive` or your own.
         seed: seed of weights, noise, order and augmentation.
         description: a one-line description.
         reference: source of the published settings.
@@ -122,12 +119,11 @@ class Recipe:
         return cls(**settings)
 
     def replace(self, /, **overrides: Any) -> "Recipe":
-        """Returns a copy with changed settings.
+        """Returns a copy with changed settings; see also the sections' `replace`.
 
         Give dotted names, such as `**{"schedule.epochs": 3}`, or a dict of changes per
         section, such as `schedule={"epochs": 3}`. A nested setting is replaced
-        entirely unless you name its entry, as in `"model.head.rank"`. See also the
-        sections' `replace`.
+        entirely unless you name its entry, as in `"model.head.rank"`.
         """
         changes = _changes_by_section(self.to_dict(), overrides)
         objective = self.objective.replace(**changes.pop("objective", {}))
@@ -214,11 +210,7 @@ class Recipe:
         )
 
     def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
-        """Returns the callbacks that `fit` needs; put them first.
-
-        They end a run of `steps`, possibly within an epoch, and apply the averages of
-        `ema_momentum` for evaluations and at the end.
-        """
+        """Returns the callbacks for `steps` and `ema_momentum`; put them first."""
         callbacks: list[keras.callbacks.Callback] = []
         if self.schedule.steps is not None:
             batches = self.schedule.steps * self._accumulated
@@ -263,10 +255,7 @@ _TOP_LEVEL = tuple(field.name for field in dataclasses.fields(Recipe))
 
 
 def list_recipes() -> dict[str, str]:
-    """Lists the recipes that ship with the library.
-
-    Returns:
-        A dict from name to description.
+    """Returns the descriptions of the recipes that ship with the library, by name.
 
     Example:
 
@@ -286,8 +275,7 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     Args:
         name_or_path: a name of `list_recipes`, a TOML file with a table per section and
             `"none"` for None, or a JSON file of `Recipe.save`.
-        **overrides: settings to change, by dotted name or section; see
-            `Recipe.replace`.
+        **overrides: settings to change, see `Recipe.replace`.
 
     Example:
 

@@ -55,29 +55,24 @@ COLUMNS = (
 class RouterHealth(PeriodicCallback):
     """Routes a fixed batch every few epochs or steps and reports statistics per layer.
 
-    Measures each expert's share of assignments, the entropy of these shares over log E,
-    the fraction of dead experts (share below 0.01 / E), the fractions of tokens without
-    an expert and of dropped choices, and the mean over tokens of the largest gate; see
-    `keras_moe.analysis.routing_statistics`. For muMoE, non-zero coefficients count as
-    assignments.
+    The statistics are those of `keras_moe.analysis.routing_statistics`; for muMoE,
+    non-zero coefficients count as assignments. Dead experts have a share below
+    0.01 / E. The logs and the history get the worst layer's `router/entropy`,
+    `router/dead` and `router/dropped`, and `router/max_gate` averaged over layers.
 
-    The logs and the history get the worst layer's `router/entropy`, `router/dead` and
-    `router/dropped`, and `router/max_gate` averaged over layers.
-
-    The primary process writes the files. After a failed write, which only warns, the
-    rows are written next time.
+    The primary process writes the files. A failed write only warns and is repeated with
+    the next one.
 
     Args:
         images: (B, height, width, channels) probe images, or a dict of inputs for text
             and image-text models; the same in all processes. Use the training batch
-            size to measure at the training capacity. Unrouted padding does not count.
+            size to measure at the training capacity.
         every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
         training: whether to route as in training, with its capacity, noise (the same
             each time) and dropout, instead of as at inference.
         csv_path: CSV file with a row per probe and layer, or None.
-        tensorboard: folder for TensorBoard events (needs tensorboardX), or None. A
-            resumed run hides the events of repeated steps.
+        tensorboard: folder for TensorBoard events (needs tensorboardX), or None.
         min_entropy: entropy below which to warn that a layer has collapsed.
         max_share: share of one expert above which to warn, with more than two experts.
         max_dead: fraction of dead experts above which to warn.
@@ -280,11 +275,7 @@ def _arrays(inputs, *others):
 
 
 class EventFile:
-    """Writes scalars for TensorBoard without delay.
-
-    TensorFlow's writer would import TensorFlow, and `tensorboardX.SummaryWriter` loses
-    its queue when the process is killed.
-    """
+    """Writes scalars for TensorBoard at once; `SummaryWriter` may lose its queue."""
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0):
         tensorboardx = _import_tensorboardx()
@@ -326,9 +317,7 @@ class UsageRecorder(PeriodicCallback):
 
     At each interval, the next batch of the given examples is routed, which does not
     affect training. `usage` is the sum over the window, for
-    `keras_moe.analysis.select_experts`. *LIMoE* ranks experts for pruning by the last
-    2,500 steps, counted every 50.
-
+    `keras_moe.analysis.select_experts`. The defaults are those of *LIMoE* for pruning.
     The logs and the history get `usage/experts`: the number of experts that serve 90%
     of the tokens, averaged over blocks.
 
@@ -344,8 +333,7 @@ class UsageRecorder(PeriodicCallback):
         last: length of the window in this unit.
         batch_size: number of examples to route each time. Use the training batch size
             to measure at the training capacity.
-        training: whether to route as in training, with its capacity, noise and dropout,
-            instead of as at inference.
+        training: see `RouterHealth`.
         contributions: see `keras_moe.analysis.expert_usage`.
         path: JSON file for `ExpertUsage.load`, written when training ends, or None.
 

@@ -43,10 +43,9 @@ class Training(NamedTuple):
     """The result of training.
 
     Attributes:
-        model: the trained model. Its preprocessor's `class_names` are those of the
-            recipe's data, or None if unknown.
-        history: lists with one value per epoch: the loss and metrics of the objective,
-            such as `loss` and `accuracy`, and with the prefix `val_` for the test data.
+        model: the trained model, with the class names of the recipe's data.
+        history: lists with one value per epoch of the loss and metrics, with the prefix
+            `val_` for the test data.
         score: the objective's main metric of the last epoch, or of the best one with
             `best="restore"` in the schedule.
     """
@@ -92,8 +91,7 @@ def train(
         checkpoint_dir: folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None saves after each epoch.
         keep_checkpoints: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step, for branches and
-            soups.
+        keep_every: also keep checkpoints at multiples of this step.
         resume: whether to resume from existing checkpoints; otherwise they are deleted.
         branch_from: checkpoint of another run to start from; see `RunCheckpoint` and
             `cooldown_branch`.
@@ -103,13 +101,7 @@ def train(
             (`schedule_steps` can prevent that). If a run of `steps` ended within an
             epoch, the rest of that epoch is another row of the history.
 
-    Returns:
-        A `Training`: the model, the history and the objective's main metric.
-
     Raises:
-        ValueError: recipe, model and data do not fit together; the checkpoints belong
-            to another recipe or are all damaged; an image is unreadable, or with
-            `unreadable="exclude"` other images than before; or the loss is not finite.
         OSError: the last checkpoint cannot be written, or another process trains in
             `checkpoint_dir`, see `run_lock`.
 
@@ -210,11 +202,7 @@ class _Run:
                 yield *keras.tree.map_structure(_to_numpy, (x, y)), weight
 
     def settings(self) -> dict[str, Any]:
-        """Returns all that a run depends on, to compare with its checkpoints.
-
-        With `unreadable="exclude"` this includes the images left out: files may become
-        readable or unreadable, and the batches depend on it.
-        """
+        """Returns all that a run depends on, images left out as unreadable included."""
         recipe = self.recipe
         settings = recipe.settings()
         for name in ("description", "reference", "notes"):

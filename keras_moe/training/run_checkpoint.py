@@ -28,14 +28,13 @@ from keras_moe.training.checkpoints import (
 class RunCheckpoint(keras.callbacks.Callback):
     """Saves a run after each epoch, or every few steps, and resumes it.
 
-    A checkpoint holds the weights, the optimizer, the seeds of layers, running metrics,
-    Python's and NumPy's random states, the history, and the state of all callbacks with
-    `get_state` (which returns JSON data) and `set_state`. A run that resumes from it,
-    with batches from `step` on, continues as if it had never stopped: bit for bit, if
-    the backend is deterministic.
+    A checkpoint also holds random states, running metrics, the history, and the state
+    of callbacks with `get_state` (which returns JSON data) and `set_state`. A run that
+    resumes from it, with batches from `step` on, continues bit for bit if the backend
+    is deterministic.
 
-    A failed write only warns, except for the last checkpoint of the run; older
-    checkpoints stay intact. Non-finite weights are never saved.
+    A failed write only warns, except for the last checkpoint of the run. Non-finite
+    weights are never saved.
 
     Args:
         folder: folder for the run's checkpoints only; may be remote, such as
@@ -44,18 +43,16 @@ class RunCheckpoint(keras.callbacks.Callback):
         every: steps between checkpoints; None saves after each epoch. The end of the
             run is always saved.
         keep: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step, for branches and
-            soups.
+        keep_every: also keep checkpoints at multiples of this step.
         settings: JSON data such as a recipe's `settings()`. Checkpoints with other
             settings are rejected.
         restart: whether to delete existing checkpoints and start over.
         branch_from: folder of another run's checkpoint, such as
             `"runs/long/checkpoints/step-00650000"`. If `folder` has no checkpoint yet,
             the run resumes from there, whatever its settings, with a new history.
-        best: callback in `around` that compares epochs. The best epoch's checkpoint is
-            then written at its end and kept; see `restore_best`.
-        may_differ: names of settings that may differ from the checkpoint's; the old
-            values are then in `changed`.
+        best: callback in `around` that compares epochs; the best epoch's checkpoint is
+            kept for `restore_best`.
+        may_differ: settings that may differ from the checkpoint's, see `changed`.
 
     Example:
 
@@ -122,7 +119,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
-        """Restores a compiled model from the newest intact checkpoint.
+        """Restores a model from the newest intact checkpoint; returns its step or 0.
 
         Within an epoch, running metrics are restored when `fit` begins. On TensorFlow
         they do not exist before the first batch: call `model.evaluate(..., steps=1)`
@@ -130,12 +127,6 @@ class RunCheckpoint(keras.callbacks.Callback):
 
         Args:
             model: a model compiled like the run's.
-
-        Returns:
-            The number of past steps; 0 without a checkpoint.
-
-        Raises:
-            ValueError: the settings differ or all checkpoints are damaged.
         """
         clean_folder(self.folder, everything=self.restart)
         # Not searched: other processes may still be deleting checkpoints.
@@ -165,9 +156,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         return checkpoint.step
 
     def restore_best(self, model: keras.Model) -> bool:
-        """Restores the weights of the best epoch after `fit`.
-
-        If that is impossible, warns and leaves the weights of the last epoch.
+        """Restores the best epoch's weights; if that is impossible, warns.
 
         Args:
             model: a model compiled like the run's.
@@ -190,12 +179,7 @@ class RunCheckpoint(keras.callbacks.Callback):
     def around(
         self, callbacks: Sequence[keras.callbacks.Callback]
     ) -> list[keras.callbacks.Callback]:
-        """Returns all callbacks for `fit`, with this one at the right position.
-
-        Args:
-            callbacks: the other callbacks. Their state is saved with the run, and they
-                share its step count.
-        """
+        """Returns all callbacks for `fit`, this one in its place among `callbacks`."""
         self._callbacks = list(callbacks)
         self.progress.hand_to(self._callbacks)
         if self._restored is not None:
@@ -313,11 +297,9 @@ class RunCheckpoint(keras.callbacks.Callback):
 
 
 class _First(keras.callbacks.Callback):
-    """Runs before all other callbacks.
+    """Runs first: saves within an epoch, and ends a resumed run's partial first epoch.
 
-    Saves within an epoch, and ends the first epoch of a resumed run early, without
-    ending `fit`: for `fit` all epochs have the same number of steps, and the first may
-    be partial.
+    `fit` itself goes on; for it all epochs have the same number of steps.
     """
 
     def __init__(self, checkpoint: RunCheckpoint):

@@ -36,20 +36,15 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
         peak: learning rate at the end of the warm-up.
-        total_steps: last step of the cooldown.
-        warmup_steps: number of warm-up steps.
-        timescale: number of steps after the warm-up until the rate is peak / sqrt(2);
-            None for a constant rate.
-        cooldown_steps: number of cooldown steps; 0 for no cooldown.
+        total_steps: T, last step of the cooldown.
+        warmup_steps: w, number of warm-up steps.
+        timescale: s, number of steps until the rate is peak / sqrt(2); None for a
+            constant rate.
+        cooldown_steps: n, number of cooldown steps.
         final: learning rate after the cooldown.
 
-    Call arguments:
-        step: number of past steps.
-
-    Reference:
-        *Scaling Vision Transformers*, section 3.5, as in the V-MoE release
-        (`big_vision_rsqrt_schedule`). big_vision itself keeps dividing by the square
-        root during the cooldown, which is then not linear.
+    Reference: *Scaling Vision Transformers*, section 3.5, as in the V-MoE release.
+        big_vision keeps dividing by the square root during the cooldown.
 
     Example:
 
@@ -117,11 +112,9 @@ def warmup_schedule(
         peak: learning rate at the end of the warm-up.
         total_steps: number of steps in the run.
         warmup_steps: number of warm-up steps.
-        final: learning rate after the last step; with `"rsqrt"` and `"constant"`, after
-            the cooldown.
+        final: learning rate after the last step, or after the cooldown.
         timescale: see `WarmupCooldown`, for `"rsqrt"`.
-        cooldown_steps: number of steps in which `"rsqrt"` and `"constant"` fall
-            linearly.
+        cooldown_steps: length of the cooldown of `"rsqrt"` and `"constant"`.
 
     Example:
 
@@ -188,20 +181,16 @@ class ScheduleConfig(Section):
         epochs: number of passes over the training data; None if `steps` is given.
         steps: number of steps, instead of `epochs`.
         warmup_steps: number of steps in which the learning rate rises linearly from 0.
-        decay: `"cosine"` or `"linear"` to `final_learning_rate` at the last step,
-            `"rsqrt"` (reciprocal square root) or `"constant"`.
-        timescale: number of steps after the warm-up until the learning rate of
-            `"rsqrt"` is 0.71 of its peak.
+        decay: `"cosine"`, `"linear"`, `"rsqrt"` or `"constant"`; see `warmup_schedule`.
+        timescale: steps after the warm-up until `"rsqrt"` is at 0.71 of its peak.
         cooldown_steps: number of last steps in which `"rsqrt"` or `"constant"` falls
             linearly to `final_learning_rate`.
         final_learning_rate: learning rate after the last step of the schedule.
         schedule_steps: length of the schedule if the run is longer and continues with
             `final_learning_rate`; None for the entire run.
-        monitor: metric in the history by which epochs are compared; None uses the
-            objective's main metric.
+        monitor: metric by which epochs are compared; None uses the objective's.
         monitor_mode: `"max"` or `"min"`, see `BestEpoch`.
-        patience: number of epochs without improvement after which the run stops; None
-            never stops it.
+        patience: epochs without improvement after which the run stops, or None.
         best: `"keep"` keeps the checkpoint of the best epoch; `"restore"` also
             restores its weights at the end. None does neither.
 

@@ -9,10 +9,7 @@ from keras_moe.checks import check_argument_names, check_bool, check_dtype
 
 
 class Section:
-    """Base class of a recipe's sections: frozen dataclasses with JSON values.
-
-    Subclasses validate their settings in `__post_init__` and call `super()` there.
-    """
+    """Base class of a recipe's sections: frozen dataclasses with JSON values."""
 
     title: ClassVar[str] = "settings"
 
@@ -107,10 +104,7 @@ class ModelConfig(Section):
         return super().from_settings({**own, "overrides": overrides})
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """Returns a copy with changed settings.
-
-        A new `preset` loads its weights unless `load_weights=False` is given, too.
-        """
+        """Returns a changed copy; a new `preset` loads its weights by default."""
         if changes.get("preset", self.preset) != self.preset:
             changes = {"load_weights": True, **changes}
         return super().replace(**changes)

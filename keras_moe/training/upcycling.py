@@ -83,57 +83,43 @@ def upcycle(
 
     Every expert starts as a copy of the MLP that it replaces, routers start from
     scratch, and all other weights are copied. If gates sum to one and no token is
-    dropped, as with the defaults, the experts together compute what the MLP did, so
-    training continues where it was. Expert choice skips tokens and soft routing mixes
-    them, which changes the function.
+    dropped, as with the defaults, the experts together compute what the MLP did.
+    Expert choice skips tokens and soft routing mixes them, which changes the function.
 
     Args:
-        dense_model: a model without MoE blocks: a `ViTBackbone`, `MixerBackbone` or
-            image classifier; a `TextBackbone`; a `CLIPBackbone` (two towers), a
-            `LIMoEBackbone` (one shared tower) or a `ContrastiveModel` on either; or a
-            KerasHub `ViTBackbone`, or the vision encoder of its `CLIPBackbone` or
-            `SigLIPBackbone`.
+        dense_model: a model of this library without MoE blocks, or a KerasHub
+            `ViTBackbone`, `CLIPBackbone` or `SigLIPBackbone` (its vision encoder).
         num_experts: E, at least 2; for muMoE optionally a number per level.
         moe_layers: blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: a router for `keras_moe.routers.get`; or `"mumoe"`, where every expert
             starts as the best approximation of the MLP that `rank` can hold (a
             truncated singular value decomposition).
         noise: standard deviation of noise added to each expert's weights, relative to
-            that of the weights, to make experts differ. For muMoE, noise on the first
-            level's expert factors.
+            that of the weights. For muMoE, noise on the first level's expert factors.
         normalize_gates: whether to divide a token's combine weights by their sum after
             routing; `"before"` divides before routing. With K = 1 normalised gates are
             all 1, so only auxiliary losses train the router. None means yes, unless the
             preset differs.
         preset: `"clip_up"` for the main settings of *CLIP-UP*: K = 2, unnormalised
-            gates, capacity factor 1.0 (2.0 in the paper, which follows Switch and
-            leaves out K), first come first served, no noise, load balance loss (0.01)
-            and z-loss (1e-4), and routed padding in texts (`mask_padding=False`). Gates
-            then sum to less than one, so the function changes. Other arguments override
-            the preset.
+            gates, capacity factor 1.0 (2.0 in the paper, which leaves out K), first
+            come first served, load balance loss (0.01) and z-loss (1e-4), and routed
+            padding in texts. Gates then sum to less than one, so the function changes.
+            Other arguments override the preset.
         carry_optimizer: whether to copy the optimizer state of a compiled model, too.
-            Slots are tiled like the weights.
-        images: (B, height, width, channels) images for the report's differences; for
-            text and image-text models a dict of inputs. None uses four examples of
-            noise.
+        images: (B, height, width, channels) images, or a dict of inputs, for the
+            report's differences. None uses four examples of noise.
         noise_seed: seed of `noise`.
         towers: towers of a `CLIPBackbone` to upcycle: None for both, a tuple such as
             `("image",)`, or a dict with overrides of the arguments per tower, such as
             `{"image": {"num_experts": 16}, "text": {}}`.
         **moe_arguments: further MoE arguments of the backbone, such as
-            `num_selected_experts=1`, or `zero_experts=1` for MoE++. Arguments not given
-            have the backbone's defaults.
+            `num_selected_experts=1`, or `zero_experts=1` for MoE++.
 
     Returns:
         `(model, report)`: a new model, compiled and frozen like the dense one, and an
         `UpcyclingReport`.
 
-    Raises:
-        ValueError: the model is unknown, not dense, quantised or has LoRA adapters; or
-            there is no optimizer state to carry over.
-
-    Reference:
-        *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
+    Reference: *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
         section 3; *CLIP-UP*, section 2.2, Table 3 and appendix B.3, for its preset.
 
     Example:
