@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import itertools
 import numbers
 from collections.abc import Iterable
 from typing import Any
@@ -41,6 +42,15 @@ def check_selected(num_selected_experts: Any, num_experts: int) -> int:
             f"received: num_selected_experts={num_selected_experts}"
         )
     return selected
+
+
+def check_indices(name: str, values: Any, count: int) -> set[int]:
+    """Returns the set of `values`, which must be integers below `count`."""
+    if not isinstance(values, Iterable):
+        raise ValueError(
+            f"Expected {name} to be a sequence of integers; received: {name}={values!r}"
+        )
+    return {check_integer(name, value, 0, count - 1) for value in values}
 
 
 def positive_integers(value: Any) -> tuple[int, ...] | None:
@@ -265,6 +275,20 @@ def argument_names(cls: type) -> list[str]:
         if parameter.name != "self"
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+
+
+def argument_values(instance: Any, base: type) -> dict[str, Any]:
+    """Returns the attributes named like constructor arguments of classes below `base`.
+
+    A subclass may store an argument elsewhere, and add it to the config.
+    """
+    values = {}
+    for cls in itertools.takewhile(lambda cls: cls is not base, type(instance).__mro__):
+        # An inherited constructor would add Keras's `dtype` without its policy.
+        for name in argument_names(cls) if "__init__" in vars(cls) else ():
+            if hasattr(instance, name):
+                values[name] = getattr(instance, name)
+    return values
 
 
 def check_argument_names(

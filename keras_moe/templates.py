@@ -24,13 +24,19 @@ def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, 
         templates = read_lines(
             templates, f"templates with a place {PLACE} for the name", sets
         )
-    bad = [template for template in templates if _PROBE not in fill(template, _PROBE)]
+    templates = tuple(templates)
+    bad = [
+        template
+        for template in templates
+        if not isinstance(template, (str, Callable))
+        or _PROBE not in fill(template, _PROBE)
+    ]
     if bad or not templates:
         raise ValueError(
-            f"Expected templates with one place {PLACE} for the name; received: "
+            f"Expected templates with a place {PLACE} for the name; received: "
             f"{templates!r}"
         )
-    return tuple(templates)
+    return templates
 
 
 def fill(template: Template, name: str) -> str:
@@ -55,7 +61,10 @@ def read_lines(
         # Editors may write a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json":
-            return list(json.loads(text))
+            lines = json.loads(text)
+            if not isinstance(lines, list):
+                raise ValueError(f"{lines!r:.80}")
+            return lines
     except ValueError as error:
         raise ValueError(
             f"Expected {what} in UTF-8, a JSON list or one a line, in {path}; "

@@ -212,9 +212,7 @@ class EncoderBlock(Layer):
             x = inner_call(
                 self.feed_forward, x, training=training, **arguments, **residual
             )
-            records = ()
-            if hasattr(self.feed_forward, "router"):
-                x, *records = x
+            x, *records = x if isinstance(x, tuple) else (x,)
             tokens = self._residual(tokens, x, self.feed_forward_scale, training)
             return tokens, *records, *mixer_records
 

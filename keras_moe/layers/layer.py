@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import argument_names
+from keras_moe.checks import argument_values
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
@@ -14,9 +14,10 @@ from keras_moe.ops.initializers import FastInitializer
 class Layer(keras.layers.Layer):
     """Base class of layers whose attributes are named like constructor arguments."""
 
-    def add_weight(self, *args, initializer, **kwargs):
-        initializer = FastInitializer(initializer)
-        return super().add_weight(*args, initializer=initializer, **kwargs)
+    def add_weight(self, shape=None, initializer=None, *args, **kwargs):
+        if initializer is not None:
+            initializer = FastInitializer(initializer)
+        return super().add_weight(shape, initializer, *args, **kwargs)
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         """Inner layers, with the shapes of their inputs."""
@@ -37,18 +38,9 @@ class Layer(keras.layers.Layer):
         return sum((part.cost(inputs) for part, inputs in parts), Cost())
 
     def get_config(self):
-        config = super().get_config()
-        for cls in type(self).__mro__:
-            if cls is Layer:
-                break
-            # Keras's own constructor would store dtype without its policy.
-            if "__init__" not in vars(cls):
-                continue
-            for name in argument_names(cls):
-                # A subclass may store an argument elsewhere, and add it to the config.
-                if hasattr(self, name):
-                    config[name] = _stored(getattr(self, name))
-        return config
+        values = argument_values(self, Layer)
+        stored = {name: _stored(value) for name, value in values.items()}
+        return {**super().get_config(), **stored}
 
 
 def _stored(value):

@@ -235,6 +235,11 @@ class MaskedPooling(Layer):
             return ops.cast(largest, self.compute_dtype)
         taken = mask
         if self.pooling == "end_of_text":
+            if token_ids is None:
+                raise ValueError(
+                    "Expected token_ids for pooling='end_of_text'; "
+                    "received: token_ids=None"
+                )
             check_ids("token_ids", token_ids, shape)
             taken = self._ends_of_text(ops.cast(token_ids, "int32"), mask)
         taken = ops.expand_dims(_only(taken, last=self.pooling == "last"), -1)

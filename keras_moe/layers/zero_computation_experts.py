@@ -12,6 +12,7 @@ from keras_moe.checks import check_initializer
 from keras_moe.layers.expert_kernels import PerExpert
 from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.expert_types import expert_types
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -59,9 +60,8 @@ class ZeroComputationExperts(Layer):
     ):
         # The weights stay float32, like all routing.
         super().__init__(autocast=False, **kwargs)
-        self.zero_experts = zero_experts
-        self.copy_experts = copy_experts
-        self.constant_experts = constant_experts
+        types = expert_types(1, zero_experts, copy_experts, constant_experts)
+        _, self.zero_experts, self.copy_experts, self.constant_experts = types
         self.kernel_initializer = check_initializer(
             "kernel_initializer", kernel_initializer
         )
@@ -89,6 +89,11 @@ class ZeroComputationExperts(Layer):
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:
+        if weights.shape[-1] != self.num_experts:
+            raise ValueError(
+                f"Expected weights of num_experts={self.num_experts}; "
+                f"received: weights.shape={tuple(weights.shape)}"
+            )
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]

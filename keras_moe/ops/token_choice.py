@@ -12,6 +12,7 @@ from keras_moe.checks import (
     check_integer,
     check_one_of,
     check_selected,
+    fits_shape,
 )
 from keras_moe.ops.plans import (
     HeterogeneousPlan,
@@ -339,8 +340,13 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
 
 def _order(priority, affinity, num_selected_experts):
     """The tokens (G, S) in the order in which they are served; None as they stand."""
-    if not isinstance(priority, str):
+    if priority is not None and not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
+        if not fits_shape(rank.shape, affinity.shape[:2]):
+            raise ValueError(
+                f"Expected numbers of shape {tuple(affinity.shape[:2])} as priority; "
+                f"received: priority.shape={tuple(rank.shape)}"
+            )
     elif check_one_of("priority", priority, PRIORITIES) == "first_come":
         return None
     # The affinity allocates, and the gates only weigh the outputs.

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.checks import (
+    argument_values,
     check_bool,
     check_integer,
     check_one_of,
@@ -20,7 +21,7 @@ from keras_moe.ops.transport import sinkhorn
 class Affinity:
     """Base class of affinities, which map router logits to the allocated matrix.
 
-    Subclasses implement `__call__`, and `get_config` if they have arguments.
+    Subclasses implement `__call__` and keep arguments as attributes of their names.
 
     Example:
 
@@ -50,7 +51,7 @@ class Affinity:
         return side == "expert"
 
     def get_config(self) -> dict:
-        return {}
+        return argument_values(self, Affinity)
 
     @classmethod
     def from_config(cls, config: dict) -> "Affinity":
@@ -109,9 +110,6 @@ class SinkhornAffinity(Affinity):
                 f"received: tolerance={self.tolerance}"
             )
 
-    def get_config(self):
-        return {"iterations": self.iterations, "tolerance": self.tolerance}
-
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SparsityConstrainedAffinity(Affinity):
@@ -155,14 +153,6 @@ class SparsityConstrainedAffinity(Affinity):
             mask=mask,
         ).plan
 
-    def get_config(self):
-        return {
-            "sparse": self.sparse,
-            "solver": self.solver,
-            "iterations": self.iterations,
-            "learning_rate": self.learning_rate,
-        }
-
 
 BY_NAME = {
     "softmax": SoftmaxAffinity,
@@ -183,8 +173,3 @@ def get(identifier: Any) -> Affinity:
             f"received: affinity={identifier!r}"
         )
     return identifier
-
-
-def serialize(affinity: Affinity) -> dict:
-    """Returns the config from which `get` makes an equal affinity."""
-    return keras.saving.serialize_keras_object(affinity)

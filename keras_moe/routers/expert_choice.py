@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
+from keras_moe.ops.plans import SlotPlan
 from keras_moe.ops.primitives import vmap_groups
 from keras_moe.routers.sparse_router import SparseRouter
 
@@ -103,3 +104,15 @@ class ExpertChoiceRouter(SparseRouter):
         if self.capacity is not None:
             return f"C={self.capacity}"
         return f"c={self._selected * self.capacity_factor:g}"
+
+    def compute_output_spec(self, tokens, training=None, **kwargs):
+        # JAX cannot trace the choice among an unknown number of tokens.
+        num_groups, num_tokens, _ = tokens.shape
+        capacity = num_tokens and self.group_capacity(num_tokens, training)
+        slots = (num_groups, self.num_experts, capacity)
+        plan = SlotPlan(
+            keras.KerasTensor(slots, "int32"),
+            keras.KerasTensor((num_groups, num_tokens, self.num_experts), "int32"),
+            keras.KerasTensor(slots, "float32"),
+        )
+        return plan, self.routing_spec(num_groups, num_tokens)

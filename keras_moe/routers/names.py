@@ -51,6 +51,8 @@ def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
     """
 
     def register(cls):
+        if not (isinstance(cls, type) and issubclass(cls, Router)):
+            raise ValueError(f"Expected a subclass of Router; received: {cls!r}")
         registered = ROUTERS.get(name, (cls, {}))[0]
         if registered.__qualname__ != cls.__qualname__:
             raise ValueError(

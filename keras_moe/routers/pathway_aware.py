@@ -110,6 +110,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
             noise_std=0.0 if noise_std is None else noise_std,
             **kwargs,
         )
+        # "auto" would need the number of FFN experts.
+        check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
         num_ffn_experts = self.num_experts - sum(counts)
         if num_ffn_experts < 1:
@@ -125,6 +127,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             check_integer("gate_hidden_dim", gate_hidden_dim)
         if logits_norm_std is not None:
             check_positive("logits_norm_std", logits_norm_std)
+            check_integer("num_experts", num_experts, minimum=2)
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
@@ -250,13 +253,5 @@ class PathwayAwareRouter(TokenChoiceRouter):
             zero_experts=self.expert_types.zero,
             copy_experts=self.expert_types.copy,
             constant_experts=self.expert_types.constant,
-            tau=self.tau,
-            gating_residual=self.gating_residual,
-            gate_hidden_dim=self.gate_hidden_dim,
-            logits_norm_std=self.logits_norm_std,
-            zero_gates=self.zero_gates,
-            residual_initializer=keras.initializers.serialize(
-                self.residual_initializer
-            ),
         )
         return config

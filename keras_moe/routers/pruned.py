@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe.checks import check_bool, check_indices, check_one_of
 from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.affinities import SparsityConstrainedAffinity
@@ -87,20 +87,12 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
         config = super().get_config()
         if self.method == "router_drop":
             del config["excluded_experts"]
-        config.update(
-            kept_experts=list(self.kept_experts),
-            method=self.method,
-            removed=self.removed,
-        )
-        return config
+        return {**config, "kept_experts": list(self.kept_experts)}
 
 
 def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
     """Sorts expert indices after checking that they are distinct and in range."""
-    kept = {
-        check_integer("kept_experts", expert, 0, num_experts - 1)
-        for expert in kept_experts
-    }
+    kept = check_indices("kept_experts", kept_experts, num_experts)
     if not 0 < len(kept) == len(kept_experts):
         raise ValueError(
             "Expected at least one of kept_experts, each once; "

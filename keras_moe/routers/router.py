@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
+    argument_values,
     check_integer,
     check_not_negative,
     check_seed,
@@ -79,6 +80,7 @@ class Router(keras.layers.Layer):
         self.seed = check_seed("seed", seed)
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True
+        self.input_spec = keras.InputSpec(ndim=3)
 
     def default_auxiliary_losses(self) -> dict | None:
         """Names and weights of the auxiliary losses used in the router's paper."""
@@ -157,11 +159,14 @@ class Router(keras.layers.Layer):
         return Routing(*(keras.KerasTensor(shape, "float32") for _ in Routing._fields))
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_experts=self.num_experts, noise_std=self.noise_std, seed=self.seed
-        )
-        return config
+        # Initializers and affinities are stored as configs.
+        values = {
+            name: keras.saving.serialize_keras_object(value)
+            if callable(value)
+            else value
+            for name, value in argument_values(self, keras.layers.Layer).items()
+        }
+        return {**super().get_config(), **values}
 
 
 def router_arguments(cls: type[Router]) -> dict[str, Any]:

@@ -218,17 +218,11 @@ class SoftRouter(Router):
         return by_expert._replace(logits=logits, noisy_logits=noisy_logits)
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_slots=self.slots_per_expert,
-            capacity_factor=self.capacity_factor,
-            num_selected_experts=self._selected,
-            capacity_rounding=self.capacity_rounding,
-            normalize=self.normalize,
-            slot_initializer=keras.initializers.serialize(self.slot_initializer),
-            scale_initializer=keras.initializers.serialize(self.scale_initializer),
-        )
-        return config
+        own = {
+            "num_slots": self.slots_per_expert,
+            "num_selected_experts": self._selected,
+        }
+        return {**super().get_config(), **own}
 
 
 def _unit(x, axis):

@@ -7,12 +7,12 @@ modalities.
 import warnings
 from typing import Any
 
-import keras
 from keras import ops
 
 from keras_moe.checks import (
     check_bool,
     check_disjoint,
+    check_indices,
     check_initializer,
     check_integer,
     check_one_of,
@@ -109,6 +109,8 @@ class SparseRouter(Router):
             noisy_combine = combine == "affinity" or affinity.noisy_combine(self.side)
         self.noisy_combine = check_bool("noisy_combine", noisy_combine)
         if combine == "affinity":
+            # The plan that routes also weighs the outputs.
+            check_one_of("noisy_combine", noisy_combine, (True,))
             self.affinity.check_differentiable()
         self.normalize_gates = check_one_of(
             "normalize_gates", normalize_gates, self.normalizations
@@ -325,25 +327,7 @@ class SparseRouter(Router):
         return {"kernel": kernel}
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_selected_experts=self._selected,
-            affinity=affinities.serialize(self.affinity),
-            combine=self.combine,
-            normalize_gates=self.normalize_gates,
-            capacity_factor=self.capacity_factor,
-            capacity=self.capacity,
-            evaluation=self.evaluation,
-            eval_capacity_factor=self.eval_capacity_factor,
-            eval_capacity=self.eval_capacity,
-            capacity_rounding=self.capacity_rounding,
-            capacity_multiple_of=self.capacity_multiple_of,
-            noisy_combine=self.noisy_combine,
-            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
-            num_modalities=self.num_modalities,
-            expert_pools=self.expert_pools,
-        )
-        return config
+        return {**super().get_config(), "num_selected_experts": self._selected}
 
 
 def both_masks(mask: Any, known: Any) -> Any:
@@ -374,7 +358,7 @@ def _check_pools(expert_pools, num_modalities, num_experts):
     if expert_pools is None:
         return None
     pools = [
-        sorted({check_integer("expert_pools", e, 0, num_experts - 1) for e in pool})
+        sorted(check_indices("expert_pools", pool, num_experts))
         for pool in expert_pools
     ]
     if not all(pools) or len(pools) != (num_modalities or max(len(pools), 1)):

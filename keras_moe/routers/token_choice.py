@@ -11,7 +11,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_integer, check_one_of, check_selected
+from keras_moe.checks import (
+    check_bool,
+    check_indices,
+    check_integer,
+    check_one_of,
+    check_selected,
+)
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.primitives import vmap_groups
 from keras_moe.ops.token_choice import (
@@ -109,10 +115,7 @@ class TokenChoiceRouter(SparseRouter):
         return {"importance": 0.005, **load}
 
     def _check_excluded(self, excluded_experts):
-        excluded = {
-            check_integer("excluded_experts", expert, 0, self.num_experts - 1)
-            for expert in excluded_experts
-        }
+        excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
         pools = self.expert_pools or [range(self.num_experts)]
         if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
             raise ValueError(
@@ -243,15 +246,6 @@ class TokenChoiceRouter(SparseRouter):
         }
         specs["combine_weights"] = keras.KerasTensor(choices, "float32")
         return type(plan)(**specs), self.routing_spec(num_groups, num_tokens)
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(
-            dropless=self.dropless,
-            excluded_experts=self.excluded_experts,
-            priority=self.priority,
-        )
-        return config
 
 
 def _check_priority(priority, num_modalities):

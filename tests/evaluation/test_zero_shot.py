@@ -83,6 +83,9 @@ def test_prompts_from_files(tmp_path):
     path.write_text(json.dumps(["a b", "c"]), encoding="utf-8")
     assert read_class_names(str(path)) == ("a b", "c")
     assert read_templates("name") == ("{}",)
+    assert read_templates(text for text in ("{}",)) == ("{}",)
+    with pytest.raises(ValueError, match="Expected templates"):
+        read_templates([1])
     # Editors on Windows write it so.
     path = tmp_path / "names.txt"
     path.write_bytes("\ufeffcat \r\n\tdog\r\n".encode())
@@ -95,6 +98,7 @@ def test_prompts_from_files(tmp_path):
 FILES = {
     "latin.txt": b"caf\xe9 {}",
     "cut.json": b'["a {}"',
+    "dict.json": b'{"a {}": 0}',
 }
 
 

@@ -65,19 +65,24 @@ BAD_VALUES = [
         "capacity_rounding": ["up"], "capacity_multiple_of": [0], "dropless": ["yes"],
         "priority": ["best", None], "noise_std": [-1.0, "1"], "noisy_combine": [1],
         "affinity": ["soft"], "combine": ["hard"], "normalize_gates": ["x", 1],
-        "seed": [-1], "num_modalities": [0],
+        "seed": [-1], "num_modalities": [0], "excluded_experts": [1],
         "expert_pools": [[[0, 1], [1, 2]], [[0, 1], [1, 2, 3]]],
     }),
     (TokenChoiceRouter, {"num_experts": 4, "dropless": True}, {"capacity": [2]}),
+    (TokenChoiceRouter, {"num_experts": 4, "affinity": "sinkhorn",
+                         "combine": "affinity"}, {"noisy_combine": [False]}),
     (ExpertChoiceRouter, {"num_experts": 4}, {
         "evaluation": ["no"], "capacity_factor": [0.0], "capacity": [2],
         "normalize_gates": ["before"], "eval_capacity_factor": [0],
         "expert_pools": [[[0, 1], []]],
     }),
     (PathwayAwareRouter, {"num_experts": 4}, {
-        "zero_experts": [4, -1], "copy_experts": [-1],
+        "zero_experts": [4, -1], "copy_experts": [-1], "constant_experts": ["auto"],
         "tau": [0, -0.5], "capacity": [3], "gating_residual": [1],
         "gate_hidden_dim": [0], "logits_norm_std": [0], "zero_gates": ["drop"],
+    }),
+    (PathwayAwareRouter, {"num_selected_experts": 1, "logits_norm_std": 1.0}, {
+        "num_experts": [1],
     }),
     (SoftRouter, {"num_experts": 4}, {
         "num_slots": [0], "noise_std": [NAN], "normalize": [1],
@@ -120,6 +125,7 @@ BAD_VALUES = [
         "pooling": ["middle"], "end_of_text_id": [3],
     }),
     (layers.MaskedPooling, {"pooling": "end_of_text"}, {"end_of_text_id": [-1]}),
+    (layers.ZeroComputationExperts, {}, {"zero_experts": [-1, 0.5]}),
     (layers.TokenEmbedding, {"vocabulary_size": 4, "hidden_dim": 4}, {
         "vocabulary_size": [0], "hidden_dim": [0], "embeddings_initializer": ["glort"],
     }),
@@ -179,6 +185,7 @@ def pathway(*shape, gating_residual=True):
         (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "expert_pools=4"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[0, 1]), "expert_pools=0"),
         (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
         (
             lambda: TokenChoiceRouter(4, 1, num_modalities=3, expert_pools=[[0], [1]]),
@@ -255,6 +262,11 @@ def pathway(*shape, gating_residual=True):
                 zeros(2, 6, 1), mask=np.ones((2, 5), bool)
             ),
             r"\(2, 5\)",
+        ),
+        (lambda: layers.MaskedPooling("end_of_text")(zeros(2, 6, 1)), "token_ids=None"),
+        (
+            lambda: layers.ZeroComputationExperts(1, 1)(zeros(1, 2, 3), zeros(1, 2, 6)),
+            r"\(1, 2, 6\)",
         ),
         (lambda: layers.TextPositions(5)(zeros(2, 6, 1)), r"shape=\(2, 6, 1\)"),
         (

@@ -284,6 +284,31 @@ def test_a_subclass_may_name_its_attributes_as_it_likes():
     assert (config["factor"], config["mlp_dim"]) == (3.0, 8)
 
 
+def test_a_subclass_adds_weights_as_it_likes():
+    class Scaled(layers.MLP):
+        def build(self, input_shape):
+            super().build(input_shape)
+            self.scale = self.add_weight(input_shape[-1:], "ones", name="scale")
+            self.shift = self.add_weight(shape=(2, 3), name="shift")
+
+    layer = Scaled(8)
+    layer(np.ones((1, 2, 4), "float32"))
+    assert keras.ops.convert_to_numpy(layer.scale).tolist() == [1.0] * 4
+    assert (
+        np.ptp(keras.ops.convert_to_numpy(layer.shift)) > 0
+    )  # Keras's default is drawn
+
+
+def test_a_block_takes_any_layer_that_returns_a_record():
+    class Recorded(layers.MLP):
+        def call(self, inputs, training=None):
+            return super().call(inputs, training=training), inputs
+
+    block = layers.MoEEncoderBlock(layers.SelfAttention(2, 2), Recorded(8))
+    tokens, record = block(np.ones((1, 2, 4), "float32"))
+    assert tuple(tokens.shape) == tuple(record.shape) == (1, 2, 4)
+
+
 def test_every_public_layer_is_checked():
     public = {
         name

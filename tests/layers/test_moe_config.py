@@ -179,6 +179,8 @@ def test_a_class_that_nobody_registered_is_refused():
 def test_a_name_is_taken_once():
     with pytest.raises(ValueError, match="stands for SoftRouter"):
         register_router("soft")(type("Other", (Router,), {}))
+    with pytest.raises(ValueError, match="Dense"):
+        register_router("dense")(keras.layers.Dense)
     assert register_router("soft")(SoftRouter) is SoftRouter
 
 

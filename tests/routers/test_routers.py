@@ -279,6 +279,15 @@ def test_a_masked_token_changes_nothing(name, training):
     np.testing.assert_array_equal(nobody, np.zeros_like(nobody))
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_router_alone_takes_any_number_of_tokens_in_groups(name):
+    router = routers.get(name, 4)
+    _, routing = router(keras.Input((None, 8)))
+    assert tuple(routing.gates.shape) == (None, None, 4)
+    with pytest.raises(ValueError, match="ndim=3"):
+        router(images()[0])
+
+
 # Arguments, and the shape of the tokens.
 EXTREMES = {
     "one expert": ({"num_experts": 1, "num_selected_experts": 1}, (2, 6, 8)),
