@@ -94,10 +94,7 @@ def official_pairs(moe, prefix, config, order):
         yield router.kernel, lambda a: a(f"{gate}/wg/weight").T[:, order]
     if router.gating_residual:
         square = np.ix_(order, order)
-        yield (
-            router.residual_kernel,
-            lambda a: a(f"{gate}/gate_map/weight").T[square],
-        )
+        yield (router.residual_kernel, lambda a: a(f"{gate}/gate_map/weight").T[square])
 
     def of_experts(name, part=slice(None)):
         def stacked(a):
@@ -163,10 +160,7 @@ def test_released_code(case):
             actual["combined"], expected["gates"][:, order], rtol=1e-4, atol=1e-5
         )
         np.testing.assert_allclose(
-            ops.convert_to_numpy(outputs),
-            expected["moe_output"],
-            rtol=1e-4,
-            atol=1e-5,
+            ops.convert_to_numpy(outputs), expected["moe_output"], rtol=1e-4, atol=1e-5
         )
     expected = arrays["outputs/final"]
     # Sums of numbers up to 76 in float32, some of which almost cancel.

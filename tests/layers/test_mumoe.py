@@ -14,10 +14,7 @@ from tests.gradients import gradient_and_outputs
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
-LAYERS = [
-    *golden.cases("10_mumoe/cp_*"),
-    *golden.cases("10_mumoe/tr_*"),
-]
+LAYERS = [*golden.cases("10_mumoe/cp_*"), *golden.cases("10_mumoe/tr_*")]
 BLOCKS = golden.cases("10_mumoe/block_*")
 NORMS = {"bn": "batch", "ln": "layer"}
 

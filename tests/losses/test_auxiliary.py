@@ -130,10 +130,7 @@ def test_mutual_information_loss_is_its_function():
         AuxiliaryLoss("merged_entropy", modality=1),
         AuxiliaryLoss("mutual_information"),
         AggregateLoss(
-            [
-                AuxiliaryLoss("router_z"),
-                AuxiliaryLoss("local_entropy", modality=1),
-            ]
+            [AuxiliaryLoss("router_z"), AuxiliaryLoss("local_entropy", modality=1)]
         ),
     ],
     ids=lambda loss: getattr(loss, "name", "aggregate"),

@@ -11,11 +11,7 @@ import pytest
 
 from keras_moe.ops import token_choice
 from tests import golden
-from tests.gradients import (
-    compiled,
-    gradient_and_outputs,
-    one_program,
-)
+from tests.gradients import compiled, gradient_and_outputs, one_program
 from tests.ops.programs import normal
 
 
@@ -26,10 +22,7 @@ def _pair(form):
     )
 
 
-FORMS = {
-    "gather": _pair(lambda plan: plan),
-    "einsum": _pair(lambda plan: plan.dense()),
-}
+FORMS = {"gather": _pair(lambda plan: plan), "einsum": _pair(lambda plan: plan.dense())}
 GOLDEN = golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
 each_form = pytest.mark.parametrize("form", FORMS)
 

@@ -193,11 +193,7 @@ def test_bound_and_marginals(shape, seed, kind, side, solver, masked_share):
 
 @pytest.mark.parametrize(
     ("side", "shape", "bound"),
-    [
-        ("expert", (128, 8), 16),
-        ("expert", (1500, 4), 750),
-        ("token", (128, 8), 1),
-    ],
+    [("expert", (128, 8), 16), ("expert", (1500, 4), 750), ("token", (128, 8), 1)],
 )
 def test_newton_is_no_worse_than_adam(side, shape, bound):
     # One group for each size of the logits.

@@ -8,12 +8,7 @@ from keras import ops
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.models import MixerBackbone, ViTBackbone, describe
-from keras_moe.routers import (
-    ExpertChoiceRouter,
-    SoftRouter,
-    TokenChoiceRouter,
-    get,
-)
+from keras_moe.routers import ExpertChoiceRouter, SoftRouter, TokenChoiceRouter, get
 from tests import golden
 from tests.gradients import one_program
 from tests.small_models import flat_config
@@ -72,10 +67,7 @@ def test_a_number_at_inference_is_the_reference_s_capacity(case):
         to_numpy(dispatch)[0], arrays["outputs/dispatch_mask"]
     )
     np.testing.assert_allclose(
-        to_numpy(combine)[0],
-        arrays["outputs/combine_weights"],
-        rtol=1e-5,
-        atol=1e-6,
+        to_numpy(combine)[0], arrays["outputs/combine_weights"], rtol=1e-5, atol=1e-6
     )
 
 
@@ -146,10 +138,7 @@ def test_capacity_within_each_image(name):
 
 def test_descriptions_count_an_image_s_share_of_its_group():
     experts = ViTBackbone.unbuilt_blocks(
-        **SMALL,
-        router="softmax_expert_choice",
-        evaluation="official",
-        eval_capacity=4,
+        **SMALL, router="softmax_expert_choice", evaluation="official", eval_capacity=4
     )[0].feed_forward
     # Groups of 10 tokens have 4 experts x 4 slots, of which an image of 5 has half.
     cost, routing = experts.cost((5, 8)), experts.router.cost((5, 8))

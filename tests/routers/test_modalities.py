@@ -158,11 +158,7 @@ def test_numbers_of_one_value_are_first_come():
 def test_moe_layers_of_any_group_size_and_experts_of_several_kinds():
     # Groups of 4 cut the images of 3 tokens, and the last is padded. All tokens want
     # expert 0.
-    options = {
-        "priority": TEXT_FIRST,
-        "noise_std": 0.0,
-        "kernel_initializer": "zeros",
-    }
+    options = {"priority": TEXT_FIRST, "noise_std": 0.0, "kernel_initializer": "zeros"}
     router = TokenChoiceRouter(2, 1, capacity=1, **options)
     ids = np.array([[0, 0, 1]] * 3)
     tokens = np.ones((3, 3, 8), "float32")

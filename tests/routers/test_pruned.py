@@ -165,11 +165,7 @@ def test_the_config_makes_an_equal_router():
         (TokenChoiceRouter(4), [1, 1, 2], "each once"),
         (TokenChoiceRouter(4), [], "at least one"),
         (TokenChoiceRouter(4), "01", "kept_experts='0'"),
-        (
-            TokenChoiceRouter(4, affinity="sparsity_constrained"),
-            [0, 1],
-            "router_pred",
-        ),
+        (TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1], "router_pred"),
     ],
 )
 def test_errors_name_what_cannot_be_pruned(router, kept, message):
