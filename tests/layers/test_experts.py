@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_moe.layers import Experts
 from tests.calls import call
+from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 E, D, H, C, RANK = 3, 8, 12, 5, 2
@@ -65,10 +66,10 @@ def test_enabling_lora_changes_no_output():
     layer.enable_lora(RANK)
     slots_before, rows_before = before
     slots_after, rows_after = outputs(layer)
-    np.testing.assert_array_equal(slots_before, slots_after)
+    assert_same(slots_before, slots_after)
     # With pairs each layer is a grouped matmul of its own, which sums in another order
     # than the pass through the whole MLP.
-    np.testing.assert_allclose(rows_before, rows_after, rtol=1e-6, atol=1e-6)
+    assert_close(rows_before, rows_after, 1e-6, 1e-6)
 
 
 @pytest.mark.parametrize("alpha", [None, 5.0])
@@ -76,8 +77,7 @@ def test_pairs_change_each_expert_as_its_own_sum(alpha):
     layer = experts()
     layer.enable_lora(RANK, lora_alpha=alpha)
     fill_pairs(layer)
-    for a, b in zip(outputs(layer), outputs(merged(layer))):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert_close(outputs(layer), outputs(merged(layer)), 1e-4, 1e-4)
 
 
 def test_pairs_start_from_given_initializers():
@@ -107,9 +107,9 @@ def test_each_expert_has_a_pair_of_its_own():
     changed[2] = 1.0
     layer.output_lora_b.assign(changed)
     after = outputs(layer)
-    np.testing.assert_array_equal(after[0][:, :2], before[0][:, :2])
+    assert_same(after[0][:, :2], before[0][:, :2])
     assert np.abs(after[0][:, 2] - before[0][:, 2]).min() > 1e-4
-    np.testing.assert_array_equal(after[1][:4], before[1][:4])
+    assert_same(after[1][:4], before[1][:4])
     assert np.abs(after[1][4:] - before[1][4:]).min() > 1e-4
 
 
@@ -140,7 +140,7 @@ def test_saved_experts_have_their_pairs_in_their_kernels(tmp_path):
     plain = keras.Model(inputs, experts()(inputs))
     plain.load_weights(tmp_path / "model.weights.h5")
     actual = plain.predict(slots(), verbose=0)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, 1e-4, 1e-4)
     # With pairs, and as a whole model: they change nothing, and can learn again.
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -148,7 +148,7 @@ def test_saved_experts_have_their_pairs_in_their_kernels(tmp_path):
     assert (again.lora_rank, again.lora_alpha) == (RANK, 3.0)
     assert len(again.trainable_weights) == 4
     actual = loaded.predict(slots(), verbose=0)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, 1e-4, 1e-4)
     assert np.abs(to_numpy(again.hidden_lora_a)).max() > 0
     assert np.abs(to_numpy(again.hidden_lora_b)).max() == 0
 
@@ -180,10 +180,8 @@ def test_int8_kernels_are_near_the_float_ones(dtype):
     # A scale for each expert and output channel, by which the largest weight is 127.
     scale = to_numpy(layer.hidden_scale)
     assert scale.shape == (E, H)
-    np.testing.assert_allclose(scale, 127 / np.abs(kernel).max(axis=1), rtol=1e-4)
-    np.testing.assert_array_equal(
-        np.abs(to_numpy(layer.hidden_kernel).astype("int32")).max(axis=1), 127
-    )
+    assert_close(scale, 127 / np.abs(kernel).max(axis=1), 1e-4)
+    assert_same(np.abs(to_numpy(layer.hidden_kernel).astype("int32")).max(axis=1), 127)
     assert np.abs(to_numpy(layer.hidden_kernel) / scale[:, None] - kernel).max() <= (
         0.501 / scale.min()
     )
@@ -211,7 +209,7 @@ def test_int8_kernels_keep_their_paths_and_their_neighbours():
         scales = (to_numpy(x.hidden_scale)[index] for x in (layer, other))
         assert np.allclose(*scales, rtol=1e-6) == equal
         # Its whole numbers are the same even so: a scale for each channel.
-        np.testing.assert_array_equal(
+        assert_same(
             to_numpy(layer.hidden_kernel)[index], to_numpy(other.hidden_kernel)[index]
         )
 
@@ -226,9 +224,7 @@ def test_int8_experts_are_saved_and_loaded(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     (again,) = (x for x in loaded.layers if isinstance(x, Experts))
     assert again.hidden_kernel.dtype == "int8"
-    np.testing.assert_array_equal(
-        loaded.predict(slots(), verbose=0), model.predict(slots(), verbose=0)
-    )
+    assert_same(loaded.predict(slots(), verbose=0), model.predict(slots(), verbose=0))
     model.save_weights(tmp_path / "model.weights.h5")
     plain = keras.Model(inputs, experts()(inputs))
     with pytest.raises(ValueError, match="quantization_mode=None"):
@@ -240,8 +236,7 @@ def test_pairs_train_beside_int8_kernels(tmp_path):
     layer.quantize("int8")
     before = outputs(layer)
     layer.enable_lora(RANK)
-    for a, b in zip(before, outputs(layer)):
-        np.testing.assert_array_equal(a, b)
+    assert_same(before, outputs(layer))
     fill_pairs(layer)
     gradients = training_gradients(layer, slots())
     assert [np.abs(gradient).max() > 0 for gradient in gradients] == [True] * 4

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe.layers.inner_call import fused_bias
+from tests.compare import assert_close
 
 TOKENS = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
 LAYERS = {
@@ -38,7 +39,7 @@ def test_outputs_are_those_of_keras(make, change):
             layer.lora_kernel_b.assign(np.ones(layer.lora_kernel_b.shape))
         if change == "int8":
             layer.quantize("int8")
-    np.testing.assert_allclose(
+    assert_close(
         *(keras.ops.convert_to_numpy(x(TOKENS)) for x in (fused, plain)), atol=1e-5
     )
     assert [v.path.split("/")[-1] for v in fused.weights] == [

@@ -16,6 +16,7 @@ from keras_moe.layers import (
     SelfAttention,
 )
 from keras_moe.layers.inner_call import inner_call
+from tests.compare import assert_close, assert_same
 from tests.small_models import with_weights
 
 pytestmark = pytest.mark.skipif(
@@ -83,7 +84,7 @@ def test_outputs_are_those_of_keras_calls(dtype, training, calls, monkeypatch):
     for number in range(2):
         for inner, whole in zip(results["inner", number], results["keras", number]):
             assert inner.dtype == whole.dtype
-            np.testing.assert_array_equal(
+            assert_same(
                 *(ops.convert_to_numpy(ops.cast(x, "float64")) for x in (inner, whole))
             )
 
@@ -97,11 +98,9 @@ def test_inputs_and_variables_have_the_layers_dtype():
     full = dense(dtype="float32")
     outer.call = lambda x: inner_call(full, ops.cast(x, "float32"))
     outputs = outer(ops.convert_to_tensor(X))
-    np.testing.assert_array_equal(
-        ops.convert_to_numpy(ops.cast(outputs, "float32")),
-        ops.convert_to_numpy(
-            ops.cast(full(ops.cast(ops.cast(X, "bfloat16"), "float32")), "float32")
-        ),
+    assert_same(
+        ops.cast(outputs, "float32"),
+        ops.cast(full(ops.cast(ops.cast(X, "bfloat16"), "float32")), "float32"),
     )
 
 
@@ -175,8 +174,4 @@ def test_gates_and_windows_of_keras_stay():
         keras_layer = keras.layers.MultiHeadAttention(2, 2, **options)
         keras_layer.build(X.shape, X.shape)
         keras_layer.set_weights(own.get_weights())
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(own(X)),
-            ops.convert_to_numpy(keras_layer(X, X)),
-            atol=1e-6,
-        )
+        assert_close(own(X), keras_layer(X, X), atol=1e-6)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe.layers import LogitScale
+from tests.compare import assert_close
 from tests.gradients import gradient_and_outputs
 
 EMBEDDINGS = np.array([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0]], "float32")
@@ -21,9 +22,9 @@ def test_units_and_logits_are_float32_under_every_policy(policy):
     layer = LogitScale(4.0, 100.0, -1.0, dtype=policy)
     units = layer({"a": EMBEDDINGS.astype("float32"), "b": EMBEDDINGS[:1]})
     expected = np.array([[0.6, 0.8], [0.0, 1.0], [0.0, 0.0]])
-    np.testing.assert_allclose(numbers(units["a"]), expected, rtol=1e-6)
+    assert_close(numbers(units["a"]), expected, 1e-6)
     logits = layer.logits(units["a"], units["b"])
-    np.testing.assert_allclose(numbers(logits), [[3.0], [2.2], [-1.0]], rtol=1e-6)
+    assert_close(numbers(logits), [[3.0], [2.2], [-1.0]], 1e-6)
     assert {weight.dtype for weight in layer.weights} == {"float32"}
     assert [weight.path for weight in layer.weights] == [
         f"{layer.name}/log_scale",
@@ -38,7 +39,7 @@ def test_the_gradient_of_zeros_is_finite():
 
     (gradient,), _ = gradient_and_outputs(program, EMBEDDINGS)
     # By hand: (1 - u sum(u)) / norm.
-    np.testing.assert_allclose(gradient[0], [0.2 * 0.16, -0.2 * 0.12], atol=1e-6)
+    assert_close(gradient[0], [0.2 * 0.16, -0.2 * 0.12], atol=1e-6)
     assert np.isfinite(gradient).all()
 
 

@@ -215,12 +215,6 @@ def test_bad_values_are_refused(make, message):
     assert "Expected" in str(error.value)
 
 
-def test_only_routers_tell_modalities_apart():
-    assert MuMoEConfig().modality_count is MoEConfig().modality_count is None
-    pools = named(num_selected_experts=1, expert_pools=[[0], [1, 2]])
-    assert MoEConfig(router=pools, num_experts=3).modality_count == 2
-
-
 def test_losses_may_be_objects():
     moe = MoEConfig(
         auxiliary_losses=[losses.AuxiliaryLoss("router_z", 0.25)], num_experts=4

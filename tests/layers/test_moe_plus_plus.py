@@ -8,6 +8,7 @@ from keras import ops
 from keras_moe.layers import Experts, MoE, ZeroComputationExperts
 from keras_moe.routers import PathwayAwareRouter
 from tests.calls import call
+from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -50,10 +51,10 @@ def test_each_type_gives_what_its_equation_says(training):
     x = positive(tokens())
     moe = make(capacity_factor=100.0)
     zeros, _ = call(forced(moe, 4), x, training=training)
-    np.testing.assert_array_equal(to_numpy(zeros), 0)
+    assert_same(zeros, 0)
     copies, _ = call(forced(moe, 5), x, training=training)
     # TensorFlow's softmax gives the only expert 1 less the last bit.
-    np.testing.assert_allclose(to_numpy(copies), x, rtol=2e-7)
+    assert_close(copies, x, 2e-7)
     generator = np.random.default_rng(3)
     vector = generator.normal(size=(2, D)).astype("float32")
     kernel = generator.normal(size=(2, D, 2)).astype("float32")
@@ -61,18 +62,14 @@ def test_each_type_gives_what_its_equation_says(training):
     moe.zero_computation_experts.kernel.assign(kernel)
     for constant in range(2):
         actual, routing = call(forced(moe, 6 + constant), x, training=training)
-        np.testing.assert_array_equal(
-            to_numpy(routing.dispatched)[..., 6 + constant], 1
-        )
+        assert_same(to_numpy(routing.dispatched)[..., 6 + constant], 1)
         alpha = to_numpy(ops.softmax(x @ kernel[constant]))
         expected = alpha[..., :1] * x + alpha[..., 1:] * vector[constant]
-        np.testing.assert_allclose(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)
+        assert_close(actual, expected, 1e-5, 1e-6)
     # And an FFN expert what it always gives.
     actual, _ = call(forced(moe, 2), x, training=training)
     expected = to_numpy(moe.experts(np.stack([x.reshape(-1, D)] * 4)[None]))[0, 2]
-    np.testing.assert_allclose(
-        to_numpy(actual).reshape(-1, D), expected, rtol=1e-4, atol=1e-5
-    )
+    assert_close(to_numpy(actual).reshape(-1, D), expected, 1e-4, 1e-5)
 
 
 def test_tokens_that_overflow_are_dropped():
@@ -82,8 +79,8 @@ def test_tokens_that_overflow_are_dropped():
     # 12 assignments over 4 * 0.5 + 4: two for a zero-computation expert.
     served = to_numpy(routing.dispatched)[0, :, 5]
     assert served.tolist() == [1, 1] + [0] * 10
-    np.testing.assert_allclose(to_numpy(outputs)[0, :2], x[0, :2], rtol=2e-7)
-    np.testing.assert_array_equal(to_numpy(outputs)[0, 2:], 0)
+    assert_close(to_numpy(outputs)[0, :2], x[0, :2], 2e-7)
+    assert_same(to_numpy(outputs)[0, 2:], 0)
 
 
 def test_a_zero_expert_makes_top_2_top_1():
@@ -98,9 +95,7 @@ def test_a_zero_expert_makes_top_2_top_1():
     for mine, theirs in zip(moe.experts.weights, alone.experts.weights):
         theirs.assign(mine)
     expected, _ = call(forced(alone, 1), x)
-    np.testing.assert_allclose(
-        to_numpy(actual), to_numpy(expected), rtol=1e-5, atol=1e-6
-    )
+    assert_close(actual, expected, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -117,8 +112,7 @@ def test_without_zero_computation_experts_it_is_an_moe(training):
     vanilla.router.noise_std = 0.0
     vanilla.router.capacity_factor = mine.router.capacity_factor
     for a, b in zip(mine(x, training=training), vanilla(x, training=training)):
-        for left, right in zip(keras.tree.flatten(a), keras.tree.flatten(b)):
-            np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
+        assert_same(keras.tree.flatten(a), keras.tree.flatten(b))
 
 
 def test_padding_is_nobodys():
@@ -131,8 +125,8 @@ def test_padding_is_nobodys():
     for training in (False, True):
         outputs, routing = call(moe, x, mask=mask, training=training)
         assert np.isfinite(to_numpy(outputs)).all()
-        np.testing.assert_array_equal(to_numpy(outputs)[:, 7:], 0)
-        np.testing.assert_array_equal(to_numpy(routing.dispatched)[:, 7:], 0)
+        assert_same(to_numpy(outputs)[:, 7:], 0)
+        assert_same(to_numpy(routing.dispatched)[:, 7:], 0)
 
 
 def test_an_image_does_not_depend_on_its_batch():
@@ -140,7 +134,7 @@ def test_an_image_does_not_depend_on_its_batch():
     together = to_numpy(call(moe, x)[0])
     for index in range(4):
         alone = to_numpy(call(moe, x[index : index + 1])[0])
-        np.testing.assert_allclose(together[index : index + 1], alone, atol=1e-6)
+        assert_close(together[index : index + 1], alone, atol=1e-6)
 
 
 def test_previous_logits_go_by_group_and_stay_float32():
@@ -158,7 +152,7 @@ def test_previous_logits_go_by_group_and_stay_float32():
     moe.router.residual_kernel.assign(np.eye(8))
     for training in (False, True):
         outputs, routing = call(moe, x, previous_logits=previous, training=training)
-        np.testing.assert_allclose(to_numpy(routing.logits), previous, rtol=1e-6)
+        assert_close(routing.logits, previous, 1e-6)
         assert "bfloat16" in str(outputs.dtype)
 
 
@@ -194,7 +188,7 @@ def test_the_mask_of_keras_goes_with_previous_logits():
     x = tokens(length=5)
     x[:, 3:] = 0.0
     actual = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
-    np.testing.assert_array_equal(actual.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
+    assert_same(actual.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
 
 
 def test_padding_in_previous_logits_is_nobodys():
@@ -231,9 +225,7 @@ def test_zero_computation_experts_by_themselves(dtype):
         alpha = to_numpy(ops.softmax(x @ kernel[j]))
         expected += weights[..., 3 + j : 4 + j] * (alpha[..., :1] * x + alpha[..., 1:])
     tolerance = 1e-5 if dtype == "float32" else 5e-2
-    np.testing.assert_allclose(
-        to_numpy(ops.cast(actual, "float32")), expected, rtol=tolerance, atol=tolerance
-    )
+    assert_close(ops.cast(actual, "float32"), expected, tolerance, tolerance)
 
 
 def test_costs():
@@ -260,8 +252,8 @@ def test_gated_experts_by_hand():
     experts.output_kernel.assign([[[1.0], [10.0]]])
     # relu(x) 3 x + 10 relu(-x) 5 x
     actual = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
-    np.testing.assert_allclose(to_numpy(actual).ravel(), [12.0, -50.0])
+    assert_close(to_numpy(actual).ravel(), [12.0, -50.0])
     assert experts.count_params() == 6
     assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2)
     rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))
-    np.testing.assert_allclose(to_numpy(rows).ravel(), [12.0, -50.0])
+    assert_close(to_numpy(rows).ravel(), [12.0, -50.0])

@@ -10,6 +10,7 @@ from keras_moe.losses import heterogeneous_balance_loss
 from keras_moe.ops import ExpertTypes, heterogeneous_capacity, selected_experts
 from keras_moe.routers import PathwayAwareRouter
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 OFFICIAL = golden.cases("11_moepp/official_*")
@@ -146,28 +147,17 @@ def test_released_code(case):
             name: ops.convert_to_numpy(value).reshape(expected["selected"].shape)
             for name, value in routing._asdict().items()
         }
-        np.testing.assert_allclose(
-            actual["logits"],
-            expected["logits_after_residual"][:, order],
-            rtol=1e-4,
-            atol=1e-5,
+        assert_close(
+            actual["logits"], expected["logits_after_residual"][:, order], 1e-4, 1e-5
         )
-        np.testing.assert_array_equal(
-            actual["dispatched"] > 0, expected["selected"][:, order]
-        )
+        assert_same(actual["dispatched"] > 0, expected["selected"][:, order])
         # A gate of the zero expert that is kept weighs nothing, and is no gate there.
-        np.testing.assert_allclose(
-            actual["combined"], expected["gates"][:, order], rtol=1e-4, atol=1e-5
-        )
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(outputs), expected["moe_output"], rtol=1e-4, atol=1e-5
-        )
+        assert_close(actual["combined"], expected["gates"][:, order], 1e-4, 1e-5)
+        assert_close(outputs, expected["moe_output"], 1e-4, 1e-5)
     expected = arrays["outputs/final"]
     # Sums of numbers up to 76 in float32, some of which almost cancel.
     atol = 1e-6 * np.abs(expected).max()
-    np.testing.assert_allclose(
-        ops.convert_to_numpy(final), expected, rtol=1e-4, atol=atol
-    )
+    assert_close(final, expected, 1e-4, atol)
     gradients = training_gradients(
         stack,
         arrays["inputs/x"],
@@ -237,15 +227,13 @@ def test_the_papers_equations():
                 # Logits are of size 1, in float32.
                 atol=1e-6,
             )
-        np.testing.assert_allclose(
+        assert_close(
             ops.convert_to_numpy(outputs)[0],
             arrays[f"outputs/layer{index}/moe_output"],
-            rtol=1e-5,
-            atol=2e-6,
+            1e-5,
+            2e-6,
         )
-    np.testing.assert_allclose(
-        ops.convert_to_numpy(final)[0], arrays["outputs/final"], rtol=1e-5, atol=2e-6
-    )
+    assert_close(ops.convert_to_numpy(final)[0], arrays["outputs/final"], 1e-5, 2e-6)
 
 
 @pytest.mark.every_backend
@@ -255,13 +243,11 @@ def test_heterogeneous_balance_loss():
     logits = arrays["inputs/logits"][None][..., order].astype("float32")
     gates = ops.softmax(logits)
     selected = selected_experts(gates, config["K"])
-    np.testing.assert_array_equal(
-        ops.convert_to_numpy(selected)[0], arrays["outputs/selected"][:, order]
-    )
+    assert_same(ops.convert_to_numpy(selected)[0], arrays["outputs/selected"][:, order])
     types = ExpertTypes(4, 1, 1, 2)
     for tau, expected in zip(arrays["inputs/tau"], arrays["outputs/load_balance_loss"]):
         actual = heterogeneous_balance_loss(gates, selected, types, float(tau))
-        np.testing.assert_allclose(ops.convert_to_numpy(actual), [expected], rtol=1e-5)
+        assert_close(actual, [expected], 1e-5)
 
 
 def test_heterogeneous_capacity():

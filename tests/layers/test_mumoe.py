@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEBlock
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.dense_tensor import dense_tensor
 from tests.gradients import gradient_and_outputs
 from tests.training_gradients import training_gradients
@@ -50,9 +51,7 @@ def test_released_layer(case):
     whole = dense_tensor(
         [ops.convert_to_tensor(f) for f in factors], factorization(case)
     )
-    np.testing.assert_allclose(
-        to_numpy(whole), arrays["outputs/materialised_W"], rtol=1e-4, atol=1e-5
-    )
+    assert_close(whole, arrays["outputs/materialised_W"], 1e-4, 1e-5)
 
     def loss(z, *rest):
         a, values = rest[: len(arguments)], rest[len(arguments) :]
@@ -61,13 +60,11 @@ def test_released_layer(case):
         return ops.sum(ops.multiply(y, arrays["inputs/cotangent"])), [y]
 
     grads, (y,) = gradient_and_outputs(loss, z, *arguments, *factors)
-    np.testing.assert_allclose(to_numpy(y), arrays["outputs/y"], rtol=1e-4, atol=1e-5)
+    assert_close(y, arrays["outputs/y"], 1e-4, 1e-5)
     wanted = ["z", *(f"a{level}" for level in range(len(arguments)))]
     wanted += [f"params/{name}" for name in names]
     for actual, name in zip(grads, wanted):
-        np.testing.assert_allclose(
-            actual, arrays[f"grads/{name}"], rtol=1e-3, atol=1e-5, err_msg=name
-        )
+        assert_close(actual, arrays[f"grads/{name}"], 1e-3, 1e-5, err_msg=name)
 
 
 @pytest.fixture(params=BLOCKS)
@@ -136,33 +133,26 @@ def test_released_block(block, mode):
     actual = {id(v): g for v, g in zip(layer.trainable_variables, gradients)}
     assert len(actual) == len(pairs)
     for variable, name in pairs:
-        np.testing.assert_allclose(
+        assert_close(
             actual[id(variable)],
             arrays[f"grads/{mode}/params/{name}"],
-            rtol=1e-3,
-            atol=2e-5,
+            1e-3,
+            2e-5,
             err_msg=name,
         )
     y, routing = layer(x, training=training)
-    np.testing.assert_allclose(
-        to_numpy(y), arrays[f"outputs/{mode}/y"], rtol=1e-4, atol=1e-5
-    )
+    assert_close(y, arrays[f"outputs/{mode}/y"], 1e-4, 1e-5)
     coefficients, _ = layer.gate(x, training=False)
     if mode == "eval":
         for level, value in enumerate(coefficients):
-            np.testing.assert_allclose(
-                to_numpy(value),
-                arrays[f"outputs/eval/expert_coefficients/{level}"],
-                rtol=1e-4,
-                atol=2e-6,
+            assert_close(
+                value, arrays[f"outputs/eval/expert_coefficients/{level}"], 1e-4, 2e-6
             )
-        np.testing.assert_allclose(to_numpy(routing.gates).sum(axis=-1), 1, rtol=1e-5)
+        assert_close(to_numpy(routing.gates).sum(axis=-1), 1, 1e-5)
     elif layer.gate.means:
         prefix = "outputs/train/state_after/bn/0/running"
         for kept, name in ((layer.gate.means, "mean"), (layer.gate.variances, "var")):
-            np.testing.assert_allclose(
-                to_numpy(kept[0]), arrays[f"{prefix}_{name}"], rtol=1e-4, atol=1e-6
-            )
+            assert_close(kept[0], arrays[f"{prefix}_{name}"], 1e-4, 1e-6)
 
 
 RANKS = {
@@ -196,14 +186,12 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
     expected = np.tensordot(one, tensor, axes=[[-1], [levels]])
     for coefficient in arguments:
         expected = np.einsum("btn,btn...->bt...", coefficient, expected)
-    np.testing.assert_allclose(
-        to_numpy(experts(z, arguments)), expected, rtol=1e-4, atol=1e-4
-    )
+    assert_close(experts(z, arguments), expected, 1e-4, 1e-4)
     chosen = [tuple(count - 1 for count in counts), (0,) * levels]
     chosen = [place[0] if levels == 1 else place for place in chosen]
     matrices = to_numpy(experts.expert_weights(chosen))
     for matrix, place in zip(matrices, chosen):
-        np.testing.assert_allclose(matrix, tensor[place], rtol=1e-4, atol=1e-5)
+        assert_close(matrix, tensor[place], 1e-4, 1e-5)
         rank = np.linalg.matrix_rank(matrix, tol=1e-4)
         assert rank <= experts.expert_rank_bound
     assert experts.cost((1, 6)).parameters == experts.count_params()
@@ -241,16 +229,16 @@ def test_initialisation(kind):
     x = np.random.default_rng(0).normal(size=(5, 8)).astype("float32")
     outputs, routing = layer(x)
     # The gate begins at zero: all coefficients alike.
-    np.testing.assert_allclose(to_numpy(routing.gates), 1 / 18, rtol=1e-5)
+    assert_close(routing.gates, 1 / 18, 1e-5)
     first, second, of_input, of_output = map(to_numpy, layer.experts.factors)
     if kind == "cp":
         assert 0.8 < first.std() < 1.2
-        np.testing.assert_array_equal(second, 1.0)
+        assert_same(second, 1.0)
         limits = (1 / np.sqrt(9), 1 / np.sqrt(64))
     else:
         # Diagonal slices; those of a further level are the identity.
         assert np.abs(first[~np.eye(4, dtype=bool)[:, None].repeat(6, 1)]).max() == 0
-        np.testing.assert_array_equal(second, np.eye(4)[:, None].repeat(3, 1))
+        assert_same(second, np.eye(4)[:, None].repeat(3, 1))
         limits = (1 / np.sqrt(9), 1 / np.sqrt(4 * 16))
     for factor, limit in zip((of_input, of_output), limits):
         assert 0.9 * limit < np.abs(factor).max() <= limit
@@ -355,9 +343,7 @@ def test_input_norm_of_a_layer_is_the_released_one(mode):
     hidden, _ = layer(x, training=training)
     coefficients, _ = layer.gate(x, training=training)
     y = second(keras.activations.gelu(hidden, approximate=False), coefficients)
-    np.testing.assert_allclose(
-        to_numpy(y), arrays[f"outputs/{mode}/y"], rtol=1e-4, atol=1e-5
-    )
+    assert_close(y, arrays[f"outputs/{mode}/y"], 1e-4, 1e-5)
     assert layer.cost((1, x.shape[-1])).parameters == layer.count_params()
     # Without one expert, as with all: what the experts read is normalised.
     place = np.zeros((len(x), 1, 2), "int32")
@@ -366,9 +352,7 @@ def test_input_norm_of_a_layer_is_the_released_one(mode):
     z = to_numpy(layer.norm(x))
     z = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
     share = to_numpy(coefficients[0])[..., :1] * to_numpy(coefficients[1])[..., :1]
-    np.testing.assert_allclose(
-        to_numpy(hidden) - rest, share * (z @ kept), rtol=1e-3, atol=1e-4
-    )
+    assert_close(to_numpy(hidden) - rest, share * (z @ kept), 1e-3, 1e-4)
 
 
 FACTORIZED = {
@@ -400,7 +384,7 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
     offsets[:, [4, 1]] = gates @ to_numpy(layer.logit_offsets)
     z = np.concatenate([x, np.ones((len(x), 1), "f")], axis=1)
     every = np.einsum("be,bi,eio->bo", gates, z, tensor)
-    np.testing.assert_allclose(to_numpy(whole), every + offsets, rtol=1e-4, atol=1e-4)
+    assert_close(whole, every + offsets, 1e-4, 1e-4)
     # Row b is without expert b; the last without the last again.
     flat = np.minimum(np.arange(total + 1), total - 1)
     places = np.stack(np.unravel_index(flat, levels), axis=-1)
@@ -409,7 +393,7 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
         without = tensor.copy()
         without[expert] = 0
         expected = np.einsum("e,i,eio->o", gates[row], z[row], without) + offsets[row]
-        np.testing.assert_allclose(actual[row], expected, rtol=1e-4, atol=1e-4)
+        assert_close(actual[row], expected, 1e-4, 1e-4)
 
 
 def test_learns_with_batch_statistics():

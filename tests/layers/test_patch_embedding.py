@@ -3,6 +3,7 @@ import pytest
 
 from keras_moe.layers import PatchEmbedding, resize_patch_kernel
 from keras_moe.layers.interpolation import cubic_weights, linear_weights
+from tests.compare import assert_close
 
 WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
 # timm's `resample_patch_embed` of the kernels 0, 1, ... of 2 x 2 to 3 x 3, and of 4 x 4
@@ -38,11 +39,11 @@ def test_an_enlarged_patch_keeps_its_token(old, new, interpolation):
     kernel = kernel.transpose(1, 2, 3, 0)
     other = resize_patch_kernel(kernel, new, interpolation)
     assert other.shape == (*new, 3, 5)
-    np.testing.assert_allclose(
+    assert_close(
         np.einsum("byxi,yxid->bd", resized(patches, new, interpolation), other),
         np.einsum("byxi,yxid->bd", patches, kernel),
-        rtol=1e-9,
-        atol=1e-9,
+        1e-9,
+        1e-9,
     )
 
 
@@ -54,7 +55,7 @@ def test_a_smaller_kernel_is_the_nearest(interpolation):
     # Equation 4: least squares over all patches.
     expected = np.linalg.lstsq(matrix.reshape(30, 6), kernel.ravel(), rcond=None)[0]
     actual = resize_patch_kernel(kernel, (3, 2), interpolation)
-    np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-9, atol=1e-12)
+    assert_close(actual.ravel(), expected, 1e-9, 1e-12)
 
 
 @pytest.mark.parametrize("interpolation", WEIGHTS)
@@ -68,7 +69,7 @@ def test_resized_images_are_those_of_a_reference(interpolation):
             image, (*size, 2), method, antialias=interpolation == "bicubic"
         )
         actual = resized(image[None], size, interpolation)[0]
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        assert_close(actual, expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize(("case", "expected"), TIMM.items())
@@ -76,13 +77,13 @@ def test_numbers_of_timm(case, expected):
     interpolation, old = case
     kernel = np.arange(float(old * old)).reshape(old, old, 1, 1)
     actual = resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
-    np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual.ravel(), expected, 1e-4, 1e-4)
 
 
 def test_the_same_size_and_the_dtype_are_kept():
     kernel = np.random.default_rng(0).normal(size=(4, 3, 2, 5)).astype("float32")
     actual = resize_patch_kernel(kernel, (4, 3))
-    np.testing.assert_allclose(actual, kernel, rtol=1e-6, atol=1e-6)
+    assert_close(actual, kernel, 1e-6, 1e-6)
     assert actual.dtype == np.float32
     assert resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
 

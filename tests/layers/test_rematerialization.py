@@ -13,6 +13,7 @@ from keras_moe.layers import (
     SelfAttention,
 )
 from keras_moe.routers import TokenChoiceRouter
+from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 B, N, D, E = 4, 6, 8, 4
@@ -66,7 +67,7 @@ def test_gradients_are_those_of_the_plain_block(make):
     ]
     assert max(np.abs(gradient).max() for gradient in gradients[0]) > 0.1
     for plain, again in zip(*gradients):
-        np.testing.assert_allclose(again, plain, rtol=1e-4, atol=1e-5)
+        assert_close(again, plain, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("make", [dense_block, moe_block])
@@ -87,9 +88,9 @@ def test_training_is_that_of_the_plain_block(make):
     # Those of the plain block are in its history, which is the same.
     (unlike,) = training_losses(model)
     assert (unlike > 0.1) == (make is moe_block)
-    np.testing.assert_allclose(*histories, rtol=1e-5)
+    assert_close(*histories, rtol=1e-5)
     for plain, again in zip(*weights):
-        np.testing.assert_allclose(again, plain, rtol=1e-3, atol=1e-5)
+        assert_close(again, plain, 1e-3, 1e-5)
 
 
 def training_losses(model):
@@ -146,7 +147,7 @@ def recomputed(block):
 def test_inference_is_the_plain_one():
     plain, again = built(moe_block, False), built(moe_block, True)
     for a, b in zip(plain(tokens()), again(tokens())):
-        np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(x) for x in (a, b)))
+        assert_same(*(keras.ops.convert_to_numpy(x) for x in (a, b)))
 
 
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])

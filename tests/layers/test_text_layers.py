@@ -11,6 +11,7 @@ from keras_moe.layers import (
     TextPositions,
     TokenEmbedding,
 )
+from tests.compare import assert_close, assert_same
 from tests.gradients import gradient
 
 to_numpy = ops.convert_to_numpy
@@ -36,22 +37,22 @@ def test_pooling_by_a_mask(pooling, options, expected):
     # Padding may hold anything.
     tokens = np.where(MASK[..., None], TOKENS, np.inf)
     pooled = to_numpy(layer(tokens, mask=MASK, token_ids=IDS))
-    np.testing.assert_array_equal(pooled[:, 0], expected)
+    assert_same(pooled[:, 0], expected)
 
 
 def test_pooling_without_a_mask_takes_all():
     for pooling, expected in (("first", [0, 6]), ("last", [5, 11])):
         pooled = to_numpy(MaskedPooling(pooling)(TOKENS))
-        np.testing.assert_array_equal(pooled[:, 0], expected)
+        assert_same(pooled[:, 0], expected)
     largest = to_numpy(MaskedPooling("max")(-TOKENS))
-    np.testing.assert_array_equal(largest[:, 0], [0, -6])
+    assert_same(largest[:, 0], [0, -6])
     for pooling in ("average", "max"):
         layer = MaskedPooling(pooling)
         nothing = to_numpy(layer(TOKENS, mask=np.zeros_like(MASK)))
-        np.testing.assert_array_equal(nothing, np.zeros((2, 1)))
+        assert_same(nothing, np.zeros((2, 1)))
         assert layer(TOKENS[:0], mask=MASK[:0]).shape == (0, 1)
     largest = MaskedPooling("end_of_text")(TOKENS, token_ids=IDS)
-    np.testing.assert_array_equal(to_numpy(largest)[:, 0], [2, 6])
+    assert_same(to_numpy(largest)[:, 0], [2, 6])
 
 
 def test_the_largest_tokens_get_the_gradient():
@@ -63,7 +64,7 @@ def test_the_largest_tokens_get_the_gradient():
     )
     expected = np.zeros_like(tokens)
     expected[0, 0, 1] = expected[0, 1, 0] = 1
-    np.testing.assert_array_equal(received, expected)
+    assert_same(received, expected)
 
 
 def test_a_probe_reads_no_padding():
@@ -71,10 +72,10 @@ def test_a_probe_reads_no_padding():
     tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     expected = to_numpy(layer(tokens, mask=MASK))
     other = np.where(MASK[..., None], tokens, 5.0).astype("float32")
-    np.testing.assert_allclose(to_numpy(layer(other, mask=MASK)), expected, atol=1e-6)
+    assert_close(layer(other, mask=MASK), expected, atol=1e-6)
     assert np.abs(to_numpy(layer(other)) - expected).max() > 1e-3
     shorter = to_numpy(layer(tokens[:1, :4]))
-    np.testing.assert_allclose(shorter, expected[:1], atol=1e-6)
+    assert_close(shorter, expected[:1], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_attention_takes_lists_as_masks(mask, op_by_op):
     layer, tokens = SelfAttention(1, 4), np.ones((2, 6, 4), "float32") * TOKENS
     expected = to_numpy(layer(tokens, mask=mask))
     as_list = to_numpy(layer(tokens, mask=mask.tolist()))
-    np.testing.assert_array_equal(as_list, expected)
+    assert_same(as_list, expected)
     assert np.abs(to_numpy(layer(tokens)) - expected).max() > 1e-3
     with pytest.raises(ValueError, match=r"\(2, 6\) or \(2, 6, 6\); received: mask.sh"):
         layer(tokens, mask=mask[:, 1:].tolist())
@@ -97,13 +98,13 @@ def test_places_of_short_texts():
     tokens = np.ones((2, 3, 5), "float32")
     difference = to_numpy(layer(tokens)) - tokens
     table = to_numpy(layer.embedding)
-    np.testing.assert_allclose(difference, np.repeat(table[:, :3], 2, 0), atol=1e-6)
+    assert_close(difference, np.repeat(table[:, :3], 2, 0), atol=1e-6)
 
 
 def test_ids_choose_rows():
     layer = TokenEmbedding(vocabulary_size=10, hidden_dim=5)
     tokens = to_numpy(layer(IDS))
-    np.testing.assert_array_equal(tokens, to_numpy(layer.embeddings)[IDS])
+    assert_same(tokens, to_numpy(layer.embeddings)[IDS])
     assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
 
 
@@ -113,6 +114,6 @@ def test_weights_of_longer_texts_load(tmp_path):
         layer.build((None, None, 3))
     store = {"0": to_numpy(layers[0].embedding)}
     layers[1].load_own_variables(store)
-    np.testing.assert_array_equal(to_numpy(layers[1].embedding), store["0"][:, :4])
+    assert_same(layers[1].embedding, store["0"][:, :4])
     with pytest.raises(ValueError, match=r"received: \(1, 4, 3\)"):
         layers[0].load_own_variables({"0": to_numpy(layers[1].embedding)})

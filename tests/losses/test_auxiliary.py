@@ -19,6 +19,7 @@ from keras_moe.losses import AggregateLoss, AuxiliaryLoss
 from keras_moe.losses._auxiliary_functions import FUNCTIONS
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
+from tests.compare import assert_close, assert_same
 from tests.losses.loss_table import LOSSES, ROUTER, normal, numbers, routing_of, tensor
 
 WRAPPED = {
@@ -49,12 +50,12 @@ def test_a_modality_is_the_loss_of_its_tokens(name, masked):
         chosen = mask[g] & (IDS[g] == 1)
         alone = numbers(LOSSES[name], logits[g : g + 1, chosen], IDS[g : g + 1, chosen])
         # Two of three groups have a token of the modality.
-        np.testing.assert_allclose(actual[g : g + 1], 2.5 * alone * 3 / 2, rtol=1e-5)
+        assert_close(actual[g : g + 1], 2.5 * alone * 3 / 2, 1e-5)
         assert abs(actual[g]) > 1e-3
         groups.append(alone)
     # The last group has none, and does not dilute the mean of the others.
     assert actual[2] == 0
-    np.testing.assert_allclose(actual.mean(), 2.5 * np.mean(groups), rtol=1e-5)
+    assert_close(actual.mean(), 2.5 * np.mean(groups), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_modality_is_the_loss_of_its_tokens(name, masked):
 def test_a_modality_that_no_group_has_costs_nothing(loss):
     logits, ids = normal(0, 2, 6, 4), np.zeros((2, 6), "int32")
     actual = numbers(lambda x, i: loss(routing_of(x), ROUTER, None, i), logits, ids)
-    np.testing.assert_array_equal(actual, 0.0)
+    assert_same(actual, 0.0)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -87,9 +88,9 @@ def test_groups_of_padding_do_not_dilute_either(name):
     whole = values([0, 1, 2])
     assert whole[1] == 0
     assert abs(whole[0]) > 1e-3
-    np.testing.assert_allclose(whole.mean(), values([0, 2]).mean(), rtol=1e-5)
+    assert_close(whole.mean(), values([0, 2]).mean(), 1e-5)
     nothing = numbers(losses_of, logits, noisy, np.zeros_like(mask), IDS)
-    np.testing.assert_array_equal(nothing, 0.0)
+    assert_same(nothing, 0.0)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -99,10 +100,10 @@ def test_without_a_modality_all_tokens_count(name):
     expected = 0.5 * numbers(LOSSES[name], logits, IDS)
     for ids in (None, tensor(IDS)):
         actual = numbers(lambda x, i=ids: loss(routing_of(x), ROUTER, None, i), logits)
-        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        assert_close(actual, expected, 1e-5)
     masked = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, MASK)
     by_function = numbers(lambda x, m: LOSSES[name](x, None, m), logits, MASK)
-    np.testing.assert_allclose(masked, 0.5 * by_function, rtol=1e-5)
+    assert_close(masked, 0.5 * by_function, 1e-5)
     assert abs(masked - expected)[1] > 1e-4
 
 
@@ -116,8 +117,8 @@ def test_mutual_information_loss_is_its_function():
         lambda x, m, i: losses.mutual_information_loss(x, i, 3, m), logits, MASK, IDS
     )
     # The last group has one modality alone, and does not count.
-    np.testing.assert_allclose(actual, expected * 3 / 2, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(actual.mean(), expected[:2].mean(), rtol=1e-5)
+    assert_close(actual, expected * 3 / 2, 1e-5, 1e-7)
+    assert_close(actual.mean(), expected[:2].mean(), 1e-5)
     assert actual[0] < -1e-3
 
 
@@ -161,7 +162,7 @@ def test_the_aggregate_of_equal_weights_is_the_mean_times_0_04():
         return keras.ops.stack([whole, *parts])
 
     whole, *actual = numbers(program, logits)
-    np.testing.assert_allclose(whole, 0.04 * np.mean(actual, axis=0), rtol=1e-5)
+    assert_close(whole, 0.04 * np.mean(actual, axis=0), 1e-5)
     assert np.abs(whole).min() > 1e-4
 
 
@@ -183,7 +184,7 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
 
     whole, *parts = numbers(program, logits)
     expected = 0.2 * np.average(parts, axis=0, weights=weights)
-    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+    assert_close(whole, expected, 1e-5)
 
 
 def test_an_aggregate_may_hold_an_aggregate():
@@ -202,7 +203,7 @@ def test_an_aggregate_may_hold_an_aggregate():
 
     whole, z, local, importance = numbers(program, normal(0, 2, 6, 4))
     expected = 0.5 * (2 * (z + local) / 2 + 6 * importance) / 8
-    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+    assert_close(whole, expected, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_function_of_ones_own():
         assert (made.name, made.options) == ("largest_logit", {"power": 2.0})
         made.check_router(SimpleNamespace(has_expert_logits=False))
         values = numbers(lambda x, made=made: made(routing_of(x), ROUTER), logits)
-        np.testing.assert_allclose(values, 0.5 * logits.max((1, 2)) ** 2, rtol=1e-6)
+        assert_close(values, 0.5 * logits.max((1, 2)) ** 2, 1e-6)
 
 
 def test_an_moe_layer_adds_them():
@@ -294,9 +295,7 @@ def test_an_moe_layer_adds_them():
         for name in ("local", "global", "target", "merged")
     ]
     actual = [keras.ops.convert_to_numpy(loss) for loss in layer.losses]
-    np.testing.assert_allclose(
-        actual, [*expected, 0.04 * np.mean(expected)], rtol=1e-5, atol=1e-7
-    )
+    assert_close(actual, [*expected, 0.04 * np.mean(expected)], 1e-5, 1e-7)
 
 
 # Thresholds
@@ -308,9 +307,7 @@ def test_thresholds_above_the_largest_entropy_warn():
     received = r"received: threshold=2\.0794\..*at least 0\.6931"
     with pytest.warns(UserWarning, match=received):
         actual = losses.global_entropy_loss(logits, threshold=math.log(8))
-    np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(actual), math.log(2), rtol=1e-5
-    )
+    assert_close(actual, math.log(2), 1e-5)
     loss = AuxiliaryLoss("global_entropy", threshold=math.log(8), modality=1)
     router = TokenChoiceRouter(num_experts=4, num_modalities=2)
     with pytest.warns(UserWarning, match=received):

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from tests.compare import assert_close
 
 # Numbers of classes: none, several, one that comes twice.
 SPARSE = np.array([[-1, -1, -1], [4, 0, -1], [2, 2, -1], [1, 2, 3]])
@@ -31,7 +32,7 @@ def test_sparse_labels_are_the_dense_ones(smoothing, from_logits):
     }
     expected = values(SigmoidCrossentropy(**options), DENSE, predictions)
     actual = values(SparseSigmoidCrossentropy(**options), SPARSE, predictions)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert_close(actual, expected, 1e-5)
 
 
 def test_sparse_labels_train_as_the_dense_ones():
@@ -48,8 +49,8 @@ def test_sparse_labels_train_as_the_dense_ones():
         trained(SigmoidCrossentropy(), DENSE),
         trained(SparseSigmoidCrossentropy(), SPARSE),
     )
-    np.testing.assert_allclose(sparse[0], dense[0], rtol=1e-5)
-    np.testing.assert_allclose(sparse[1], dense[1], rtol=1e-5)
+    assert_close(sparse[0], dense[0], 1e-5)
+    assert_close(sparse[1], dense[1], 1e-5)
 
 
 def test_config_round_trip():

@@ -21,6 +21,7 @@ from keras_moe.losses import (
     softmax_contrastive_loss,
 )
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 from tests.losses.loss_table import (
     CONTRASTIVE,
@@ -91,11 +92,11 @@ def test_golden(case, name):
             arrays[f"outputs/clip_{direction}"]
             for direction in ("image_to_text", "text_to_image")
         ]
-    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    assert_close(values, expected, 1e-5)
     for input_name, value in zip(("zimg", "ztxt", "log_scale", "bias"), gradients):
         key = f"grads/{stored}_loss/{input_name}"
         reference = arrays.get(key, 0.0)
-        np.testing.assert_allclose(value, reference, rtol=1e-5, atol=2e-6)
+        assert_close(value, reference, 1e-5, 2e-6)
 
 
 # By hand
@@ -117,17 +118,15 @@ def test_by_hand():
     )
     first, second = math.log(1 + 1 / e), math.log(1 + e)
     texts_mean = (first + second) / 2
-    np.testing.assert_allclose(
-        softmax, [math.log(2), texts_mean, (math.log(2) + texts_mean) / 2], rtol=1e-6
+    assert_close(
+        softmax, [math.log(2), texts_mean, (math.log(2) + texts_mean) / 2], 1e-6
     )
     sigmoid = numbers(
         lambda x, y: sigmoid_contrastive_loss(x, y, 2.0, -1.0), *(images, texts)
     )
     # Logits 1, 1 and -1, -1, with a negative beside each positive.
     one, minus_one = math.log(1 + e), math.log(1 + 1 / e)
-    np.testing.assert_allclose(
-        sigmoid, (minus_one + one + one + minus_one) / 2, rtol=1e-6
-    )
+    assert_close(sigmoid, (minus_one + one + one + minus_one) / 2, 1e-6)
 
 
 def positive_of(image_ids=None, text_ids=None):
@@ -163,7 +162,7 @@ def test_equal_ids_are_positives_and_weights_count(name):
         for ids in cases
         for sample_weight in (None, weights)
     ]
-    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    assert_close(values, expected, 1e-5)
     # Each case asks for something else.
     assert len({round(x, 4) for x in expected}) == 8
 
@@ -183,7 +182,7 @@ def test_duplicate_pairs_are_counted():
         *(IMAGE_IDS, TEXT_IDS, weights),
     )
     # Images 7 and 3 come twice, and text 0; one of the 7 is padding.
-    np.testing.assert_array_equal(counts, [4, 2, 5, 4, 0])
+    assert_same(counts, [4, 2, 5, 4, 0])
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
@@ -200,9 +199,9 @@ def test_padding_changes_nothing_whatever_it_holds(name):
 
     gradients, (value,) = gradient_and_outputs(program, images, texts, *scalars)
     expected = expected_loss(name, images[:3], texts[:3], *scalars)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert_close(value, expected, 1e-5)
     for gradient in gradients[:2]:
-        np.testing.assert_array_equal(gradient[3:], 0.0)
+        assert_same(gradient[3:], 0.0)
         assert np.abs(gradient[:3]).min() > 0
     assert np.all(np.isfinite(gradients[2]))
 
@@ -220,7 +219,7 @@ def test_without_a_pair_that_counts_the_loss_is_0(name, batch):
     gradients, (value,) = gradient_and_outputs(program, *inputs)
     assert value == 0
     for gradient in gradients:
-        np.testing.assert_array_equal(gradient, 0.0)
+        assert_same(gradient, 0.0)
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
@@ -250,7 +249,7 @@ def test_bfloat16_rounds_the_unit_vectors_alone(name):
     else:
         both = [x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits.T)]
         expected = -np.mean([np.diag(x).mean() for x in both])
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert_close(value, expected, 1e-5)
     assert abs(value - expected_loss(name, images, texts, *scalars)) > 1e-6
     assert np.abs(np.concatenate(norms) - 1).max() > 1e-4
     assert np.abs(gradients[0]).max() > 1e-3

@@ -11,6 +11,7 @@ import pytest
 
 from keras_moe import losses
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 from tests.losses.loss_table import (
     LOSSES,
@@ -76,10 +77,8 @@ def test_golden(case, name):
         program, arrays["inputs/logits"].astype("float32")[None]
     )
     expected = np.atleast_1d(arrays[f"outputs/{value}"])
-    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        actual[0], arrays[f"grads/{of_sum}/logits"], rtol=1e-5, atol=1e-6
-    )
+    assert_close(loss, expected, 1e-5, 1e-6)
+    assert_close(actual[0], arrays[f"grads/{of_sum}/logits"], 1e-5, 1e-6)
 
 
 @pytest.mark.every_backend
@@ -88,9 +87,7 @@ def test_golden_merged_entropy_of_each_token(case):
     arrays, config = golden.load(case)
     logits = arrays["inputs/logits"].astype("float32")[:, None]
     actual = numbers(lambda x: losses.merged_entropy_loss(x, config["K"]), logits)
-    np.testing.assert_allclose(
-        actual, arrays["outputs/merged_entropy_per_token"], rtol=1e-5
-    )
+    assert_close(actual, arrays["outputs/merged_entropy_per_token"], 1e-5)
 
 
 # By hand
@@ -101,10 +98,10 @@ def test_local_entropy_by_hand():
     logits = np.log([[p, q], [p, p]]).astype("float32")
     loss, actual = with_gradient(losses.local_entropy_loss, logits)
     h_p, h_q = entropy(*p), entropy(*q)
-    np.testing.assert_allclose(loss, [(h_p + h_q) / 2, h_p], rtol=1e-6)
+    assert_close(loss, [(h_p + h_q) / 2, h_p], 1e-6)
     # d H / d logits = -p (log p + H), and each of the two tokens counts half.
     expected = -q * (np.log(q) + h_q) / 2
-    np.testing.assert_allclose(actual[0, 1], expected, atol=1e-6)
+    assert_close(actual[0, 1], expected, atol=1e-6)
 
 
 def test_global_entropy_by_hand():
@@ -113,7 +110,7 @@ def test_global_entropy_by_hand():
     h = entropy(0.75, 0.25)
     for tau, expected in [(None, -h), (1.0, 1.0 - h), (h / 2, 0.0), (0.0, 0.0)]:
         actual = numbers(lambda x, t=tau: losses.global_entropy_loss(x, t), logits)
-        np.testing.assert_allclose(actual, [expected], rtol=1e-6)
+        assert_close(actual, [expected], 1e-6)
 
 
 @pytest.mark.parametrize("above", [False, True])
@@ -125,7 +122,7 @@ def test_the_threshold_ends_the_gradient(above):
         lambda x: losses.global_entropy_loss(x, threshold), logits
     )
     assert (loss[0] > 0) is not above
-    np.testing.assert_allclose(actual, 0 * free if above else free, rtol=1e-6)
+    assert_close(actual, 0 * free if above else free, 1e-6)
     assert np.abs(free).max() > 1e-3
 
 
@@ -137,7 +134,7 @@ def test_mutual_information_by_hand():
     actual = numbers(lambda x, i: losses.mutual_information_loss(x, i, 2), logits, ids)
     # Weight 1/2 each, whatever the number of tokens.
     expected = entropy(0.5, 0.5) / 2 - entropy(0.5, 0.25, 0.25)
-    np.testing.assert_allclose(actual, [expected], rtol=1e-6)
+    assert_close(actual, [expected], 1e-6)
 
 
 def test_mutual_information_leaves_out_absent_modalities():
@@ -146,10 +143,10 @@ def test_mutual_information_leaves_out_absent_modalities():
     two = numbers(
         lambda x, i: losses.mutual_information_loss(x, i, 2), logits[:2], ids[:2] > 0
     )
-    np.testing.assert_allclose(actual[:2], two, rtol=1e-5)
+    assert_close(actual[:2], two, 1e-5)
     assert np.all(two < -1e-3)
     # One modality says nothing of the experts.
-    np.testing.assert_allclose(actual[2], 0, atol=1e-6)
+    assert_close(actual[2], 0, atol=1e-6)
 
 
 def test_mutual_information_leaves_out_tokens_of_other_modalities():
@@ -159,7 +156,7 @@ def test_mutual_information_leaves_out_tokens_of_other_modalities():
         numbers(LOSSES["mutual"], logits[:, tokens], ids[:, tokens])
         for tokens in (both[0] | True, both[0])
     )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert_close(actual, expected, 1e-5)
     assert expected[0] < -1e-3
 
 
@@ -168,7 +165,7 @@ def test_target_entropy_by_hand():
     logits = np.array([[[0, 0, 0, 0], [100, 0, 0, 0]]], "float32")
     for selected, expected in [(1, LOG2**2), (2, 0), (4, LOG2**2)]:
         actual = numbers(lambda x, k=selected: losses.target_entropy_loss(x, k), logits)
-        np.testing.assert_allclose(actual, [expected], rtol=1e-6, atol=1e-12)
+        assert_close(actual, [expected], 1e-6, 1e-12)
 
 
 def test_merged_entropy_by_hand():
@@ -181,7 +178,7 @@ def test_merged_entropy_by_hand():
         4: 0.0,
     }.items():
         actual = numbers(lambda x, k=selected: losses.merged_entropy_loss(x, k), logits)
-        np.testing.assert_allclose(actual, [expected / 2], rtol=1e-5, atol=1e-6)
+        assert_close(actual, [expected / 2], 1e-5, 1e-6)
 
 
 def test_merged_entropy_of_sure_tokens_is_exact():
@@ -190,7 +187,7 @@ def test_merged_entropy_of_sure_tokens_is_exact():
     rest = 2 / (math.exp(20) + 2)
     expected = -rest * math.log(rest)
     actual = numbers(lambda x: losses.merged_entropy_loss(x, 1), logits)
-    np.testing.assert_allclose(actual, [expected], rtol=1e-4)
+    assert_close(actual, [expected], 1e-4)
 
 
 # Properties of each, and of the losses in `test_router_losses.py`
@@ -206,7 +203,7 @@ def test_one_float32_number_per_group(name):
     assert loss.dtype == "float32"
     for g in range(3):
         alone = numbers(ALL[name], logits[g : g + 1], ids[g : g + 1])
-        np.testing.assert_allclose(alone, loss[g : g + 1], rtol=1e-5, atol=1e-6)
+        assert_close(alone, loss[g : g + 1], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -218,8 +215,8 @@ def test_masked_tokens_do_not_count(name, value):
     logits[:, np.logical_not(real)] = value
     mask = tensor(np.tile(real, (2, 1)))
     loss, actual = with_gradient(lambda x: ALL[name](x, ids, mask), logits)
-    np.testing.assert_allclose(loss, without, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(actual[:, np.logical_not(real)], 0)
+    assert_close(loss, without, 1e-5, 1e-6)
+    assert_same(actual[:, np.logical_not(real)], 0)
     assert np.all(np.isfinite(actual))
     # Tokens that do count have a gradient.
     assert np.abs(actual[:, real]).max() > 1e-3
@@ -233,7 +230,7 @@ def test_a_group_without_real_tokens_has_no_loss(name):
     assert abs(loss[0]) > 1e-3
     assert loss[1] == 0
     assert np.all(np.isfinite(actual))
-    np.testing.assert_array_equal(actual[1], 0)
+    assert_same(actual[1], 0)
 
 
 NEVER = -np.inf
@@ -256,11 +253,9 @@ def test_extremes(name, tokens):
     logits = np.array([tokens], "float32")
     ids = np.arange(len(tokens))[None] % 2
     loss, actual = with_gradient(lambda x: LOSSES[name](x, tensor(ids)), logits)
-    np.testing.assert_allclose(loss, [expected_loss(name, logits[0], ids[0])], **CLOSE)
+    assert_close(loss, [expected_loss(name, logits[0], ids[0])], **CLOSE)
     assert np.all(np.isfinite(actual))
-    np.testing.assert_allclose(
-        actual[0], expected_gradient(name, logits[0], ids[0]), **CLOSE
-    )
+    assert_close(actual[0], expected_gradient(name, logits[0], ids[0]), **CLOSE)
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -329,5 +324,5 @@ def test_one_expert_leaves_nothing_to_choose(name):
         return LOSSES[name](x, tensor(np.zeros((2, 3), "int32")))
 
     loss, actual = with_gradient(loss_of, normal(0, 2, 3, 1))
-    np.testing.assert_allclose(loss, [0, 0], atol=1e-6)
-    np.testing.assert_allclose(actual, 0, atol=1e-6)
+    assert_close(loss, [0, 0], atol=1e-6)
+    assert_close(actual, 0, atol=1e-6)

@@ -12,6 +12,7 @@ from keras_moe.ops.entmax import (
     solve_reference,
 )
 from tests import golden
+from tests.compare import assert_close
 from tests.gradients import gradient, one_program
 
 to_numpy = ops.convert_to_numpy
@@ -44,11 +45,11 @@ def test_reference(name):
     x, cotangent = ARRAYS[f"inputs/{name}/x"], ARRAYS[f"inputs/{name}/cotangent"]
     axis = 1 if name == "axis1" else -1
     actual = to_numpy(entmax(x, axis=axis))
-    np.testing.assert_allclose(actual, ARRAYS[f"outputs/{name}/y"], atol=CONFIG["atol"])
+    assert_close(actual, ARRAYS[f"outputs/{name}/y"], atol=CONFIG["atol"])
     (slope,) = gradient(
         lambda x: ops.sum(ops.multiply(entmax(x, axis=axis), cotangent)), x
     )
-    np.testing.assert_allclose(slope, ARRAYS[f"grads/{name}/x"], rtol=1e-4, atol=1e-5)
+    assert_close(slope, ARRAYS[f"grads/{name}/x"], 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -59,8 +60,8 @@ def test_exact_for_any_alpha(alpha, size, spread):
     logits = (spread * generator.normal(size=(4, size))).astype("float32")
     program = one_program(lambda x: entmax(x, alpha))
     actual = to_numpy(program(ops.convert_to_tensor(logits)))
-    np.testing.assert_allclose(actual, exact(logits, alpha), atol=3e-6)
-    np.testing.assert_allclose(actual.sum(axis=-1), 1.0, rtol=1e-6)
+    assert_close(actual, exact(logits, alpha), atol=3e-6)
+    assert_close(actual.sum(axis=-1), 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 16384])
@@ -72,14 +73,14 @@ def test_one_logit_and_very_many(size):
     logits[3] = -1.6 * np.linspace(0, 1, size) ** 0.3
     program = one_program(entmax)
     actual = to_numpy(program(ops.convert_to_tensor(logits)))
-    np.testing.assert_allclose(actual, exact(logits, 1.5), atol=1e-6)
+    assert_close(actual, exact(logits, 1.5), atol=1e-6)
 
 
 def test_masked_logits_get_nothing():
     logits = np.array([[1.0, -np.inf, 0.5], [-np.inf, 2.0, -np.inf]], "float32")
     actual = to_numpy(entmax(logits))
-    np.testing.assert_allclose(actual[0, [0, 2]], exact([1.0, 0.5], 1.5), atol=1e-6)
-    np.testing.assert_allclose(actual[:, [1]].T, [[0, 1]], atol=1e-6)
+    assert_close(actual[0, [0, 2]], exact([1.0, 0.5], 1.5), atol=1e-6)
+    assert_close(actual[:, [1]].T, [[0, 1]], atol=1e-6)
     (slope,) = gradient(lambda x: ops.sum(entmax(x)[..., 0]), logits)
     assert np.isfinite(slope).all()
 
@@ -103,14 +104,14 @@ def test_gradient_is_that_of_the_function(alpha):
         / (2 * step)
         for i in range(6)
     ]
-    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    assert_close(actual, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_logits_of_any_size(alpha):
     logits = np.array([[3e30, 1e30, -3e38], [-1e9, -1e9, -2e9]], "float32")
     actual = to_numpy(entmax(logits, alpha))
-    np.testing.assert_allclose(actual, [[1, 0, 0], [0.5, 0.5, 0]], atol=1e-6)
+    assert_close(actual, [[1, 0, 0], [0.5, 0.5, 0]], atol=1e-6)
     (slope,) = gradient(lambda x: ops.sum(entmax(x, alpha)[..., 0]), logits)
     assert np.isfinite(slope).all()
 
@@ -119,7 +120,7 @@ def test_half_precision_is_computed_in_float32():
     logits = ops.cast(np.array([[0.0, 0.125, 0.25]], "float32"), "bfloat16")
     actual = entmax(logits)
     assert keras.backend.standardize_dtype(actual.dtype) == "bfloat16"
-    np.testing.assert_allclose(
+    assert_close(
         to_numpy(ops.cast(actual, "float32"))[0],
         exact([0, 0.125, 0.25], 1.5),
         atol=4e-3,
@@ -135,7 +136,7 @@ def test_logits_that_crowd_below_the_threshold(counts):
     logits = np.repeat(list(counts), list(counts.values())).astype("float32")
     actual = to_numpy(entmax(logits))
     expected = exact(logits, 1.5)
-    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert_close(actual, expected, atol=1e-6)
     assert np.abs(actual - expected).sum() < 1e-4
 
 
@@ -150,14 +151,13 @@ def test_kernel_is_the_reference(alpha):
     upstream = ops.convert_to_tensor(generator.normal(size=shape).astype("float32"))
     actual = entmax_torch.solve(scores, alpha, entmax_power(alpha), 10)
     expected = solve_reference(scores, alpha, 10)
-    for one, other in zip(actual, expected):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_close(actual, expected, 1e-5, 1e-6)
     gates = expected[0]
-    np.testing.assert_allclose(
+    assert_close(
         entmax_torch.gradient(gates, upstream, alpha),
         entmax_gradient_reference(gates, upstream, alpha),
-        rtol=1e-5,
-        atol=1e-6,
+        1e-5,
+        1e-6,
     )
     # Entries that are out are exactly zero: rounding raises none of them.
     assert ((actual[0] > 0) == (scores > actual[1] + actual[2] / (alpha - 1))).all()
@@ -169,14 +169,14 @@ def test_kernel_is_the_reference(alpha):
 def test_near_one_it_is_softmax(alpha):
     logits, weights = np.random.default_rng(4).normal(size=(2, 3, 8)).astype("float32")
     gates, softmax = to_numpy(entmax(logits, alpha)), to_numpy(ops.softmax(logits))
-    np.testing.assert_allclose(gates, softmax, atol=alpha - 1)
+    assert_close(gates, softmax, atol=alpha - 1)
     (actual,) = gradient(
         lambda x: ops.sum(ops.multiply(entmax(x, alpha), weights)), logits
     )
     (expected,) = gradient(
         lambda x: ops.sum(ops.multiply(ops.softmax(x), weights)), logits
     )
-    np.testing.assert_allclose(actual, expected, atol=2 * (alpha - 1))
+    assert_close(actual, expected, atol=2 * (alpha - 1))
 
 
 @pytest.mark.every_backend
@@ -197,7 +197,7 @@ def test_few_steps_are_enough_for_inputs_made_to_be_hard():
         logits = (logits / (alpha - 1)).astype("float32")
         expected = exact(logits, alpha)
         actual = to_numpy(one_program(lambda x, a=alpha: entmax(x, a))(logits))
-        np.testing.assert_allclose(actual, expected, atol=3e-6, err_msg=str(alpha))
+        assert_close(actual, expected, atol=3e-6, err_msg=str(alpha))
 
 
 def test_rounding_makes_no_step_back():
@@ -205,4 +205,4 @@ def test_rounding_makes_no_step_back():
     logits = np.repeat(np.float32([0, -0.99999899, -0.99999821]), [1, 9, 502])
     for steps in (10, 11, 12, 60):
         gates, _, _ = solve_reference(logits, 2.0, steps)
-        np.testing.assert_allclose(to_numpy(gates), exact(logits, 2.0), atol=2e-5)
+        assert_close(gates, exact(logits, 2.0), atol=2e-5)

@@ -1,7 +1,5 @@
 """Token choice where the last experts act in place: slots for the first ones only."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -17,7 +15,8 @@ from keras_moe.ops import (
     heterogeneous_capacity,
     token_choice,
 )
-from tests.gradients import gradient, one_program
+from tests.compare import assert_close, assert_same
+from tests.gradients import gradient
 from tests.ops import reference
 
 some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -27,25 +26,17 @@ PROBLEMS = [(2, 7, 6, 3, 2, 2, 3), (1, 9, 4, 1, 3, 1, 1), (2, 5, 5, 4, 2, 4, Non
 
 
 def plan_of(gates, mask, problem, priority="first_come", normalize_gates=None):
-    program = _program(problem, priority, normalize_gates)
-    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
-
-
-@functools.cache
-def _program(problem, priority, normalize_gates):
     *_, in_place, selected, capacity, in_place_capacity = problem
-    return one_program(
-        lambda gates, mask: token_choice(
-            gates,
-            gates,
-            selected,
-            capacity,
-            priority=priority,
-            mask=mask,
-            normalize_gates=normalize_gates,
-            in_place_experts=in_place,
-            in_place_capacity=in_place_capacity,
-        )
+    return token_choice(
+        gates,
+        gates,
+        selected,
+        capacity,
+        priority,
+        mask=mask,
+        normalize_gates=normalize_gates,
+        in_place_experts=in_place,
+        in_place_capacity=in_place_capacity,
     )
 
 
@@ -77,8 +68,8 @@ def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, pri
     for g, s, k in np.argwhere(kept):
         expected[g, s, expert[g, s, k]] = 1
     dispatched, combined = map(to_numpy, plan.assignments())
-    np.testing.assert_array_equal(dispatched, expected)
-    np.testing.assert_array_equal(combined, expected * gates)
+    assert_same(dispatched, expected)
+    assert_same(combined, expected * gates)
     assert np.all(dispatched.sum(axis=1) <= limits)
     # Only the first experts have slots, and each slot its token.
     slot_tokens = to_numpy(plan.plan.slot_tokens)
@@ -105,18 +96,14 @@ def test_dropless_is_token_choice_with_room_for_all(
     mask = generator.random((groups, tokens)) >= masked
     roomy = (*problem[:5], tokens, None)
     limited = plan_of(gates, mask, roomy, normalize_gates=normalize_gates)
-    program = one_program(
-        lambda gates, mask: dropless_token_choice(
-            gates, gates, selected, mask, normalize_gates, in_place
-        )
+    plan = dropless_token_choice(
+        gates, gates, selected, mask, normalize_gates, in_place
     )
-    plan = program(*map(keras.ops.convert_to_tensor, (gates, mask)))
     assert isinstance(plan, HeterogeneousPlan)
-    for actual, wanted in zip(plan.assignments(), limited.assignments()):
-        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-6)
+    assert_close(plan.assignments(), limited.assignments(), 1e-6)
     # Rows for the first experts alone; what acts in place has none.
     sizes = to_numpy(limited.assignments()[0]).sum(axis=(0, 1))[: experts - in_place]
-    np.testing.assert_array_equal(to_numpy(plan.plan.group_sizes), sizes)
+    assert_same(plan.plan.group_sizes, sizes)
     rows = to_numpy(plan.plan.row_tokens)
     assert np.all(rows[int(sizes.sum()) :] == -1)
 
@@ -134,9 +121,7 @@ def test_dropped_choices_by_hand():
         in_place_capacity=1,
     )
     assert to_numpy(plan.plan.token_slots).tolist() == [[[-1, 0], [-1, -1]]]
-    np.testing.assert_allclose(
-        to_numpy(plan.assignments()[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
-    )
+    assert_close(plan.assignments()[1], [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], 1e-6)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -151,12 +136,8 @@ def test_it_moves_the_tokens_of_the_experts_with_slots_or_rows(dense, capacity):
     plan = plan.dense() if dense else plan
     inputs = plan.dispatch(np.array([[[1.0], [10.0]]], "float32"))
     # Token 0 goes to experts 1 and 2, token 1 to experts 0 and 2; 2 acts in place.
-    np.testing.assert_allclose(
-        to_numpy(plan.combine(inputs)), [[[0.5], [4.0]]], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        to_numpy(plan.in_place_weights), [[[0.3], [0.5]]], rtol=1e-6
-    )
+    assert_close(plan.combine(inputs), [[[0.5], [4.0]]], 1e-6)
+    assert_close(plan.in_place_weights, [[[0.3], [0.5]]], 1e-6)
     with pytest.raises(ValueError, match=r"tokens.shape=\(1, 3, 1\)"):
         plan.dispatch(np.zeros((1, 3, 1), "float32"))
 
@@ -170,7 +151,7 @@ def test_gradients_reach_the_gates_of_every_kind():
         return keras.ops.sum(plan.assignments()[1] * scale)
 
     (actual,) = gradient(weights, gates)
-    np.testing.assert_allclose(actual, [[[0, 10, 100], [1, 0, 100]]])
+    assert_close(actual, [[[0, 10, 100], [1, 0, 100]]])
 
 
 def test_equation_10():

@@ -7,6 +7,7 @@ from keras import ops
 from keras_moe.ops import entmax
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.multilinear import _merged_matmul, _mixed, projections
+from tests.compare import assert_close
 from tests.gradients import gradient_and_outputs
 
 generator = np.random.default_rng(0)
@@ -35,8 +36,7 @@ def test_projections_are_matmuls():
     actual = gradient_and_outputs(loss(projections), inputs, *matrices)
     expected = gradient_and_outputs(loss(plain), inputs, *matrices)
     for mine, theirs in zip(actual, expected):
-        for one, other in zip(mine, theirs):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_close(mine, theirs, 1e-5, 1e-6)
 
 
 def by_entmax(logits, factor):
@@ -78,5 +78,4 @@ def test_gates_computed_again_have_the_gradients_of_those_kept(function):
     actual = gradient_and_outputs(loss(function), logits, factor)
     expected = gradient_and_outputs(loss(by_entmax), logits, factor)
     for mine, theirs in zip(actual, expected):
-        for one, other in zip(mine, theirs):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        assert_close(mine, theirs, 1e-5, 1e-6)

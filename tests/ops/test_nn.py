@@ -14,6 +14,7 @@ from keras_moe.ops.nn import (
     linear_reference,
     standardize,
 )
+from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 
 DTYPES = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}
@@ -48,7 +49,7 @@ def assert_equal(function, reference, dtype, *arrays):
     tolerance = DTYPES[dtype]
     for actual, expected in zip(results(function), results(reference)):
         scale = max(1.0, np.abs(expected).max(initial=0.0))
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
+        assert_close(actual, expected, 0, tolerance * scale)
 
 
 @pytest.mark.every_backend
@@ -62,7 +63,7 @@ def test_gelu_is_keras_own(dtype):
 def test_gelu_of_extreme_inputs():
     x = np.array(EXTREMES, "float32")
     outputs = (ops.convert_to_numpy(f(x)) for f in (gelu_tanh, gelu_tanh_reference))
-    np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert_close(*outputs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.every_backend
@@ -147,8 +148,7 @@ def test_standardize(axes, mask):
     )
     expected = gradient_and_outputs(loss(lambda x: standardized(x, axes, mask)), X)
     for mine, theirs in zip(actual, expected):
-        for one, other in zip(mine, theirs):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(mine, theirs, 1e-4, 1e-5)
 
 
 def test_standardize_nothing_and_nan_in_the_padding():
@@ -158,7 +158,7 @@ def test_standardize_nothing_and_nan_in_the_padding():
     for one, other in ((y, expected), (mean, expected_mean)):
         one, other = ops.convert_to_numpy(one), ops.convert_to_numpy(other)
         rows = MASK if one.shape == X.shape else ...
-        np.testing.assert_array_equal(one[rows], other[rows])
+        assert_same(one[rows], other[rows])
     for empty, mask in ((X[:0], None), (X, np.zeros_like(MASK))):
         outputs = standardize(empty, (0, 1), EPSILON, mask)
         shapes = [tuple(value.shape) for value in outputs]

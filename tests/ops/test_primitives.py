@@ -11,6 +11,7 @@ from keras import ops
 from keras_moe.ops import entmax
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.primitives import custom_gradient, real_power
+from tests.compare import assert_close
 from tests.gradients import gradient
 
 BACKEND = keras.backend.backend()
@@ -35,8 +36,7 @@ def test_of_several_inputs_and_outputs():
         lambda *xs: total(custom_gradient(forward, backward, *xs)), X, Y
     )
     expected = gradient(lambda *xs: total(forward(*xs)[0]), X, Y)
-    for one, other in zip(gradients, expected):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert_close(gradients, expected, 1e-6)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch's reference counts")
@@ -75,7 +75,7 @@ def test_second_derivatives(again):
         (actual,) = torch.autograd.grad((first * w).sum(), x)
     # By central differences of the first, in float64.
     expected = [-0.850316, 0.425158, 0.425158, 0.0]
-    np.testing.assert_allclose(ops.convert_to_numpy(actual), expected, atol=1e-4)
+    assert_close(actual, expected, atol=1e-4)
 
 
 @pytest.mark.every_backend
@@ -86,7 +86,7 @@ def test_powers_by_roots_and_products(exponent):
         ops.convert_to_numpy(real_power(x, exponent)),
         x.astype("float64") ** exponent,
     )
-    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-37)
+    assert_close(actual, expected, 2e-5, 1e-37)
     (slope,) = gradient(lambda x: ops.sum(real_power(x, exponent)), x[3:])
     rises = exponent * x[3:].astype("float64") ** (exponent - 1)
-    np.testing.assert_allclose(slope, rises, rtol=2e-5)
+    assert_close(slope, rises, 2e-5)

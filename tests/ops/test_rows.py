@@ -9,6 +9,7 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import _rows
+from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 from tests.ops.programs import BACKEND, normal, rounded
 
@@ -83,8 +84,9 @@ def test_outputs_and_gradients(form, num_tokens, num_choices, num_rows, kept):
         normal(2, num_rows, D),
         normal(3, num_tokens, num_choices),
     )
-    for one, other in zip(results(form, indices, *arrays), expected(indices, *arrays)):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_close(
+        results(form, indices, *arrays), expected(indices, *arrays), 1e-5, 1e-6
+    )
 
 
 @each_form
@@ -93,10 +95,7 @@ def test_rows_of_nobody_are_never_read(form):
     tokens, outputs, weights = normal(1, 6, D), normal(2, 20, D), normal(3, 6, 3)
     answer = results(form, indices, tokens, outputs, weights)
     outputs[indices[1] < 0] = np.nan
-    for one, other in zip(
-        results(form, indices, tokens, outputs, weights), answer, strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    assert_same(results(form, indices, tokens, outputs, weights), answer)
 
 
 @each_form
@@ -106,12 +105,10 @@ def test_half_precision_is_summed_in_float32(form):
     answer = expected(indices, *arrays)
     actual = results(form, indices, *arrays, dtype="bfloat16")
     for number in (0, 1, 4):
-        np.testing.assert_allclose(actual[number], answer[number], rtol=1e-5, atol=1e-6)
+        assert_close(actual[number], answer[number], 1e-5, 1e-6)
     # Gradients have the 8 bits of the arrays.
     for number in (2, 3):
-        np.testing.assert_allclose(
-            actual[number], answer[number], rtol=2**-7, atol=2**-7
-        )
+        assert_close(actual[number], answer[number], 2**-7, 2**-7)
 
 
 @pytest.mark.every_backend
@@ -121,8 +118,7 @@ def test_double_precision_is_summed_in_float32(form):
     indices = plan(4, 3, 20, 0.5)
     arrays = normal(1, 4, D), normal(2, 20, D), normal(3, 4, 3)
     actual = results(form, indices, *arrays, dtype="float64")
-    for one, other in zip(actual, expected(indices, *arrays), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_close(actual, expected(indices, *arrays), 1e-5, 1e-6)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
@@ -144,8 +140,7 @@ def test_gradients_have_gradients_on_pytorch():
         gradients = torch.autograd.grad((total**2).sum(), inputs, create_graph=True)
         return torch.autograd.grad(sum((x**2).sum() for x in gradients), inputs)
 
-    for one, other in zip(penalty(""), penalty("_reference"), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert_close(penalty(""), penalty("_reference"), 1e-4, 1e-4)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 
 from keras_moe.ops import RoutingPlan, token_choice
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.gradients import compiled, gradient, one_program
 from tests.ops import reference
 
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
 # Few shapes, so that few programs are compiled: (G, S, E, K, C).
-SHAPES = [(2, 6, 4, 2, 2), (1, 5, 3, 1, 2), (2, 4, 6, 3, 1), (1, 7, 2, 2, 7)]
+SHAPES = [
+    *((2, 6, 4, 2, 2), (1, 5, 3, 1, 2), (2, 4, 6, 3, 1), (1, 7, 2, 2, 7)),
+    # One expert, one token, and more capacity than tokens.
+    *((2, 5, 1, 1, 3), (3, 1, 4, 2, 1), (1, 6, 3, 2, 50)),
+]
 
-some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+some = settings(max_examples=45, deadline=None, derandomize=True, database=None)
 
 
 def to_numpy(plan):
@@ -66,11 +71,6 @@ def random_gates(seed, shape, ties=False):
     return softmax(generator.normal(size=shape))
 
 
-def assert_same_plan(plan, expected):
-    for name, mine, theirs in zip(RoutingPlan._fields, plan, expected):
-        np.testing.assert_array_equal(mine, theirs, err_msg=name)
-
-
 # Golden data
 
 
@@ -85,42 +85,17 @@ def test_golden_plan(case):
     gates = batch(arrays["inputs/gates"])
     capacity = config["actual_capacity"]
     priority = "max_gate" if config["batch_priority"] else "first_come"
-    plan, d, c = route_densely(gates, gates, config["K"], capacity, priority)
-    np.testing.assert_array_equal(d, batch(arrays["outputs/dispatch_mask"]))
-    np.testing.assert_allclose(
-        c, batch(arrays["outputs/combine_weights"]), rtol=1e-5, atol=1e-6
-    )
+    plan = route(gates, config["K"], capacity, priority)
     expert, position = np.moveaxis(
         batch(arrays["outputs/indices_expert_buffer"]), -1, 0
     )
     kept = position < capacity
-    np.testing.assert_array_equal(
-        plan.token_slots, np.where(kept, expert * capacity + position, -1)
-    )
-    np.testing.assert_allclose(
+    assert_same(plan.token_slots, np.where(kept, expert * capacity + position, -1))
+    assert_close(
         plan.combine_weights,
         np.where(kept, batch(arrays["outputs/indices_combine_weights"]), 0),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize("name", ["kl_token_k1", "ksparse_token_k2"])
-def test_golden_affinity_decides_where_and_gates_how_much(name):
-    # The transport plan routes, batch priority included; the softmax combines.
-    arrays, config = golden.load(f"04_ot_routers/{name}")
-    assert config["dispatcher"]["batch_priority"]
-    expected = arrays["outputs/dispatch_mask"]
-    _, d, c = route_densely(
-        arrays["outputs/plan"],
-        arrays["outputs/gates_softmax"],
-        config["K"],
-        expected.shape[-1],
-        priority="max_gate",
-    )
-    np.testing.assert_array_equal(d, expected)
-    np.testing.assert_allclose(
-        c, arrays["outputs/combine_weights"], rtol=1e-5, atol=1e-6
+        1e-5,
+        1e-6,
     )
 
 
@@ -141,7 +116,7 @@ def test_priority(priority, served, slots, weights):
     plan = route(GATES, 1, 2, priority)
     assert plan.slot_tokens.tolist() == [[served, [-1, -1], [-1, -1]]]
     assert plan.token_slots.tolist() == [slots]
-    np.testing.assert_array_equal(plan.combine_weights, np.float32([weights]))
+    assert_same(plan.combine_weights, np.float32([weights]))
 
 
 def test_sum_gates():
@@ -170,31 +145,12 @@ def test_a_dropped_first_choice_frees_nothing():
     assert plan.token_slots.tolist() == [[[0, -1], [-1, -1], [1, 2]]]
 
 
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_equal_tokens_and_experts_go_lowest_first(priority):
-    plan = route(np.full((2, 5, 4), 0.25, "float32"), 2, 3, priority)
-    expected = [[0, 1, 2], [0, 1, 2], [-1, -1, -1], [-1, -1, -1]]
-    assert plan.slot_tokens.tolist() == [expected, expected]
-
-
 def test_a_zero_gate_takes_a_slot():
     # V-MoE's code does so, too: the slot is used, and its output is combined with 0.
     gates = np.array([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "float32")
     _, d, c = route_densely(gates, gates, 2, 2)
     assert d[0, :, 1].tolist() == [[True, False], [False, True]]
     assert c[0, :, 1].tolist() == [[0, 0], [0, 0]]
-
-
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_gates_do_not_decide_where(priority):
-    affinity = random_gates(0, (2, 9, 4))
-    plan, other = (
-        route_densely(affinity, random_gates(seed, (2, 9, 4)), 2, 3, priority)[0]
-        for seed in (1, 2)
-    )
-    np.testing.assert_array_equal(plan.slot_tokens, other.slot_tokens)
-    np.testing.assert_array_equal(plan.token_slots, other.token_slots)
-    assert np.any(plan.combine_weights != other.combine_weights)
 
 
 def test_shapes_and_dtypes():
@@ -220,12 +176,12 @@ def test_only_kept_gates_have_a_gradient():
         return keras.ops.sum(plan.combine_weights * weight)
 
     of_affinity, of_gates = gradient(weighted, affinity, gates)
-    np.testing.assert_array_equal(of_affinity, np.zeros_like(affinity))
+    assert_same(of_affinity, np.zeros_like(affinity))
     slots = route_densely(affinity, gates, 2, 2, "max_gate")[0].token_slots
     expected = np.zeros_like(gates)
     for g, s, k in np.argwhere(slots >= 0):
         expected[g, s, slots[g, s, k] // 2] = cotangent[g, s, k]
-    np.testing.assert_array_equal(of_gates, expected)
+    assert_same(of_gates, expected)
 
 
 # Invariants
@@ -244,16 +200,17 @@ def routing_problems(ties=None):
 @given(routing_problems(), st.sampled_from([0.0, 0.3, 1.0]))
 def test_agrees_with_the_obvious_algorithm(problem, masked_share):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
-    gates = random_gates(seed, (groups, tokens, experts), ties)
+    affinity = random_gates(seed, (groups, tokens, experts), ties)
+    gates = random_gates(seed + 1, affinity.shape)
     mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
-    plan = route(gates, selected, capacity, priority, mask)
-    expected = reference.token_choice(gates, gates, selected, capacity, priority, mask)
+    arguments = affinity, gates, selected, capacity, priority, mask
+    plan, expected = route_densely(*arguments)[0], reference.token_choice(*arguments)
     if priority == "sum_gates" and not ties:
         # Sums in another order may differ in the last bit; eighths are exact.
         loads = [(slots >= 0).sum(axis=-1) for slots in (plan.slot_tokens, expected[0])]
-        np.testing.assert_array_equal(*loads)
+        assert_same(*loads)
     else:
-        assert_same_plan(plan, expected)
+        assert_same(plan, expected)
 
 
 @some
@@ -310,10 +267,10 @@ def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priori
     order = generator.permutation(tokens)
     plan = route(gates, selected, capacity, priority)
     moved = route(gates[:, order], selected, capacity, priority)
-    np.testing.assert_array_equal(moved.token_slots, plan.token_slots[:, order])
-    np.testing.assert_array_equal(moved.combine_weights, plan.combine_weights[:, order])
+    assert_same(moved.token_slots, plan.token_slots[:, order])
+    assert_same(moved.combine_weights, plan.combine_weights[:, order])
     back = np.where(moved.slot_tokens >= 0, order[moved.slot_tokens], -1)
-    np.testing.assert_array_equal(back, plan.slot_tokens)
+    assert_same(back, plan.slot_tokens)
 
 
 @some
@@ -327,7 +284,7 @@ def test_a_masked_token_changes_nothing(problem, value):
     gates[:, place] = value
     plan = route(gates, selected, capacity, priority, mask)
     assert np.all(plan.token_slots[:, place] == -1)
-    np.testing.assert_array_equal(plan.combine_weights[:, place], 0)
+    assert_same(plan.combine_weights[:, place], 0)
     without = reference.token_choice(
         np.delete(gates, place, axis=1),
         np.delete(gates, place, axis=1),
@@ -338,43 +295,11 @@ def test_a_masked_token_changes_nothing(problem, value):
     if priority == "sum_gates" and not ties:
         return
     slot_tokens = plan.slot_tokens - (plan.slot_tokens > place)
-    np.testing.assert_array_equal(slot_tokens, without[0])
-    np.testing.assert_array_equal(
-        np.delete(plan.token_slots, place, axis=1), without[1]
-    )
+    assert_same(slot_tokens, without[0])
+    assert_same(np.delete(plan.token_slots, place, axis=1), without[1])
 
 
 # Extremes
-
-
-@pytest.mark.parametrize("priority", ["first_come", "max_gate"])
-@pytest.mark.parametrize(
-    ("shape", "selected", "capacity"),
-    [
-        pytest.param((2, 5, 1), 1, 3, id="one expert"),
-        pytest.param((2, 5, 3), 3, 2, id="all experts selected"),
-        pytest.param((1, 6, 3), 2, 1, id="capacity 1"),
-        pytest.param((1, 6, 3), 2, 50, id="more capacity than tokens"),
-        pytest.param((3, 1, 4), 2, 1, id="one token"),
-        pytest.param((1, 3, 16), 2, 2, id="more experts than tokens"),
-    ],
-)
-def test_extreme_shapes(shape, selected, capacity, priority):
-    gates = random_gates(0, shape, ties=True)
-    plan = route(gates, selected, capacity, priority)
-    expected = reference.token_choice(gates, gates, selected, capacity, priority)
-    assert_same_plan(plan, expected)
-
-
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_huge_affinities(priority):
-    # Distinct in float32, up to 1e4 of either sign.
-    generator = np.random.default_rng(0)
-    affinity = generator.permuted(np.linspace(-1e4, 1e4, 24).astype("float32"))
-    affinity = np.round(affinity).reshape(1, 6, 4)
-    plan = route(affinity, 2, 2, priority)
-    expected = reference.token_choice(affinity, affinity, 2, 2, priority)
-    assert_same_plan(plan, expected)
 
 
 @pytest.mark.parametrize("selected", [1, 2])
@@ -387,4 +312,4 @@ def test_minus_infinity_everywhere_but_once(priority, selected):
     plan, _, _ = route_densely(affinity, gates, selected, 2, priority)
     assert (plan.token_slots[0, :, 0] // 2).tolist() == best
     assert np.all(np.isfinite(plan.combine_weights))
-    np.testing.assert_array_equal(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))
+    assert_same(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))

@@ -13,6 +13,7 @@ from keras_moe.routers import (
 )
 from keras_moe.routers.pruned import METHODS, PrunedTokenChoiceRouter, pruned_router
 from tests.calls import call
+from tests.compare import assert_close, assert_same
 from tests.gradients import one_program
 
 to_numpy = ops.convert_to_numpy
@@ -66,9 +67,9 @@ def test_gates_and_choices_follow_the_definitions(method):
         # Some tokens lose one choice, some both.
         assert {*chosen[..., GONE].sum(axis=-1).ravel()} == {0.0, 1.0, 2.0}
         chosen[..., GONE] = 0.0
-    np.testing.assert_array_equal(to_numpy(routing.dispatched), chosen)
-    np.testing.assert_allclose(to_numpy(routing.gates), gates, rtol=1e-5)
-    np.testing.assert_allclose(to_numpy(routing.combined), chosen * gates, rtol=1e-5)
+    assert_same(routing.dispatched, chosen)
+    assert_close(routing.gates, gates, 1e-5)
+    assert_close(routing.combined, chosen * gates, 1e-5)
 
 
 @pytest.mark.parametrize("affinity", ["softmax", "sinkhorn"])
@@ -93,7 +94,7 @@ def test_removed_experts_change_no_output(method, affinity, options):
     small = layer(pruned_router(whole, KEPT, method, removed=True), KEPT)
     expected, actual = outputs_of(masked), outputs_of(small)
     assert np.abs(to_numpy(expected)).max() > 0.1
-    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=1e-5)
+    assert_close(actual, expected, atol=1e-5)
 
 
 def test_the_einsum_dispatcher_takes_smaller_plans():
@@ -104,7 +105,7 @@ def test_the_einsum_dispatcher_takes_smaller_plans():
         moe = layer(pruned_router(router, KEPT, "router_pred_skip", removed=True), KEPT)
         moe.dispatcher = dispatcher
         outputs.append(to_numpy(call(moe, TOKENS)[0]))
-    np.testing.assert_allclose(*outputs, atol=1e-6)
+    assert_close(*outputs, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_pools_keep_their_experts():
     masked = layer(pruned_router(router, KEPT, "router_drop", False), range(6))
     expected = call(masked, TOKENS, modality_ids=ids)[0]
     actual = call(small, TOKENS, modality_ids=ids)[0]
-    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=1e-5)
+    assert_close(actual, expected, atol=1e-5)
 
 
 def test_the_config_makes_an_equal_router():

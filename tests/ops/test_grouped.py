@@ -1,0 +1,506 @@
+"""Grouped matmuls and MLPs: the kernels of every backend against the references.
+
+Axes: R rows, E experts, D hidden, H mlp.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.layers import gelu_tanh
+from keras_moe.layers.activations import entmax15
+from keras_moe.ops import grouped
+from tests.compare import assert_close, assert_same
+from tests.ops.programs import (
+    BACKEND,
+    FORMS,
+    REFERENCE_FORM,
+    ROWS,
+    SIZES,
+    D,
+    H,
+    assert_equal,
+    constants,
+    each_form,
+    group_sizes,
+    normal,
+    outputs_and_gradients,
+    rounded,
+)
+
+EQUAL_SIZES = (26, 26, 26, 26, 26)
+KERNELS = ("hidden_kernel", "output_kernel")
+BIASES = ("hidden_bias", "output_bias")
+GATE = ("gate_kernel", "gate_bias")
+# The names of the weights, and the activation of an MLP. One has a gradient of its own,
+# and reads a whole row.
+WEIGHTS = {
+    "matmul": (("kernels",), None),
+    "mlp": (KERNELS + BIASES, gelu_tanh),
+    "gated": (KERNELS + BIASES + GATE, keras.activations.silu),
+    "no bias": (KERNELS, entmax15),
+    "gated, no bias": ((*KERNELS, "gate_kernel"), keras.activations.relu),
+}
+SHAPES = {
+    "kernels": (D, H),
+    "hidden_kernel": (D, H),
+    "output_kernel": (H, D),
+    "hidden_bias": (H,),
+    "output_bias": (D,),
+    "gate_kernel": (D, H),
+    "gate_bias": (H,),
+}
+each_op = pytest.mark.parametrize("kind", ["matmul", "mlp"])
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA on TensorFlow")
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+
+
+def example(num_rows, num_experts, kind="mlp"):
+    """Rows and weights, and the gradient in the outputs."""
+    names, _ = WEIGHTS[kind]
+    weights = [normal(i, num_experts, *SHAPES[name]) for i, name in enumerate(names)]
+    width = H if kind == "matmul" else D
+    return [normal(10, num_rows, D), *weights], normal(11, num_rows, width)
+
+
+@functools.cache
+def named(function, kind="mlp", activation=None):
+    """`function` of sizes, rows and weights in the order of their names."""
+    names, own = WEIGHTS[kind]
+    options = {"activation": activation or own} if own else {}
+
+    def run(sizes, rows, *weights):
+        weights = dict(zip(names, weights, strict=True))
+        return function(rows=rows, group_sizes=sizes, **weights, **options)
+
+    return run
+
+
+def op(kind="mlp"):
+    function = grouped.grouped_matmul if kind == "matmul" else grouped.grouped_mlp
+    return named(function, kind)
+
+
+def reference(kind, arrays, sizes, cotangent):
+    name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
+    function = named(getattr(grouped, f"{name}_reference"), kind)
+    return outputs_and_gradients(function, arrays, sizes, cotangent, REFERENCE_FORM)
+
+
+def check(kind, arrays, sizes, cotangent, form=FORMS[0]):
+    """Outputs and gradients are the reference's; returns them."""
+    actual = outputs_and_gradients(op(kind), arrays, sizes, cotangent, form)
+    names, _ = WEIGHTS[kind]
+    assert_equal(actual, reference(kind, arrays, sizes, cotangent), names)
+    return actual
+
+
+@pytest.mark.every_backend
+@each_form
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("matmul", SIZES), ("matmul", EQUAL_SIZES), ("mlp", SIZES)]
+)
+def test_parity(form, kind, sizes):
+    arrays, cotangent = example(ROWS, len(sizes), kind)
+    outputs, rows, kernel, *_ = check(kind, arrays, sizes, cotangent, form)
+    empty = [index for index, size in enumerate(sizes) if not size]
+    for zeros in outputs[sum(sizes) :], rows[sum(sizes) :], kernel[empty]:
+        assert_same(zeros, np.zeros_like(zeros))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", list(WEIGHTS)[2:])
+def test_other_weights(kind):
+    arrays, cotangent = example(40, 3, kind)
+    form = "eager" if "eager" in FORMS and kind == "gated" else FORMS[0]
+    check(kind, arrays, (30, 0, 6), cotangent, form)
+
+
+def test_the_reference_is_a_matmul_per_expert():
+    (rows, kernels), cotangent = example(10, 3, "matmul")
+    actual = reference("matmul", (rows, kernels), (4, 0, 5), cotangent)
+    expected = np.zeros((10, H)), np.zeros((10, D)), np.zeros((3, D, H))
+    for expert, own in ((0, slice(0, 4)), (2, slice(4, 9))):
+        expected[0][own] = rows[own] @ kernels[expert]
+        expected[1][own] = cotangent[own] @ kernels[expert].T
+        expected[2][expert] = rows[own].T @ cotangent[own]
+    assert_equal(actual, expected, ["kernels"])
+
+
+def test_the_reference_is_an_mlp_per_expert():
+    (rows, *weights), cotangent = example(10, 3, "gated")
+    actual = reference("gated", (rows, *weights), (4, 0, 5), cotangent)
+    weights = dict(zip(WEIGHTS["gated"][0], weights))
+    expected = np.zeros_like(rows)
+    for expert, own in ((0, slice(0, 4)), (2, slice(4, 9))):
+        w = {name: weight[expert] for name, weight in weights.items()}
+        gate = rows[own] @ w["gate_kernel"] + w["gate_bias"]
+        hidden = rows[own] @ w["hidden_kernel"] + w["hidden_bias"]
+        hidden = gate / (1 + np.exp(-gate)) * hidden
+        expected[own] = hidden @ w["output_kernel"] + w["output_bias"]
+    assert_close(actual[0], expected, 1e-4, 1e-4)
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts"), [(50, 3), (1, 1), (1, 3), (40, 1), (5, 9)]
+)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_group_sizes(kind, num_rows, num_experts, data):
+    sizes = data.draw(group_sizes(num_rows, num_experts))
+    arrays, cotangent = example(num_rows, num_experts, kind)
+    # Quicker to trace than to compile, with the same code.
+    form = "graph" if "graph" in FORMS else FORMS[0]
+    check(kind, arrays, sizes, cotangent, form)
+
+
+@pytest.mark.every_backend
+@on_tensorflow
+@each_op
+@pytest.mark.parametrize("num_rows", [0, 3, 1100])
+def test_rows_unknown_while_tracing(kind, num_rows):
+    # Fewer rows than the smallest block, and more than the largest, in one program.
+    arrays, cotangent = example(num_rows, len(SIZES), kind)
+    sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
+    check(kind, arrays, sizes, cotangent, "unknown")
+
+
+@pytest.mark.every_backend
+@on_tensorflow
+@each_op
+@pytest.mark.parametrize("form", [form for form in FORMS if "compiled" in form])
+def test_one_program_for_all_values(kind, form):
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    assert constants(op(kind), arrays, SIZES, cotangent, form) == 0
+
+
+@pytest.mark.every_backend
+@on_tensorflow
+@pytest.mark.parametrize("kind", ["mlp", "gated"])
+def test_gradients_of_a_program_traced_without_them(kind):
+    import tensorflow as tf
+
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    program = tf.function(op(kind), jit_compile=True)
+    inputs = [tf.constant(SIZES), *map(tf.constant, arrays)]
+    text = program.experimental_get_compiler_ir(*inputs)(stage="hlo")
+    assert f"[{ROWS},{D}]" in text
+    assert f"[{ROWS},{H}]" not in text
+    program(*inputs)
+    with tf.GradientTape() as tape:
+        tape.watch(inputs[1:])
+        outputs = program(*inputs)
+    actual = outputs, *tape.gradient(outputs, inputs[1:], cotangent)
+    expected = outputs_and_gradients(op(kind), arrays, SIZES, cotangent, "eager")
+    assert_equal(actual, expected, WEIGHTS[kind][0])
+
+
+@each_form
+@each_op
+def test_rows_of_nobody_are_never_read(form, kind):
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    expected = outputs_and_gradients(op(kind), arrays, SIZES, cotangent, form)
+    first = sum(SIZES)
+    arrays[0][first:], cotangent[first:] = np.nan, np.inf
+    actual = outputs_and_gradients(op(kind), arrays, SIZES, cotangent, form)
+    assert_equal(actual, expected, WEIGHTS[kind][0], rtol=1e-6)
+    assert_same(actual[0][first:], 0)
+    assert_same(actual[1][first:], 0)
+
+
+@each_form
+@each_op
+def test_neighbours_do_not_mix(form, kind):
+    # A block reads beyond its rows, and the rows there may not be finite.
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    arrays[0][75:78] = np.nan
+    outputs, row_gradients, *weight_gradients = outputs_and_gradients(
+        op(kind), arrays, SIZES, cotangent, form
+    )
+    for x in (outputs, row_gradients):
+        assert np.all(np.isfinite(np.delete(x, slice(75, 78), axis=0)))
+    # Those of a matmul have only the kernels in them.
+    assert kind == "mlp" or np.all(np.isfinite(row_gradients))
+    for x in weight_gradients:
+        assert np.all(np.isfinite(np.delete(x, 2, axis=0)))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("kind", "scale", "rtol"),
+    [
+        # From the same rounded inputs: a result has 8 bits, and TensorFlow's has been
+        # rounded once for each block of rows before they are added.
+        ("matmul", 1.0, 2**-7),
+        # Small enough for a sum of a few products of 8 bits each. Hidden layer,
+        # activation and output are rounded to 8 bits one after the other.
+        ("mlp", 0.3, 2**-6),
+    ],
+)
+def test_bfloat16(kind, scale, rtol):
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    arrays = [np.float32(scale) * x for x in arrays]
+    actual = outputs_and_gradients(op(kind), arrays, SIZES, cotangent, dtype="bfloat16")
+    arrays, cotangent = [rounded(x) for x in arrays], rounded(cotangent)
+    expected = reference(kind, arrays, SIZES, cotangent)
+    assert_equal(actual, expected, WEIGHTS[kind][0], rtol=rtol)
+
+
+@pytest.mark.every_backend
+@each_op
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_nothing_to_do(kind, num_rows):
+    arrays, cotangent = example(num_rows, 2, kind)
+    actual = outputs_and_gradients(op(kind), arrays, (0, 0), cotangent)
+    assert_same(actual, [np.zeros_like(x) for x in (cotangent, *arrays)])
+    no_width = np.ones((2, D, 0), "float32")
+    outputs = grouped.grouped_matmul(arrays[0], no_width, np.zeros(2, "int32"))
+    assert tuple(outputs.shape) == (num_rows, 0)
+
+
+@pytest.mark.every_backend
+@on_jax
+def test_ragged_dot_of_matmuls():
+    # Platforms other than CPUs take this kernel.
+    import jax
+
+    from keras_moe.ops.kernels import block_loops, grouped_jax
+
+    (rows, kernels), cotangent = example(ROWS, len(SIZES), "matmul")
+    sizes = np.array(SIZES, "int32")
+    actual, expected = (
+        (
+            jax.jit(forward)(rows, kernels, sizes),
+            *jax.jit(backward)(rows, kernels, sizes, cotangent),
+        )
+        for forward, backward in (
+            (grouped_jax.ragged_forward, grouped_jax.ragged_backward),
+            (block_loops.matmul_forward, block_loops.matmul_backward),
+        )
+    )
+    assert_equal(actual, expected, ["kernels"])
+
+
+@pytest.mark.every_backend
+@on_jax
+@pytest.mark.parametrize("kind", ["mlp", "gated, no bias"])
+def test_ragged_dot_of_mlps(kind):
+    # Platforms other than CPUs take this kernel.
+    import jax
+
+    from keras_moe.ops.kernels import block_loops, grouped_jax
+
+    names, activation = WEIGHTS[kind]
+    (rows, *weights), cotangent = example(ROWS, len(SIZES), kind)
+    rows[sum(SIZES) :] = np.nan
+    weights = dict.fromkeys(block_loops.Weights._fields) | dict(zip(names, weights))
+    weights, sizes = block_loops.Weights(**weights), np.array(SIZES, "int32")
+
+    def run(forward, backward, rows, sizes, weights, cotangent):
+        outputs, kept = forward(rows, sizes, weights, activation, True)
+        gradients = backward(rows, sizes, weights, activation, kept, cotangent)
+        return [outputs, *jax.tree.leaves(gradients)]
+
+    loops = functools.partial(block_loops.mlp_backward, vjp=jax.vjp)
+    actual, expected = (
+        jax.jit(functools.partial(run, *functions))(rows, sizes, weights, cotangent)
+        for functions in (
+            (grouped_jax.composed_forward, grouped_jax.composed_backward),
+            (block_loops.mlp_forward, loops),
+        )
+    )
+    assert_close(actual, expected, 1e-4, 1e-4)
+
+
+@pytest.mark.every_backend
+@on_jax
+def test_a_symbolic_number_of_rows():
+    import jax
+
+    (rows, *weights), _ = example(7, 2)
+    run = op()
+    (size,) = jax.export.symbolic_shape("r")
+    specs = [
+        jax.ShapeDtypeStruct((2,), "int32"),
+        jax.ShapeDtypeStruct((size, D), "float32"),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights),
+    ]
+    sizes = np.array([3, 2], "int32")
+    exported = jax.export.export(jax.jit(run))(*specs)
+    actual = exported.call(sizes, rows, *weights)
+    assert_close(actual, run(sizes, rows, *weights), 1e-5, 1e-5)
+
+
+@on_torch
+@pytest.mark.parametrize("kind", ["mlp", "gated, no bias"])
+def test_matmuls_on_accelerators_and_in_graphs(kind):
+    from keras_moe.ops.kernels import grouped_torch
+
+    names, activation = WEIGHTS[kind]
+    arrays, cotangent = example(ROWS, len(SIZES), kind)
+    arrays[0][sum(SIZES) :] = np.nan
+
+    def run(function, sizes, rows, hidden, output, *rest):
+        if kind == "mlp":
+            hidden_bias, bias = rest
+            first = (hidden, hidden_bias)
+        else:
+            bias, first = None, (hidden, None, *rest, None)
+        return function(activation, sizes, rows, output, bias, *first)
+
+    actual, expected = (
+        outputs_and_gradients(
+            functools.partial(run, function), arrays, SIZES, cotangent
+        )
+        for function in (grouped_torch.mlp_with_matmuls, grouped_torch.mlp_with_loop)
+    )
+    assert_equal(actual, expected, names)
+
+
+@on_torch
+def test_frozen_weights_and_no_gradient_on_pytorch():
+    import torch
+
+    arrays, cotangent = example(ROWS, len(SIZES))
+    tensors = dict(zip(("rows", *KERNELS, *BIASES), map(torch.tensor, arrays)))
+    sizes = torch.tensor(SIZES, dtype=torch.int32)
+    trained = ("rows", "output_kernel", "hidden_bias")
+
+    def run():
+        return grouped.grouped_mlp(group_sizes=sizes, activation=gelu_tanh, **tensors)
+
+    plain = run()
+    assert plain.grad_fn is None
+    _, *gradients = outputs_and_gradients(op(), arrays, SIZES, cotangent)
+    expected = dict(zip(tensors, gradients))
+    for name in trained:
+        tensors[name].requires_grad_()
+    outputs = run()
+    assert_close(outputs.detach(), plain, 1e-6, 1e-6)
+    outputs.backward(torch.tensor(cotangent))
+    for name, tensor in tensors.items():
+        if name in trained:
+            assert_close(tensor.grad, expected[name], 1e-5, 1e-5, err_msg=name)
+        else:
+            assert tensor.grad is None
+
+
+@on_torch
+@pytest.mark.parametrize("kind", ["mlp", "gated, no bias"])
+@pytest.mark.parametrize("sizes", [(3, 0, 1), (0, 0, 0)])
+def test_gradients_of_gradients_on_pytorch(kind, sizes):
+    import torch
+
+    arrays, cotangent = example(6, 3, kind)
+    sizes = torch.tensor(sizes, dtype=torch.int32)
+
+    def penalty(function):
+        inputs = [torch.tensor(x).double().requires_grad_() for x in arrays]
+        run = named(function, kind, keras.activations.silu)
+        # A residual connection, as in a model.
+        outputs = (run(sizes, *inputs) + inputs[0]) * torch.tensor(cotangent)
+        gradients = torch.autograd.grad((outputs**2).sum(), inputs, create_graph=True)
+        total = sum((x**2).sum() for x in gradients)
+        return torch.autograd.grad(total, inputs, materialize_grads=True)
+
+    # The reference multiplies in float32.
+    functions = grouped.grouped_mlp, grouped.grouped_mlp_reference
+    for x, y in zip(*map(penalty, functions), strict=True):
+        assert_close(x, y, 1e-4, 1e-4 * max(y.abs().max(), 1))
+
+
+@on_torch
+def test_shape_inference():
+    import torch
+
+    from keras_moe.ops.kernels import block_loops, grouped_torch
+
+    arrays, _ = example(6, 2)
+    rows, hidden, output, *_ = (torch.tensor(x, device="meta") for x in arrays)
+    sizes = torch.ones(2, dtype=torch.int32, device="meta")
+    weights = block_loops.Weights(hidden, output, None, None, None, None)
+    products = grouped_torch.grouped_matmul(rows, hidden, sizes)
+    outputs = grouped_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
+    assert products.is_meta
+    assert outputs.is_meta
+    assert (products.shape, outputs.shape) == ((6, H), (6, D))
+
+
+@on_torch
+@pytest.mark.parametrize("kind", list(WEIGHTS)[1:])
+def test_few_rows_without_a_gradient_on_pytorch(kind):
+    """One expert has no rows, and the last rows have no expert."""
+    import torch
+
+    arrays, _ = example(12, 4, kind)
+    arrays[0][9:] = np.nan
+    tensors = torch.tensor([4, 0, 3, 2]), *map(torch.tensor, arrays)
+    with torch.no_grad():
+        actual, expected = (
+            named(function, kind)(*tensors)
+            for function in (grouped.grouped_mlp, grouped.grouped_mlp_reference)
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@on_torch
+@pytest.mark.parametrize("sizes", [SIZES, EQUAL_SIZES])
+def test_grouped_mm(sizes):
+    import torch
+
+    from keras_moe.ops.kernels import grouped_torch
+
+    arrays, cotangent = example(ROWS, len(sizes), "matmul")
+    if not grouped_torch.kernel_is_valid(*map(torch.tensor, arrays)):
+        pytest.skip("this PyTorch has no such kernel on CPUs")
+
+    def results(function):
+        def run(sizes, rows, kernels):
+            return function(rows, kernels, sizes)
+
+        return outputs_and_gradients(run, arrays, sizes, cotangent)
+
+    expected = results(grouped_torch.matmul_with_loop)
+    assert_equal(results(grouped_torch.matmul_with_kernel), expected, ["kernels"])
+
+
+@pytest.mark.every_backend
+@on_torch
+def test_cotangents_and_inputs_of_any_layout():
+    import torch
+
+    arrays, cotangent = example(7, 2, "matmul")
+    tensors, sizes = [*map(torch.tensor, arrays)], (3, 4)
+    expected = reference("matmul", arrays, sizes, cotangent)
+    for layout in (lambda x: x.mT.contiguous().mT, _shifted):
+        actual = outputs_and_gradients(
+            op("matmul"),
+            [layout(x) for x in tensors],
+            sizes,
+            layout(torch.tensor(cotangent)),
+        )
+        assert_equal(actual, expected, ["kernels"])
+    ones = torch.ones(()).expand(7, H)
+    actual = outputs_and_gradients(op("matmul"), tensors, sizes, ones)
+    assert np.all(np.isfinite(actual[1]))
+
+
+def _shifted(x):
+    """A copy that does not begin at a multiple of 16 bytes."""
+    import torch
+
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def test_an_odd_width():
+    # PyTorch's kernel takes multiples of 16 bytes only.
+    rows, kernels = normal(0, 6, 3), normal(1, 2, 3, 5)
+    outputs = grouped.grouped_matmul(rows, kernels, np.array([2, 4], "int32"))
+    expected = np.concatenate([rows[:2] @ kernels[0], rows[2:] @ kernels[1]])
+    assert_close(outputs, expected, 1e-5, 1e-6)
