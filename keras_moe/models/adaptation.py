@@ -59,6 +59,10 @@ def load_adapters(
 ) -> None:
     """Loads adapters from a file of `save_adapters`, adding them if missing."""
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
+        if "rank" not in file.attrs:
+            raise ValueError(
+                f"Expected a file of save_lora_weights; received: {filepath}"
+            )
         names, rank = list(file.attrs["target_layer_names"]), file.attrs["rank"]
         stored = plain_values(file)
     if not adapter_weights(backbone):

@@ -81,14 +81,14 @@ def pooling_layer(
     if pooling != "map":
         return TokenPooling(pooling, dtype=dtype, name="pooler")
     if query_key_norm is None:
-        query_key_norm = config["query_key_norm"]
+        query_key_norm = config.get("query_key_norm", False)
     return AttentionPooling(
         config["num_heads"],
         config["mlp_dim"],
         activation=config["activation"],
         layer_norm_epsilon=config["layer_norm_epsilon"],
         query_key_norm=query_key_norm,
-        query_key_norm_bias=query_key_norm and config["query_key_norm_bias"],
+        query_key_norm_bias=query_key_norm and config.get("query_key_norm_bias", False),
         dtype=dtype,
         name="pooler",
     )

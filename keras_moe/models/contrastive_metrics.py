@@ -82,7 +82,7 @@ class LossOfPairs(keras.metrics.Mean):
 
 def check_metrics(metrics: Sequence | None) -> list[keras.metrics.Metric]:
     """Returns a list of metrics of embeddings."""
-    metrics = list(metrics or ())
+    metrics = keras.tree.flatten(metrics or ())
     for metric in metrics:
         if not isinstance(metric, keras.metrics.Metric):
             raise ValueError(

@@ -74,7 +74,7 @@ class ImagePreprocessor:
         shape = check_image_shape(self.image_shape)
         check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
         check_bool("antialias", self.antialias)
-        crop = self.center_crop
+        crop, names = self.center_crop, self.class_names
         if crop is not None and not 0 < crop <= 1:
             raise ValueError(
                 "Expected center_crop to be None or in (0, 1]; received: "
@@ -85,12 +85,12 @@ class ImagePreprocessor:
             "mean": _per_channel("mean", self.mean, shape[2]),
             "std": _per_channel("std", self.std, shape[2]),
             "antialias": self.antialias or self.interpolation == "bicubic",
-            "class_names": self.class_names and tuple(self.class_names),
+            "class_names": None if names is None else tuple(names),
         }
-        if isinstance(self.class_names, str):
+        if isinstance(names, str) or not all(isinstance(x, str) for x in names or ()):
             raise ValueError(
                 "Expected class_names to be None or a list of names; received: "
-                f"class_names={self.class_names!r}"
+                f"class_names={names!r}"
             )
         if min(values["std"]) <= 0:
             raise ValueError(f"Expected std above 0; received: std={self.std!r}")

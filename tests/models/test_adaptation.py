@@ -177,6 +177,9 @@ def test_adapters_in_another_file_are_not_read(tmp_path):
         file.create_dataset("x", (4,), "float32", external=[(str(other), 0, 16)])
     with pytest.raises(ValueError, match=rf"{path}.*another file"):
         adaptation.load_adapters(None, path)
+    h5py.File(path, "w").close()
+    with pytest.raises(ValueError, match=rf"of save_lora_weights; .*{path}"):
+        adaptation.load_adapters(None, path)
 
 
 # int8

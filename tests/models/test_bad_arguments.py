@@ -161,7 +161,7 @@ BAD_VALUES = {
         "interpolation": ["lanczos"],
         "antialias": [1],
         "center_crop": [0, 1.2],
-        "class_names": ["cat"],
+        "class_names": ["cat", range(3)],
     },
     "tokenizer": {
         "tokenizer": ["clip"],

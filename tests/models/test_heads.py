@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.layers import MuMoE
+from keras_moe.models.classifier_head import pooling_layer
 from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
@@ -156,6 +157,13 @@ def test_attention_pooling_normalises_where_the_blocks_do(of_head, norms, bias):
     again = models.ViTImageClassifier.from_config(model.get_config())
     assert again.get_config()["pooling_query_key_norm"] is of_head
     assert again.count_params() == model.count_params()
+
+
+def test_attention_pooling_of_a_family_without_such_norms():
+    sizes = {"num_heads": 2, "mlp_dim": 8}
+    norms = {"activation": "gelu", "layer_norm_epsilon": 1e-6}
+    layer = pooling_layer({**sizes, **norms}, "map", None, "float32")
+    assert layer.get_config()["query_key_norm"] is False
 
 
 def test_the_first_patchs_token():

@@ -16,6 +16,7 @@ from keras_moe.models import (
     TextTokenizer,
     ViTBackbone,
 )
+from keras_moe.models.contrastive_metrics import check_metrics
 from keras_moe.models.registry import builtin_presets
 from tests.calls import call
 from tests.pair_models import (
@@ -484,6 +485,7 @@ def test_accuracy_by_hand():
     assert float(metric.result()) == pytest.approx(2 / 4)
     again = ContrastiveAccuracy.from_config(ContrastiveAccuracy(7).get_config())
     assert (again.chunk_size, again.name) == (7, "contrastive_accuracy")
+    assert check_metrics(again) == [again]
 
 
 @pytest.mark.every_backend

@@ -6,6 +6,7 @@ Axes: B batch.
 import json
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -157,8 +158,29 @@ def test_images_as_preprocessors_give_them(model):
     pixels = images(2, 16, 8, 3)
     broken = pixels.copy()
     broken[0, 0, 0] = np.nan
-    for prepared in (6.0 * pixels, np.zeros((2, 16, 8, 3)), broken):
+    half = pixels.astype(ml_dtypes.bfloat16)
+    for prepared in (6.0 * pixels, np.zeros((2, 16, 8, 3)), broken, half):
         assert len(batches_of(model, prepared)) == 1
+    raw = small_classifier(
+        preprocessor=models.ImagePreprocessor((16, 8, 3), mean=0.0, std=1 / 255)
+    )
+    assert len(batches_of(raw, 255 * (pixels > 0).astype("float32"))) == 1
+
+
+def test_the_global_policy_changes_no_routing(model):
+    pixels = images(2, 16, 8, 3)
+    (expected,) = batches_of(model, pixels)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        (batch,) = batches_of(model, pixels)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for name in ("logits", "gates", "combined"):
+        actual = getattr(batch.routing["block_1"], name)
+        np.testing.assert_array_equal(
+            actual, getattr(expected.routing["block_1"], name)
+        )
+    np.testing.assert_array_equal(batch.outputs, expected.outputs)
 
 
 def test_captions_are_tokenised_batch_by_batch(pairs_model, monkeypatch):

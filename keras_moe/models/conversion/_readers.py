@@ -1,7 +1,6 @@
 """Checkpoint readers. They read one tensor at a time and never unpickle."""
 
 import contextlib
-import json
 import math
 import os
 import zipfile
@@ -13,6 +12,8 @@ import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
+
+from keras_moe.models.conversion._configs import read_object
 
 # Dtypes of weights, by their names in `.safetensors`.
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -100,11 +101,11 @@ class SafetensorsCheckpoint(PublishedTensors):
 
 def read_index(path: str | os.PathLike) -> list[str]:
     """Returns the file names in a `.safetensors.index.json`."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    files = sorted(set(content["weight_map"].values()))
-    if any(Path(file).name != file for file in files):
+    files = sorted(set(read_object(path).get("weight_map", {}).values()))
+    if not files or any(Path(file).name != file for file in files):
         raise ValueError(
-            f"Expected files of the same folder in {path}; received: {files}"
+            f"Expected a weight_map to files of the same folder in {path}; received: "
+            f"{files}"
         )
     return files
 

@@ -234,12 +234,20 @@ def test_a_truncated_safetensors_file(tmp_path):
         refused(folder, "model.safetensors", "truncated")
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/x.safetensors"])
-def test_an_index_stays_in_its_folder(tmp_path, name):
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"weight_map": {"a": "../x.safetensors"}}', "same folder"),
+        ('{"weight_map": {"a": "/etc/x.safetensors"}}', "same folder"),
+        ('{"weight_map": {"a": "x.saf', "truncated"),
+        ("{}", "a weight_map"),
+    ],
+)
+def test_an_index_that_is_wrong(tmp_path, content, word):
     write_folder(tmp_path / "x", {"b": np.zeros(3)})
     index = tmp_path / "x" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(str(index), "same folder", name)
+    index.write_text(content)
+    refused(str(index), str(index), word)
 
 
 def test_a_normalisation_that_overflows(tmp_path):
