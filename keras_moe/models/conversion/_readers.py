@@ -17,6 +17,8 @@ from keras_moe.models.conversion._configs import read_object
 
 # Dtypes of weights, by their names in `.safetensors`.
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+# Maximum compression ratio of deflate.
+_LARGEST_RATIO = 1032
 
 
 class TensorInfo(NamedTuple):
@@ -122,11 +124,15 @@ class NpzCheckpoint(PublishedTensors):
                 f"Expected a whole .npz file at {path}; received: {error}. "
                 "The file is truncated or has another format."
             ) from error
+        declared, largest = 0, _LARGEST_RATIO * os.path.getsize(path)
         try:
             for entry in self._zip.namelist():
                 name = entry.removesuffix(".npy")
                 with self._member(name) as stream:
                     shape, _, dtype = _npy_header(stream)
+                    declared += math.prod(shape) * dtype.itemsize
+                    if declared > largest:
+                        raise ValueError(f"shape={shape}, more than the file can hold")
                 self._tensors[name] = TensorInfo(shape, dtype.name, self.path)
         except BaseException:
             self.close()

@@ -76,6 +76,10 @@ def test_a_truncated_or_foreign_npz(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(MEMBER, b"not an array")
     refused(str(path), "embedding/kernel", "vit.npz")
+    header = {"descr": "<f4", "fortran_order": False, "shape": (1 << 40,)}
+    with zipfile.ZipFile(path, "w") as archive, archive.open(MEMBER, "w") as member:
+        np.lib.format.write_array_header_1_0(member, header)
+    refused(str(path), "embedding/kernel", "more than the file can hold")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
