@@ -8,25 +8,28 @@ from keras_moe import layers, routers
 from tests.layer_check import check_layer
 
 B, N, D, E = 3, 6, 8, 4
+EXPERT_TYPES = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+ROUTING = {
+    "combine": "affinity",
+    "capacity_factor": 1.5,
+    "eval_capacity_factor": 2.0,
+    "capacity_rounding": "round",
+    "capacity_multiple_of": 2,
+    "noise_std": 0.5,
+    "kernel_initializer": "glorot_normal",
+    "seed": 7,
+}
+TOKENS_CHOOSE = {
+    **ROUTING,
+    "num_selected_experts": 3,
+    "affinity": routers.SinkhornAffinity(iterations=3),
+    "normalize_gates": "before",
+    "priority": "sum_gates",
+}
 
 
 def router(**kwargs):
-    return routers.TokenChoiceRouter(
-        E,
-        num_selected_experts=3,
-        affinity=routers.SinkhornAffinity(iterations=3),
-        combine="affinity",
-        normalize_gates="before",
-        capacity_factor=1.5,
-        eval_capacity_factor=2.0,
-        capacity_rounding="round",
-        capacity_multiple_of=2,
-        priority="sum_gates",
-        noise_std=0.5,
-        kernel_initializer="glorot_normal",
-        seed=7,
-        **kwargs,
-    )
+    return routers.TokenChoiceRouter(E, **TOKENS_CHOOSE, **kwargs)
 
 
 def expert_choice_router(**kwargs):
@@ -35,16 +38,9 @@ def expert_choice_router(**kwargs):
         affinity=routers.SparsityConstrainedAffinity(
             sparse=False, solver="adam", iterations=3, learning_rate=0.1
         ),
-        combine="affinity",
         normalize_gates="after",
-        capacity_factor=1.5,
-        eval_capacity_factor=2.0,
         evaluation="official",
-        capacity_rounding="round",
-        capacity_multiple_of=2,
-        noise_std=0.5,
-        kernel_initializer="glorot_normal",
-        seed=7,
+        **ROUTING,
         **kwargs,
     )
 
@@ -91,39 +87,19 @@ def moe(**kwargs):
 def pathway_aware_router(**kwargs):
     return routers.PathwayAwareRouter(
         E + 4,
-        num_selected_experts=3,
-        zero_experts=1,
-        copy_experts=1,
-        constant_experts=2,
         tau=0.5,
         gate_hidden_dim=7,
         logits_norm_std=1.5,
         zero_gates="remove",
-        affinity=routers.SinkhornAffinity(iterations=3),
-        combine="affinity",
-        normalize_gates="before",
-        capacity_factor=3.0,
-        eval_capacity_factor=4.0,
-        capacity_rounding="round",
-        capacity_multiple_of=2,
-        priority="sum_gates",
-        noise_std=0.5,
-        kernel_initializer="glorot_normal",
         residual_initializer="identity",
-        seed=7,
+        **EXPERT_TYPES,
+        **{**TOKENS_CHOOSE, "capacity_factor": 3.0, "eval_capacity_factor": 4.0},
         **kwargs,
     )
 
 
 def moe_plus_plus(**kwargs):
-    router = routers.PathwayAwareRouter(
-        E + 4,
-        4,
-        zero_experts=1,
-        copy_experts=1,
-        constant_experts=2,
-        capacity_factor=9.0,
-    )
+    router = routers.PathwayAwareRouter(E + 4, 4, **EXPERT_TYPES, capacity_factor=9.0)
     return layers.MoE(
         router,
         layers.Experts(

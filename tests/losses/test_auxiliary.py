@@ -244,11 +244,6 @@ def test_config_round_trip(loss):
         assert again.get_config() == config
 
 
-def test_integers_of_numpy_are_stored_as_json():
-    loss = AuxiliaryLoss("mutual_information", num_modalities=np.int64(3))
-    assert json.loads(json.dumps(loss.get_config()))["num_modalities"] == 3
-
-
 def test_losses_by_name():
     weights = {name: 0.1 * (i + 1) for i, name in enumerate(FUNCTIONS)}
     made = losses.get(weights)

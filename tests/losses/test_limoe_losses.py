@@ -8,7 +8,6 @@ import math
 import warnings
 from types import SimpleNamespace
 
-import keras
 import numpy as np
 import pytest
 
@@ -84,25 +83,6 @@ def test_golden_in_training(case, local_loss):
     ]
     assert min(expected[:4]) > 1e-3
     assert_close(actual, [0.04 * np.mean(expected)], 1e-5)
-
-
-def test_groups_without_a_modality_do_not_dilute_its_losses():
-    logits = normal(0, 3, 6, 4)
-    ids = np.array([[0, 1, 0, 1, 1, 0], [0] * 6, [1, 0, 0, 1, 0, 1]])
-    loss = limoe_losses({"text": 5.0}, classic=("router_z",), weight=3.0)
-    router = SimpleNamespace(num_experts=4)
-
-    def mean(groups):
-        return numbers(
-            lambda x, i: keras.ops.mean(loss(routing_of(x), router, None, i)),
-            *(logits[groups], ids[groups]),
-        )
-
-    z = numbers(losses.router_z_loss, logits)
-    # Three losses, of which two are the text's, in the groups 0 and 2.
-    expected = mean([0, 2]) - z[[0, 2]].mean() + z.mean()
-    assert_close(mean([0, 1, 2]), expected, 1e-5)
-    assert abs(z[[0, 2]].mean() - z.mean()) > 1e-2
 
 
 def test_parts_and_config():

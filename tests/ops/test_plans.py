@@ -184,14 +184,14 @@ def test_an_empty_slot_is_never_read():
 def test_bad_shapes(form):
     to_slots, to_tokens = FORMS[form]
     plan = random_plan()
-    expected = r"Expected (.|\n)*received: "
-    for shape in [(2, 8, 3), (3, 7, 3), (7, 3)]:
-        with pytest.raises(ValueError, match=expected) as caught:
-            to_slots(np.zeros(shape, "float32"), plan)
-        assert "tokens" in str(caught.value)
-        assert str(shape) in str(caught.value)
-    for shape in [(2, 4, 3, 5), (2, 5, 2, 5), (2, 8, 5)]:
-        with pytest.raises(ValueError, match=expected) as caught:
-            to_tokens(np.zeros(shape, "float32"), plan)
-        assert "outputs" in str(caught.value)
-        assert str(shape) in str(caught.value)
+    for move, name, shapes in (
+        (to_slots, "tokens", [(2, 8, 3), (3, 7, 3), (7, 3)]),
+        (to_tokens, "outputs", [(2, 4, 3, 5), (2, 5, 2, 5), (2, 8, 5)]),
+    ):
+        for shape in shapes:
+            with pytest.raises(
+                ValueError, match=r"Expected (.|\n)*received: "
+            ) as caught:
+                move(np.zeros(shape, "float32"), plan)
+            assert name in str(caught.value)
+            assert str(shape) in str(caught.value)

@@ -473,12 +473,6 @@ def test_tokens_of_an_unknown_modality_are_not_routed(cls, pools):
         assert_same(dispatched[known], actual)
 
 
-def test_k_may_be_all_experts_and_priority_the_sum_of_gates():
-    router = TokenChoiceRouter(4, 4, capacity=3, priority="sum_gates", noise_std=0.0)
-    _, routing = call(router, images(batch=1), training=True)
-    assert_same(to_numpy(routing.dispatched)[0].sum(axis=0), 3.0)
-
-
 def test_names():
     assert len(NAMES) == 7
     with pytest.raises(ValueError, match="router='hard'"):
