@@ -60,7 +60,7 @@ def test_features_forget_the_attribute():
         classifier.compile(keras.optimizers.Adam(0.01), loss="auto")
         model = adversarial_debiasing(classifier, 2, weight)
         targets = {"predictions": labels, "attribute": attributes}
-        history = model.fit(inputs, targets, batch_size=32, epochs=60, verbose=0)
+        history = model.fit(inputs, targets, batch_size=32, epochs=100, verbose=0)
         actual[weight] = history.history["attribute_loss"][-1]
         # The classifier has learnt with the model.
         predicted = classifier.predict(inputs, verbose=0).argmax(axis=1)
