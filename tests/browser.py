@@ -1,6 +1,5 @@
 """A headless Chromium, which tests of pages talk to through two pipes."""
 
-import base64
 import fcntl
 import itertools
 import json
@@ -46,14 +45,6 @@ os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-
-
-def find_browser() -> str | None:
-    """The path of Chromium: KERAS_MOE_BROWSER, or one of its names on PATH."""
-    own = os.environ.get("KERAS_MOE_BROWSER")
-    if own:
-        return own
-    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def _high(file):
@@ -113,24 +104,11 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression on the page."""
-        result = self.call(
-            "Runtime.evaluate",
-            expression=expression,
-            returnByValue=True,
-            awaitPromise=True,
-        )
+        options = {"returnByValue": True, "awaitPromise": True}
+        result = self.call("Runtime.evaluate", expression=expression, **options)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"])
         return result["result"].get("value")
-
-    def screenshot(self, path: Path, top: int = 0, height: int = 900) -> None:
-        """Writes a picture of a part of the page."""
-        width = self.evaluate("innerWidth")
-        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
-        picture = self.call(
-            "Page.captureScreenshot", clip=clip, captureBeyondViewport=True
-        )
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def _read(self):
         """The next message, whose event is taken note of."""
@@ -170,7 +148,8 @@ def opened_browser() -> Iterator[Page]:
 
     Where the environment has CI=true a missing browser is a failure.
     """
-    browser = find_browser()
+    browser = os.environ.get("KERAS_MOE_BROWSER")
+    browser = browser or next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None:
         reason = "Chromium is not installed; KERAS_MOE_BROWSER names another place"
         if os.environ.get("CI") == "true":
@@ -180,22 +159,12 @@ def opened_browser() -> Iterator[Page]:
     replies, from_browser = os.pipe()
     to_browser, from_browser = map(_high, (to_browser, from_browser))
     with tempfile.TemporaryDirectory() as profile:
+        options = ["headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"]
+        options += ["remote-debugging-pipe", f"user-data-dir={profile}"]
+        command = [sys.executable, "-S", "-c", _WITH_PIPES]
+        command += [str(to_browser), str(from_browser), browser]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-S",
-                "-c",
-                _WITH_PIPES,
-                str(to_browser),
-                str(from_browser),
-                browser,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-dev-shm-usage",
-                "--remote-debugging-pipe",
-                f"--user-data-dir={profile}",
-            ],
+            [*command, *(f"--{option}" for option in options)],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

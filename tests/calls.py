@@ -17,8 +17,19 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
         training: passed to the layer.
         **kwargs: further arrays, passed by name.
     """
+    return _outputs_and_losses(layer, inputs, training, kwargs)[0]
+
+
+def call_with_losses(layer: keras.layers.Layer, *inputs: Any, training: bool):
+    """The layer's outputs, and the values that it adds to the loss."""
+    outputs, losses = _outputs_and_losses(layer, inputs, training, {})
+    return outputs, [float(value) for value in losses]
+
+
+def _outputs_and_losses(layer, inputs, training, kwargs):
     if keras.backend.backend() != "jax":
-        return layer(*inputs, training=training, **kwargs)
+        outputs = layer(*inputs, training=training, **kwargs)
+        return outputs, layer.losses
     import jax
 
     if not layer.built:
@@ -30,11 +41,16 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
 
         def program(trainable, state, inputs, kwargs):
             return weak().stateless_call(
-                trainable, state, *inputs, training=training, **kwargs
+                trainable,
+                state,
+                *inputs,
+                training=training,
+                return_losses=True,
+                **kwargs,
             )
 
         programs[training] = jax.jit(program)
-    outputs, state = programs[training](
+    outputs, state, losses = programs[training](
         [v.value for v in layer.trainable_variables],
         [v.value for v in layer.non_trainable_variables],
         inputs,
@@ -42,33 +58,4 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
     )
     for variable, value in zip(layer.non_trainable_variables, state):
         variable.assign(value)
-    return outputs
-
-
-def call_with_losses(layer: keras.layers.Layer, *inputs: Any, training: bool):
-    """The layer's outputs, and the values that it adds to the loss.
-
-    Args:
-        layer: built by this call if it is not.
-        *inputs: arrays.
-        training: passed to the layer.
-    """
-    if keras.backend.backend() != "jax":
-        outputs = layer(*inputs, training=training)
-        return outputs, [float(value) for value in layer.losses]
-    import jax
-
-    if not layer.built:
-        layer.build(tuple(inputs[0].shape))
-
-    def program(trainable, state, inputs):
-        return layer.stateless_call(
-            trainable, state, *inputs, training=training, return_losses=True
-        )
-
-    outputs, _, losses = jax.jit(program)(
-        [v.value for v in layer.trainable_variables],
-        [v.value for v in layer.non_trainable_variables],
-        inputs,
-    )
-    return outputs, [float(value) for value in losses]
+    return outputs, losses

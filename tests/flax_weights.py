@@ -5,49 +5,34 @@ import re
 import numpy as np
 
 # Ours on the left, within the backbone or the classifier; theirs on the right.
+_BLOCK = [
+    (r"mixer_norm/(\w+)", r"LayerNorm_0/\2"),
+    (r"feed_forward_norm/(\w+)", r"LayerNorm_1/\2"),
+    (r"attention/attention_output/(\w+)", r"SelfAttention/out/\2"),
+    (r"attention/(\w+)/(\w+)", r"SelfAttention/\2/\3"),
+    (r"mlp/hidden/(\w+)", r"Mlp/Dense_0/\2"),
+    (r"mlp/output/(\w+)", r"Mlp/Dense_1/\2"),
+    (r"moe/router/slots", r"Moe/Router/mu"),
+    (r"moe/router/scale", r"Moe/Router/scale"),
+    (r"moe/router/kernel", r"Moe/Router/dense/kernel"),
+    (r"moe/experts/hidden_(\w+)", r"Moe/Mlp/Dense_0/\2"),
+    (r"moe/experts/output_(\w+)", r"Moe/Mlp/Dense_1/\2"),
+]
+_POOLER = [
+    (r"probe", "probe"),
+    (r"attention/attention_output/(\w+)", r"MultiHeadDotProductAttention/out/\1"),
+    (r"attention/(\w+)/(\w+)", r"MultiHeadDotProductAttention/\1/\2"),
+    (r"norm/(\w+)", r"LayerNorm/\1"),
+    (r"mlp/hidden/(\w+)", r"Mlp/Dense_0/\1"),
+    (r"mlp/output/(\w+)", r"Mlp/Dense_1/\1"),
+]
 _NAMES = [
     (r"patch_embedding/(kernel|bias)", r"embedding/\1"),
     (r"class_token/token", "cls"),
     (r"position_embedding/embedding", "Encoder/posembed_input/pos_embedding"),
-    (r"block_(\d+)/mixer_norm/(\w+)", r"Encoder/encoderblock_\1/LayerNorm_0/\2"),
-    (r"block_(\d+)/feed_forward_norm/(\w+)", r"Encoder/encoderblock_\1/LayerNorm_1/\2"),
-    (
-        r"block_(\d+)/attention/attention_output/(\w+)",
-        r"Encoder/encoderblock_\1/SelfAttention/out/\2",
-    ),
-    (
-        r"block_(\d+)/attention/(\w+)/(\w+)",
-        r"Encoder/encoderblock_\1/SelfAttention/\2/\3",
-    ),
-    (r"block_(\d+)/mlp/hidden/(\w+)", r"Encoder/encoderblock_\1/Mlp/Dense_0/\2"),
-    (r"block_(\d+)/mlp/output/(\w+)", r"Encoder/encoderblock_\1/Mlp/Dense_1/\2"),
-    (r"block_(\d+)/moe/router/slots", r"Encoder/encoderblock_\1/Moe/Router/mu"),
-    (r"block_(\d+)/moe/router/scale", r"Encoder/encoderblock_\1/Moe/Router/scale"),
-    (
-        r"block_(\d+)/moe/router/kernel",
-        r"Encoder/encoderblock_\1/Moe/Router/dense/kernel",
-    ),
-    (
-        r"block_(\d+)/moe/experts/hidden_(\w+)",
-        r"Encoder/encoderblock_\1/Moe/Mlp/Dense_0/\2",
-    ),
-    (
-        r"block_(\d+)/moe/experts/output_(\w+)",
-        r"Encoder/encoderblock_\1/Moe/Mlp/Dense_1/\2",
-    ),
+    *((rf"block_(\d+)/{x}", rf"Encoder/encoderblock_\1/{y}") for x, y in _BLOCK),
     (r"final_norm/(\w+)", r"Encoder/encoder_norm/\1"),
-    (r"pooler/probe", "MapHead/probe"),
-    (
-        r"pooler/attention/attention_output/(\w+)",
-        r"MapHead/MultiHeadDotProductAttention/out/\1",
-    ),
-    (
-        r"pooler/attention/(\w+)/(\w+)",
-        r"MapHead/MultiHeadDotProductAttention/\1/\2",
-    ),
-    (r"pooler/norm/(\w+)", r"MapHead/LayerNorm/\1"),
-    (r"pooler/mlp/hidden/(\w+)", r"MapHead/Mlp/Dense_0/\1"),
-    (r"pooler/mlp/output/(\w+)", r"MapHead/Mlp/Dense_1/\1"),
+    *((f"pooler/{x}", f"MapHead/{y}") for x, y in _POOLER),
     (r"predictions/(\w+)", r"head/\1"),
 ]
 

@@ -12,14 +12,8 @@ from keras import tree
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
-NOT_TAKEN = {
-    "PathwayAwareRouter": (
-        "capacity",
-        "eval_capacity",
-        "num_modalities",
-        "expert_pools",
-    )
-}
+_OF_POOLS = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
+NOT_TAKEN = {"PathwayAwareRouter": _OF_POOLS}
 # Ends of the paths of weights that route.
 FLOAT32 = ("router/kernel", "router/slots", "gate/kernel_0", "gate/kernel_1")
 POLICIES = ("float32", "mixed_bfloat16", "bfloat16")

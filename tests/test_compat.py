@@ -161,13 +161,3 @@ def test_an_optimizer_counts_batches_and_keeps_its_schedule():
     assert compat.rate_or_schedule(optimizer) is schedule
     (average,) = compat.moving_averages(optimizer)
     assert average.shape == (2,)
-
-
-def test_presets_are_read_by_keras_hub(tmp_path):
-    (tmp_path / "config.json").write_text('{"registered_name": "a"}')
-    assert compat.load_json(str(tmp_path)) == {"registered_name": "a"}
-    assert compat.check_file_exists(str(tmp_path), "config.json")
-    assert not compat.check_file_exists(str(tmp_path), "task.json")
-    assert compat.get_file(str(tmp_path), "config.json") == str(
-        tmp_path / "config.json"
-    )

@@ -41,7 +41,7 @@ each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem
 
 
 @each_guide
-def test_a_notebook_is_its_source(guide):
+def test_a_notebook_is_its_source(guide, tmp_path, monkeypatch):
     source = guides.read_source(guide)
     notebook = nbformat.read(guide.with_suffix(".ipynb"), 4)
     assert [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells] == [
@@ -49,21 +49,16 @@ def test_a_notebook_is_its_source(guide):
     ], f"{guide.stem}: run make guides"
     assert not guides.is_stale(guide.stem), f"{guide.stem}: run make guides"
     assert guides.complaints(notebook) == []
-
-
-@each_guide
-def test_making_a_notebook_again_changes_no_byte(guide, tmp_path, monkeypatch):
-    """Neither the times of files nor who ran it: its content decides."""
+    # Making it again changes no byte, whatever the times of files.
     monkeypatch.setattr(guides, "GUIDES", tmp_path)
     monkeypatch.setattr(guides, "run", None)
+    made = Path(
+        shutil.copyfile(guide.with_suffix(".ipynb"), tmp_path / f"{guide.stem}.ipynb")
+    )
     shutil.copyfile(guide, tmp_path / guide.name)
-    committed = guide.with_suffix(".ipynb").read_bytes()
-    made = tmp_path / f"{guide.stem}.ipynb"
-    made.write_bytes(committed)
-    # Older than its source.
     os.utime(made, (0, 0))
     assert guides.main([guide.stem]) == 0
-    assert made.read_bytes() == committed
+    assert made.read_bytes() == guide.with_suffix(".ipynb").read_bytes()
 
 
 @each_guide
@@ -132,11 +127,8 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
     def run(notebook):
         # A kernel writes down what it is.
         notebook.metadata.language_info = {"name": "python", "version": "3.0"}
-        outputs = [
-            ("stderr", "a warning"),
-            ("stdout", "\x1b[1m1"),
-            ("stdout", "\x1b[0m\n"),
-        ]
+        stdout = (("stdout", "\x1b[1m1"), ("stdout", "\x1b[0m\n"))
+        outputs = [("stderr", "a warning"), *stdout]
         guides.code_cells(notebook)[0].outputs = [
             nbformat.v4.new_output("stream", name=name, text=text)
             for name, text in outputs
@@ -164,11 +156,9 @@ def test_a_notebook_whose_code_changed_is_older_than_its_source(tmp_path, monkey
 @pytest.mark.parametrize(
     ("source", "outputs", "complaint"),
     [
-        ("for x in y:\n    print(x)", [], "no output"),
         ("x", [], "no output"),
         ("def f():\n    print(1)", [], None),
         ("x = 1\nmodel.fit(x)", [], None),
-        ("print(1)", [("stdout", "1")], None),
         ("x = 1", [("stderr", "a warning")], "an error"),
         ("print(p)", [("stdout", "saved /tmp/tmpa1/x.png")], "a path"),
         ("print(p)", [("stdout", "<A object at 0x7f00>")], "an address"),
@@ -190,10 +180,8 @@ def test_outputs_that_must_not_be_committed(source, outputs, complaint):
     ("source", "code"),
     [
         ("# One.\nx = 1  # Two.\n\n# Three.\ny = 2", "x = 1\n\ny = 2"),
-        ("print('# a word')", "print('# a word')"),
         ('x = """\n# a line\n"""', 'x = """\n# a line\n"""'),
         ("def f():\n    # Why.\n    pass", "def f():\n    pass"),
-        ("", ""),
     ],
 )
 def test_comments_are_no_code(source, code):
@@ -205,11 +193,9 @@ def test_comments_are_no_code(source, code):
     [
         ("# Picture: a line\n# that falls.\ndraw()", 1, "a line that falls."),
         ("# Picture: a line.\n\n# Why.\ndraw()", 1, "a line."),
-        ("# Picture: a line.\nx = 1", 0, "a line."),
         ("# Picture: two lines.\ndraw()", 2, "two lines."),
         ("draw()", 1, ""),
         ("x = 1\n# Picture: late.\ndraw()", 1, ""),
-        ("x = 1", 0, ""),
     ],
 )
 def test_a_picture_has_the_text_of_its_cell(source, pictures, text):
@@ -244,7 +230,6 @@ def test_pictures_shrink_to_a_palette():
         ("https://github.com/an-owner/a.name.git", "an-owner/a.name"),
         ("https://github.com/owner/name/", "owner/name"),
         ("https://example.org/owner/name", ""),
-        ("", ""),
     ],
 )
 def test_colab_opens_what_github_has(address, path):

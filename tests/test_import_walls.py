@@ -185,98 +185,46 @@ def test_no_files_import_each_other_in_a_circle():
     assert find_circles(ROOT / PACKAGE) == []
 
 
-@pytest.mark.parametrize(
-    ("sources", "circle"),
-    [
-        (
-            {
-                "ops/a.py": "from keras_moe.ops.b import x",
-                "ops/b.py": "def f():\n    from keras_moe.ops import c",
-                "ops/c.py": "import keras_moe.ops.a",
-                "ops/d.py": "from keras_moe.ops import a",
-            },
-            {"ops/a.py", "ops/b.py", "ops/c.py"},
-        ),
-        (
-            {
-                "ops/__init__.py": "from keras_moe.ops.a import x",
-                "ops/a.py": "from keras_moe import ops",
-            },
-            {"ops/__init__.py", "ops/a.py"},
-        ),
-        (
-            {
-                "ops/__init__.py": "from keras_moe.ops.a import x",
-                "ops/a.py": "from keras_moe.ops import b",
-                "ops/b.py": "from . import c",
-                "ops/c.py": "import keras",
-            },
-            set(),
-        ),
-    ],
-)
-def test_circles_of_files_are_seen(tmp_path, sources, circle):
-    assert find_circles(_plant(tmp_path, sources)) == ([circle] if circle else [])
+def test_circles_of_files_are_seen(tmp_path):
+    sources = {
+        "ops/__init__.py": "from keras_moe.ops.a import x",
+        "ops/a.py": "from keras_moe.ops.b import x",
+        "ops/b.py": "def f():\n    from keras_moe.ops import c",
+        "ops/c.py": "import keras_moe.ops.a",
+        "ops/d.py": "from . import a",
+    }
+    assert find_circles(_plant(tmp_path / "one", sources)) == [
+        {"ops/a.py", "ops/b.py", "ops/c.py"}
+    ]
+    sources["ops/c.py"] = "import keras"
+    assert find_circles(_plant(tmp_path / "none", sources)) == []
+    sources["ops/c.py"] = "from keras_moe import ops"
+    assert len(find_circles(_plant(tmp_path / "init", sources))[0]) == 4
 
 
 @pytest.mark.parametrize(
     ("place", "source", "expected"),
     [
-        ("ops/a.py", "from keras_moe.layers import MoE", "ops must not import layers"),
         ("ops/a.py", "from ..layers import MoE", "ops must not import layers"),
         ("ops/a.py", "from .. import layers", "ops must not import layers"),
         ("ops/deep/a.py", "from ...routers import b", "ops must not import routers"),
         ("layers/a.py", "import keras_moe.models", "layers must not import models"),
-        (
-            "layers/a.py",
-            "from keras_moe import distribution",
-            "layers must not import distribution",
-        ),
-        (
-            "analysis/a.py",
-            "from keras_moe import training",
-            "analysis must not import training",
-        ),
         ("layers/a.py", "def f():\n    import torch", "torch may be imported by"),
-        ("ops/a.py", "import jax.numpy as jnp", "jax may be imported by"),
-        ("processes.py", "import jax", "jax may be imported by"),
-        ("models/a.py", "import tensorflow as tf", "tensorflow may be imported by"),
+        ("processes.py", "import jax.numpy as jnp", "jax may be imported by"),
         ("ops/a.py", "__import__('torch')", "torch may be imported by"),
         ("ops/a.py", "importlib.import_module('jax')", "jax may be imported by"),
-        (
-            "layers/a.py",
-            "import keras_hub",
-            "keras_hub may be imported by models/",
-        ),
         ("models/a.py", "import keras_hub.src.a", "keras_hub.src may be imported by"),
         ("layers/a.py", "from keras import src", "keras.src may be imported by compat"),
-        ("analysis/a.py", "import matplotlib.pyplot", "matplotlib may be imported by"),
         ("losses/a.py", "import scipy", "imports scipy; only keras and numpy"),
         ("__init__.py", "import scipy", "imports scipy; only keras and numpy"),
-        (
-            "training/a.py",
-            "from tools import train",
-            "tools may be imported by nothing",
-        ),
         ("training/a.py", "import guides", "guides may be imported by nothing"),
-        (
-            "models/vit/a.py",
-            "from keras_moe.models.mixer import b",
-            "models/vit must not import models/mixer",
-        ),
-        (
-            "models/vit/a.py",
-            "from .. import mixer",
-            "models/vit must not import models/mixer",
-        ),
+        ("models/vit/a.py", "from .. import mixer", "models/vit must not import model"),
         ("unknown/a.py", "import keras", "the folder unknown has no entry"),
-        ("__init__.py", "from keras_moe import cli", "nothing may import cli"),
         ("training/a.py", "from ..cli import main", "nothing may import cli"),
     ],
 )
 def test_the_checker_sees_a_planted_violation(tmp_path, place, source, expected):
-    package = _plant(tmp_path, {place: source})
-    (violation,) = find_violations(package)
+    (violation,) = find_violations(_plant(tmp_path, {place: source}))
     assert expected in violation
     assert violation.startswith(place)
 
@@ -327,10 +275,10 @@ print(json.dumps({"seconds": seconds, "new": new}))
 """
 
 
-@pytest.fixture(scope="module")
-def imports():
-    """The cost of importing the core after Keras, in one process per backend."""
-    by_backend = {}
+def test_the_core_imports_quickly_and_no_heavy_library():
+    heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
+    heavy |= {"tensorflow_datasets", "keras_cv"}
+    seconds = []
     for backend in ("jax", "tensorflow", "torch"):
         done = subprocess.run(
             [sys.executable, "-c", IMPORT_PROBE],
@@ -340,19 +288,8 @@ def imports():
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        by_backend[backend] = json.loads(done.stdout.splitlines()[-1])
-    return by_backend
-
-
-def test_the_core_imports_no_heavy_library(imports):
-    heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
-    heavy |= {"tensorflow_datasets", "keras_cv"}
-    added = {
-        backend: heavy & set(modules["new"]) for backend, modules in imports.items()
-    }
-    assert added == {"jax": set(), "tensorflow": set(), "torch": set()}
-
-
-def test_importing_keras_moe_is_quick(imports):
+        actual = json.loads(done.stdout.splitlines()[-1])
+        assert heavy.isdisjoint(actual["new"]), backend
+        seconds.append(actual["seconds"])
     # Time of the processor, and the quickest of three: other work changes neither.
-    assert min(actual["seconds"] for actual in imports.values()) < 0.2
+    assert min(seconds) < 0.2

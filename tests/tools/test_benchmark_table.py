@@ -1,13 +1,12 @@
 """The table of all benchmarks: rows, noise, peers, processes and pages."""
 
-import importlib
 import json
 import multiprocessing
 import runpy
 import subprocess
 import sys
-import textwrap
 import time
+from importlib import import_module
 from pathlib import Path
 
 import keras
@@ -47,7 +46,7 @@ PEERS = ("json", "a_module_that_nobody_has", "a_module_that_breaks", "another")
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """The benchmarks' folder, and a folder with a module of fake candidates."""
-    (tmp_path / "fake_benchmark.py").write_text(textwrap.dedent(SOURCE))
+    (tmp_path / "fake_benchmark.py").write_text(SOURCE)
     breaks = "raise RuntimeError('no such operator\\nand more')"
     (tmp_path / "a_module_that_breaks.py").write_text(breaks)
     monkeypatch.syspath_prepend(tmp_path)
@@ -58,7 +57,7 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def report(folder):
-    return importlib.import_module("runner").Report(rounds=3, as_json=True)
+    return import_module("runner").Report(rounds=3, as_json=True)
 
 
 def row(**changes):
@@ -72,12 +71,12 @@ def row(**changes):
         "peers": {name: name for name in PEERS},
         "rounds": 4,
     }
-    return importlib.import_module("row").Row(**fields | changes)
+    return import_module("row").Row(**fields | changes)
 
 
 def reader(*shares, cores=2):
     """Clocks by which others take shares of the machine, one for each ten seconds."""
-    times = importlib.import_module("neighbours").CpuTimes
+    times = import_module("neighbours").CpuTimes
     readings = [times(100.0, 50.0, 0.0, cores)]
     for share in shares:
         busy, own, wall, _ = readings[-1]
@@ -88,7 +87,7 @@ def reader(*shares, cores=2):
 
 @pytest.mark.parametrize(("backend", "met"), [("jax", True), ("torch", False)])
 def test_a_row_has_a_line_for_each_candidate(report, backend, met):
-    compare = importlib.import_module("comparison").compare
+    compare = import_module("comparison").compare
     lines = compare(row(), backend, report, "fake", read=reader(0.02))
     limit, here, away, broken = lines
     assert [line["over"] for line in lines] == ["limit", *PEERS[:3]]
@@ -104,12 +103,11 @@ def test_a_row_has_a_line_for_each_candidate(report, backend, met):
     assert broken["note"] == "a_module_that_breaks does not import: no such operator"
     assert away["ratio"] is broken["ratio"] is None
     assert all(limit.keys() == line.keys() for line in lines)
-    assert importlib.import_module("fake_benchmark").closed == [99_999]
-    json.dumps(lines)
+    assert import_module("fake_benchmark").closed == [99_999]
 
 
 def test_a_row_of_numbers_is_not_timed(report):
-    compare = importlib.import_module("comparison").compare
+    compare = import_module("comparison").compare
     source = {"source": "fake_benchmark:bytes_kept", "arguments": {}}
     numbers = row(**source, goals={"limit": 1.5}, unit="MiB")
     (line,) = compare(numbers, "jax", report, "fake", read=None)
@@ -118,7 +116,7 @@ def test_a_row_of_numbers_is_not_timed(report):
 
 
 def test_a_row_of_work_is_timed_by_its_own_clock(report, monkeypatch):
-    comparison = importlib.import_module("comparison")
+    comparison = import_module("comparison")
     ticks = iter(range(1_000_000))
     clock = ticks.__next__
     monkeypatch.setitem(comparison.CLOCKS, "cpu", (clock, "CPU ms"))
@@ -130,27 +128,26 @@ def test_a_row_of_work_is_timed_by_its_own_clock(report, monkeypatch):
 
 
 def test_work_of_workers_counts(folder):
-    neighbours = importlib.import_module("neighbours")
+    cpu_seconds = import_module("neighbours").cpu_seconds
     context = multiprocessing.get_context("spawn")
     ends = context.Event()
     worker = context.Process(target=ends.wait)
-    before = neighbours.cpu_seconds()
+    before, deadline = cpu_seconds(), time.monotonic() + 30
     worker.start()
-    deadline = time.monotonic() + 30
     # A worker that starts takes processor time, while this process sleeps.
-    while neighbours.cpu_seconds() - before < 0.01 and time.monotonic() < deadline:
+    while cpu_seconds() - before < 0.01 and time.monotonic() < deadline:
         time.sleep(0.05)
-    running = neighbours.cpu_seconds()
+    running = cpu_seconds()
     ends.set()
     worker.join()
     assert running - before >= 0.01
-    assert neighbours.cpu_seconds() >= running - 0.02
+    assert cpu_seconds() >= running - 0.02
 
 
 @pytest.mark.parametrize(("share", "noisy"), [(0.0, False), (0.04, False), (0.5, True)])
 def test_a_noisy_neighbour_is_marked(report, share, noisy):
-    compare = importlib.import_module("comparison").compare
-    page = importlib.import_module("page")
+    compare = import_module("comparison").compare
+    page = import_module("page")
     line, *_ = compare(row(), "jax", report, "fake", read=reader(share))
     assert line["foreign"] == pytest.approx(share)
     assert page.is_noisy(line) is noisy
@@ -160,7 +157,7 @@ def test_a_noisy_neighbour_is_marked(report, share, noisy):
 
 
 def test_clocks_of_this_machine(folder, tmp_path):
-    neighbours = importlib.import_module("neighbours")
+    neighbours = import_module("neighbours")
     stat = tmp_path / "stat"
     # user nice system idle iowait irq softirq steal guest, in hundredths of a second.
     stat.write_text("cpu  100 10 50 900 70 1 2 37 5 0\ncpu0 1 2\ncpu1 1 2\nintr 9\n")
@@ -177,7 +174,7 @@ def test_clocks_of_this_machine(folder, tmp_path):
 
 
 def test_names_of_rows(folder):
-    select = importlib.import_module("row").select
+    select = import_module("row").select
     rows = (row(name="router"), row(name="router-soft"), row(name="fit"))
 
     def names(*asked):
@@ -185,13 +182,12 @@ def test_names_of_rows(folder):
 
     assert names("fit", "router") == ["router", "router-soft", "fit"]
     assert names("router=") == ["router"]
-    assert [row.name for row in select(rows, None)] == ["router", "router-soft", "fit"]
     with pytest.raises(SystemExit, match="router, router-soft, fit; received: 'soft'"):
         names("router", "soft")
 
 
 def test_a_failing_row_takes_no_other_with_it(report, capsys):
-    backends = importlib.import_module("backends")
+    backends = import_module("backends")
     rows = [row(source="fake_benchmark:broken", arguments={}), row(name="second")]
     backends.measure_here(rows, report, budget=0)
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -201,13 +197,11 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     assert [line["row"] for line in second] == ["second"] * 4
     assert second[0]["rounds"] == 3
     backends.measure_here(rows, report, budget=0, whole=-1)
-    _, *answers = map(json.loads, capsys.readouterr().out.splitlines())
-    notes = {answer["lines"][0]["note"] for answer in answers}
-    assert notes == {"not measured: no time was left"}
+    assert capsys.readouterr().out.count("not measured: no time was left") == 5
 
 
 def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
-    backends = importlib.import_module("backends")
+    backends = import_module("backends")
     rows = [row(name=name) for name in "abcd"] + [row(name="e", backends=("jax",))]
     starts = []
 
@@ -227,9 +221,6 @@ def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
     monkeypatch.setattr(backends, "_answers_of_child", lambda *_: ([], 1))
     lines = backends.measure_in_child("torch", rows, 0, report.console)
     assert [line["note"] for line in lines] == [failed.replace("-9", "1")] * 4
-    monkeypatch.setattr(backends, "installed", lambda module: False)
-    lines = backends.measure_in_child("torch", rows, 0, report.console)
-    assert {line["note"] for line in lines} == {"torch is not installed"}
 
 
 def test_the_program_measures_a_row_in_a_child():
@@ -249,8 +240,8 @@ def test_the_program_measures_a_row_in_a_child():
 
 
 def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
-    rows = importlib.import_module("rows").ROWS
-    blank = importlib.import_module("comparison").blank
+    rows = import_module("rows").ROWS
+    blank = import_module("comparison").blank
     first, second = rows[:2]
     paths = []
     for index, ratio in enumerate((1.5, 1.25)):
@@ -262,12 +253,11 @@ def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
         document = {"tables": [{"rows": [line, *(other if index == 0 else [])]}]}
         paths[-1].write_text(json.dumps(document))
     monkeypatch.syspath_prepend(ROOT)
-    arguments = ["--read", *map(str, paths), "--markdown"]
-    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    arguments = ["benchmark", "--read", *map(str, paths), "--markdown"]
+    monkeypatch.setattr(sys, "argv", arguments)
     runpy.run_path(str(BENCHMARKS), run_name="__main__")
     head, _, *lines = capsys.readouterr().out.splitlines()
-    columns = "| row | work, and over whose time | JAX | TensorFlow | PyTorch | goal |"
-    assert head == columns
+    assert head.endswith("| JAX | TensorFlow | PyTorch | goal |")
     assert len(lines) == 2
     # The later file counts, and a row that failed is named.
     assert lines[0].startswith(f"| `{first.name}` ")
@@ -275,21 +265,16 @@ def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
     assert "| failed |" in lines[1]
 
 
-def test_rows_are_consistent(folder):
-    rows = importlib.import_module("rows").ROWS
-    names = [row.name for row in rows]
-    assert len(set(names)) == len(names)
+def test_rows_are_consistent_and_have_results(folder):
+    rows = import_module("rows").ROWS
+    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         module, _, function = row.source.partition(":")
         source = (BENCHMARKS / f"{module}.py").read_text()
         assert f"def {function}(" in source, row.name
         assert row.goals, row.name
         assert row.peers.keys() <= row.goals.keys(), row.name
+        assert f"`{row.name}`" in results
         for goal in row.goals.values():
             assert not isinstance(goal, dict) or set(goal) <= set(row.backends)
-
-
-def test_the_results_have_every_row(folder):
-    rows = importlib.import_module("rows").ROWS
-    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
-    assert [row.name for row in rows if f"`{row.name}`" not in results] == []

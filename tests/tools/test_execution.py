@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tools.benchmark.execution import first_output, forward, wait
+from tools.benchmark.execution import forward, wait
 
 
 class TwoOutputs(keras.layers.Layer):
@@ -31,7 +31,3 @@ def test_the_forward_pass_is_the_layers(training):
         wait(result)
         result = keras.ops.convert_to_numpy(result)
         np.testing.assert_array_equal(result, keras.ops.convert_to_numpy(expected))
-
-
-def test_the_first_output():
-    assert first_output((1, 2)) == first_output(1) == 1

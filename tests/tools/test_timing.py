@@ -1,6 +1,5 @@
 """Interleaved times, and the ratios that are taken within rounds."""
 
-import itertools
 import time
 
 import pytest
@@ -14,14 +13,11 @@ def test_every_round_runs_every_candidate_once():
     times = timing.interleaved_times(
         candidates, 4, on_round=lambda: rounds.append(len(calls)), warm_ups=1
     )
-    assert {name: len(values) for name, values in times.items()} == dict.fromkeys(
-        "abc", 4
-    )
+    assert {x: len(values) for x, values in times.items()} == {"a": 4, "b": 4, "c": 4}
     assert calls[:3] == ["a", "b", "c"]
     assert rounds == [6, 9, 12, 15]
     for start in (3, 6, 9, 12):
         assert sorted(calls[start : start + 3]) == ["a", "b", "c"]
-    # Another order in some round, or a drift within rounds would favour one of them.
     assert len({tuple(calls[start : start + 3]) for start in (3, 6, 9, 12)}) > 1
 
 
@@ -38,9 +34,6 @@ def test_a_slow_round_leaves_paired_ratios_alone():
         "ours": (2.0, 2.0, 2.0),
         "theirs": (1.0, 1.0, 1.0),
     }
-    # The times themselves spread, and so would ratios across rounds.
-    across = [x / y for x, y in itertools.product(times["ours"], drift)]
-    assert max(across) == 18.0
     assert timing.paired_ratios({"a": [3.0], "b": [2.0]}, "b")["a"] == (1.5, 1.5, 1.5)
 
 

@@ -15,17 +15,25 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
 
-def test_programs_take_nothing_from_each_other():
+def test_programs_take_nothing_from_each_other_and_benchmarks_have_one_runner():
     trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tools/**/*.py")}
     programs = {path.stem for path, tree in trees.items() if is_program(tree)}
     assert {"run_tests", "moe_layer"} < programs
     assert programs.isdisjoint({"runner", "gradients"})
+    own = {"ArgumentParser", "Console", "Table", "interleaved", "print"}
     for path, tree in trees.items():
+        imported, called = set(), set()
         for node in ast.walk(tree):
-            names = [getattr(node, "module", None)]
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            assert not programs.intersection(names), path
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+            elif isinstance(node, ast.Call):
+                called.add(ast.unparse(node.func).rpartition(".")[2])
+        assert programs.isdisjoint(imported), path
+        if path.parent == BENCHMARKS and path.stem in programs:
+            assert "run" in called, path
+            assert called.isdisjoint(own), path
 
 
 def is_program(tree):
@@ -33,21 +41,6 @@ def is_program(tree):
         isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
         for node in tree.body
     )
-
-
-def test_benchmarks_have_one_runner():
-    """No benchmark reads a command line, times or prints by itself."""
-    for path in BENCHMARKS.glob("*.py"):
-        tree = ast.parse(path.read_text())
-        if is_program(tree):
-            called = {
-                getattr(node.func, "attr", getattr(node.func, "id", None))
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Call)
-            }
-            assert "run" in called, path
-            own = {"ArgumentParser", "Console", "Table", "interleaved", "print"}
-            assert called.isdisjoint(own), path
 
 
 @pytest.mark.parametrize(
@@ -80,17 +73,7 @@ def test_benchmarks_have_one_runner():
         (
             "few_shot",
             "--examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30 --rounds 1",
-            [
-                {"candidate", "over big_vision's algorithm"},
-                {"candidate", "over big_vision's algorithm"},
-                {"l2", "best accuracy", "largest difference"},
-            ],
-        ),
-        # The model is in a process of its own, on JAX.
-        (
-            "distribution",
-            "--parts devices --devices 2 --processes 1 --steps 1 --blocks 2 --rounds 1",
-            [{"devices", "over 2", "MiB per device", "on paper", "process GiB"}],
+            [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
         ),
     ],
 )
@@ -112,25 +95,7 @@ def test_benchmarks_run(capsys, monkeypatch, name, arguments, columns):
         assert table["title"].split()[0] in errors
 
 
-def run_alone(name, *arguments, **environment):
-    """The output of a benchmark that sets its own backend."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_a_benchmark_of_the_compiler_runs():
-    arguments = ["--tokens", "64", "--dim", "8", "--experts", "4"]
-    assert "dropless" in run_alone("routing_memory", *arguments)
-
-
-# In the place of the official model: one kernel, and the arguments that it was given.
+# Stands in for the official model.
 OFFICIAL = """
 from jax import numpy as jnp
 
@@ -154,8 +119,15 @@ def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
     (package / "vit_moe.py").write_text(OFFICIAL)
     arguments = "--presets vmoe_digits --layers 2 --dispatchers einsum --json"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    output = run_alone("compiled_cost", *arguments.split(), PYTHONPATH=path)
-    (table,) = json.loads(output)["tables"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "compiled_cost.py"), *arguments.split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (table,) = json.loads(done.stdout)["tables"]
     forward, official, gradients, _ = table["rows"]
     assert forward["model"] == gradients["model"] == "keras_moe"
     assert official["model"] == "vmoe, einsum"

@@ -7,26 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models, training
-from keras_moe.training import (
-    BestEpoch,
-    Datasets,
-    FewShot,
-    MeanAveragePrecision,
-    ModelConfig,
-    Monitor,
-    Objective,
-    PeriodicEvaluation,
-    PrecisionAt1,
-    RouterHealth,
-    UsageRecorder,
-    ViTGAdafactor,
-    cooldown_branch,
-    load_recipe,
-    optimizer_class,
-    register_objective,
-    train,
-    warmup_schedule,
-)
+from keras_moe.training import load_recipe, train
 from keras_moe.training.optimizers import group_factors
 from tests.pair_models import clip, limoe
 from tests.refusals import check_refused, named_values
@@ -40,6 +21,7 @@ TWO, THREE = np.zeros((4, 2)), np.zeros((4, 3))
 IMAGES, LABELS = images(6, *SMALL["image_shape"]), np.array([0, 1, 2, 0, 1, 2])
 BRANCHED = short_recipe(**LONG_RUN)
 COSINE = BRANCHED.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
+CLIP_TOKENS = {"objective.tokenizer": "clip", "objective.vocabulary_size": 600}
 KERNELS = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
 
 
@@ -53,9 +35,9 @@ def vit(**changes):
     return models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
 
 
-def vit_after(change):
+def after(method, argument):
     model = vit()
-    change(model)
+    getattr(model, method)(argument)
     return model
 
 
@@ -69,30 +51,33 @@ def measured(callback, model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Most(Objective):
-    monitor = Monitor("val_loss", "most")
+class Most(training.Objective):
+    monitor = training.Monitor("val_loss", "most")
 
 
 MAKERS = {
     "recipe": recipe,
     "pairs": lambda **kw: pair_recipe("x", **kw),
-    "schedule": lambda **kw: warmup_schedule(
+    "schedule": lambda **kw: training.warmup_schedule(
         **{"peak": 0.1, "total_steps": 100, "warmup_steps": 10, **kw}
     ),
-    "branch": cooldown_branch,
-    "Adafactor": ViTGAdafactor,
-    "optimizer": lambda **kw: optimizer_class("adamw")(0.1, **kw),
+    "branch": training.cooldown_branch,
+    "Adafactor": training.ViTGAdafactor,
+    "optimizer": lambda **kw: training.optimizer_class("adamw")(0.1, **kw),
     "groups": lambda **kw: group_factors([kw], KERNELS),
-    "best epoch": lambda **kw: BestEpoch("loss", **kw),
+    "best epoch": lambda **kw: training.BestEpoch("loss", **kw),
     "recipe of labels": lambda **kw: recipe(objective={"name": "multi_label", **kw}),
-    "precision": lambda **kw: MeanAveragePrecision(**{"num_classes": 3, **kw}),
-    "health": lambda **kw: RouterHealth(**{"images": IMAGES, **kw}),
-    "usage": lambda **kw: UsageRecorder(**{"inputs": IMAGES, **kw}),
+    "precision": lambda **kw: training.MeanAveragePrecision(**{"num_classes": 3, **kw}),
+    "health": lambda **kw: training.RouterHealth(**{"images": IMAGES, **kw}),
+    "usage": lambda **kw: training.UsageRecorder(**{"inputs": IMAGES, **kw}),
     "upcycle": lambda **kw: training.upcycle(vit().backbone, **kw),
     "upcycle CLIP": lambda **kw: training.upcycle(clip({}), **kw),
     "upcycle LIMoE": lambda **kw: training.upcycle(limoe(None), **kw),
     "load": lambda **kw: load_recipe("mumoe_digits", **kw),
     "replace": lambda **kw: recipe().replace(**kw),
+    "compile": lambda **kw: recipe(**kw).compile(linear_model(), 1),
+    "datasets": lambda **kw: recipe(**kw).datasets(linear_model()),
+    "train": lambda **kw: train(recipe(**kw)),
     "call": lambda call: call(),
 }
 
@@ -202,33 +187,25 @@ OTHERS = [
     ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
     ("upcycle CLIP", {"towers": {"image": {"noise": 1}}}, "noise=1"),
     ("upcycle CLIP", {"towers": {"text": {"moe_layers": []}}}, "moe_layers="),
+    ("pairs", CLIP_TOKENS, "vocabulary_size=600 with tokenizer='clip'"),
     (
-        "pairs",
-        {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
-        "vocabulary_size=600 with tokenizer='clip'",
+        "compile",
+        {"optimizer_options": {"learning_rate": 1}},
+        "options={'learning_rate'",
     ),
+    ("compile", {"groups": [{"match": "experts"}]}, "match='experts'"),
+    ("datasets", {"batch_size": 2000}, "batch_size=2000"),
+    ("datasets", {"test_split": "dev"}, "split='dev'"),
+    ("train", {"data": "digit"}, "source='digit'"),
+    ("train", {"best": "keep"}, "best='keep'"),
 ]
 
 CALLS = [
     (lambda: load_recipe("mumoe_digit"), "'mumoe_digit' .nearest: mumoe_digits"),
-    (lambda: ModelConfig(preset="vit_b16", overrides=[1]), r"overrides=\[1\]"),
-    (lambda: optimizer_class("adamx"), "received: optimizer='adamx'"),
+    (lambda: training.ModelConfig(preset="vit_b16", overrides=[1]), r"overrides=\[1\]"),
+    (lambda: training.optimizer_class("adamx"), "received: optimizer='adamx'"),
     (
-        lambda: recipe(optimizer_options={"learning_rate": 1}).compile(
-            linear_model(), 1
-        ),
-        "options={'learning_rate'",
-    ),
-    (
-        lambda: recipe(groups=[{"match": "experts"}]).compile(linear_model(), 1),
-        "match='experts'",
-    ),
-    (lambda: recipe(batch_size=2000).datasets(linear_model()), "batch_size=2000"),
-    (lambda: recipe(test_split="dev").datasets(linear_model()), "split='dev'"),
-    (lambda: train(recipe(data="digit")), "source='digit'"),
-    (lambda: train(recipe(best="keep")), "best='keep'"),
-    (
-        lambda: train(recipe(), Datasets([], [], 10, 1), checkpoint_dir="run"),
+        lambda: train(recipe(), training.Datasets([], [], 10, 1), checkpoint_dir="run"),
         "a function from steps to datasets",
     ),
     (
@@ -247,30 +224,22 @@ CALLS = [
         lambda: group_factors([{"match": ".*kernel"}, {"match": "head"}], KERNELS),
         "not in a group before it; received: match='head'",
     ),
-    # Metrics, callbacks and objectives
-    (lambda: MeanAveragePrecision(3).update_state(TWO, THREE), "sparse_labels=False"),
-    (lambda: PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
-    (lambda: PeriodicEvaluation({}), r"evaluators=\{\}"),
+    (lambda: training.PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
+    (lambda: training.PeriodicEvaluation({}), r"evaluators=\{\}"),
     (
-        lambda: FewShot((IMAGES, LABELS), (IMAGES, LABELS))(plain_model()),
+        lambda: training.FewShot((IMAGES, LABELS), (IMAGES, LABELS))(plain_model()),
         "with features; received: Sequential",
     ),
     (
-        lambda: measured(RouterHealth(IMAGES), plain_model()),
+        lambda: measured(training.RouterHealth(IMAGES), plain_model()),
         "with MoE blocks.*received: Sequential",
     ),
-    (lambda: measured(UsageRecorder(IMAGES), vit()), "model with MoE blocks"),
-    (lambda: register_objective("none")(Most), "mode='most'"),
+    (lambda: measured(training.UsageRecorder(IMAGES), vit()), "model with MoE blocks"),
+    (lambda: training.register_objective("none")(Most), "mode='most'"),
     # Models that cannot be upcycled
     (lambda: training.upcycle(vit(moe_layers=[1])), "block_1"),
-    (
-        lambda: training.upcycle(vit_after(lambda x: x.enable_lora(2))),
-        "lora_enabled=True",
-    ),
-    (
-        lambda: training.upcycle(vit_after(lambda x: x.quantize("int8"))),
-        "quantization_mode='int8'",
-    ),
+    (lambda: training.upcycle(after("enable_lora", 2)), "lora_enabled=True"),
+    (lambda: training.upcycle(after("quantize", "int8")), "quantization_mode='int8'"),
     (lambda: training.upcycle(plain_model()), "a KerasHub model .*<Sequential"),
     (lambda: training.upcycle("vmoe_b32"), "received: 'vmoe_b32'"),
 ]

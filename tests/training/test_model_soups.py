@@ -4,14 +4,8 @@ import keras
 import numpy as np
 import pytest
 
+from keras_moe import training
 from keras_moe.models import from_preset
-from keras_moe.training import (
-    Soup,
-    cooldown_branch,
-    greedy_soup,
-    list_checkpoints,
-    save_checkpoint,
-)
 from tests.training.runs import LONG_RUN, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
@@ -36,55 +30,22 @@ def closeness(target):
     return metric
 
 
-POINTS = [array(x, y) for x, y in ((0, 0), (4, 0), (0, 3), (5, 5), (-2, 1))]
-
-
-def greedily(target, replacement):
-    """The same by plain averages of plain lists."""
-    points = np.array([point[0][:, 0] for point in POINTS])
-
-    def value(chosen):
-        return -np.square(points[list(chosen)].mean(0) - target).sum()
-
-    chosen, last = [], -np.inf
-    while True:
-        rest = [i for i in range(len(points)) if replacement or i not in chosen]
-        best = max(rest, key=lambda i: value([*chosen, i]))
-        if value([*chosen, best]) <= last + 1e-6:
-            return tuple(chosen), value
-        chosen.append(best)
-        last = value(chosen)
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_rounds_of_the_greedy_search(replacement):
-    for target in ((1.4, 0.3), (1.1, 1.9), (0.0, 0.0)):
-        model = point_model()
-        soup = greedy_soup(model, POINTS, closeness(target), replacement, 5)
-        chosen, value = greedily(target, replacement)
-        assert soup.ingredients == chosen[:5]
-        for length in range(1, len(soup.ingredients) + 1):
-            expected = value(soup.ingredients[:length])
-            assert soup.scores[length - 1] == pytest.approx(expected, abs=1e-5)
-        assert list(soup.scores) == sorted(soup.scores)
-        # And the model is that soup.
-        assert closeness(target)(model) == pytest.approx(soup.scores[-1], abs=1e-5)
-
-
 def test_the_best_of_all_mixtures():
     # Twice the first and once the second is the target: no other mixture of three is
-    # as good, and the greedy search finds it.
+    # as good, and the greedy search finds it, and nothing better after it.
     points, target = [array(0, 0), array(3, 0), array(0, 9)], (1.0, 0.0)
-
-    soup = greedy_soup(point_model(), points, closeness(target))
-    assert sorted(soup.ingredients) == [0, 0, 1]
-    assert soup.scores[-1] == pytest.approx(0.0, abs=1e-12)
+    model = point_model()
+    soup = training.greedy_soup(model, points, closeness(target))
+    assert soup.ingredients == (0, 1, 0)
+    assert soup.scores == pytest.approx((-1.0, -0.25, 0.0), abs=1e-12)
     assert soup.single_scores == pytest.approx((-1.0, -4.0, -82.0))
+    # And the model is that soup.
+    assert closeness(target)(model) == pytest.approx(0.0, abs=1e-12)
     # Without replacement there is no third.
-    once = greedy_soup(point_model(), points, closeness(target), replacement=False)
+    once = training.greedy_soup(model, points, closeness(target), replacement=False)
     assert once.ingredients == (0, 1)
-    assert once.scores[-1] == pytest.approx(-0.25)
-    short = greedy_soup(point_model(), points, closeness(target), max_ingredients=2)
+    assert once.scores == pytest.approx((-1.0, -0.25))
+    short = training.greedy_soup(model, points, closeness(target), max_ingredients=2)
     assert short.ingredients == (0, 1)
 
 
@@ -115,14 +76,14 @@ def test_files_of_every_kind(tmp_path, op_by_op):
         return float(to_numpy(model.output_dense.kernel).mean())
 
     for position, factor in ((2, 3.0), (3, 1.0)):
-        soup = greedy_soup(other, [checkpoints[position]], mean)
-        assert soup == Soup((0,), (factor,), (factor,))
+        soup = training.greedy_soup(other, [checkpoints[position]], mean)
+        assert soup == training.Soup((0,), (factor,), (factor,))
         for weight in other.weights:
             np.testing.assert_array_equal(to_numpy(weight), factor)
     # The metric wants 1.6: the second and the first.
     seeds = [x for x in other.variables if "seed" in x.path]
     own = [to_numpy(seed).tolist() for seed in seeds]
-    soup = greedy_soup(
+    soup = training.greedy_soup(
         other, checkpoints[:2], lambda model: -abs(mean(model) - 1.6), max_ingredients=2
     )
     assert soup.ingredients == (1, 0)
@@ -151,7 +112,7 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path):
         ([good], lambda model: float("nan"), "finite metric; received: nan with"),
     ):
         with pytest.raises(ValueError, match=f"Expected .*{message}"):
-            greedy_soup(model, checkpoints, metric)
+            training.greedy_soup(model, checkpoints, metric)
         np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
 
@@ -159,7 +120,7 @@ def test_quantised_models_are_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.quantize("int8")
     with pytest.raises(ValueError, match="kernel of int8"):
-        greedy_soup(model, [model.get_weights()], lambda model: 0.0)
+        training.greedy_soup(model, [model.get_weights()], lambda model: 0.0)
 
 
 # Branches
@@ -167,7 +128,7 @@ def test_quantised_models_are_refused():
 
 def test_branches_of_a_run():
     run = short_recipe(name="run", **LONG_RUN)
-    branch = cooldown_branch(run, 600, 80, data={"source": "folder:other"})
+    branch = training.cooldown_branch(run, 600, 80, data={"source": "folder:other"})
     assert (branch.name, branch.total_steps(10)) == ("run_cooldown_600_80", 680)
     assert (branch.data.source, branch.model) == ("folder:other", run.model)
     mine, theirs = branch.learning_rate(10), run.learning_rate(10)
@@ -176,7 +137,7 @@ def test_branches_of_a_run():
     assert float(mine(640)) == pytest.approx(float(theirs(600)) / 2)
     assert float(mine(680)) == 0.0
     epochs = run.replace(schedule={"epochs": 3, "decay": "constant"})
-    assert cooldown_branch(epochs, 500, 10).schedule.epochs is None
+    assert training.cooldown_branch(epochs, 500, 10).schedule.epochs is None
 
 
 def test_checkpoints_of_a_run_make_a_soup(tmp_path):
@@ -184,7 +145,9 @@ def test_checkpoints_of_a_run_make_a_soup(tmp_path):
     for step, point in enumerate(((1, 1), (3, 3))):
         model.get_layer("dense").kernel.assign(array(*point)[0])
         variables = [*model.trainable_variables, *model.non_trainable_variables]
-        save_checkpoint(tmp_path, step, {"model": variables}, {})
-    actual = greedy_soup(model, list_checkpoints(tmp_path), closeness((2, 2)))
+        training.save_checkpoint(tmp_path, step, {"model": variables}, {})
+    actual = training.greedy_soup(
+        model, training.list_checkpoints(tmp_path), closeness((2, 2))
+    )
     assert sorted(actual.ingredients) == [0, 1]
     np.testing.assert_allclose(to_numpy(model.get_layer("dense").kernel), 2.0)

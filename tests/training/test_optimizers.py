@@ -8,13 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from keras_moe import training
 from keras_moe.models import from_preset
-from keras_moe.training import (
-    ViTGAdafactor,
-    WarmupCooldown,
-    optimizer_class,
-    warmup_schedule,
-)
 from keras_moe.training.optimizers import OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
 
@@ -87,7 +82,7 @@ def test_names_of_groups(preset, arguments, names):
 
 
 def test_decay_times_the_learning_rate():
-    optimizer = optimizer_class("sgd")(0.1, weight_decay=0.5, groups=GROUPS)
+    optimizer = training.optimizer_class("sgd")(0.1, weight_decay=0.5, groups=GROUPS)
     # 1 - rate * group's rate * decay * group's decay.
     expected = [1 - 0.1 * 0.5 * 0.5, 1 - 0.1 * 0.5, 1 - 0.01 * 0.5 * 3.0, 1.0]
     np.testing.assert_allclose(apply(optimizer, weights()), expected, rtol=1e-6)
@@ -95,8 +90,8 @@ def test_decay_times_the_learning_rate():
 
 def test_decay_relative_to_the_peak():
     # At step 0 of 10 the rate is at its peak of 0.2, at step 5 half of it.
-    optimizer = optimizer_class("adamw")(
-        warmup_schedule("linear", 0.2, total_steps=10),
+    optimizer = training.optimizer_class("adamw")(
+        training.warmup_schedule("linear", 0.2, total_steps=10),
         weight_decay=0.01,
         peak_learning_rate=0.2,
         groups=GROUPS,
@@ -114,7 +109,7 @@ def test_decay_relative_to_the_peak():
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_groups_of_every_optimizer_are_that_optimizer(name):
     """Each group moves as it does with an optimizer of its own."""
-    make = optimizer_class(name)
+    make = training.optimizer_class(name)
     options = {} if name == "vitg_adafactor" else {"weight_decay": 0.5}
     together, alone = weights(0.5), weights(0.5)
     grouped = make(0.1, groups=GROUPS, **options)
@@ -136,7 +131,7 @@ def test_groups_of_every_optimizer_are_that_optimizer(name):
 def test_without_groups_it_is_keras():
     mine, theirs = weights(0.5), weights(0.5)
     options = {"learning_rate": 0.1, "weight_decay": 0.3, "global_clipnorm": 1.0}
-    grouped = optimizer_class("adamw")(**options)
+    grouped = training.optimizer_class("adamw")(**options)
     plain = keras.optimizers.AdamW(**options)
     for step in range(3):
         apply(grouped, mine, gradient=0.3 + step)
@@ -150,7 +145,7 @@ def test_without_groups_it_is_keras():
 
 def test_all_groups_are_clipped_together():
     # 18 gradients of 1 have a norm of sqrt(18).
-    optimizer = optimizer_class("sgd")(1.0, groups=GROUPS, global_clipnorm=0.5)
+    optimizer = training.optimizer_class("sgd")(1.0, groups=GROUPS, global_clipnorm=0.5)
     moved = np.subtract(1.0, apply(optimizer, weights(), gradient=1.0))
     step = 0.5 / np.sqrt(18)
     np.testing.assert_allclose(moved, [step, step, 0.1 * step, 0.0], rtol=1e-4)
@@ -176,9 +171,9 @@ def data(count=24):
 @pytest.mark.parametrize("name", ["adamw", "vitg_adafactor"])
 def test_accumulated_batches_are_one_batch(name):
     def trained(batch_size, **options):
-        optimizer = optimizer_class(name)(
+        optimizer = training.optimizer_class(name)(
             # Rises for 2 updates, and falls until the sixth.
-            warmup_schedule("linear", 0.1, total_steps=6, warmup_steps=2),
+            training.warmup_schedule("linear", 0.1, total_steps=6, warmup_steps=2),
             weight_decay=0.1,
             global_clipnorm=0.5,
             groups=[{"match": "two/.*", "learning_rate": 0.5}],
@@ -203,7 +198,7 @@ def test_accumulated_batches_are_one_batch(name):
 @pytest.mark.every_backend
 @pytest.mark.parametrize("name", ["adamw", "vitg_adafactor"])
 def test_a_compiled_model_keeps_its_state_and_groups(name, tmp_path):
-    optimizer = optimizer_class(name)(
+    optimizer = training.optimizer_class(name)(
         0.01, weight_decay=0.5, groups=[{"match": "two/.*", "weight_decay": 0.0}]
     )
     # Both factors of a kernel of 40 columns are saved, too.
@@ -287,7 +282,7 @@ def test_five_updates_of_every_kind_of_weight(dtype):
         for i in range(5)
     ]
     variables = [variable(path, w) for (path, _, _), w in zip(CASES, weights)]
-    optimizer = ViTGAdafactor(0.1, momentum_dtype=dtype)
+    optimizer = training.ViTGAdafactor(0.1, momentum_dtype=dtype)
     for step in gradients:
         optimizer.apply([keras.ops.convert_to_tensor(g) for g in step], variables)
     for i, (path, _, axes) in enumerate(CASES):
@@ -309,7 +304,7 @@ def test_the_first_update_by_hand():
     a, b = np.linspace(-2, 3, 32), np.linspace(0.5, 9, 32)
     gradient = np.outer(a, b).astype("float32")
     weight = variable("kernel", np.ones((32, 32), "float32"))
-    optimizer = ViTGAdafactor(0.5, weight_decay=0.02, peak_learning_rate=0.5)
+    optimizer = training.ViTGAdafactor(0.5, weight_decay=0.02, peak_learning_rate=0.5)
     optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
     # At the peak rate the decay is the whole weight decay.
     expected = 1 - 0.02 - 0.5 * 0.1 * np.sign(gradient)
@@ -321,13 +316,13 @@ def test_the_first_update_by_hand():
 
 def test_the_state_takes_two_bytes_a_weight():
     kernel = variable("experts/hidden_kernel", np.zeros((8, 64, 256), "float32"))
-    optimizer = ViTGAdafactor(0.1)
+    optimizer = training.ViTGAdafactor(0.1)
     optimizer.build([kernel])
     shapes = [tuple(state.shape) for state in optimizer.second_moments(kernel)]
     assert shapes == [(8, 64, 1), (8, 1, 256)]
     (first,) = optimizer._first_moments
     assert (first.dtype, first.shape) == ("bfloat16", kernel.shape)
-    optimizer = ViTGAdafactor(0.1, momentum=0.0)
+    optimizer = training.ViTGAdafactor(0.1, momentum=0.0)
     optimizer.build([kernel])
     assert optimizer._first_moments == []
 
@@ -340,7 +335,7 @@ def rates(schedule, steps):
 
 
 def test_reciprocal_square_root_by_hand():
-    schedule = warmup_schedule(
+    schedule = training.warmup_schedule(
         "rsqrt", 0.6, 200, warmup_steps=20, timescale=10, cooldown_steps=100
     )
     # 20 + 10 (n^2 - 1) steps make the rate an n-th: 50 a half, 100 a third.
@@ -357,20 +352,20 @@ def test_reciprocal_square_root_by_hand():
 
 
 def test_constant_by_hand():
-    schedule = warmup_schedule(
+    schedule = training.warmup_schedule(
         "constant", 0.6, 100, warmup_steps=10, cooldown_steps=20, final=0.2
     )
     expected = {0: 0.0, 5: 0.3, 10: 0.6, 79: 0.6, 80: 0.6, 90: 0.4, 100: 0.2, 130: 0.2}
     np.testing.assert_allclose(
         rates(schedule, expected), list(expected.values()), atol=1e-7
     )
-    steady = warmup_schedule("constant", 0.6, 100)
+    steady = training.warmup_schedule("constant", 0.6, 100)
     np.testing.assert_allclose(rates(steady, (0, 50, 100, 200)), 0.6, rtol=1e-6)
 
 
 def test_long_runs_keep_their_digits():
     # 4M steps are exact in float32.
-    schedule = WarmupCooldown(1e-3, 4_000_000, 10_000, 10_000, 50_000)
+    schedule = training.WarmupCooldown(1e-3, 4_000_000, 10_000, 10_000, 50_000)
     expected = 1e-3 / math.sqrt(1 + (3_949_999 - 10_000) / 10_000)
     assert float(schedule(3_949_999)) == pytest.approx(expected, rel=1e-5)
     assert float(schedule(3_999_999)) == pytest.approx(

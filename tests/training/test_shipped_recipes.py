@@ -124,18 +124,13 @@ def test_published_mixing_and_heads():
     strengths = {}
     for name in ("vmoe_b16_i21k", "vmoe_s32_i1k"):
         augment = load_recipe(name).data.augment
-        by_name = {x["name"]: x for x in augment if "name" in x}
-        assert by_name["randaugment"] == {
-            "name": "randaugment",
-            "num_ops": 2,
-            "magnitude": 1.0,
-        }
+        by_name = {x.pop("name"): x for x in augment if "name" in x}
+        assert by_name["randaugment"] == {"num_ops": 2, "magnitude": 1.0}
         strengths[name] = by_name["mixup"]["alpha"]
     assert strengths == {"vmoe_b16_i21k": 0.5, "vmoe_s32_i1k": 0.2}
     for name, bias in {
         "vmoe_b16_i21k": -10.0,
-        "vmoe_s32_i1k": -math.log(1000),
-        "routers_jft": -math.log(1000),
+        **dict.fromkeys(("vmoe_s32_i1k", "routers_jft"), -math.log(1000)),
         "soft_moe_s16_jft": -math.log(1000),
     }.items():
         small = {"hidden_dim": 32, "mlp_dim": 32, "num_experts": 2, "num_heads": 2}
@@ -195,18 +190,14 @@ def test_groups_are_large_enough():
 
 
 def test_sizes_of_limoe_differ_in_their_preset_alone():
-    words = ("name", "description", "model.preset")
-    first, *others = (
-        {
-            name: value
-            for name, value in load_recipe(f"limoe_{size}_pairs").settings().items()
-            if name not in words
-        }
-        for size in SIZES
-    )
-    assert all(other == first for other in others)
-    for size in SIZES:
-        assert load_recipe(f"limoe_{size}_pairs").model.preset == f"limoe_{size}"
+    first, *others = (load_recipe(f"limoe_{size}_pairs") for size in SIZES)
+    expected = first.settings()
+    for size, other in zip(SIZES[1:], others):
+        assert other.model.preset == f"limoe_{size}"
+        actual = other.settings()
+        assert actual.keys() == expected.keys()
+        differing = {name for name in actual if actual[name] != expected[name]}
+        assert differing == {"name", "description", "model.preset"}
 
 
 def test_the_cooldowns_of_limoe_h14():
@@ -230,20 +221,12 @@ def test_the_cooldowns_of_limoe_h14():
         "folder:jft4b": 5375,
     }
     assert run.data.evaluated_source == "webdataset:pairs"
-    # The changes are those of the notes.
-    changes = [text.split(")")[0] for text in run.notes.split("data.source=")[1:]]
-    assert len(changes) == 2
-    for text in changes:
-        source, *others = text.split()
-        changed = {"data.source": source}
-        for other in others:
-            name, value = other.split("=")
-            changed[name] = None if value == "null" else value
-        alone = cooldown_branch(run, 650_000, 40_000, **changed).data
-        assert (alone.source, alone.evaluated_source) == (source, source)
-        assert alone.test_split == "val"
-        # Templates are for classes alone.
-        assert (alone.templates is None) == (source == "webdataset:pairs")
+    # Two of the branches have one source alone; templates are for classes.
+    for source, templates in (("folder:jft4b", ["{}"]), ("webdataset:pairs", None)):
+        changes = {"data.source": source, "data.test_split": "val"}
+        changes["data.templates"] = templates
+        alone = cooldown_branch(run, 650_000, 40_000, **changes).data
+        assert (alone.evaluated_source, alone.templates) == (source, templates)
     # Intervals of 12.5k meet each of these steps.
     assert all(step % 12_500 == 0 for step in (650_000, 700_000, 825_000))
 

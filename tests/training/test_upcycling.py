@@ -8,14 +8,6 @@ import pytest
 from rich.console import Console
 
 from keras_moe import data, models, training
-from keras_moe.models import (
-    ContrastiveModel,
-    MixerBackbone,
-    MixerImageClassifier,
-    TextBackbone,
-    ViTBackbone,
-    ViTImageClassifier,
-)
 from tests import golden
 from tests.flax_weights import assign_flax_weights, flax_name
 from tests.pair_models import PAIRS, TEXT, clip, limoe
@@ -31,11 +23,11 @@ SIZES = {
     "mlp_dim": 24,
 }
 MAKERS = {
-    "vit": lambda **kw: ViTImageClassifier(
-        ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}), 3
+    "vit": lambda **kw: models.ViTImageClassifier(
+        models.ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}), 3
     ),
-    "mixer": lambda **kw: MixerImageClassifier(
-        MixerBackbone.from_config({**SIZES, "token_mlp_dim": 6, **kw}), 3
+    "mixer": lambda **kw: models.MixerImageClassifier(
+        models.MixerBackbone.from_config({**SIZES, "token_mlp_dim": 6, **kw}), 3
     ),
 }
 
@@ -51,8 +43,8 @@ def test_reference_upcycling(case):
     arrays, config = golden.load(case)
     dense, moe = config["dense_model"], config["moe_model"]["encoder"]["moe"]
     token = dense["classifier"] == "token"
-    model = ViTImageClassifier(
-        ViTBackbone(
+    model = models.ViTImageClassifier(
+        models.ViTBackbone(
             image_shape=(32, 32, 3),
             patch_size=tuple(dense["patch_size"]),
             hidden_dim=dense["hidden_size"],
@@ -212,7 +204,7 @@ def test_the_optimizer_is_carried_over(kind, optimizer, options):
     if kind == "vit":
         dense, batch = MAKERS["vit"](), (images(8, 16, 8, 3), np.arange(8) % 3)
     else:
-        dense = ContrastiveModel(clip({}) if kind == "clip" else limoe(None))
+        dense = models.ContrastiveModel(clip({}) if kind == "clip" else limoe(None))
         batch = (PAIRS,)
     config = {"learning_rate": 0.0123, **options}
     config = {"class_name": optimizer, "config": config}
@@ -420,7 +412,7 @@ BOTH = ("image/block_1", "text/block_1")
 def dense_pairs():
     keras.utils.set_random_seed(1)
     return {
-        "clip": ContrastiveModel(with_weights(clip({}))),
+        "clip": models.ContrastiveModel(with_weights(clip({}))),
         "limoe": with_weights(limoe(None)),
     }
 
@@ -496,7 +488,7 @@ def test_each_tower_has_settings_of_its_own(dense_pairs):
 
 
 def test_texts_alone_are_upcycled():
-    dense = with_weights(TextBackbone(**TEXT))
+    dense = with_weights(models.TextBackbone(**TEXT))
     texts = {name: PAIRS[name] for name in ("token_ids", "padding_mask")}
     for arguments, preserved in (({}, True), ({"preset": "clip_up"}, False)):
         _, report = training.upcycle(dense, 4, images=texts, **arguments)

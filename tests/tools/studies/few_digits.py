@@ -1,25 +1,13 @@
 """A few batches of the digits, for studies that take seconds."""
 
-from types import ModuleType, SimpleNamespace
-
-import pytest
+from types import SimpleNamespace
 
 from keras_moe import data
 from tools.studies import moepp
 
 
-def load_few(
-    monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType = moepp,
-    **batches: int,
-) -> None:
-    """Lets the models of a study see the first batches of each split.
-
-    Args:
-        monkeypatch: pytest's fixture.
-        module: the study's module that loads the digits.
-        **batches: numbers of batches, by split; three of the others.
-    """
+def load_few(monkeypatch, module=moepp, **batches):
+    """Gives a study the first batches of each split: `batches`, or three."""
 
     def load(name, split, *arguments, **options):
         few = batches.get(split, 3)

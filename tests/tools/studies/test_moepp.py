@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from keras_moe.ops import ExpertTypes
 from tests.tools.studies.few_digits import load_few
 from tools.studies import moepp_layers
-from tools.studies.moepp import Digits
+from tools.studies.moepp import Digits, deviation_of_patches
 from tools.studies.moepp_layers import Costs, Sizes
 from tools.studies.study import Study
 
@@ -84,12 +85,43 @@ def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch)
     assert "the same command resumes" in errors
 
 
+def test_kinds_are_removed_counted_and_drawn(study, tmp_path):
+    arguments = ["--parts", "removal", "tokens", "constants", "--output", tmp_path]
+    arguments += [*ONE, "--constants", "1"]
+    status, text, errors = study(*arguments)
+    assert status == 0, errors
+    results = json.loads((tmp_path / "results.json").read_text())
+    # The rows of Table C.
+    pairs = ["zero + copy", "zero + constant", "copy + constant"]
+    names = ["zero", "copy", "constant", *pairs, "zero + copy + constant"]
+    assert list(results["removal"]["without"]) == names
+    assert 0 < results["removal"]["whole"]["mean"] <= 1
+    counts = results["tokens"]["per_patch"]
+    for patch in ("plain", "with an edge"):
+        # At inference every choice of the two is served.
+        served = sum(counts[kind][patch]["mean"] for kind in counts)
+        assert served == pytest.approx(2.0, abs=1e-4)
+    assert list(results["constants"]) == ["1"]
+    for name in ("kinds", "constants"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert "Table C" in text
+    assert "Figure A" in text
+
+
+def test_plain_patches_have_equal_pixels():
+    images = np.zeros((1, 4, 4, 1))
+    images[0, 2:, 2:] = [[[-1.0], [1.0]], [[1.0], [-1.0]]]
+    deviation = deviation_of_patches(images, (2, 2))
+    assert deviation.tolist() == [[[0.0, 0.0], [0.0, 1.0]]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--parts", "training", "--only", "tau=7"], "tau=7"),
         (["--parts", "speed", "--kinds", "0", "1", "1", "2"], "num_experts=0"),
         (["--kinds", "8", "0", "0", "0"], "zero-computation experts"),
+        (["--constants", "-1"], "--constants"),
         (["--taus", "0"], "above 0; received: 0"),
         (["--parts", "speeds"], "invalid choice: 'speeds'"),
         (["--parts", "costs", "--only", "vanilla"], "Expected the part training with"),

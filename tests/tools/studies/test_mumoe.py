@@ -1,25 +1,45 @@
 """The study of muMoE on a few steps: what it stores, prints and draws."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from keras_moe import data
-from tests.tools.studies.small_mumoe import make_small
-from tools.studies import mumoe_editing
-from tools.studies.mumoe_models import Fit, numbers, with_attributes
+from tools.studies import mumoe, mumoe_editing, mumoe_heads, mumoe_models
+from tools.studies.mumoe_models import numbers, with_attributes
 
-TINY = ["--epochs", "8", "--seeds", "1", "--experts", "2", "--rank", "4"]
+TINY = ["--seeds", "1", "--experts", "2", "--rank", "4"]
 TINY += ["--learning-rate", "0.01"]
 
 
 @pytest.fixture
 def study(program, monkeypatch):
-    make_small(monkeypatch)
-    monkeypatch.setattr(mumoe_editing, "EXPERT_STRENGTHS", (1.0,))
-    monkeypatch.setattr(mumoe_editing, "BLIND_STRENGTHS", (2.5,))
-    monkeypatch.setattr(mumoe_editing, "PASSES", 1)
+    """The study at sizes that take seconds."""
+    sizes = {"patch_size": 8, "hidden_dim": 16, "num_layers": 1, "mlp_dim": 8}
+    for module in (mumoe, mumoe_editing, mumoe_models):
+        monkeypatch.setattr(module, "SIZES", sizes)
+    for name, value in {"TRAIN_NUMBERS": 400, "TEST_NUMBERS": 100}.items():
+        monkeypatch.setattr(mumoe, name, value)
+        monkeypatch.setattr(mumoe_models, name, value)
+    monkeypatch.setattr(mumoe_models, "SHARES", (0.5,))
+
+    def load_digits(split, shape):
+        return tuple(array[:500] for array in data.load_digits(split, shape))
+
+    few = SimpleNamespace(load_digits=load_digits, oversample=data.oversample)
+    for name, value in {
+        "data": few,
+        "EXPERT_STRENGTHS": (1.0,),
+        "BLIND_STRENGTHS": (2.5,),
+        "PASSES": 1,
+    }.items():
+        monkeypatch.setattr(mumoe_editing, name, value)
+    low_rank = [{"factorization": "cp", "rank": 4}]
+    capacities = {"CP": low_rank, "dense": [2], "sparse": [2]}
+    monkeypatch.setattr(mumoe_heads, "CAPACITIES", capacities)
+    monkeypatch.setattr(mumoe_heads, "BATCH_SIZE", 32)
     return lambda *arguments: program("mumoe", *arguments)
 
 
@@ -44,10 +64,10 @@ def test_the_bias_is_planted():
     assert labels.tolist() == [[0, 0, 0, 1, 1], [1, 1, 1, 0, 0]]
 
 
-def test_parts_are_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch):
-    # Parts about heads have a file of their own.
+def test_parts_are_stored_and_drawn(study, tmp_path):
     parts = ["--parts", "specialisation", "editing", "patches"]
-    arguments = [*parts, "--output", tmp_path, *TINY, "--edited-experts", "2"]
+    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "8"]
+    arguments += ["--edited-experts", "2"]
     status, text, errors = study(*arguments)
     assert status == 0, errors
     assert "Table 2" in text
@@ -69,16 +89,51 @@ def test_parts_are_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert (tmp_path / "patches_block_0.png").stat().st_size > 3_000
 
-    # A whole run is not trained again.
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Fit, "train", interrupt)
-    assert study(*arguments).status == 0
-    # A damaged one is.
-    stored = next((tmp_path / "runs").glob("dense*.npz"))
-    stored.write_bytes(stored.read_bytes()[:100])
-    assert study(*arguments).status == 130
+def test_table_8_by_command(study, tmp_path):
+    _, text, _ = study("--parts", "costs", "--output", tmp_path)
+    rows = json.loads((tmp_path / "results.json").read_text())["costs"]
+    for name, naive, factorized in (("CP", 155.1, 1.44), ("TR", 622.8, 3.56)):
+        assert round(rows[name]["naive"] / 1e9, 1) == naive
+        assert round(rows[name]["factorized"] / 1e6, 2) == factorized
+    assert "155.1B" in text
+    assert "622.8B" in text
+
+
+def test_heads_are_trained_and_drawn(study, tmp_path):
+    parts = ["activation", "normalization", "matched", "capacity"]
+    arguments = ["--parts", *parts, "--output", tmp_path, *TINY, "--epochs", "3"]
+    status, text, errors = study(*arguments)
+    assert status == 0, errors
+    assert "Figure 24" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["activation"]) == ["entmax, 2", "softmax, 2"]
+    assert list(results["normalization"]) == ["batch norm, 2", "none, 2"]
+    # One and the same run.
+    (entmax,), (norm,) = (
+        results["activation"]["entmax, 2"],
+        results["normalization"]["batch norm, 2"],
+    )
+    assert entmax == norm
+    assert len(list((tmp_path / "runs").glob("head-*.json"))) == 3 + 4 + 3
+    matched = results["matched"]
+    assert list(matched) == ["linear", "CP, 2", "TR, 2", "Tucker, 2"]
+    (linear,) = matched["linear"]
+    assert linear["parameters"] == 17 * 100
+    for name in list(matched)[1:]:
+        (run,) = matched[name]
+        assert 1 <= run["parameters"] / linear["parameters"] < 1.2
+        assert run["expert_rank"] >= 1
+    capacity = results["capacity"]
+    assert capacity["dense, 2"][0]["parameters"] == 2 * 17 * 100 + 2 * 16
+    assert capacity["sparse, 2"][0]["parameters"] == 2 * 17 * 100 + 2 * 16
+    for part in ("matched", "capacity"):
+        assert (tmp_path / f"{part}.png").stat().st_size > 5_000
+
+
+def test_a_sparse_gate_leaves_the_largest():
+    gates = np.array(mumoe_heads.top_1_softmax(np.log([[1.0, 3.0, 4.0]])))
+    np.testing.assert_allclose(gates, [[0.0, 0.0, 0.5]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("arguments", [["--experts", "0"], ["--seeds", "0"]])

@@ -14,6 +14,7 @@ from tools.studies.limoe_pruning import kept_counts
 from tools.studies.pairs import health_figures, modality_figures
 
 LOSSES = "model.auxiliary_losses"
+CLASSIC = [("importance", None), ("load", None), ("router_z", None)]
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +43,15 @@ def names(overrides):
 
 def test_losses_are_added_one_after_the_other(base):
     rows = limoe.loss_configurations(base)
-    classic = [("importance", None), ("load", None), ("router_z", None)]
     local, both = [("local_entropy", 1)], [("global_entropy", 1), ("global_entropy", 0)]
     assert rows.pop("all (LIMoE)") == {}
     assert [names(row) for row in rows.values()] == [
         [],
-        classic[:2],
-        classic,
-        [*classic, ("mutual_information", None)],
-        classic + local,
-        classic + both,
+        CLASSIC[:2],
+        CLASSIC,
+        [*CLASSIC, ("mutual_information", None)],
+        CLASSIC + local,
+        CLASSIC + both,
         local + both,
     ]
 
@@ -86,13 +86,8 @@ def test_thresholds_are_logarithms_of_soft_minima(base):
 
 def test_orders_routers_and_groups(base):
     orders = limoe.order_configurations(base)
-    assert [row.get("model.priority") for row in orders.values()] == [
-        "first_come",
-        "shuffled",
-        [0, 1],
-        [1, 0],
-        None,
-    ]
+    expected = ["first_come", "shuffled", [0, 1], [1, 0], None]
+    assert [row.get("model.priority") for row in orders.values()] == expected
     # Table 7's last row has 5 experts for text beside 27.
     routers = limoe.router_configurations(base, text_pool=5)
     joint, by_modality, disjoint = routers.values()
@@ -100,7 +95,7 @@ def test_orders_routers_and_groups(base):
     assert (joint, by_modality) == ({}, {"model.num_modalities": 2})
     image, text = disjoint["model.expert_pools"]
     assert (len(image), text) == (27, [0, 1, 2, 3, 4])
-    assert [name for name, _ in names(disjoint)] == ["importance", "load", "router_z"]
+    assert names(disjoint) == CLASSIC
     with pytest.raises(ValueError, match="1 to 31 of 32 experts"):
         limoe.router_configurations(base, text_pool=32)
     groups = limoe.group_configurations(base)
@@ -114,17 +109,11 @@ def test_figure_12(base):
     rows = limoe.expert_configurations(base)
     assert list(rows) == [4, 8, 16, 32, 64]
     assert "model.num_experts" not in rows[32]
-    found = {
-        count: {
-            name: math.exp(threshold)
-            for name, threshold in row[LOSSES]["limoe"]["thresholds"].items()
-        }
-        for count, row in rows.items()
-    }
     # Table 5 has log(0.8) for images, which is no loss, as 0 is.
-    assert found[4] == pytest.approx({"text": 2.4, "image": 1.0})
-    assert found[8] == pytest.approx({"text": 4.8, "image": 1.6})
-    assert found[64] == pytest.approx({"text": 38.4, "image": 12.8})
+    for count, text, image in ((4, 2.4, 1.0), (8, 4.8, 1.6), (64, 38.4, 12.8)):
+        thresholds = rows[count][LOSSES]["limoe"]["thresholds"]
+        expected = {"text": math.log(text), "image": math.log(image)}
+        assert thresholds == pytest.approx(expected)
     assert rows[64]["model.num_experts"] == 64
     one = base._replace(moe=base.moe.replace(num_experts=8))
     assert list(limoe.expert_configurations(one)) == [2, 4, 8, 16]
@@ -137,11 +126,7 @@ def test_figure_5(base):
     assert list(rows)[:6] == [f"{x} patches, classic losses" for x in lengths]
     assert "model.patch_size" not in rows["196 patches, entropy losses"]
     assert rows["49 patches, entropy losses"]["model.patch_size"] == [32, 32]
-    assert [name for name, _ in names(rows["49 patches, classic losses"])] == [
-        "importance",
-        "load",
-        "router_z",
-    ]
+    assert names(rows["49 patches, classic losses"]) == CLASSIC
     bag = rows["49 patches, entropy losses"][LOSSES]["limoe"]
     assert bag["thresholds"] == {"text": math.log(25), "image": 0.0}
     small = base._replace(image_size=(8, 8), patch_size=(4, 4))
@@ -205,16 +190,13 @@ def test_entropy_losses_weigh_the_same_in_both_backbones():
     shared = clip_up.entropy_losses("shared", own, 16)[LOSSES]
     *_, bag = losses.get(shared)
     each = bag.weight / len(bag.losses)
-    assert [loss.name for loss in bag.losses] == [
-        "local_entropy",
-        "global_entropy",
-        "global_entropy",
-    ]
+    expected = ["local_entropy", "global_entropy", "global_entropy"]
+    assert [loss.name for loss in bag.losses] == expected
     towers = clip_up.entropy_losses("separated", own, 4)
     image = {x.name: x for x in losses.get(towers["model.image.auxiliary_losses"])}
     text = {x.name: x for x in losses.get(towers["model.text.auxiliary_losses"])}
     assert set(text) - set(image) == {"local_entropy"}
-    for loss in (image["global_entropy"], *map(text.get, ("local_entropy",))):
+    for loss in (image["global_entropy"], text["local_entropy"]):
         assert loss.weight == pytest.approx(each)
     # Six experts at least, where there are as many.
     threshold = image["global_entropy"].get_config()["threshold"]

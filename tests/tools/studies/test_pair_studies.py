@@ -6,13 +6,37 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from tests.tools.studies.small_pairs import write_pairs
+from tests.training.pair_folder import TINY, write_pairs
 from tools.studies import clip_up
+
+SIZES = ("hidden_dim", "num_layers", "num_heads", "mlp_dim", "num_experts")
+TOWERS = {
+    name: {x: TINY[x] for x in (*SIZES, *own)}
+    for name, own in {
+        "image": ("image_shape", "patch_size"),
+        "text": ("vocabulary_size", "max_length"),
+    }.items()
+}
+MODELS = {
+    "limoe": {"preset": "limoe_s32", **TINY},
+    "clip_up": {"preset": "clip_up_b32", "projection_dim": 4, **TOWERS},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"))
+    """Pairs, and a recipe of a tiny model for each study."""
+    folder = tmp_path_factory.mktemp("pairs")
+    source = write_pairs(folder)
+    for name, model in MODELS.items():
+        recipe = {
+            "data": {"source": source, "batch_size": 4},
+            "model": model,
+            "schedule": {"epochs": 2, "learning_rate": 1e-3, "warmup_steps": 1},
+            "objective": {"name": "contrastive", "tokenizer": "trained"},
+        }
+        (folder / f"{name}.json").write_text(json.dumps(recipe))
+    return folder
 
 
 def interrupt(*arguments, **options):
