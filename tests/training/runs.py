@@ -105,16 +105,22 @@ def quick_run(folder, recipe, *callbacks, every=3, **options):
     )
 
 
-def arrays_of(trained):
-    """All that training changes, as arrays."""
-    variables = [*trained.model.variables, *trained.model.optimizer.variables]
-    return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+def assert_same_variables(actual, expected):
+    """Not only close: the CPU computes the same program the same way."""
+    for pair in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, pair))
+
+
+def assert_same_models(actual, expected):
+    """Compares all that training changes."""
+    models = (actual, expected)
+    both = ([*x.variables, *x.optimizer.variables] for x in models)
+    assert_same_variables(*both)
 
 
 def assert_same_arrays(actual, expected):
-    """Not only close: the CPU computes the same program the same way."""
-    for a, b in zip(arrays_of(actual), arrays_of(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    """Compares the models of two runs."""
+    assert_same_models(actual.model, expected.model)
 
 
 class Ends(keras.callbacks.Callback):

@@ -52,7 +52,7 @@ def test_a_callback_alone_counts_for_itself():
     assert alone.steps[4:] == [5, 6, 7]
 
 
-# Scores of the epochs.
+# Of the epochs.
 SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]
 
 

@@ -12,11 +12,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import processes, training
+from keras_moe import training
 from keras_moe.files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
 from tests.training.runs import Ends
+from tests.training.runs import assert_same_variables as assert_same
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
@@ -59,11 +60,6 @@ def restored(checkpoint):
     made = variables(99)
     checkpoint.restore({"model": made})
     return made
-
-
-def assert_same(actual, expected):
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
 
 
 def names(folder):
@@ -389,17 +385,6 @@ def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
                 training.train(RECIPE, checkpoint_dir=folder, resume=resume)
         assert (folder / "step-00000001").exists()
     assert names(folder) == ["step-00000001"]
-
-
-def test_processes_that_train_one_model_share_its_folder(tmp_path, monkeypatch):
-    with training.run_lock(tmp_path):
-        monkeypatch.setattr(processes, "process_shard", lambda: (1, 2))
-        monkeypatch.setattr(keras.distribution, "distribution", lambda: "a layout")
-        monkeypatch.setattr(
-            "keras_moe.ops.kernels.sharded_arrays_jax.exchange", lambda x: [x] * 2
-        )
-        with training.run_lock(tmp_path):
-            assert names(tmp_path) == [".run.lock"]
 
 
 def test_a_remote_folder_is_not_locked(tmp_path, monkeypatch):

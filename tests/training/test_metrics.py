@@ -66,20 +66,6 @@ def test_probabilities_are_their_logits():
     assert np.isfinite(float(metric.result()))
 
 
-def test_evaluate_weights_them():
-    labels, _, logits, weights = drawn()
-    model = keras.Sequential([keras.Input((C,)), keras.layers.Identity()])
-    metrics = [PrecisionAt1(), MeanAveragePrecision(C)]
-    model.compile("sgd", "mse", weighted_metrics=metrics)
-    options = {"batch_size": 32, "verbose": 0, "return_dict": True}
-    actual = model.evaluate(logits, labels, sample_weight=weights, **options)
-    expected = precision_at_1(labels, logits, weights)
-    assert actual["precision_at_1"] == pytest.approx(expected)
-    rounded = np.floor((logits + 20) / 0.1)
-    expected = mean_average_precision(labels, rounded, weights)
-    assert actual["mean_average_precision"] == pytest.approx(expected, abs=5e-3)
-
-
 def test_configs_come_back():
     for metric in (
         PrecisionAt1(sparse_labels=True, name="p"),

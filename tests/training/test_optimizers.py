@@ -12,6 +12,7 @@ from keras_moe import training
 from keras_moe.models import from_preset
 from keras_moe.training.optimizers import OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
+from tests.training.runs import assert_same_variables
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -21,10 +22,8 @@ def weights(value=1.0):
     made = []
     for scope in ("one", "two"):
         with keras.name_scope(scope):
-            made.append(
-                keras.Variable(np.full((2, 3), value, "float32"), name="kernel")
-            )
-            made.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
+            for name, shape in (("kernel", (2, 3)), ("bias", (3,))):
+                made.append(keras.Variable(np.full(shape, value, "float32"), name=name))
     return made
 
 
@@ -42,14 +41,16 @@ GROUPS = [
 
 # Which weights
 
+ALL = {"experts", "router", "head", "kernels", "rest"}
+
 
 @pytest.mark.parametrize(
     ("preset", "arguments", "names"),
     [
-        ("vmoe_b16_every2_e8", {}, {"experts", "router", "head", "kernels", "rest"}),
-        ("soft_moe_s16", {}, {"experts", "router", "head", "kernels", "rest"}),
-        ("moepp_vit_s16", {}, {"experts", "router", "head", "kernels", "rest"}),
-        ("mumoe_vit_s16_cp", {}, {"experts", "router", "head", "kernels", "rest"}),
+        ("vmoe_b16_every2_e8", {}, ALL),
+        ("soft_moe_s16", {}, ALL),
+        ("moepp_vit_s16", {}, ALL),
+        ("mumoe_vit_s16_cp", {}, ALL),
         ("mixer_s16", {"router": "soft", "moe_layers": "every_2"}, {"experts"}),
         ("vit_s16", {"head": {"num_experts": 4}}, {"head", "kernels", "rest"}),
     ],
@@ -136,8 +137,7 @@ def test_without_groups_it_is_keras():
     for step in range(3):
         apply(grouped, mine, gradient=0.3 + step)
         apply(plain, theirs, gradient=0.3 + step)
-    for one, other in zip(mine, theirs, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    assert_same_variables(mine, theirs)
     if keras.backend.backend() == "torch":
         # All weights in one call, as Keras's own.
         assert hasattr(grouped, "_parallel_update_step")
@@ -185,8 +185,7 @@ def test_accumulated_batches_are_one_batch(name):
         model.fit(*data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         averages = [to_numpy(v) for v in optimizer._model_variables_moving_average]
         # `fit` leaves the averages in the model.
-        for weight, average in zip(model.weights, averages, strict=True):
-            np.testing.assert_array_equal(to_numpy(weight), average)
+        assert_same_variables(model.weights, averages)
         return int(optimizer.iterations), averages
 
     whole, parts = trained(8), trained(2, gradient_accumulation_steps=4)
@@ -207,15 +206,12 @@ def test_a_compiled_model_keeps_its_state_and_groups(name, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert again.optimizer.get_config() == optimizer.get_config()
-    states = optimizer.variables, again.optimizer.variables
-    for one, other in zip(*states, strict=True):
-        assert one.dtype == other.dtype
-        one, other = (to_numpy(keras.ops.cast(x, "float32")) for x in (one, other))
-        np.testing.assert_array_equal(one, other)
+    assert_same_variables(again.optimizer.variables, optimizer.variables)
+    types = [[x.dtype for x in each.variables] for each in (optimizer, again.optimizer)]
+    assert types[0] == types[1]
     for each in (model, again):
         each.fit(*data(), shuffle=False, verbose=0)
-    for one, other in zip(model.weights, again.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    assert_same_variables(model.weights, again.weights)
 
 
 def reference(weight, gradients, axes, first_dtype, rate=0.1, momentum=0.9):
@@ -274,12 +270,10 @@ TYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 def test_five_updates_of_every_kind_of_weight(dtype):
     draw = np.random.default_rng(0)
     weights = [draw.normal(size=shape).astype("float32") for _, shape, _ in CASES]
+    scales = [10.0 ** -(i % 3) for i in range(5)]
     gradients = [
-        [
-            draw.normal(size=w.shape).astype("float32") * 10.0 ** -(i % 3)
-            for w in weights
-        ]
-        for i in range(5)
+        [draw.normal(size=w.shape).astype("float32") * scale for w in weights]
+        for scale in scales
     ]
     variables = [variable(path, w) for (path, _, _), w in zip(CASES, weights)]
     optimizer = training.ViTGAdafactor(0.1, momentum_dtype=dtype)

@@ -11,8 +11,8 @@ import pytest
 from keras_moe import models, training
 from keras_moe.analysis import ExpertUsage, expert_usage, prune_experts, select_experts
 from tests.small_models import SMALL, with_weights
+from tests.training.runs import assert_same_models
 
-to_numpy = keras.ops.convert_to_numpy
 IMAGES = np.random.default_rng(0).normal(size=(8, 16, 8, 2)).astype("float32")
 LABELS = np.eye(3, dtype="float32")[np.arange(8) % 3]
 VIT = {**SMALL, "num_layers": 2, "seed": 0}
@@ -37,11 +37,6 @@ def classifier(**options):
 def fit(model, *callbacks, data=(IMAGES, LABELS), batch_size=4, epochs=3):
     options = {"batch_size": batch_size, "epochs": epochs, "shuffle": False}
     return model.fit(*data, **options, callbacks=callbacks, verbose=0).history
-
-
-def all_arrays(model):
-    variables = [*model.variables, *model.optimizer.variables]
-    return [to_numpy(variable.value) for variable in variables]
 
 
 def quiet_health(**options):
@@ -115,24 +110,18 @@ def test_training_is_the_same_with_it(tmp_path):
         """An evaluator may do what it likes with metrics."""
         return {"loss": model.evaluate(IMAGES, LABELS, verbose=0)[0]}
 
+    few_shot = training.FewShot(examples, examples, shots=(1, 2))
     evaluation = training.PeriodicEvaluation(
-        {
-            "few_shot": training.FewShot(examples, examples, shots=(1, 2)),
-            "task": task,
-        },
-        every=2,
-        path=tmp_path / "evaluation.json",
+        {"few_shot": few_shot, "task": task}, every=2, path=tmp_path / "evaluation.json"
     )
     history = fit(watched, health, evaluation)
     assert {name: history[name] for name in expected} == expected
-    for a, b in zip(*map(all_arrays, (watched, plain)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_models(watched, plain)
     # Measured after each of the 2 x 3 steps, and reported at each epoch's end.
     assert [record["step"] for record in health.records] == [1, 2, 3, 4, 5, 6]
     assert len(history["router/entropy"]) == 3
     assert len(history["few_shot/1_shot"]) == len(history["task/loss"]) == 1
-    with open(tmp_path / "health.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "health.csv")
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     shares = [float(share) for share in rows[-1]["expert_shares"].split()]
     assert sum(shares) == pytest.approx(1.0, abs=1e-4)
@@ -140,11 +129,14 @@ def test_training_is_the_same_with_it(tmp_path):
         "epoch", "step", "few_shot/1_shot", "few_shot/2_shot", "task/loss",
     }  # fmt: skip
     events = _events(board, [])
-    assert ("router/block_1/load_entropy", 6) in events
     assert events["router/block_1/load_entropy", 6] == pytest.approx(
         health.layers[-1]["load_entropy"], rel=1e-6
     )
     assert ("router/block_1/load/3", 1) in events
+
+
+def rows_of(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def _events(folder, hidden_from):
@@ -232,8 +224,7 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match=r"health\.csv could not"):
             health.set_state(health.get_state() | {"records": []})
     measured(3)
-    with open(path) as file:
-        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3]
+    assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3]
     assert [row["step"] for row in json.loads(evaluation.path.read_text())] == [1, 2, 3]
     assert {step for _, step in _events(board, [])} == {1, 2, 3}
 
@@ -281,12 +272,18 @@ def test_the_window_has_the_last_counts_and_training_is_the_same(tmp_path):
 
 def test_batches_follow_in_turn_and_count_like_a_pass():
     model = sparse_classifier()
-    recorder = training.UsageRecorder(
-        SIX, CLASSES, every=1, last=3, batch_size=4, training=False
-    )
+    options = {"every": 1, "last": 3, "batch_size": 4, "training": False}
+    first = training.UsageRecorder(SIX, CLASSES, **options)
+    first.set_model(model)
+    for _ in range(2):
+        first.measure()
+    # A run goes on from its state.
+    recorder = training.UsageRecorder(SIX, CLASSES, **options)
+    recorder.set_state(json.loads(json.dumps(first.get_state())))
     recorder.set_model(model)
-    for _ in range(3):
-        recorder.measure()
+    for each in (first, recorder):
+        each.measure()
+    assert first.usage.to_dict() == recorder.usage.to_dict()
     # Three batches of four are the six images twice.
     once = expert_usage(model, SIX, CLASSES, verbose=0).blocks["block_1"]
     actual = recorder.usage.blocks["block_1"]
@@ -294,23 +291,6 @@ def test_batches_follow_in_turn_and_count_like_a_pass():
     np.testing.assert_allclose(actual.mass, 2 * once.mass, rtol=1e-5)
     recorder.measure()
     assert recorder.usage.blocks["block_1"].tokens.sum() == actual.tokens.sum()
-
-
-def test_a_run_goes_on_from_its_state():
-    model = sparse_classifier()
-    recorders = [
-        training.UsageRecorder(SIX, every=1, last=2, batch_size=4, training=False)
-        for _ in range(2)
-    ]
-    first, second = recorders
-    first.set_model(model)
-    first.measure()
-    first.measure()
-    second.set_state(json.loads(json.dumps(first.get_state())))
-    second.set_model(model)
-    for recorder in recorders:
-        recorder.measure()
-    assert first.usage.to_dict() == second.usage.to_dict()
 
 
 def test_routing_is_that_of_training():
