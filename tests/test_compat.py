@@ -76,10 +76,8 @@ def defined_names(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(
-            node.ctx, ast.Store
-        ):
-            names.add(getattr(node, "id", None) or node.attr)
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            names |= {getattr(node, "id", None), getattr(node, "attr", None)}
         elif isinstance(node, ast.Call) and len(node.args) > 1:
             # `object.__setattr__(self, "_name", value)` and `setattr`.
             names |= {

@@ -50,11 +50,7 @@ def test_a_backend_that_is_not_installed_is_named(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", MISSING],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "KERAS_BACKEND": "tensorflow",
-            "PYTHONPATH": str(ROOT),
-        },
+        env={**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -67,7 +67,7 @@ def row(**changes):
         "source": "fake_benchmark:candidates",
         "arguments": {"count": 99_999},
         "subject": "ours",
-        "goals": {"limit": {"jax": 1e9, "torch": 0.5}} | dict.fromkeys(PEERS),
+        "goals": {"limit": {"jax": 1e9, "torch": 0.5}, **dict.fromkeys(PEERS)},
         "peers": {name: name for name in PEERS},
         "rounds": 4,
     }

@@ -37,8 +37,8 @@ def pair_recipe(source: str, **changes) -> Recipe:
     return mine.replace(**changes)
 
 
-def write_pairs(root: Path) -> str:
-    """Writes squares of three colours on three grounds, with two captions each.
+def write_pairs(root: Path, captions: int = 2) -> str:
+    """Writes squares of three colours on three grounds, with captions.
 
     Returns the source of `load_pairs`.
     """
@@ -51,7 +51,8 @@ def write_pairs(root: Path) -> str:
                 pixels[2:6, 2:6] = colour
                 file = f"{name}_{ground}.png"
                 Image.fromarray(pixels).save(root / split / file)
-                for caption in (f"a {name} square on {ground}", f"{name} {ground}"):
+                texts = (f"a {name} square on {ground}", f"{name} {ground}")
+                for caption in texts[:captions]:
                     lines.append(json.dumps({"image": file, "caption": caption}))
         (root / split / "captions.jsonl").write_text("\n".join(lines))
     return f"folder:{root}"

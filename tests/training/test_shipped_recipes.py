@@ -60,15 +60,11 @@ PAIRS = [x for x, objective in OBJECTIVES.items() if isinstance(objective, Contr
 def test_published_settings(name):
     actual = load_recipe(name)
     schedule, optimizer, is_limoe = actual.schedule, actual.optimizer, "limoe" in name
+    names = "steps epochs warmup_steps decay final_learning_rate cooldown_steps"
     assert PUBLISHED[name] == (
         schedule.learning_rate,
         actual.data.batch_size,
-        schedule.steps,
-        schedule.epochs,
-        schedule.warmup_steps,
-        schedule.decay,
-        schedule.final_learning_rate,
-        schedule.cooldown_steps,
+        *(getattr(schedule, name) for name in names.split()),
         optimizer.weight_decay,
     )
     assert optimizer.name == ("vitg_adafactor" if is_limoe else "adamw")
