@@ -1,4 +1,4 @@
-"""Several processes at once, which share what was imported before.
+"""Other processes: programs, and several that share what was imported before.
 
 Importing takes most of the time of a process that does little. A program that has
 imported all it needs, and has asked for no devices yet, forks the processes.
@@ -59,6 +59,19 @@ def run_forked(work: Callable[[int], None], count: int) -> None:
             for other in left:
                 os.kill(other, signal.SIGKILL)
             raise SystemExit(f"Process {children.index(child)} ended with {status}")
+
+
+def run_python(
+    *arguments: object, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess:
+    """Runs a program of this Python to its end, and captures what it prints."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+    )
 
 
 def run_script(script: Path, *arguments: object) -> None:

@@ -1,34 +1,23 @@
 """The README's first example runs as it is printed, for one epoch."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.forks import ROOT, run_python
 
 
-def test_the_first_example_runs(tmp_path):
+def test_the_first_example_runs(tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     backend = keras.backend.backend()
     if backend == "jax":
         # Nothing but the example itself says which backend it takes.
-        environment.pop("KERAS_BACKEND", None)
+        monkeypatch.delenv("KERAS_BACKEND", raising=False)
     assert "epochs=5" in example
     example = example.replace("epochs=5", "epochs=1")
-    done = subprocess.run(
-        [sys.executable, "-c", example + "\nprint(keras.backend.backend())"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    example += "\nprint(keras.backend.backend())"
+    done = run_python("-c", example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == backend
 
@@ -47,13 +36,7 @@ import keras_moe
 
 
 def test_a_backend_that_is_not_installed_is_named(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", MISSING],
-        cwd=tmp_path,
-        env={**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", MISSING, cwd=tmp_path, KERAS_BACKEND="tensorflow")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: Expected an installed backend of Keras")
     assert "KERAS_BACKEND=jax" in last

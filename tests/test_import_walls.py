@@ -2,13 +2,13 @@
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forks import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "keras_moe"
@@ -280,13 +280,7 @@ def test_the_core_imports_quickly_and_no_heavy_library():
     heavy |= {"tensorflow_datasets", "keras_cv"}
     seconds = []
     for backend in ("jax", "tensorflow", "torch"):
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT_PROBE],
-            cwd=ROOT,
-            env={**os.environ, "KERAS_BACKEND": backend},
-            capture_output=True,
-            text=True,
-        )
+        done = run_python("-c", IMPORT_PROBE, KERAS_BACKEND=backend)
         assert done.returncode == 0, done.stderr
         actual = json.loads(done.stdout.splitlines()[-1])
         assert heavy.isdisjoint(actual["new"]), backend

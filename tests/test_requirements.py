@@ -1,14 +1,12 @@
 """The package needs what pyproject.toml says, and no more."""
 
 import importlib.metadata
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 import keras_moe
+from tests.forks import run_python
 
 # Refuses the libraries that are its arguments, and imports every folder of keras_moe.
 PROGRAM = """
@@ -61,12 +59,7 @@ def test_importing_needs_no_extra_but_a_backend():
         if names.isdisjoint(map(_canonical, distributions))
     ]
     assert {"torch", "matplotlib", "jinja2", "markupsafe", "sklearn"} <= set(blocked)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ",".join(blocked)],
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", PROGRAM, ",".join(blocked), KERAS_BACKEND="jax")
     assert done.returncode == 0, done.stderr
     folders = Path(keras_moe.__file__).parent.glob("*/__init__.py")
     assert done.stdout.split() == sorted(path.parent.name for path in folders)

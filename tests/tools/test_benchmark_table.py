@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import runpy
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import keras
 import pytest
+
+from tests.forks import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
@@ -227,9 +228,8 @@ def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
 
 def test_the_program_measures_a_row_in_a_child():
     backend = keras.backend.backend()
-    command = [sys.executable, "-m", "tools.benchmark", "--rows", "router-soft="]
-    command += ["--backends", backend, "--seconds", "0", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    arguments = ["--rows", "router-soft=", "--seconds", "0", "--json"]
+    done = run_python("-m", "tools.benchmark", *arguments, "--backends", backend)
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(done.stdout)
     (table,) = document["tables"]

@@ -2,7 +2,6 @@ import ast
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,8 @@ from typing import NamedTuple
 
 import keras
 import pytest
+
+from tests.forks import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
@@ -119,13 +120,8 @@ def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
     (package / "vit_moe.py").write_text(OFFICIAL)
     arguments = "--presets vmoe_digits --layers 2 --dispatchers einsum --json"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "compiled_cost.py"), *arguments.split()],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    program = BENCHMARKS / "compiled_cost.py"
+    done = run_python(program, *arguments.split(), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     (table,) = json.loads(done.stdout)["tables"]
     forward, official, gradients, _ = table["rows"]

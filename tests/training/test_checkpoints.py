@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from keras_moe import training
 from keras_moe.files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
+from tests.forks import run_python
 from tests.training.runs import Ends
 from tests.training.runs import assert_same_variables as assert_same
 
-ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
 
 
@@ -254,13 +253,7 @@ print("WARNINGS", [str(x.message) for x in told if "checkpoint" in str(x.message
 
 
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", LIMITED, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     # In the middle of the run a warning each, at its end an error.
     assert done.stdout.count("File too large") == 4, done.stdout

@@ -2,9 +2,6 @@
 
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +9,10 @@ import pytest
 from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.training import Contrastive, Datasets, load_recipe, train
+from tests.forks import run_python
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
 from tests.training.runs import Ends, assert_same_arrays
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +91,7 @@ def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, tmp_path):
     whole = train(recipe(folder), checkpoint_dir=tmp_path / "whole", **options)
     killed = tmp_path / "killed"
     for moment in ("tokenizer", "step"):
-        command = [sys.executable, "-c", LIFE, folder, str(killed), moment]
-        life = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        life = run_python("-c", LIFE, folder, killed, moment)
         assert life.returncode == -signal.SIGKILL, life.stderr[-2000:]
         has_tokenizer = (killed / "tokenizer" / "text_tokenizer.json").is_file()
         assert has_tokenizer == (moment == "step")

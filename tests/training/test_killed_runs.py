@@ -1,11 +1,8 @@
 """Runs of several processes, and killed ones, which end like one that never was."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -14,27 +11,18 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training._checkpoint_files import is_orbax
-from tests.forks import run_script
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import run_python, run_script
 
 
 def results_of(script, *arguments):
     """What a program of this folder reports, and what it printed on errors."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_python(Path(__file__).with_name(script), *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.split("RESULTS ")[1]), done.stderr[-4000:]
 
 
 def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
-    results, _ = results_of("killed_run.py", str(tmp_path), "10")
+    results, _ = results_of("killed_run.py", tmp_path, 10)
     # All over the run, and while checkpoints were being written.
     assert len(results["steps"]) == 10
     assert results["steps"][-1] > 40
@@ -76,7 +64,7 @@ def arrays_of(checkpoint):
 
 def test_two_processes_that_are_killed_go_on_exactly(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    results, errors = results_of("killed_processes.py", str(tmp_path))
+    results, errors = results_of("killed_processes.py", tmp_path)
     first, *killed, last = results["lives"]
     assert first == last == [0, 0], errors
     assert killed == [[-signal.SIGKILL] * 2] * 2, errors
