@@ -224,7 +224,10 @@ CALLS = [
         lambda: group_factors([{"match": ".*kernel"}, {"match": "head"}], KERNELS),
         "not in a group before it; received: match='head'",
     ),
-    (lambda: training.PrecisionAt1().update_state(TWO, THREE), "sparse_labels=False"),
+    *(
+        (lambda metric=metric: metric.update_state(TWO, THREE), "sparse_labels=False")
+        for metric in (training.MeanAveragePrecision(3), training.PrecisionAt1())
+    ),
     (lambda: training.PeriodicEvaluation({}), r"evaluators=\{\}"),
     (
         lambda: training.FewShot((IMAGES, LABELS), (IMAGES, LABELS))(plain_model()),
