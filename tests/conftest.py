@@ -75,9 +75,7 @@ keras.config.set_image_data_format("channels_last")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--fast",
-        action="store_true",
-        help="run only the tests marked every_backend",
+        "--fast", action="store_true", help="run only the tests marked every_backend"
     )
     parser.addoption(
         "--part",

@@ -219,10 +219,7 @@ def test_a_schedule_may_end_before_the_run():
 
 @pytest.mark.parametrize(
     ("short", "long"),
-    [
-        ({"decay": "rsqrt"}, {}),
-        ({"final_learning_rate": 1e-3}, {"schedule_steps": 14}),
-    ],
+    [({"decay": "rsqrt"}, {}), ({"final_learning_rate": 1e-3}, {"schedule_steps": 14})],
 )
 def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
     short = {"epochs": 2, **short}

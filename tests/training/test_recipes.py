@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import data
-from keras_moe.training import (
-    Classification,
-    MultiLabel,
-    Recipe,
-    load_recipe,
-    train,
-)
+from keras_moe.training import Classification, MultiLabel, Recipe, load_recipe, train
 from tests.training.runs import changed, linear_model, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.studies.study import (
-    Part,
-    Run,
-    Study,
-    percent,
-    plus_minus,
-    run_parts,
-    spread,
-)
+from tools.studies.study import Part, Run, Study, percent, plus_minus, run_parts, spread
 
 SETTINGS = {"epochs": 2, "backend": "jax"}
 
