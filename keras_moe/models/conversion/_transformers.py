@@ -184,8 +184,8 @@ def preprocessing(preprocessor: dict, crops: bool) -> tuple[dict, tuple[str, ...
 def _edge(size):
     """Returns the shorter edge from any of transformers' size formats."""
     if isinstance(size, dict):
-        return size.get("shortest_edge") or size.get("height")
-    return size
+        size = size.get("shortest_edge") or size.get("height")
+    return size if isinstance(size, int) else None
 
 
 # Text towers

@@ -359,6 +359,7 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
         ),
         ({"size": {"height": 32, "width": 32}}, "bicubic", None),
         ({"size": 40, "crop_size": 32, "do_center_crop": False}, "bicubic", 1.0),
+        ({"size": [40, 40], "crop_size": [32, 32]}, "bicubic", 1.0),
     ],
 )
 def test_preprocessors_of_transformers(tmp_path, content, interpolation, center_crop):
