@@ -15,9 +15,15 @@ LARGEST_SEED = 2**32 - 1
 
 
 def check_integer(
-    name: str, value: Any, minimum: int = 1, maximum: int | None = None
-) -> int:
-    """Returns `value` as an int; it must be an integer within the bounds."""
+    name: str,
+    value: Any,
+    minimum: int = 1,
+    maximum: int | None = None,
+    optional: bool = False,
+) -> Any:
+    """Returns `value` as an int within the bounds; None passes if `optional`."""
+    if optional and value is None:
+        return None
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
         end = "" if maximum is None else f" <= {maximum}"
@@ -30,7 +36,7 @@ def check_integer(
 
 def check_seed(name: str, seed: Any) -> int | None:
     """Returns `seed`; it must be None or an integer valid for all random generators."""
-    return None if seed is None else check_integer(name, seed, 0, LARGEST_SEED)
+    return check_integer(name, seed, 0, LARGEST_SEED, optional=True)
 
 
 def check_selected(num_selected_experts: Any, num_experts: int) -> int:
@@ -93,8 +99,10 @@ def head_size(num_heads: Any, hidden_dim: int) -> int:
     return hidden_dim // num_heads
 
 
-def check_positive(name: str, value: Any) -> float:
-    """Returns `value` as a float; it must be positive and finite."""
+def check_positive(name: str, value: Any, optional: bool = False) -> Any:
+    """Returns `value` as a finite float > 0; None passes if `optional`."""
+    if optional and value is None:
+        return None
     if not _is_finite(value) or value <= 0:
         raise ValueError(
             f"Expected {name} to be a finite number, {name} > 0; "

@@ -99,9 +99,7 @@ class Experts(ExpertKernels):
         self.gated = check_bool("gated", gated)
         self.use_bias = check_bool("use_bias", use_bias)
         self.seed = check_seed("seed", seed)
-        if lora_rank is not None:
-            lora_rank = check_integer("lora_rank", lora_rank)
-        self.lora_rank = lora_rank
+        self.lora_rank = check_integer("lora_rank", lora_rank, optional=True)
         self.lora_alpha = lora_alpha
         # Not a Dropout layer: `Model.quantize` skips layers that contain layers.
         self.seed_generator = None

@@ -90,9 +90,7 @@ class MoE(Layer):
     ):
         # Tokens are cast in `call`; `previous_logits` stay float32.
         super().__init__(autocast=False, **kwargs)
-        if group_size is not None:
-            group_size = check_integer("group_size", group_size)
-        self.group_size = group_size
+        self.group_size = check_integer("group_size", group_size, optional=True)
         self.dispatcher = check_one_of("dispatcher", dispatcher, DISPATCHERS)
         self.input_scale = check_positive("input_scale", input_scale)
         self.experts = layer_argument(experts, "experts")

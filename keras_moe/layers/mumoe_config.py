@@ -73,8 +73,7 @@ class MuMoEConfig(BlockConfig):
     expert_noise: float = 1.0
 
     def __post_init__(self):
-        if self.expert_mlp_dim is not None:
-            check_integer("expert_mlp_dim", self.expert_mlp_dim)
+        check_integer("expert_mlp_dim", self.expert_mlp_dim, optional=True)
         # The layer validates and standardises the arguments.
         checked = self._block(1, "gelu", None).get_config()
         values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}

@@ -38,7 +38,7 @@ class Pairs(NamedTuple):
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
     """Checks how the losses compute similarities."""
     check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
-    return None if chunk_size is None else check_integer("chunk_size", chunk_size)
+    return check_integer("chunk_size", chunk_size, optional=True)
 
 
 def pairs_of(

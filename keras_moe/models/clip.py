@@ -67,8 +67,7 @@ class CLIPConfig:
     def __post_init__(self):
         check_seed("seed", self.seed)
         check_bool("projection_bias", self.projection_bias)
-        if self.projection_dim is not None:
-            check_integer("projection_dim", self.projection_dim)
+        check_integer("projection_dim", self.projection_dim, optional=True)
         values = {"temperature": temperature_config(self.temperature)}
         for name, family in _TOWERS.items():
             values[name] = self._tower(name, backbone_class(family))

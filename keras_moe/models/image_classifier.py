@@ -156,8 +156,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
         check_backbone(backbone, self.backbone_cls or ImageBackbone)
         num_classes = check_integer("num_classes", num_classes)
-        if representation_dim is not None:
-            check_integer("representation_dim", representation_dim)
+        check_integer("representation_dim", representation_dim, optional=True)
         check_dropout("dropout", dropout)
         check_bool("multi_label", multi_label)
         check_bool("pooled_norm", pooled_norm)

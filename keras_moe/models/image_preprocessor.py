@@ -104,8 +104,7 @@ class ImagePreprocessor:
 
     def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
         """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
-        if max_value is not None:
-            check_positive("max_value", max_value)
+        check_positive("max_value", max_value, optional=True)
         if isinstance(images, (list, tuple)):
             images = [_array(image) for image in images]
         else:

@@ -70,8 +70,7 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
         if self.end_of_text_id is not None:
             largest = self.vocabulary_size - 1
             check_integer("end_of_text_id", self.end_of_text_id, 0, largest)
-        if self.projection_dim is not None:
-            check_integer("projection_dim", self.projection_dim)
+        check_integer("projection_dim", self.projection_dim, optional=True)
 
 
 @register_backbone

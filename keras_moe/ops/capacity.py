@@ -131,8 +131,7 @@ def heterogeneous_capacity(
 def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of):
     """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
     check_one_of("rounding", rounding, ROUNDINGS)
-    if multiple_of is not None:
-        check_integer("multiple_of", multiple_of)
+    check_integer("multiple_of", multiple_of, optional=True)
     on_host, on_tensor = ROUNDINGS[rounding]
     if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")

@@ -103,8 +103,7 @@ def sinkhorn(
     # rows then sum to 1 and its columns to at least 1 / E, so nothing overflows and no
     # column vanishes, however large the logits. The iterates are the same.
     check_integer("iterations", iterations)
-    if tolerance is not None:
-        check_positive("tolerance", tolerance)
+    check_positive("tolerance", tolerance, optional=True)
     logits = ops.cast(logits, "float32")
     check_matrix("logits", logits, mask)
     mass = token_mass(logits, mask)

@@ -105,8 +105,7 @@ def write_report(
     from keras_moe.report.sections import SECTIONS
 
     options = options or Options()
-    if max_examples is not None:
-        check_integer("max_examples", max_examples)
+    check_integer("max_examples", max_examples, optional=True)
     known = [x for x in (array_length(data), max_examples) if x is not None]
     check_examples(options.examples, min(known, default=None))
     reported = reported_model(model, name, class_names)

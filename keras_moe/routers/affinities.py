@@ -95,8 +95,7 @@ class SinkhornAffinity(Affinity):
 
     def __init__(self, iterations: int = 20, tolerance: float | None = None):
         self.iterations = check_integer("iterations", iterations)
-        if tolerance is not None:
-            check_positive("tolerance", tolerance)
+        check_positive("tolerance", tolerance, optional=True)
         self.tolerance = tolerance
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
@@ -137,9 +136,7 @@ class SparsityConstrainedAffinity(Affinity):
     ):
         self.sparse = check_bool("sparse", sparse)
         self.solver = check_one_of("solver", solver, SOLVERS)
-        if iterations is not None:
-            check_integer("iterations", iterations)
-        self.iterations = iterations
+        self.iterations = check_integer("iterations", iterations, optional=True)
         self.learning_rate = check_positive("learning_rate", learning_rate)
 
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):

@@ -123,10 +123,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self._expert_types = expert_types(num_ffn_experts, *counts)
         self.tau = check_positive("tau", tau)
         self.gating_residual = check_bool("gating_residual", gating_residual)
-        if gate_hidden_dim is not None:
-            check_integer("gate_hidden_dim", gate_hidden_dim)
+        check_integer("gate_hidden_dim", gate_hidden_dim, optional=True)
+        check_positive("logits_norm_std", logits_norm_std, optional=True)
         if logits_norm_std is not None:
-            check_positive("logits_norm_std", logits_norm_std)
             check_integer("num_experts", num_experts, minimum=2)
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std

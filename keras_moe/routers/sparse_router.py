@@ -126,15 +126,15 @@ class SparseRouter(Router):
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
-        if capacity_multiple_of is not None:
-            check_integer("capacity_multiple_of", capacity_multiple_of)
-        self.capacity_multiple_of = capacity_multiple_of
+        self.capacity_multiple_of = check_integer(
+            "capacity_multiple_of", capacity_multiple_of, optional=True
+        )
         self.kernel_initializer = check_initializer(
             "kernel_initializer", kernel_initializer
         )
-        if num_modalities is not None:
-            check_integer("num_modalities", num_modalities)
-        self.num_modalities = num_modalities
+        self.num_modalities = check_integer(
+            "num_modalities", num_modalities, optional=True
+        )
         self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
 
     def _set_evaluation(self, evaluation, factor, capacity):
@@ -342,10 +342,8 @@ def is_sequence(value: Any) -> bool:
 
 
 def _check_capacity(prefix, factor, capacity):
-    if factor is not None:
-        check_positive(f"{prefix}capacity_factor", factor)
-    if capacity is not None:
-        check_integer(f"{prefix}capacity", capacity)
+    check_positive(f"{prefix}capacity_factor", factor, optional=True)
+    check_integer(f"{prefix}capacity", capacity, optional=True)
     if factor is not None and capacity is not None:
         raise ValueError(
             f"Expected {prefix}capacity or {prefix}capacity_factor, not both; "

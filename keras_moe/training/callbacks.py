@@ -258,8 +258,7 @@ class BestEpoch(keras.callbacks.Callback):
     ):
         super().__init__()
         check_one_of("mode", mode, (None, *MODES))
-        if patience is not None:
-            check_integer("patience", patience)
+        check_integer("patience", patience, optional=True)
         self.monitor = monitor
         self.mode = mode or ("min" if monitor.endswith("loss") else "max")
         self.patience = patience

@@ -68,8 +68,7 @@ class Contrastive(Objective):
         check_bool("multi_positive", self.multi_positive)
         check_similarity(self.similarity_dtype, self.chunk_size)
         for name in ("vocabulary_size", "max_length", "evaluation_batch_size"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name))
+            check_integer(name, getattr(self, name), optional=True)
         if self.tokenizer not in (None, _TRAINED):
             self._check_no_size(f"tokenizer={self.tokenizer!r}")
 

@@ -176,8 +176,7 @@ class PairData(DataConfig):
             )
         for name, weight in _weights(self.source).items():
             check_positive(f"source[{name!r}]", weight)
-        if self.epoch_size is not None:
-            check_integer("epoch_size", self.epoch_size)
+        check_integer("epoch_size", self.epoch_size, optional=True)
         # Validates the rest as far as possible without data.
         data.PairOptions(**self.pair_options())
         super().__post_init__()

@@ -234,9 +234,9 @@ class Retrieval:
         batch_size: int = 64,
     ):
         self.pairs, self.ks = pairs, None if ks is None else check_ks(ks)
-        if contrastive_batch_size is not None:
-            check_integer("contrastive_batch_size", contrastive_batch_size)
-        self.contrastive_batch_size = contrastive_batch_size
+        self.contrastive_batch_size = check_integer(
+            "contrastive_batch_size", contrastive_batch_size, optional=True
+        )
         self.batch_size = batch_size
 
     def __call__(self, model: keras.Model) -> dict[str, float]:

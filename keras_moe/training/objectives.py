@@ -288,8 +288,7 @@ class MultiLabel(LabelledImages):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_labels is not None:
-            check_integer("max_labels", self.max_labels)
+        check_integer("max_labels", self.max_labels, optional=True)
 
     def own_classes(self):
         if self.hierarchy is None:

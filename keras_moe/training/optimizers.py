@@ -95,8 +95,7 @@ class ParameterGroups:
     ):
         super().__init__(*args, **kwargs)
         self.groups = check_groups(groups)
-        if peak_learning_rate is not None:
-            check_positive("peak_learning_rate", peak_learning_rate)
+        check_positive("peak_learning_rate", peak_learning_rate, optional=True)
         self.peak_learning_rate = peak_learning_rate
         self._rate_scale = 1.0
 
@@ -432,8 +431,7 @@ class OptimizerConfig(Section):
     def __post_init__(self):
         check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps)
         check_not_negative("weight_decay", self.weight_decay)
-        if self.gradient_clipping is not None:
-            check_positive("gradient_clipping", self.gradient_clipping)
+        check_positive("gradient_clipping", self.gradient_clipping, optional=True)
         times = ("learning_rate", "share_of_peak")
         check_one_of("weight_decay_times", self.weight_decay_times, times)
         check_groups(self.groups)

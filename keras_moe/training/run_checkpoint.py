@@ -94,11 +94,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         super().__init__()
         self.folder = folder
         self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
-        self.every = None if every is None else check_integer("every", every)
+        self.every = check_integer("every", every, optional=True)
         self.keep = check_integer("keep", keep)
-        if keep_every is not None:
-            check_integer("keep_every", keep_every)
-        self.keep_every = keep_every
+        self.keep_every = check_integer("keep_every", keep_every, optional=True)
         # As JSON in checkpoints gives them back.
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart

@@ -69,9 +69,7 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         self.peak = check_positive("peak", peak)
         self.total_steps = check_integer("total_steps", total_steps)
         self.warmup_steps = _check_warmup(warmup_steps, total_steps)
-        if timescale is not None:
-            check_integer("timescale", timescale)
-        self.timescale = timescale
+        self.timescale = check_integer("timescale", timescale, optional=True)
         longest = total_steps - warmup_steps
         check_integer("cooldown_steps", cooldown_steps, 0, longest)
         self.cooldown_steps = cooldown_steps
