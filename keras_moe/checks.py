@@ -103,31 +103,27 @@ def check_positive(name: str, value: Any, optional: bool = False) -> Any:
     """Returns `value` as a finite float > 0; None passes if `optional`."""
     if optional and value is None:
         return None
-    if not _is_finite(value) or value <= 0:
-        raise ValueError(
-            f"Expected {name} to be a finite number, {name} > 0; "
-            f"received: {name}={value!r}"
-        )
+    _check_finite(name, value, f", {name} > 0", lambda x: x > 0)
     return float(value)
 
 
 def check_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it must be finite."""
-    if not _is_finite(value):
-        raise ValueError(
-            f"Expected {name} to be a finite number; received: {name}={value!r}"
-        )
+    _check_finite(name, value)
     return float(value)
 
 
 def check_not_negative(name: str, value: Any) -> float:
     """Returns `value`; it must be finite and at least 0."""
-    if not _is_finite(value) or value < 0:
-        raise ValueError(
-            f"Expected {name} to be a finite number, {name} >= 0; "
-            f"received: {name}={value!r}"
-        )
+    _check_finite(name, value, f", {name} >= 0", lambda x: x >= 0)
     return value
+
+
+def _check_finite(name, value, bound="", is_within=lambda x: True):
+    if not _is_finite(value) or not is_within(value):
+        raise ValueError(
+            f"Expected {name} to be a finite number{bound}; received: {name}={value!r}"
+        )
 
 
 def check_dropout(name: str, rate: float) -> float:

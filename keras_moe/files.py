@@ -24,7 +24,6 @@ import filelock
 
 from keras_moe.checks import check_path
 
-_READ_SIZE = 1 << 22
 _PARTIAL = ".partial"
 # Seconds to wait for another process that writes the same folder.
 _PATIENCE = 600
@@ -129,11 +128,8 @@ def _sync_tree(path: str | os.PathLike) -> None:
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Returns the SHA-256 of a file as hexadecimal digits."""
-    digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_READ_SIZE):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:

@@ -168,8 +168,7 @@ def print_load_by_type(
     >>> from rich.console import Console
     >>> print_load_by_type({}, Console(quiet=True))
     """
-    table = Table(title="Load by type of expert")
-    table.add_column("block")
+    table = Table("block", title="Load by type of expert")
     for title in (
         *(f"{expert_type} %" for expert_type in EXPERT_TYPES),
         "FFN per token",

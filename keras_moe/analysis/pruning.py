@@ -198,8 +198,7 @@ def print_coverage(
     >>> from rich.console import Console
     >>> print_coverage({}, console=Console(quiet=True))
     """
-    table = Table(title="Experts that cover a share")
-    table.add_column("block")
+    table = Table("block", title="Experts that cover a share")
     for share in shares:
         _check_share(share)
         table.add_column(f"{share:.0%}", justify="right")

@@ -117,9 +117,7 @@ def print_statistics(
     >>> from rich.console import Console
     >>> print_statistics({}, Console(quiet=True))
     """
-    table = Table(title="Routing")
-    table.add_column("block")
-    table.add_column("% of tokens per expert")
+    table = Table("block", "% of tokens per expert", title="Routing")
     for column in ("no expert", "dropped", "entropy", "max gate"):
         table.add_column(column, justify="right")
     for name, row in statistics.items():

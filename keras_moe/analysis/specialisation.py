@@ -186,8 +186,7 @@ def print_fairness(
     >>> from rich.console import Console
     >>> print_fairness({}, (1, 1), Console(quiet=True))
     """
-    table = Table(title="Fairness")
-    table.add_column("model")
+    table = Table("model", title="Fairness")
     titles = (
         "target subpopulation",
         "equality of opportunity",

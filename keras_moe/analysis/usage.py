@@ -333,7 +333,7 @@ class UsageProbe:
             key: {name: getattr(record, name) for name in self._fields}
             for key, record in routing.items()
         }
-        self._records = _Records(keras.Model(model.input, records), training)
+        self._records = RoutingRecorder(keras.Model(model.input, records), training)
 
     def count(
         self,
@@ -381,12 +381,12 @@ class UsageProbe:
         return padding if mask is None else padding & mask.astype(bool)
 
 
-class _Records(keras.Model):
+class RoutingRecorder(keras.Model):
     """Computes a model's routing records, at inference or as in training."""
 
     def __init__(self, records, in_training):
         # The global dtype policy may differ from the model's.
-        super().__init__(name="usage_probe", dtype="float32")
+        super().__init__(name="routing_recorder", dtype="float32")
         self.records, self.in_training = records, in_training
 
     def call(self, inputs):

@@ -121,8 +121,8 @@ def comparison(args: argparse.Namespace, compared: dict[int, Any]) -> Any:
     """A table with a row for each layout."""
     from rich.table import Table
 
-    table = Table(title=f"{args.preset} on {args.devices} x {args.chip}")
-    table.add_column("expert_parallel")
+    title = f"{args.preset} on {args.devices} x {args.chip}"
+    table = Table("expert_parallel", title=title)
     for column in ("GiB per device", "fits", "all-to-all GB", "ms per step"):
         table.add_column(column, justify="right")
     for parallel, each in compared.items():

@@ -474,10 +474,10 @@ def figures_table(values: dict) -> Any:
     from rich.table import Table
 
     table = Table(
+        "metric",
         title=f"{values['preset']} on {values['images']:,} images of "
-        f"{values['data']} {values['split']}"
+        f"{values['data']} {values['split']}",
     )
-    table.add_column("metric")
     table.add_column("value", justify="right")
     rows = {
         name.replace("_r", " R@"): x for name, x in values.get("retrieval", {}).items()

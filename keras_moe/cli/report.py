@@ -121,11 +121,11 @@ def findings_table(values: dict) -> Any:
     from rich.text import Text
 
     table = Table(
+        "finding",
+        "",
         title=f"{values['preset']}: routing of {values['examples']:,} examples of "
-        f"{values['data']} {values['split']}"
+        f"{values['data']} {values['split']}",
     )
-    table.add_column("finding")
-    table.add_column("")
     # `Text` reads no markup, which names in the data may look like.
     for finding in values["findings"]:
         level = Text(finding["level"], STYLES[finding["level"]])

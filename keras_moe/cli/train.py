@@ -11,7 +11,7 @@ and with --report-examples `report`.
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -402,15 +402,9 @@ def backend_and_versions() -> dict[str, Any]:
     """The backend, and the versions of this library, Keras and the backend."""
     import keras
 
-    backend = keras.backend.backend()
-    return {
-        "backend": backend,
-        "versions": {
-            "keras_moe": keras_moe.__version__,
-            "keras": keras.__version__,
-            backend: importlib.import_module(backend).__version__,
-        },
-    }
+    from keras_moe.training.run_checkpoint import versions
+
+    return {"backend": keras.backend.backend(), "versions": versions()}
 
 
 def draw(results: dict, title: str, folder: Path) -> None:

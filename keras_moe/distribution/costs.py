@@ -100,8 +100,7 @@ class Costs(NamedTuple):
             style="bold",
             highlight=False,
         )
-        memory = Table(title="memory of a device")
-        memory.add_column("part")
+        memory = Table("part", title="memory of a device")
         memory.add_column("GiB", justify="right")
         for part, size in self.memory.items():
             memory.add_row(part, f"{size / 2**30:.2f}")
@@ -110,8 +109,8 @@ class Costs(NamedTuple):
         verdict = "fits" if self.fits else "does not fit"
         memory.add_row(f"the chip ({verdict})", f"{self.chip.memory / 2**30:.2f}")
         console.print(memory)
-        step = Table(title=f"a step of {self.batch_size:,} images, on a device")
-        step.add_column("what")
+        title = f"a step of {self.batch_size:,} images, on a device"
+        step = Table("what", title=title)
         for column in ("amount", "at", "ms"):
             step.add_column(column, justify="right")
         peak = self.chip.peak_flops * self.utilization / 1e12

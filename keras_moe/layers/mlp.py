@@ -127,11 +127,6 @@ class TokenMLP(MLP):
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return super().weight_shapes(shape[::-1])
 
-    def cost(self, shape: tuple[int, int]) -> Cost:
-        num_tokens, dim = shape
-        flops = 4 * num_tokens * dim * self.mlp_dim
-        return Cost.all_active(self.weight_shapes(shape), flops)
-
 
 def known_num_tokens(input_shape: tuple) -> int:
     """Returns N, which layers with weights across tokens must know."""

@@ -152,8 +152,8 @@ class MoEConfig(BlockConfig):
 
     def __post_init__(self):
         for name in ("examples_per_group", "expert_mlp_dim"):
-            if getattr(self, name) is not None:
-                self._set(**{name: check_integer(name, getattr(self, name))})
+            checked = check_integer(name, getattr(self, name), optional=True)
+            self._set(**{name: checked})
         for name in ("gated_experts", "expert_use_bias"):
             check_bool(name, getattr(self, name))
         for name in ("gating_residual", "shared_expert_initialization"):

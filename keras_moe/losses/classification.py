@@ -67,11 +67,8 @@ class SigmoidCrossentropy(keras.losses.Loss):
         return ops.sum(ops.softplus(y_pred) - y_pred * y_true, axis=-1)
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            from_logits=self.from_logits, label_smoothing=self.label_smoothing
-        )
-        return config
+        own = {"from_logits": self.from_logits, "label_smoothing": self.label_smoothing}
+        return {**super().get_config(), **own}
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -11,6 +11,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
+    argument_names,
     check_bool,
     check_one_of,
     check_positive,
@@ -282,12 +283,8 @@ class ContrastiveLoss(keras.losses.Loss):
         return {}
 
     def get_config(self):
-        return {
-            "multi_positive": self.multi_positive,
-            "chunk_size": self.chunk_size,
-            "similarity_dtype": self.similarity_dtype,
-            "name": self.name,
-        }
+        names = argument_names(ContrastiveLoss)
+        return {name: getattr(self, name) for name in names}
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -70,9 +70,8 @@ class Description(NamedTuple):
 
     def print(self, console: Console | None = None) -> None:
         """Prints the parts and totals as a table."""
-        table = Table(title=f"{self.name}: {self.num_tokens} tokens per {self.example}")
-        table.add_column("part")
-        table.add_column("kind")
+        title = f"{self.name}: {self.num_tokens} tokens per {self.example}"
+        table = Table("part", "kind", title=title)
         for column in ("parameters", "active per token", f"GFLOPs per {self.example}"):
             table.add_column(column, justify="right")
         for part in self.parts:

@@ -12,6 +12,7 @@ from keras import ops
 from keras_moe.checks import check_integer
 from keras_moe.layers import EncoderSpec, LogitScale, MaskedPooling, MoEConfig
 from keras_moe.losses import check_modalities
+from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.backbone_config import (
     ImageConfig,
     TokenIdsConfig,
@@ -130,6 +131,7 @@ class LIMoEBackbone(PairBackbone):
     """
 
     config_class = LIMoEConfig
+    image_shape, grid = ImageBackbone.image_shape, ImageBackbone.grid
 
     @classmethod
     def tower(cls, config: LIMoEConfig, dtype: Any = None) -> Tower:
@@ -163,16 +165,6 @@ class LIMoEBackbone(PairBackbone):
             by_name = inputs
         outputs, _ = _run(self.get_layer, self.config, by_name)
         return inputs, outputs[f"{modality}_embeddings"]
-
-    @property
-    def image_shape(self) -> tuple:
-        """(height, width, channels)."""
-        return self.config.image_shape
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Number of patches (rows, columns)."""
-        return self.get_layer("patch_embedding").grid(self.image_shape)
 
     @property
     def block_names(self) -> list[str]:

@@ -137,7 +137,8 @@ class ModelCard:
         from huggingface_hub import EvalResult, ModelCardData
 
         kind = getattr(model, "pipeline_tag", None)
-        experts = ["mixture-of-experts"] if _has_experts(model) else []
+        routing = getattr(getattr(model, "backbone", model), "routing", None)
+        experts = ["mixture-of-experts"] if routing else []
         results = [
             EvalResult(
                 task_type=kind or "other",
@@ -202,10 +203,6 @@ def _usage(name):
         "  # this folder or its handle\n"
         "```"
     )
-
-
-def _has_experts(model):
-    return bool(getattr(getattr(model, "backbone", model), "routing", None))
 
 
 def _architecture(model):

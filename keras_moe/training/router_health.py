@@ -27,6 +27,7 @@ from keras_moe.analysis.routing import (
 )
 from keras_moe.analysis.usage import (
     ExpertUsage,
+    RoutingRecorder,
     UsageProbe,
     masks_padding,
     merged_usage,
@@ -208,20 +209,17 @@ class RouterHealth(PeriodicCallback):
             self._events, self._unwritten = events, []
 
 
-class _RoutingProbe(keras.Model):
+class _RoutingProbe(RoutingRecorder):
     """Outputs a model's routing records, optionally in training mode."""
 
     def __init__(self, model, training):
-        # The global policy may differ from the model's.
-        super().__init__(name="routing_probe", dtype="float32")
         routing = getattr(model, "routing", None)
         if not routing:
             raise ValueError(
                 "Expected a model with MoE blocks, whose `routing` has their records; "
                 f"received: {type(model).__name__}"
             )
-        self.records = keras.Model(model.input, routing)
-        self.in_training = training
+        super().__init__(keras.Model(model.input, routing), training)
         backbone = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
         self.selected = dict.fromkeys(routing)
@@ -231,9 +229,6 @@ class _RoutingProbe(keras.Model):
                 router = getattr(backbone.get_layer(name).feed_forward, "router", None)
                 self.selected[name] = getattr(router, "num_selected_experts", None)
         self.without_padding = [name for name in routing if masks_padding(model, name)]
-
-    def call(self, inputs):
-        return self.records(inputs, training=self.in_training)
 
     def rows(self, inputs):
         """Returns the figures of each layer."""

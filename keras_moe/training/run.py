@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_moe import data
@@ -338,6 +337,4 @@ def _result(run, checkpoint, history):
 
 
 def _to_numpy(value):
-    if value is None:
-        return None
-    return ops.convert_to_numpy(value) if ops.is_tensor(value) else np.asarray(value)
+    return None if value is None else ops.convert_to_numpy(value)

@@ -238,7 +238,7 @@ class RunCheckpoint(keras.callbacks.Callback):
                 "python": random.getstate(),
                 "numpy": [name, keys.tolist(), *rest],
             },
-            "versions": _versions(),
+            "versions": versions(),
         }
         try:
             path = save_checkpoint(
@@ -277,7 +277,7 @@ class RunCheckpoint(keras.callbacks.Callback):
                 f"{', '.join(different)}. Take another folder, begin anew, or extend "
                 "the run if its length alone differs"
             )
-        old, new = state["versions"], _versions()
+        old, new = state["versions"], versions()
         if old != new:
             warnings.warn(
                 f"The checkpoint in {checkpoint.path} was made with {old}, and this is "
@@ -340,7 +340,8 @@ def _groups(model) -> dict[str, list[Any]]:
     }
 
 
-def _versions():
+def versions() -> dict[str, str]:
+    """Returns the versions of this library, Keras and the backend."""
     backend = keras.backend.backend()
     return {
         "keras_moe": __version__,
