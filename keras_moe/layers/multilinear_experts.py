@@ -100,20 +100,17 @@ class ExpertCoefficients(Layer):
         if self.normalization != "batch":
             return
         for level, count in enumerate(self.num_experts):
-            mean = self.add_weight(
-                name=f"moving_mean_{level}",
-                shape=(count,),
-                initializer="zeros",
-                **fixed,
-            )
-            variance = self.add_weight(
-                name=f"moving_variance_{level}",
-                shape=(count,),
-                initializer="ones",
-                **fixed,
-            )
-            self.means.append(mean)
-            self.variances.append(variance)
+            for kept, what, initializer in (
+                (self.means, "mean", "zeros"),
+                (self.variances, "variance", "ones"),
+            ):
+                average = self.add_weight(
+                    name=f"moving_{what}_{level}",
+                    shape=(count,),
+                    initializer=initializer,
+                    **fixed,
+                )
+                kept.append(average)
 
     def call(
         self,

@@ -388,22 +388,13 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            num_classes=self.num_classes,
-            pooling=self.pooling,
-            pooling_query_key_norm=self.pooling_query_key_norm,
-            pooled_norm=self.pooled_norm,
-            multi_label=self.multi_label,
-            representation_dim=self.representation_dim,
-            head_bias=self.head_bias,
-            output_activation=self.output_activation,
-            dropout=self.dropout,
-            head_dtype=quantized_head(self, self.head_dtype),
-            head=self.head and keras.saving.serialize_keras_object(self.head),
-            head_position=self.head_position,
-        )
-        return config
+        names = {*argument_names(ImageClassifier)} - {"backbone", "preprocessor"}
+        return {
+            **super().get_config(),
+            **{name: getattr(self, name) for name in sorted(names)},
+            "head_dtype": quantized_head(self, self.head_dtype),
+            "head": self.head and keras.saving.serialize_keras_object(self.head),
+        }
 
     @staticmethod
     def describe_parts(

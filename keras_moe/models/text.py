@@ -67,9 +67,8 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
         for name in ("final_norm", "projection_bias"):
             check_bool(name, getattr(self, name))
         check_one_of("pooling", self.pooling, TEXT_POOLINGS)
-        if self.end_of_text_id is not None:
-            largest = self.vocabulary_size - 1
-            check_integer("end_of_text_id", self.end_of_text_id, 0, largest)
+        largest = self.vocabulary_size - 1
+        check_integer("end_of_text_id", self.end_of_text_id, 0, largest, optional=True)
         check_integer("projection_dim", self.projection_dim, optional=True)
 
 

@@ -13,7 +13,7 @@ import keras_hub
 import numpy as np
 import sentencepiece
 
-from keras_moe.checks import check_bool, check_integer
+from keras_moe.checks import argument_names, check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
 from keras_moe.models.byte_pairs import clip_byte_pairs, trained_byte_pairs
@@ -297,14 +297,9 @@ class TextTokenizer:
 
     def get_config(self) -> dict:
         """Returns the arguments; the vocabulary is a preset asset."""
-        return {
-            "tokenizer": keras.saving.serialize_keras_object(self.tokenizer),
-            "max_length": self.max_length,
-            "start_id": self.start_id,
-            "end_id": self.end_id,
-            "padding_id": self.padding_id,
-            "lower_case": self.lower_case,
-        }
+        config = {name: getattr(self, name) for name in argument_names(TextTokenizer)}
+        tokenizer = keras.saving.serialize_keras_object(self.tokenizer)
+        return {**config, "tokenizer": tokenizer}
 
     @classmethod
     def from_config(cls, config: dict) -> "TextTokenizer":
