@@ -1,10 +1,12 @@
 """Argument checks: errors name the expected and the received value."""
 
 import difflib
+import importlib
 import inspect
 import itertools
 import numbers
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import keras
@@ -268,6 +270,14 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
             f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
             f"received: mask.shape={tuple(mask.shape)}"
         )
+
+
+def import_extra(module: str, message: str) -> ModuleType:
+    """Imports a module of an optional package, or fails with `message`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(message) from error
 
 
 def argument_names(cls: type) -> list[str]:

@@ -11,7 +11,7 @@ import keras
 
 from keras_moe._version import __version__
 from keras_moe.analysis.plots.figure import figure_svg, write_figure
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_integer, import_extra
 from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
 from keras_moe.report._data import array_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
@@ -261,13 +261,8 @@ def _leave_out(sections, excess):
 
 def import_jinja2() -> Any:
     """Imports Jinja2, which the page needs."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError(
-            "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
-        ) from error
-    return jinja2
+    needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
+    return import_extra("jinja2", needs)
 
 
 def _cell_text(cell):

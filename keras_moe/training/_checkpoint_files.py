@@ -18,6 +18,7 @@ from keras import ops
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from keras_moe.checks import import_extra
 from keras_moe.files import (
     check_free_space,
     is_plain_file,
@@ -120,15 +121,11 @@ def _check_plain_file(path, name):
 
 
 def _orbax():
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise ImportError(
-            "Expected the package orbax-checkpoint, for checkpoints of several "
-            "processes and in remote folders; install it with "
-            'pip install "keras-moe[orbax]"'
-        ) from error
-    return ocp
+    return import_extra(
+        "orbax.checkpoint",
+        "Expected the package orbax-checkpoint, for checkpoints of several processes "
+        'and in remote folders; install it with pip install "keras-moe[orbax]"',
+    )
 
 
 def _checkpointer():

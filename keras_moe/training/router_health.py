@@ -32,7 +32,7 @@ from keras_moe.analysis.usage import (
     masks_padding,
     merged_usage,
 )
-from keras_moe.checks import check_bool, check_integer
+from keras_moe.checks import check_bool, check_integer, import_extra
 from keras_moe.files import write_text
 from keras_moe.processes import batch_devices, predict_batch, process_index
 from keras_moe.training.callbacks import PeriodicCallback, written_if_possible
@@ -297,14 +297,11 @@ class EventFile:
 
 
 def _import_tensorboardx():
-    try:
-        import tensorboardX
-    except ImportError as error:
-        raise ImportError(
-            "Expected the package tensorboardX, which writes TensorBoard's files; "
-            'install it with pip install "keras_moe[tensorboard]"'
-        ) from error
-    return tensorboardX
+    return import_extra(
+        "tensorboardX",
+        "Expected the package tensorboardX, which writes TensorBoard's files; "
+        'install it with pip install "keras_moe[tensorboard]"',
+    )
 
 
 class UsageRecorder(PeriodicCallback):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_moe.checks import import_extra
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 
 _MAGIC = "__msgpack_array_chunk_a87ca2__"
@@ -119,14 +120,8 @@ def _damaged(what, path, error):
 
 def _msgpack():
     """Imports msgpack, which only these checkpoints need."""
-    try:
-        import msgpack
-    except ImportError as error:
-        raise ImportError(
-            "Reading this checkpoint needs the package msgpack: "
-            "pip install 'keras-moe[convert]'"
-        ) from error
-    return msgpack
+    needs = "Reading this checkpoint needs the package msgpack: "
+    return import_extra("msgpack", f"{needs}pip install 'keras-moe[convert]'")
 
 
 def _leaves(tree, parent):
