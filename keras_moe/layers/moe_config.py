@@ -182,12 +182,7 @@ class MoEConfig(BlockConfig):
             )
         if self.gating_residual == AUTO:
             self._set(gating_residual=router.gating_residual)
-        self._set(
-            num_experts=types.ffn,
-            zero_experts=types.zero,
-            copy_experts=types.copy,
-            constant_experts=types.constant,
-        )
+        self._set(num_experts=types.ffn, **types.arguments())
         names = {*router_arguments(type(router))} - {*_NOT_OF_ROUTER}
         config = router.get_config()
         return {"name": type(router), **{k: v for k, v in config.items() if k in names}}

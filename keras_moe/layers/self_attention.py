@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
+    argument_names,
     check_bool,
     check_dropout,
     check_integer,
@@ -210,14 +211,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
-        config = super().get_config()
-        config.update(
-            query_key_norm=self.query_key_norm,
-            query_key_norm_bias=self.query_key_norm_bias,
-            layer_norm_epsilon=self.layer_norm_epsilon,
-            causal=self.causal,
-        )
-        return config
+        own = {name: getattr(self, name) for name in argument_names(SelfAttention)}
+        return {**super().get_config(), **own}
 
 
 def _has_float16():

@@ -115,7 +115,9 @@ class ModelCard:
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
             f"# {_line(name)}",
-            self.description or _sentence(model),
+            self.description
+            or f"A `{type(model).__name__}` of keras_moe, for Keras on JAX, TensorFlow "
+            "and PyTorch.",
             f"![{_line(self.picture_text)}]({picture})" if picture else "",
             _usage(name),
             "## Architecture",
@@ -189,11 +191,6 @@ def write_card(
     ):
         return
     (card or ModelCard()).write(model, folder, target.name)
-
-
-def _sentence(model):
-    kind = type(model).__name__
-    return f"A `{kind}` of keras_moe, for Keras on JAX, TensorFlow and PyTorch."
 
 
 def _usage(name):

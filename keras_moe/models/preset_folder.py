@@ -198,10 +198,7 @@ _writing = contextvars.ContextVar("writing", default=False)
 
 def is_preset(folder: str | os.PathLike) -> bool:
     """Whether a folder is a Keras preset rather than other libraries' weights."""
-    try:
-        content = json.loads((Path(folder) / "config.json").read_text("utf-8"))
-    except (OSError, RecursionError, ValueError):
-        return False
+    content = _read_json(Path(folder) / "config.json")
     return isinstance(content, dict) and "registered_name" in content
 
 

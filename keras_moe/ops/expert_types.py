@@ -52,6 +52,11 @@ class ExpertTypes(NamedTuple):
             start += count
         return slices
 
+    def arguments(self) -> dict[str, int]:
+        """Counts of zero-computation experts by argument name, as `zero_experts`."""
+        counts = zip(EXPERT_TYPES[1:], self[1:])
+        return {f"{name}_experts": count for name, count in counts}
+
     def __str__(self):
         if not self.zero_computation:
             return str(self.ffn)

@@ -95,11 +95,7 @@ def get(router: Any, num_experts: Any, **arguments: Any) -> Router:
     cls, named = class_for_types(name, types, has_residual)
     arguments = {**named, **own, **arguments}
     if types.zero_computation:
-        arguments |= {
-            "zero_experts": types.zero,
-            "copy_experts": types.copy,
-            "constant_experts": types.constant,
-        }
+        arguments |= types.arguments()
     names = [*router_arguments(cls), "name", "trainable", "dtype"]
     check_argument_names(arguments, names, cls.__name__)
     total = types.total if types.zero_computation else types.ffn

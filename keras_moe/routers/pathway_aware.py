@@ -245,12 +245,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return HeterogeneousPlan(plan, *by_expert), routing
 
     def get_config(self):
-        config = super().get_config()
+        config = {**super().get_config(), **self.expert_types.arguments()}
         for name in self.refused_arguments:
             del config[name]
-        config.update(
-            zero_experts=self.expert_types.zero,
-            copy_experts=self.expert_types.copy,
-            constant_experts=self.expert_types.constant,
-        )
         return config
