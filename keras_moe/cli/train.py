@@ -305,7 +305,6 @@ def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
 def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
     """Recalls of all captions of the pairs that the recipe evaluates on."""
     from keras_moe.data.sources import has_captions
-    from keras_moe.evaluation.retrieval import KS
 
     config = recipe.data
     source, split, data_dir = config.evaluated_source, config.test_split, args.data_dir
@@ -316,7 +315,6 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
             f"--retrieval-every; received: {recipe.name} on {source!r}"
         )
     options = config.test_pair_options(data_dir)
-    count = keras_moe.data.num_pairs(source, split, data_dir, **options)
     pairs = keras_moe.data.load_pairs(
         source,
         split,
@@ -327,8 +325,7 @@ def new_retrieval(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
         data_dir=data_dir,
         **{**options, "captions": "all"},
     )
-    # A set may be smaller than those of the papers.
-    return keras_moe.training.Retrieval(pairs, [k for k in KS if k <= count])
+    return keras_moe.training.Retrieval(pairs)
 
 
 def write_report(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.checks import check_class_labels
+from keras_moe.checks import check_class_labels, fits_shape
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
@@ -120,9 +120,7 @@ def _check_shape(name, value, expected):
     if not is_array(value):
         return
     shape = tuple(value.shape)
-    if len(shape) != 1 + len(expected) or any(
-        size not in (None, received) for size, received in zip(expected, shape[1:])
-    ):
+    if not shape or not fits_shape(shape[1:], expected):
         raise ValueError(
             f"Expected {name} of shape (batch, {', '.join(map(str, expected))}); "
             f"received: shape={shape}"

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.checks import fits_shape
 from keras_moe.compat import set_dtype_policy
 from keras_moe.ops import Routing
 from keras_moe.processes import predict_batch
@@ -183,9 +184,7 @@ def _check_inputs(inputs, model):
                 f"a dict of {sorted(map(str, inputs))}"
             )
         shape = tuple(inputs[name].shape)
-        if len(shape) != len(symbol.shape) or any(
-            size not in (None, own) for size, own in zip(symbol.shape, shape)
-        ):
+        if not fits_shape(shape, symbol.shape):
             wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
             raise ValueError(
                 f"Expected {name} of shape (batch, {wanted}); received: shape={shape}"
