@@ -175,7 +175,7 @@ def moe(name, num_experts=4, group_size=None, dtype=None, **options):
     # Capacity by ceil: groups may be smaller than the experts are many.
     if name == "soft":
         options = {"capacity_rounding": "ceil", **options}
-    router = routers.get(name, num_experts, seed=0, **options)
+    router = routers.get(name, num_experts, seed=0, dtype=dtype, **options)
     experts = Experts(num_experts, mlp_dim=16, shared_initialization=False, dtype=dtype)
     return MoE(router, experts, group_size=group_size, dtype=dtype)
 
