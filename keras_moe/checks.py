@@ -149,6 +149,13 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_string(name: str, value: Any) -> str:
+    """Returns `value`; it must be a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"Expected {name} to be a string; received: {name}={value!r}")
+    return value
+
+
 def check_one_of(name: str, value: Any, allowed: Any) -> Any:
     """Returns `value`; it must be one of `allowed`."""
     if value not in allowed:

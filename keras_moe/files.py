@@ -298,7 +298,13 @@ def staged_folder(
 
 def check_replaceable(target: Path, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuses folders of something else and the one that the program runs in."""
-    if not target.exists():
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(
+            f"Expected a folder for the {kind}; received: {target}, where {existing} "
+            "is a file"
+        )
+    if existing != target:
         return
     is_other = any(target.iterdir()) and not is_kind(target)
     # Replacing the working folder would leave the program in a deleted one.

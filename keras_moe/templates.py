@@ -65,7 +65,7 @@ def read_lines(
             if not isinstance(lines, list):
                 raise ValueError(f"{lines!r:.80}")
             return lines
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"Expected {what} in UTF-8, a JSON list or one a line, in {path}; "
             f"received: {error}"

@@ -128,6 +128,8 @@ def load_by_type(
         tokens = served.reshape(-1, expert_types.total)
         if mask is not None:
             tokens = tokens[np.asarray(mask, bool).ravel()]
+        if not len(tokens):
+            raise ValueError(f"Expected tokens that count; received: none in {name}")
         loads[name] = type_loads(
             tokens.sum(axis=0), len(tokens), expert_types, num_selected_experts
         )

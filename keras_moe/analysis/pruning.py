@@ -61,6 +61,8 @@ def expert_scores(
     rows = _rows(usage, groups)
     scores = {}
     for name, block in usage.blocks.items():
+        if not all(np.isfinite(x).all() for x in block if x is not None):
+            raise ValueError(f"Expected a finite usage; received: NaN or Inf in {name}")
         tokens = block.tokens[rows].sum(axis=0)
         if not tokens.sum():
             raise ValueError(

@@ -10,6 +10,12 @@ from rich.table import Table
 def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
     """Lost fractions `(y_c - y_c without the expert) / y_c`, (E, C); 0 if y_c is 0."""
     accuracy, ablated = np.asarray(accuracy, float), np.asarray(ablated, float)
+    is_finite = np.isfinite(accuracy).all() and np.isfinite(ablated).all()
+    if accuracy.ndim != 1 or ablated.shape[1:] != accuracy.shape or not is_finite:
+        raise ValueError(
+            "Expected finite accuracies (classes,) and (experts, classes); "
+            f"received: {accuracy} and {ablated}"
+        )
     known = accuracy > 0
     return np.where(known, accuracy - ablated, 0.0) / np.where(known, accuracy, 1.0)
 
@@ -32,6 +38,10 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
     [0.0, 0.632, 1.0]
     """
     changes = np.asarray(changes, float)
+    if changes.ndim != 2 or not changes.shape[1] or not np.isfinite(changes).all():
+        raise ValueError(
+            f"Expected finite changes (experts, classes); received: {changes}"
+        )
     only = np.eye(changes.shape[1])[changes.argmax(axis=1)]
     return np.linalg.norm(changes - only, axis=1)
 
@@ -132,6 +142,12 @@ def fairness_metrics(
     """
     arrays = [_integers(x) for x in (predictions, targets, attributes)]
     predictions, targets, attributes = arrays
+    shapes = {x.shape for x in arrays}
+    if len(shapes) > 1 or targets.ndim != 1 or not targets.size:
+        raise ValueError(
+            "Expected predictions, targets and attributes of one shape (batch,); "
+            f"received: shapes {[x.shape for x in arrays]}"
+        )
     if min(targets.min(), attributes.min()) < 0 or positive not in targets:
         raise ValueError(
             "Expected targets and attributes of at least 0, and the positive value "

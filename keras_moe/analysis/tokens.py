@@ -124,6 +124,11 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
     [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
     """
     sources, targets = main_experts(source), main_experts(target)
+    if sources.shape != targets.shape:
+        raise ValueError(
+            "Expected records of the same tokens; received: shapes "
+            f"{sources.shape} and {targets.shape} without experts"
+        )
     rows = np.asarray(source.dispatched).shape[-1] + 1
     columns = np.asarray(target.dispatched).shape[-1] + 1
     pairs = sources * columns + targets

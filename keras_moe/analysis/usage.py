@@ -168,19 +168,28 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
     [[6.0, 2.0]]
     """
     usages = list(usages)
+    layouts = [_layout(usage) for usage in usages]
+    if not usages or any(layout != layouts[0] for layout in layouts):
+        raise ValueError(
+            "Expected usages with the same groups, blocks and experts, at least one; "
+            f"received: {layouts}"
+        )
     first = usages[0]
-    for other in usages[1:]:
-        if other.groups != first.groups:
-            raise ValueError(
-                "Expected usages with the same groups; received: "
-                f"{first.groups} and {other.groups}"
-            )
     blocks = {}
     for name in first.blocks:
         fields = zip(*(usage.blocks[name] for usage in usages))
         sums = (None if x[0] is None else np.sum(x, axis=0) for x in fields)
         blocks[name] = BlockUsage(*sums)
     return ExpertUsage(list(first.groups), blocks)
+
+
+def _layout(usage):
+    """The groups of a usage, and the shapes of its blocks' arrays."""
+    shapes = {
+        name: [None if x is None else np.shape(x) for x in block]
+        for name, block in usage.blocks.items()
+    }
+    return list(usage.groups), shapes
 
 
 def expert_usage(

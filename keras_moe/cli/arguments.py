@@ -248,11 +248,11 @@ def override(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
     try:
         return name, json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if value[:1] in ("[", "{", '"') or value in ("True", "False", "None"):
             raise argparse.ArgumentTypeError(
                 f"Expected JSON after {name}=, such as true or [1, 2]; received: "
-                f"{value} ({error})"
+                f"{value:.80} ({error})"
             ) from error
     return name, value
 

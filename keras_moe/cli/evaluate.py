@@ -281,7 +281,7 @@ def as_model_labels(labels: Any, indices: Any, num_classes: int) -> Any:
 
 def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
     """The figures that follow from the outputs of a head."""
-    import numpy as np
+    from keras_moe.evaluation.average_precision import mean_of_defined
 
     figures = {}
     if "accuracy" in metrics:
@@ -295,7 +295,7 @@ def score_figures(scores: Any, labels: Any, metrics: Sequence[str]) -> dict:
         by_class = keras_moe.evaluation.average_precision(
             labels, scores, sparse_labels=is_one
         )
-        figures["mean_average_precision"] = float(np.nanmean(by_class))
+        figures["mean_average_precision"] = mean_of_defined(by_class)
         figures["average_precision"] = by_class.tolist()
     return figures
 

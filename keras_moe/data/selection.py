@@ -181,22 +181,24 @@ def without_captions(
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
     """Returns the sorted unique indices of `exclude`, an argument of `load`."""
     files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
-    if len(files) and isinstance(files[0], (str, os.PathLike)):
+    is_list = isinstance(files, (list, tuple)) and files
+    if is_list and isinstance(files[0], (str, os.PathLike)):
         parts = [_read_indices(Path(file), source, split, count) for file in files]
         exclude = [index for part in parts for index in part]
-    indices = np.unique(np.asarray(exclude))
-    if not len(indices):
+    indices = np.asarray(exclude)
+    if not indices.size:
         return np.zeros(0, "int64")
+    unique = np.unique(indices) if indices.dtype.kind in "iu" else ()
     if (
-        not np.issubdtype(indices.dtype, np.integer)
-        or not 0 <= indices[0] <= indices[-1] < count
-        or len(indices) == count
+        indices.ndim != 1
+        or not 0 < len(unique) < count
+        or not 0 <= unique[0] <= unique[-1] < count
     ):
         raise ValueError(
             f"Expected indices of some of {count} examples; "
             f"received: exclude={exclude!r:.100}"
         )
-    return indices.astype("int64")
+    return unique.astype("int64")
 
 
 def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:

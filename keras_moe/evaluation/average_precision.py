@@ -100,10 +100,17 @@ def mean_average_precision(
     """
     if check_one_of("over", over, ("classes", "examples")) == "classes":
         by_class = average_precision(labels, scores, sample_weight, sparse_labels)
-        return float(np.nanmean(by_class))
+        return mean_of_defined(by_class)
     labels, scores, weight = _checked(labels, scores, sample_weight, sparse_labels)
     values = average_precision(labels.T, scores.T)
+    return mean_of_defined(values, weight)
+
+
+def mean_of_defined(values: np.ndarray, weight: Any = 1.0) -> float:
+    """Weighted mean of average precisions, without the NaN of those undefined."""
     weight = np.where(np.isnan(values), 0.0, weight)
+    if not weight.sum() > 0:
+        raise ValueError("Expected examples with labels; received: none that count")
     return float(np.nansum(weight * values) / weight.sum())
 
 
@@ -131,7 +138,13 @@ def streamed_average_precision(
     """
     positives = []
     for batch in batches():
-        labels, scores, weight = _checked(*batch, sparse_labels=sparse_labels)
+        labels, scores, weight = _checked(
+            *batch, sparse_labels=sparse_labels, may_be_empty=True
+        )
+        if scores.shape[1] != num_classes:
+            raise ValueError(
+                f"Expected scores (N, {num_classes}); received: shape={scores.shape}"
+            )
         example, label = np.nonzero(labels * (weight > 0)[:, None])
         positives.append((label, scores[example, label], weight[example]))
     classes, at, weights = (np.concatenate(parts) for parts in zip(*positives))
@@ -142,7 +155,9 @@ def streamed_average_precision(
     every = np.zeros(len(at))
     present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
     for batch in batches():
-        _, scores, weight = _checked(*batch, sparse_labels=sparse_labels)
+        _, scores, weight = _checked(
+            *batch, sparse_labels=sparse_labels, may_be_empty=True
+        )
         columns = np.ascontiguousarray(scores.T)
         for c in present:
             mine = at[starts[c] : starts[c + 1]]
@@ -169,7 +184,7 @@ def streamed_average_precision(
     return result
 
 
-def _checked(labels, scores, weight=None, sparse_labels=False):
+def _checked(labels, scores, weight=None, sparse_labels=False, may_be_empty=False):
     """Boolean labels (N, C), scores, and float64 weights."""
     labels, scores = np.asarray(labels), np.asarray(scores)
     if not np.issubdtype(scores.dtype, np.floating):
@@ -187,11 +202,17 @@ def _checked(labels, scores, weight=None, sparse_labels=False):
             f"and weights (N,); received: shapes {labels.shape}, {scores.shape} and "
             f"{weight.shape}, sparse_labels={sparse_labels}"
         )
-    if not np.isfinite(scores).all() or (weight < 0).any():
+    is_weight = (weight >= 0) & (weight < np.inf)
+    if not np.isfinite(scores).all() or not is_weight.all():
         raise ValueError(
-            "Expected finite scores, and weights of at least 0; received: "
+            "Expected finite scores, and finite weights of at least 0; received: "
             f"{np.sum(~np.isfinite(scores))} scores of NaN or Inf, and "
-            f"{np.sum(weight < 0)} weights below 0"
+            f"weights {weight[~is_weight]}"
+        )
+    if not (may_be_empty or weight.any()):
+        raise ValueError(
+            "Expected examples of positive weight; received: none of "
+            f"{len(weight)} examples"
         )
     highest = scores.shape[1] - 1 if sparse_labels else 1
     is_bad = ~np.isin(labels, np.arange(-1 if sparse_labels else 0, highest + 1))

@@ -267,7 +267,7 @@ def import_jinja2() -> Any:
 
 def _cell_text(cell):
     """A table cell as text."""
-    if isinstance(cell, int):
+    if isinstance(cell, int) and not isinstance(cell, bool):
         return f"{cell:,}"
     return f"{cell:,.4g}" if isinstance(cell, float) else cell
 
@@ -276,7 +276,7 @@ def _is_number(cell):
     """Whether a cell is a number, a percentage, or empty."""
     if isinstance(cell, str):
         return cell.removesuffix("%").replace(".", "", 1).replace(",", "").isdigit()
-    return cell is None or isinstance(cell, (int, float))
+    return cell is None or type(cell) in (int, float)
 
 
 def _parts(body):

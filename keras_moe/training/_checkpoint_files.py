@@ -103,10 +103,17 @@ def read_safetensors(path: Path) -> dict:
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
-        with safe_open(path / f"{group}.safetensors", framework="np") as file:
-            for index, variable in enumerate(variables):
-                name = f"{index:05d}/{saved[group][index].path}"
-                variable.assign(file.get_tensor(name))
+        file_path = path / f"{group}.safetensors"
+        try:
+            with safe_open(file_path, framework="np") as file:
+                for index, variable in enumerate(variables):
+                    name = f"{index:05d}/{saved[group][index].path}"
+                    variable.assign(file.get_tensor(name))
+        except SafetensorError as error:
+            raise ValueError(
+                f"Expected the variables of a checkpoint in {file_path}; "
+                f"received: {error}"
+            ) from error
 
 
 def _check_plain_file(path, name):

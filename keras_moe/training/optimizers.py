@@ -462,6 +462,8 @@ class OptimizerConfig(Section):
                 use_ema=ema_momentum is not None,
                 # Keras's default, unused without averages.
                 ema_momentum=0.99 if ema_momentum is None else ema_momentum,
+                # Given twice, and so refused, if it is in the options.
+                ema_overwrite_frequency=None,
                 **self.options,
             )
         except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import LARGEST_SEED, check_integer, nearest
+from keras_moe.checks import LARGEST_SEED, check_integer, check_string, nearest
 from keras_moe.files import shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
 from keras_moe.training.data_sections import DataConfig, Datasets, ImageData, PairData
@@ -77,6 +77,8 @@ class Recipe:
     notes: str = ""
 
     def __post_init__(self):
+        for name in ("name", "description", "reference", "notes"):
+            check_string(name, getattr(self, name))
         if set(self.name) & set("/\\") or self.name in ("", ".", ".."):
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"

@@ -208,8 +208,10 @@ class _Run:
             del settings[name]
         if self.own_datasets is not None:
             return settings
+        left_out = None
         if recipe.data.unreadable is not None:
-            left_out = recipe.data.left_out(self.data_dir) or ()
+            left_out = recipe.data.left_out(self.data_dir)
+        if left_out is not None:
             settings["unreadable_images"] = {
                 split: {
                     "left_out": len(indices),

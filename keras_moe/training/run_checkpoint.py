@@ -135,6 +135,11 @@ class RunCheckpoint(keras.callbacks.Callback):
             return 0
         if checkpoint is None:
             checkpoint = open_checkpoint(self.branch_from)
+            if "random" not in checkpoint.state:
+                raise ValueError(
+                    "Expected the checkpoint of a run; received: "
+                    f"branch_from={str(self.branch_from)!r}"
+                )
             # Drops the other run's measurements and position within its epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**checkpoint.state, **begun}

@@ -12,6 +12,7 @@ from keras_moe.checks import (
     check_not_negative,
     check_one_of,
     check_positive,
+    check_string,
 )
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.sections import Section
@@ -233,6 +234,8 @@ class ScheduleConfig(Section):
         if self.schedule_steps is not None:
             check_integer("schedule_steps", self.schedule_steps)
         check_one_of("best", self.best, (None, "keep", "restore"))
+        if self.monitor is not None:
+            check_string("monitor", self.monitor)
         check_one_of("monitor_mode", self.monitor_mode, (None, *MODES))
         if self.patience is not None:
             check_integer("patience", self.patience)

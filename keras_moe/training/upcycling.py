@@ -133,14 +133,14 @@ def upcycle(
     (('block_1', 'block_3'), True)
     """
     check_not_negative("noise", noise)
+    if not registry.is_registered(type(getattr(dense_model, "backbone", dense_model))):
+        # Of KerasHub; of image-text models the image tower.
+        dense_model = convert(dense_model, tower="image")[0]
     if carry_optimizer and not getattr(dense_model, "optimizer", None):
         raise ValueError(
             "Expected a compiled model for carry_optimizer=True; "
             f"received: {type(dense_model).__name__} without an optimizer"
         )
-    if not registry.is_registered(type(getattr(dense_model, "backbone", dense_model))):
-        # Of KerasHub; of image-text models the image tower.
-        dense_model = convert(dense_model, tower="image")[0]
     backbone = getattr(dense_model, "backbone", dense_model)
     arguments = {
         "num_experts": num_experts,
@@ -297,7 +297,8 @@ def _expert_overrides(
         settings = dict(UPCYCLING_PRESETS[preset])
     normalizes = settings.pop("normalize_gates")
     if normalize_gates is not None:
-        normalizes = normalize_gates
+        allowed = (True, False, "before", "after")
+        normalizes = check_one_of("normalize_gates", normalize_gates, allowed)
     moe_arguments = {**settings, **moe_arguments}
     if "mask_padding" not in argument_names(cls):
         # Images have no padding.

@@ -10,13 +10,16 @@ from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
     ablate_experts,
+    class_polysemanticity,
     compute_map,
     edit_expert_logits,
     exclude_experts,
     expert_centres,
+    expert_scores,
     expert_usage,
     experts_per_token,
     fairness_metrics,
+    load_by_type,
     mask_experts,
     merged_usage,
     plots,
@@ -25,7 +28,9 @@ from keras_moe.analysis import (
     routing_usage,
     select_experts,
     steer_expert,
+    token_flows,
 )
+from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.data import oversample
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
@@ -42,6 +47,8 @@ RECORD = Routing(*[np.ones((2, 3, 2))] * 6)
 # Experts 2 and 3 serve no text.
 TOKENS = np.array([[1.0, 5.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
 USAGE = ExpertUsage(["image", "text"], {"block_1": BlockUsage(TOKENS, TOKENS)})
+FEWER = ExpertUsage(USAGE.groups, {"block_1": BlockUsage(*[TOKENS[:, :1]] * 2)})
+NAN = ExpertUsage(USAGE.groups, {"block_1": BlockUsage(TOKENS, np.nan * TOKENS)})
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +112,16 @@ def of_arrays(function, *arguments, **others):
         (of_arrays(experts_per_token, RECORD, TYPES), r"\(2, 3, 2\)"),
         (of_arrays(experts_per_token, RECORD, TYPES, "best"), "expert_type='best'"),
         (of_arrays(compute_map, RECORD, ExpertTypes(2), (2, 2)), "3 tokens"),
+        (
+            of_arrays(
+                load_by_type, {"a": RECORD}, ExpertTypes(2), 1, np.zeros((2, 3), bool)
+            ),
+            "none in a",
+        ),
+        (
+            of_arrays(token_flows, RECORD, Routing(*[np.ones((2, 1, 2))] * 6)),
+            r"\(2, 3\) and \(2, 1\)",
+        ),
         # Usage
         (of_arrays(routing_usage, RECORD, mask=np.ones((2, 2), bool)), r"\(2, 2\)"),
         (
@@ -115,6 +132,7 @@ def of_arrays(function, *arguments, **others):
             of_arrays(merged_usage, [USAGE, USAGE._replace(groups=["image"])]),
             "same groups",
         ),
+        (of_arrays(merged_usage, [USAGE, FEWER]), r"\(2, 4\).*\(2, 1\)"),
         (lambda own: usage(own.plain, []), "at least one batch"),
         (lambda own: usage(own.plain, groups=np.array([0, 1])), "one length"),
         (lambda own: usage(own.plain, groups="labels"), "group_names=None"),
@@ -127,6 +145,7 @@ def of_arrays(function, *arguments, **others):
         (lambda own: usage(own.mumoe), "ExpertCoefficients"),
         (lambda own: usage(own.dense), "ViTImageClassifier"),
         # Selections
+        (of_arrays(expert_scores, NAN), "NaN or Inf in block_1"),
         (of_arrays(select), "count=None, coverage=None"),
         (of_arrays(select, count=1, coverage=0.5), "either count or coverage"),
         (of_arrays(select, count=0), "count=0"),
@@ -218,6 +237,11 @@ def of_arrays(function, *arguments, **others):
         (lambda own: steer_expert(own.mumoe, "block_0", 1), "zeros"),
         (lambda own: expert_centres(own.plain, "block_1"), "block_1"),
         # Classes
+        (of_arrays(accuracy_changes, [1.0, 0.5], [[1.0], [0.5]]), "received: "),
+        (of_arrays(accuracy_changes, [1.0, np.nan], [[1.0, 0.5]]), "nan"),
+        (of_arrays(class_polysemanticity, [[np.nan, 1.0]]), "nan"),
+        (of_arrays(class_polysemanticity, [0.0, 1.0]), "experts, classes"),
+        (of_arrays(fairness_metrics, [[1], [0]], [1, 0], [1, 0]), r"\(2, 1\)"),
         (of_arrays(fairness_metrics, [1] * 4, [1, 1, 0, 0], [1, 1, 0, 1]), r"\(1, 0\)"),
         (of_arrays(fairness_metrics, [0.5, 0], [1, 0], [1, 0]), "float64"),
         (of_arrays(fairness_metrics, [1, 0], [0, 0], [1, 0]), "positive=1"),

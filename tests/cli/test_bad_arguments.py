@@ -99,7 +99,7 @@ def files(tmp_path_factory):
         (f"convert {NPZ} @new --set no_such=1", "no_such"),
         (f"convert {NPZ} @other", "a new folder, an empty one or an older preset"),
         (f"convert {NPZ} @names.txt", "names.txt"),
-        (f"convert {NPZ} @names.txt/a/new", "names.txt"),
+        (f"convert {NPZ} @names.txt/a/new", "names.txt is a file"),
         ("convert @preset @preset", "Expected another folder than the source"),
         ("convert @preset @link", "Expected another folder than the source"),
         ("convert @preset @other/../preset", "another folder than the source"),
@@ -123,6 +123,7 @@ def files(tmp_path_factory):
         ("train mumoe_digits --recipe-set schedule.self=1", "self"),
         ("train mumoe_digits --recipe-set schedule.epochs=-1", "epochs=-1"),
         ("train mumoe_digits --recipe-set schedule.best=last", "best='last'"),
+        ("train mumoe_digits --recipe-set schedule.monitor=5", "monitor=5"),
         ("train mumoe_digits --recipe-set data.batch_size=9999", "batch_size=9999"),
         ("train mumoe_digits --set num_layer=1", "nearest: num_layers"),
         ("train mumoe_digits --preset vmoe_b33", "nearest: vmoe_b32"),
@@ -219,3 +220,10 @@ def test_refused(program, files, command, message):
     assert message in error
     assert all(line.startswith("warning: ") for line in warnings)
     assert not (files / "new").exists()
+
+
+def test_deeply_nested_values_are_refused_briefly(program):
+    status, _, errors = program("describe", "vit_b16", "--set", "a=" + "[" * 100_000)
+    assert status == 2
+    assert "Expected JSON after a=" in errors
+    assert len(errors) < 1000

@@ -108,6 +108,8 @@ NO_IMAGES = [
         (load, {"batch_size": 6, "shard": (0, 5)}, "shard=(0, 5), batch_size=6"),
         (load, {"batch_size": 6, "shard": (0, 1.5)}, "shard[1]=1.5"),
         (load, {"batch_size": 224, "shard": (3, 4)}, "batch_size=224, shard=(3, 4)"),
+        (load, {"exclude": {0: 1}}, "exclude={0: 1}"),
+        (load, {"exclude": 5}, "exclude=5"),
         (load, {"exclude": [450]}, "exclude=[450]"),
         (load, {"exclude": [-1]}, "exclude=[-1]"),
         (load, {"exclude": [0.5]}, "exclude=[0.5]"),

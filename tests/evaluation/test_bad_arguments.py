@@ -67,6 +67,7 @@ RIGHT = {
         "labels": np.eye(4, 3, dtype=int),
         "scores": FOUR,
     },
+    evaluation.streamed_average_precision: {},
     evaluation.encode_pairs: {
         "model": SimpleNamespace(encode_images=None, encode_text=None)
     },
@@ -158,6 +159,7 @@ RIGHT = {
         (evaluation.read_templates, {"templates": ["a photo"]}, "'a photo'"),
         (evaluation.read_templates, {"templates": [lambda name: "a"]}, "<lambda>"),
         (evaluation.read_templates, {"templates": []}, "[]"),
+        (evaluation.read_templates, {"templates": ["a {}", 5]}, "5]"),
         (evaluation.read_templates, {"templates": "imagent"}, "'imagent'"),
         (evaluation.read_class_subset, {"name": "imagenet_v2"}, "'imagenet_v2'"),
         (SUBSET.indices, {"class_names": ["cat"], "num_classes": 1}, "['cat']"),
@@ -178,7 +180,30 @@ RIGHT = {
         (
             evaluation.mean_average_precision,
             {"sample_weight": -np.ones(4)},
-            "4 weights",
+            "weights [-1. -1. -1. -1.]",
+        ),
+        (
+            evaluation.mean_average_precision,
+            {"sample_weight": [1, np.nan, 1, np.inf]},
+            "weights [nan inf]",
+        ),
+        (
+            evaluation.mean_average_precision,
+            {"sample_weight": np.zeros(4)},
+            "none of 4 examples",
+        ),
+        *(
+            (
+                evaluation.mean_average_precision,
+                {"labels": np.zeros((4, 3), int), "over": over},
+                "none that count",
+            )
+            for over in ("classes", "examples")
+        ),
+        (
+            evaluation.streamed_average_precision,
+            {"batches": lambda: [(np.eye(4, 3), FOUR)], "num_classes": 4},
+            "shape=(4, 3)",
         ),
         (evaluation.mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
         (evaluation.mean_average_precision, {"over": "all"}, "over='all'"),

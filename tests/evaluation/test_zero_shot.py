@@ -99,6 +99,7 @@ FILES = {
     "latin.txt": b"caf\xe9 {}",
     "cut.json": b'["a {}"',
     "dict.json": b'{"a {}": 0}',
+    "deep.json": b"[" * 100_000,
 }
 
 

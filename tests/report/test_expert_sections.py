@@ -12,7 +12,7 @@ from keras_moe.report import Figure, Options, Table
 from keras_moe.report._figures import draw_class_heat
 from keras_moe.report.sections.compute import Compute
 from keras_moe.report.sections.mumoe import MuMoEExperts
-from keras_moe.report.writing import _parts
+from keras_moe.report.writing import _cell_text, _parts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights
 
@@ -157,5 +157,9 @@ def test_columns_without_a_cell_are_left_out():
     assert part["head"] == ["x", "y"]
     assert part["rows"] == [(1, "a"), (2, None)]
     assert part["numeric"] == [True, False]
+    # A truth value is no number.
+    (part,) = _parts([Table(["x"], [[True]], "caption")])
+    assert part["numeric"] == [False]
+    assert _cell_text(True) is True
     (part,) = _parts([table._replace(rows=[])])
     assert (part["head"], part["rows"]) == (table.head, [])

@@ -103,6 +103,13 @@ BAD_VALUES = {
         "gradient_accumulation_steps": [3],
         "ema_momentum": [1.0],
         "groups": [{"match": "head"}],
+        "monitor": [5],
+    },
+    "replace": {
+        "name": [5],
+        "description": [None],
+        "reference": [["x"]],
+        "notes": [1.5],
     },
     "pairs": {
         "data.source": [{}, ["emoji"]],
@@ -182,6 +189,7 @@ OTHERS = [
     ("usage", {"groups": LABELS[:3]}, r"lengths \[3, 6\]"),
     ("usage", {"every": 5, "last": 4}, "last=4"),
     ("upcycle", {"preset": "clip_up", "router": "soft"}, "router='soft'"),
+    ("upcycle", {"router": "soft", "normalize_gates": "befor"}, "gates='befor'"),
     ("upcycle", {"carry_optimizer": True}, "without an optimizer"),
     ("upcycle LIMoE", {"towers": ("image",)}, "towers=None for LIMoEBackbone"),
     ("upcycle CLIP", {"towers": ("sound",)}, "towers='sound'"),
@@ -192,6 +200,11 @@ OTHERS = [
         "compile",
         {"optimizer_options": {"learning_rate": 1}},
         "options={'learning_rate'",
+    ),
+    (
+        "compile",
+        {"optimizer_options": {"ema_overwrite_frequency": 1}},
+        "options={'ema_overwrite",
     ),
     ("compile", {"groups": [{"match": "experts"}]}, "match='experts'"),
     ("datasets", {"batch_size": 2000}, "batch_size=2000"),

@@ -310,6 +310,16 @@ def test_other_variables_are_refused(tmp_path):
             checkpoint.restore({"model": [other, *variables()[1:]]})
 
 
+def test_files_without_the_variables_of_their_state_are_refused(tmp_path):
+    path = save(tmp_path, 1)
+    content = json.loads((path / "state.json").read_text())
+    content["variables"]["optimizer"][0][0] = "other"
+    (path / "state.json").write_text(json.dumps(content))
+    checkpoint = training.open_checkpoint(path)
+    with pytest.raises(ValueError, match="Expected the variables of a checkpoint"):
+        checkpoint.restore({"optimizer": variables()[:2]})
+
+
 def test_remote_folders_are_read_by_orbax(tmp_path, monkeypatch):
     pytest.importorskip("orbax.checkpoint")
     for name in ("gs://bucket/run", Path("gs://bucket/run")):

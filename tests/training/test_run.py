@@ -99,6 +99,9 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     assert again.history == actual.history
     with pytest.raises(ValueError, match="Expected a whole checkpoint; received"):
         run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
+    other = training.save_checkpoint(tmp_path / "c", 1, {"model": []}, {"note": "x"})
+    with pytest.raises(ValueError, match="Expected the checkpoint of a run"):
+        run(tmp_path / "b", mine=branch, branch_from=other)
     with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
         train(branch, branch_from=start)
 

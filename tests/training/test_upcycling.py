@@ -275,6 +275,7 @@ def test_vision_models_of_keras_hub_are_upcycled(kind):
         x = images(2, 8, 8, 3)
         actual, expected = (each.predict(x, verbose=0) for each in (sparse, model))
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+        model.compile("adam", "mse")
         with pytest.raises(ValueError, match="carry_optimizer=True"):
             training.upcycle(model, carry_optimizer=True)
 
