@@ -203,10 +203,7 @@ def of_arrays(function, *arguments, **others):
         (lambda own: ablate(own.head, experts=[9]), "experts=9"),
         (lambda own: ablate(own.head, inputs=np.nan * IMAGES), "NaN"),
         (lambda own: ablate(own.plain), "without head"),
-        (
-            lambda own: ablate(own.typed, layer="block_0", experts=["best"]),
-            "'best'",
-        ),
+        (lambda own: ablate(own.typed, layer="block_0", experts=["best"]), "'best'"),
         (
             lambda own: ablate(
                 own.typed, layer="block_0", experts=["zero"], removal="output"

@@ -76,11 +76,7 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
 def test_clean_combine_weights_are_of_the_experts_that_are_left(options, training):
     tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     router = TokenChoiceRouter(
-        4,
-        num_selected_experts=1,
-        capacity_factor=4.0,
-        excluded_experts=(1,),
-        **options,
+        4, num_selected_experts=1, capacity_factor=4.0, excluded_experts=(1,), **options
     )
     _, actual = router(tokens, training=training)
     kept = np.exp(to_numpy(actual.logits))

@@ -204,19 +204,13 @@ def as_whole_tensors(model, levels):
 
 def mumoes(model, block):
     layer = model.backbone.get_layer(block)
-    return {
-        block: layer.feed_forward,
-        f"{block}/token_mixer": layer.token_mixer.block,
-    }
+    return {block: layer.feed_forward, f"{block}/token_mixer": layer.token_mixer.block}
 
 
 @pytest.mark.parametrize("layer", ["block_0", "block_1", "block_0/token_mixer"])
 @pytest.mark.parametrize(
     ("levels", "options"),
-    [
-        ((4,), {"rank": 5}),
-        ((2, 3), {"factorization": "tr", "rank": (2, 2, 2, 4)}),
-    ],
+    [((4,), {"rank": 5}), ((2, 3), {"factorization": "tr", "rank": (2, 2, 2, 4)})],
     ids=["one level", "two levels"],
 )
 def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(

@@ -9,13 +9,7 @@ from keras_moe import models
 from keras_moe.cli import comparison
 from keras_moe.models.preset_folder import is_preset
 from tests import golden
-from tests.published import (
-    CHECKPOINTS,
-    hub_clip,
-    hub_randomized,
-    hub_vit,
-    timm_folder,
-)
+from tests.published import CHECKPOINTS, hub_clip, hub_randomized, hub_vit, timm_folder
 
 
 @pytest.fixture

@@ -32,10 +32,7 @@ def brute_force(images, texts, is_own_text, is_own_image):
             result.append(1 + next(r for r, j in enumerate(order) if is_own(i, j)))
         return result
 
-    return (
-        ranks(products, is_own_text),
-        ranks(products.T, is_own_image),
-    )
+    return (ranks(products, is_own_text), ranks(products.T, is_own_image))
 
 
 @settings(max_examples=40, deadline=None)

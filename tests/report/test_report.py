@@ -208,10 +208,7 @@ def test_a_section_of_ones_own(model, tmp_path):
     )
     assert [x.level for x in written.findings] == ["problem", "notice", "good"]
     values = json.loads(written.data.read_text(encoding="utf-8"))
-    assert values["sections"] == {
-        "classes": {"0": 1, "2": 2},
-        "judged": {},
-    }
+    assert values["sections"] == {"classes": {"0": 1, "2": 2}, "judged": {}}
     page = written.page.read_text(encoding="utf-8")
     assert "Examples by class" in page
     assert page.index("It is problem.") < page.index("It is good.")
