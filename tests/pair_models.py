@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_moe.models import CLIPBackbone, LIMoEBackbone
+from keras_moe.models import CLIPBackbone, LIMoEBackbone, TextBackbone
 from tests.small_models import images
 
 SIZES = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
@@ -33,6 +33,12 @@ def limoe(moe=(), **kwargs):
     losses = {"limoe": {"thresholds": {"text": 0.7, "image": 1.1}}}
     fields = {**MOE, "num_selected_experts": 1, "auxiliary_losses": losses}
     return LIMoEBackbone.from_config({**sizes, **fields, **dict(moe), **kwargs})
+
+
+def text_of_modalities():
+    """A text tower whose router has a kernel for each of two modalities."""
+    facts = {"num_selected_experts": 1, "num_modalities": 2, "pooling": "last"}
+    return TextBackbone.from_config({**TEXT, **MOE, **facts})
 
 
 def one_block(kind, moe=(), **kwargs):

@@ -90,6 +90,10 @@ def ablate(model, labels=LABELS, layer="head", inputs=IMAGES, **arguments):
     return ablate_experts(model, inputs, labels, layer, verbose=0, **arguments)
 
 
+def ablate_block(model, **arguments):
+    return ablate(model, layer="block_0", **arguments)
+
+
 def usage(model, inputs=IMAGES, **arguments):
     return expert_usage(model, inputs, verbose=0, **arguments)
 
@@ -169,10 +173,7 @@ def of_arrays(function, *arguments, **others):
         (lambda own: prune_experts(own.typed, {"block_0": [0, 1]}), "PathwayAware"),
         (lambda own: prune_experts(own.mumoe, {"block_0": [0]}), "ExpertCoefficient"),
         (lambda own: prune_experts(own.dense, {"block_0": [0]}), "'block_0'"),
-        (
-            lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}),
-            "pruned with method='router_pred_skip'",
-        ),
+        (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "pruned with m"),
         (
             lambda own: mask_experts(own.pruned, {"block_0": [1, 3]}, "router_pred"),
             "pruned",
@@ -183,10 +184,7 @@ def of_arrays(function, *arguments, **others):
             ),
             r"among \[1, 2, 3\]",
         ),
-        (
-            lambda own: prune_experts(own.excluded, {"block_0": [2, 3]}),
-            "excluded_experts",
-        ),
+        (lambda own: prune_experts(own.excluded, {"block_0": [2, 3]}), "excluded_e"),
         (lambda own: exclude_experts(own.pruned, [0]), "excluded_experts"),
         (lambda own: exclude_experts(own.soft, 0), "excluded_experts"),
         (lambda own: exclude_experts(own.dense, 0), "ViTImageClassifier"),
@@ -203,28 +201,18 @@ def of_arrays(function, *arguments, **others):
         (lambda own: ablate(own.head, experts=[9]), "experts=9"),
         (lambda own: ablate(own.head, inputs=np.nan * IMAGES), "NaN"),
         (lambda own: ablate(own.plain), "without head"),
-        (lambda own: ablate(own.typed, layer="block_0", experts=["best"]), "'best'"),
+        (lambda own: ablate_block(own.typed, experts=["best"]), "'best'"),
         (
-            lambda own: ablate(
-                own.typed, layer="block_0", experts=["zero"], removal="output"
-            ),
+            lambda own: ablate_block(own.typed, experts=["zero"], removal="output"),
             "removal='output'",
         ),
+        (lambda own: ablate_block(own.typed, removal="weights"), "removal='weights'"),
         (
-            lambda own: ablate(own.typed, layer="block_0", removal="weights"),
-            "removal='weights'",
-        ),
-        (
-            lambda own: ablate(
-                own.typed, layer="block_0", experts=[("ffn", "zero", "copy")]
-            ),
+            lambda own: ablate_block(own.typed, experts=[("ffn", "zero", "copy")]),
             "num_selected_experts=2",
         ),
-        (
-            lambda own: ablate(own.mumoe, layer="block_0", removal="choice"),
-            "removal='choice'",
-        ),
-        (lambda own: ablate(own.mumoe, layer="block_0", experts=[(0, 1)]), r"\(0, 1"),
+        (lambda own: ablate_block(own.mumoe, removal="choice"), "removal='choice'"),
+        (lambda own: ablate_block(own.mumoe, experts=[(0, 1)]), r"\(0, 1"),
         # Edits
         (lambda own: edit_expert_logits(own.plain, None, 1), "ViTImageClassifier"),
         (lambda own: edit_expert_logits(own.head, None, 5), "output=5"),

@@ -24,7 +24,8 @@ from keras_moe.analysis import (
 )
 from keras_moe.ops import Routing
 from keras_moe.routers.pruned import METHODS
-from tests.small_models import ONE_EXPERT_PER_TOKEN, SMALL, images, with_weights
+from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities
+from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 PRUNINGS = (mask_experts, prune_experts)
@@ -134,12 +135,8 @@ def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
     pruned.save_to_preset(tmp_path / "pruned")
     loaded = models.from_preset(str(tmp_path / "pruned"))
     np.testing.assert_allclose(outputs(loaded), expected, atol=1e-5)
-    counts = [
-        layer.get_layer(name).feed_forward.experts.num_experts
-        for layer in (loaded.backbone,)
-        for name in KEPT
-    ]
-    assert counts == [3, 2]
+    layers = [loaded.backbone.get_layer(name).feed_forward for name in KEPT]
+    assert [layer.experts.num_experts for layer in layers] == [3, 2]
     # An expert has two kernels and two biases; a column of the router has 16 weights.
     expert, column = 16 * 32 * 2 + 32 + 16, 16 if method == "router_drop" else 0
     assert model.count_params() - loaded.count_params() == 5 * (expert + column)
@@ -177,18 +174,8 @@ def test_a_pruned_model_can_be_pruned_further(model, method):
 
 
 def test_texts_with_a_kernel_for_each_modality_are_pruned():
-    sizes = {
-        "vocabulary_size": 20, "max_length": 5, "hidden_dim": 8, "num_layers": 2,
-        "num_heads": 2, "mlp_dim": 16, "moe_layers": [1], "num_experts": 4,
-        "num_selected_experts": 1, "num_modalities": 2, "pooling": "last",
-    }  # fmt: skip
-    model = with_weights(models.TextBackbone.from_config(sizes))
-    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
-    inputs = {
-        "token_ids": ids,
-        "padding_mask": np.ones_like(ids),
-        "modality_ids": ids % 2,
-    }
+    model = with_weights(text_of_modalities())
+    inputs = {**TEXTS, "modality_ids": IDS % 2}
     kept = {"block_1": [0, 2]}
     expected = mask_experts(model, kept)(inputs)["tokens"]
     pruned = prune_experts(model, kept)
@@ -210,46 +197,23 @@ def test_a_pruned_model_trains_and_keeps_its_size(model):
 
 
 def test_the_config_says_which_experts_are_left(model):
-    config = json.loads(json.dumps(prune_experts(model, KEPT).get_config()))
-    assert config["backbone"]["config"]["moe"]["pruning"] == {
-        "method": "router_drop",
-        "kept_experts": KEPT,
-        "removed": True,
-    }
+    moe = prune_experts(model, KEPT).get_config()["backbone"]["config"]["moe"]
+    expected = {"method": "router_drop", "kept_experts": KEPT, "removed": True}
+    assert moe["pruning"] == expected
     parts = models.describe(
         "vmoe_digits", pruning={"kept_experts": {"block_1": [2, 3]}}
     )
     assert "MoE 2, K=2" in str(parts)
 
 
-SMALL_PAIR = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
-IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4}
-TEXT = {"vocabulary_size": 20, "max_length": 5}
-
-
-def pairs():
-    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
-    mask = np.arange(5) < [[5], [3], [4]]
-    return {
-        "images": images(3, 8, 8, 3),
-        "token_ids": np.where(mask, ids, 0),
-        "padding_mask": mask,
-    }
-
-
 def test_limoe_is_pruned_for_its_texts():
-    moe = {"num_experts": 6, "router": ONE_EXPERT_PER_TOKEN}
-    model = with_weights(
-        models.LIMoEBackbone(**SMALL_PAIR, **IMAGE, **TEXT, projection_dim=4, moe=moe)
-    )
-    usage = expert_usage(model, pairs(), mask={"text": "padding_mask"}, verbose=0)
+    model = with_weights(limoe({"num_experts": 6}))
+    usage = expert_usage(model, PAIRS, mask={"text": "padding_mask"}, verbose=0)
     assert usage.groups == ["image", "text"]
-    np.testing.assert_array_equal(
-        usage.blocks["block_1"].tokens.sum(axis=1), [3 * 4, 12]
-    )
+    np.testing.assert_array_equal(usage.blocks["block_1"].tokens.sum(axis=1), [12, 11])
     kept = select_experts(usage, coverage=1.0, groups="text")
     assert len(kept["block_1"]) < 6
-    masked, pruned = (f(model, kept, "router_pred_skip")(pairs()) for f in PRUNINGS)
+    masked, pruned = (f(model, kept, "router_pred_skip")(PAIRS) for f in PRUNINGS)
     for name, expected in masked.items():
         np.testing.assert_allclose(
             to_numpy(pruned[name]), to_numpy(expected), atol=1e-5
@@ -257,20 +221,13 @@ def test_limoe_is_pruned_for_its_texts():
 
 
 def test_towers_are_pruned_by_modality():
-    moe = {"moe_layers": [1], "num_experts": 4, "num_selected_experts": 1}
-    model = with_weights(
-        models.CLIPBackbone(
-            image={**SMALL_PAIR, **IMAGE, **moe},
-            text={**SMALL_PAIR, **TEXT, **moe},
-            projection_dim=4,
-        )
-    )
-    usage = expert_usage(model, pairs(), verbose=0)
+    model = with_weights(clip({**MOE, "num_selected_experts": 1}))
+    usage = expert_usage(model, PAIRS, verbose=0)
     assert list(usage.blocks) == ["image/block_1", "text/block_1"]
     used = np.argmax(usage.blocks["text/block_1"].tokens[0])
     kept = {"text/block_1": [e for e in range(4) if e != used][:2]}
-    masked, pruned = (f(model, kept)(pairs()) for f in PRUNINGS)
-    whole = model(pairs())
+    masked, pruned = (f(model, kept)(PAIRS) for f in PRUNINGS)
+    whole = model(PAIRS)
     name = "text_embeddings"
     np.testing.assert_allclose(
         to_numpy(pruned[name]), to_numpy(masked[name]), atol=1e-5

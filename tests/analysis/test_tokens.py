@@ -15,7 +15,7 @@ from keras_moe.analysis import (
 from keras_moe.analysis.plots.usage import group_table
 from keras_moe.analysis.tokens import main_experts
 from keras_moe.ops import Routing
-from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
+from tests.small_models import small_pairs_model
 
 TAGS = {"two": "NUM", "cats": "NOUN", "a": "DET", "T-shirt": "NOUN", ",": "PUNCT"}
 CAPTIONS = ["two cats", "a T-shirt, a T-shirt"]
@@ -125,18 +125,13 @@ def test_trained_tokenizers_are_aligned():
 
 
 def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
-    tokenizer = models.TextTokenizer.trained(CAPTIONS, 520, max_length=8)
-    backbone = models.LIMoEBackbone(
-        image_shape=(8, 8, 3), patch_size=4, vocabulary_size=520, max_length=8,
-        hidden_dim=8, num_layers=1, num_heads=2, mlp_dim=8, projection_dim=4,
-        moe={"moe_layers": [0], "num_experts": 2, "router": ONE_EXPERT_PER_TOKEN},
-    )  # fmt: skip
+    model = small_pairs_model(CAPTIONS)
+    tokenizer = model.preprocessor
     with pytest.warns(UserWarning, match="more than max_length"):
         tags = tag_tokens(tokenizer, CAPTIONS, tag)
     inputs = {"images": np.zeros((2, 8, 8, 3), "float32"), **tokenizer(CAPTIONS)}
-    model = with_weights(backbone)
     usage = expert_usage(model, inputs, modality="text", verbose=0, **tags._asdict())
-    block = usage.blocks["text/block_0"]
+    block = usage.blocks["text/block_1"]
     # K = 1, padding is routed, and no token is dropped.
     counts = np.bincount(tags.groups.ravel(), minlength=len(tags.group_names))
     np.testing.assert_array_equal(block.tokens.sum(axis=1), counts)

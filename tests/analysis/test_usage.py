@@ -16,7 +16,8 @@ from keras_moe.analysis import (
     routing_usage,
 )
 from keras_moe.ops import Routing
-from tests.small_models import SMALL, images, small_pairs_model, with_weights
+from tests.pair_models import IDS, PAIRS, TEXTS, limoe, text_of_modalities
+from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (5, 16, 8, 2)
@@ -29,22 +30,6 @@ def model():
     sizes = {**SMALL, "moe_layers": [0, 1], "router": "softmax_token_choice"}
     model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), 3)
     return with_weights(model)
-
-
-@pytest.fixture(scope="module")
-def text():
-    sizes = {
-        "vocabulary_size": 20, "max_length": 5, "hidden_dim": 8, "num_layers": 2,
-        "num_heads": 2, "mlp_dim": 16, "moe_layers": [1], "num_experts": 4,
-        "num_selected_experts": 1, "num_modalities": 2, "pooling": "last",
-    }  # fmt: skip
-    return with_weights(models.TextBackbone.from_config(sizes))
-
-
-def texts():
-    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
-    mask = np.arange(5) < [[5], [3], [4]]
-    return {"token_ids": ids, "padding_mask": mask, "modality_ids": ids % 2}
 
 
 # Functions of arrays
@@ -140,45 +125,44 @@ def test_pruned_experts_are_not_used(model):
             assert figure.sum() == pytest.approx(figure[0, experts].sum())
 
 
-def test_modalities_come_with_the_inputs(text):
-    inputs = texts()
+def test_modalities_come_with_the_inputs():
+    text, inputs = (
+        with_weights(text_of_modalities()),
+        {**TEXTS, "modality_ids": IDS % 2},
+    )
     usage = expert_usage(
         text, inputs, "modality_ids", ["image", "text"], "padding_mask", verbose=0
     )
     record = keras.Model(text.input, text.routing).predict(inputs, verbose=0)
-    served, ids = record["block_1"].dispatched, inputs["modality_ids"]
+    served = record["block_1"].dispatched
     for modality in (0, 1):
-        own = (ids == modality) & inputs["padding_mask"]
+        own = (modality == IDS % 2) & (IDS != 0)
         np.testing.assert_array_equal(
             usage.blocks["block_1"].tokens[modality], served[own].sum(axis=0)
         )
-    assert usage.blocks["block_1"].tokens.sum() == 12
+    assert usage.blocks["block_1"].tokens.sum() == 11
     # K = 1, and padding is not routed: its gates are nobody's choice.
     usage = expert_usage(text, inputs, verbose=0).blocks["block_1"]
     np.testing.assert_array_equal(usage.first_choices, usage.tokens)
 
 
 def test_records_of_a_shared_block_are_modalities():
-    model = small_pairs_model(["a cat"]).backbone
-    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
-    mask = np.arange(5) < [[5], [3], [4]]
-    inputs = {"images": images(3, 8, 8, 3), "token_ids": ids, "padding_mask": mask}
-    usage = expert_usage(model, inputs, contributions=True, verbose=0)
+    model = with_weights(limoe())
+    usage = expert_usage(model, PAIRS, contributions=True, verbose=0)
     assert usage.groups == ["image", "text"]
     assert list(usage.blocks) == ["block_1"]
-    records = keras.Model(model.input, model.routing).predict(inputs, verbose=0)
+    records = keras.Model(model.input, model.routing).predict(PAIRS, verbose=0)
     served = [records[f"{x}/block_1"].dispatched for x in usage.groups]
     totals = [x.sum(axis=(0, 1)) for x in served]
     block = usage.blocks["block_1"]
     np.testing.assert_array_equal(block.tokens, totals)
     assert ((block.contributions > 0) == (block.tokens > 0)).all()
     for arguments, message in (
-        ((ids, ["a", "b"]), r"records are by modality"),
+        ((IDS, ["a", "b"]), r"records are by modality"),
         ((None, None, "padding_mask"), r"a dict of names .*mask='padding_mask'"),
     ):
         with pytest.raises(ValueError, match=message):
-            expert_usage(model, inputs, *arguments, verbose=0)
-    by_modality = {"text": "padding_mask"}
-    usage = expert_usage(model, inputs, mask=by_modality, verbose=0)
-    expected = [totals[0], served[1][mask].sum(axis=0)]
+            expert_usage(model, PAIRS, *arguments, verbose=0)
+    usage = expert_usage(model, PAIRS, mask={"text": "padding_mask"}, verbose=0)
+    expected = [totals[0], served[1][IDS != 0].sum(axis=0)]
     np.testing.assert_array_equal(usage.blocks["block_1"].tokens, expected)

@@ -26,6 +26,8 @@ def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
     status, stdout, stderr = convert(source, out)
     assert status == 0, stderr
     assert "pre_logits/kernel [24, 20]" in stdout
+    assert "not compared with the source's model" in stdout
+    assert "not installed" not in stdout
     arrays, _ = golden.load("07_checkpoints/vit_classic_prelogits_expected")
     outputs = models.from_preset(str(out)).predict(arrays["inputs/images"], verbose=0)
     np.testing.assert_allclose(outputs, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
@@ -34,20 +36,19 @@ def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
     assert len(report["weights"]) == len(np.load(source).files)
 
 
-def test_keras_hubs_own_model_is_compared(tmp_path, convert):
-    hub_randomized(hub_vit()).save_to_preset(tmp_path / "hub")
-    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
-    assert status == 0, stderr
-    assert "equal the source's own model" in stdout
-    assert "patch_embedding" not in stdout
-
-
-def test_a_failure_leaves_nothing(tmp_path, convert):
-    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
-    np.savez(tmp_path / "vit.npz", left=np.zeros(3), **arrays)
-    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"left": np.zeros(3)}, "left over"),
+        ({"head/bias": np.full(7, np.nan, "float32")}, "head/bias"),
+    ],
+)
+def test_a_failure_leaves_nothing(tmp_path, convert, changes, message):
+    arrays = {**np.load(CHECKPOINTS / "vit_classic.npz"), **changes}
+    np.savez(tmp_path / "vit.npz", **arrays)
+    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out", "--no-verify")
     assert status == 2
-    assert "left over" in stderr
+    assert message in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
 
@@ -86,24 +87,6 @@ def test_a_failed_verification_keeps_what_was_there(
         assert (status, stderr) == (2, "error: it differs\n")
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_values_that_are_no_numbers_leave_nothing(tmp_path, convert):
-    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
-    arrays["head/bias"] = np.full(7, np.nan, "float32")
-    np.savez(tmp_path / "vit.npz", **arrays)
-    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out", "--no-verify")
-    assert status == 2
-    assert "head/bias" in stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_a_comparison_none_is_missing(tmp_path, convert):
-    source = CHECKPOINTS / "vit_classic.npz"
-    status, stdout, _ = convert(source, tmp_path / "out", "--quiet")
-    assert status == 0
-    assert "not compared with the source's model" in stdout
-    assert "not installed" not in stdout
 
 
 # A module in timm's place, in its process: it writes down its arguments.
@@ -222,12 +205,16 @@ def test_timms_own_model_is_compared(tmp_path, convert, case):
     assert "equal the source's own model" in stdout
 
 
-def test_a_task_is_compared_with_the_task(tmp_path, convert):
-    hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3)
+@pytest.mark.parametrize("task", [False, True])
+def test_keras_hubs_own_model_is_compared(tmp_path, convert, task):
+    hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3) if task else hub_vit()
     hub_randomized(hub).save_to_preset(tmp_path / "hub")
     status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
     assert status == 0, stderr
     assert "equal the source's own model" in stdout
+    assert "patch_embedding" not in stdout
+    if not task:
+        return
     # A new head of the same size is no error.
     status, stdout, _ = convert(
         tmp_path / "hub", tmp_path / "new", "--quiet", "--num-classes", 3

@@ -8,25 +8,20 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from tests.small_models import ONE_EXPERT_PER_TOKEN, with_weights
+from tests.small_models import small_pairs_model, with_weights
 
 pytest.importorskip("tensorflow")
 
-SMALL = {"patch_size": 8, "hidden_dim": 16, "num_layers": 2, "mlp_dim": 16}
 CAPTIONS = ("a red one", "a dark one", "[bold]<b>nothing</b>")
 
 
 def test_images_of_a_run(program, tmp_path):
     keras.utils.set_random_seed(1)
     model = models.from_preset(
-        "vmoe_digits",
-        num_classes=10,
-        load_weights=False,
-        moe_layers=[1],
-        num_experts=2,
-        num_heads=2,
-        **SMALL,
-    )
+        "vmoe_digits", num_classes=10, load_weights=False, moe_layers=[1],
+        num_experts=2, num_heads=2, patch_size=8, hidden_dim=16, num_layers=2,
+        mlp_dim=16,
+    )  # fmt: skip
     run = tmp_path / "run"
     with_weights(model).save_to_preset(run / "preset")
     recipe = {"data": {"source": "digits"}, "objective": {}}
@@ -36,11 +31,8 @@ def test_images_of_a_run(program, tmp_path):
     status, printed, errors = program(*arguments, "--json")
     assert status == 0, errors
     values = json.loads(printed)
-    assert (values["examples"], values["data"], values["split"]) == (
-        20,
-        "digits",
-        "test",
-    )
+    facts = [values[name] for name in ("examples", "data", "split")]
+    assert facts == [20, "digits", "test"]
     assert Path(values["page"]) == output / "report.html"
     data = json.loads((output / "report.json").read_text())
     # Four patches and a class token.
@@ -55,22 +47,8 @@ def test_images_of_a_run(program, tmp_path):
 
 
 def test_pairs_of_a_folder(program, tmp_path):
-    tokenizer = models.TextTokenizer.trained(CAPTIONS, 520, max_length=12)
-    model = models.from_preset(
-        "limoe_b16",
-        task="contrastive",
-        preprocessor=tokenizer,
-        load_weights=False,
-        image_shape=(16, 16, 1),
-        num_heads=2,
-        vocabulary_size=520,
-        max_length=12,
-        projection_dim=6,
-        moe={"num_experts": 2, "router": ONE_EXPERT_PER_TOKEN, "moe_layers": [1]},
-        **SMALL,
-    )
     folder = tmp_path / "preset"
-    with_weights(model).save_to_preset(folder)
+    small_pairs_model(CAPTIONS).save_to_preset(folder)
     photos = tmp_path / "photos"
     (photos / "test").mkdir(parents=True)
     lines = ["image,caption"]

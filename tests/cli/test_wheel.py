@@ -11,8 +11,6 @@ from pathlib import Path
 import keras
 import pytest
 
-from keras_moe.cli.main import make_parser
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,22 +49,6 @@ def run(installed, tmp_path):
         )
 
     return run
-
-
-def sub_commands(parser, *names):
-    """All sub-commands, and theirs."""
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            for name, inner in action.choices.items():
-                yield (*names, name)
-                yield from sub_commands(inner, *names, name)
-
-
-@pytest.mark.parametrize("names", sub_commands(make_parser()), ids=" ".join)
-def test_every_help_is_printed(run, names):
-    done = run("keras-moe", *names, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"keras-moe {' '.join(names)}" in done.stdout
 
 
 PROGRAM = """

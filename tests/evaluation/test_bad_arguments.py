@@ -6,7 +6,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from keras_moe import evaluation, training
+from keras_moe import training
+from keras_moe.evaluation import (
+    best_l2,
+    class_embeddings,
+    contrastive_accuracy,
+    encode_pairs,
+    few_shot,
+    few_shot_from_model,
+    kernel_ridge_embeddings,
+    mean_average_precision,
+    nearest_caption_embeddings,
+    prompts,
+    read_class_names,
+    read_class_subset,
+    read_templates,
+    retrieval,
+    streamed_average_precision,
+    zero_shot,
+)
 from tests.refusals import check_refused
 
 CLASSES = np.arange(60) % 3
@@ -15,7 +33,7 @@ IMAGES = FEATURES.reshape(60, 2, 2, 1)
 FOUR = np.ones((4, 3))
 TEXTS = {"token_ids": np.ones((4, 3), int), "padding_mask": np.ones((4, 3), bool)}
 PIXELS = np.ones((2, 1, 1, 1))
-SUBSET = evaluation.read_class_subset("imagenet_a")
+SUBSET = read_class_subset("imagenet_a")
 
 
 class Endless:
@@ -25,7 +43,7 @@ class Endless:
 
 # Arguments that are right.
 RIGHT = {
-    evaluation.few_shot: {
+    few_shot: {
         "train_features": FEATURES,
         "train_labels": CLASSES,
         "test_features": FEATURES,
@@ -33,45 +51,32 @@ RIGHT = {
         "num_classes": 3,
         "shots": (1,),
     },
-    evaluation.best_l2: {"accuracies": np.ones((1, 2, 3)), "l2s": [1, 2, 3]},
-    evaluation.few_shot_from_model: {
+    best_l2: {"accuracies": np.ones((1, 2, 3)), "l2s": [1, 2, 3]},
+    few_shot_from_model: {
         "model": lambda images: images.reshape(len(images), -1),
         "train_data": (IMAGES, CLASSES),
         "test_data": (IMAGES, CLASSES),
         "shots": (1,),
         "verbose": 0,
     },
-    evaluation.retrieval: {
-        "image_embeddings": FOUR,
-        "text_embeddings": FOUR,
-        "ks": (1,),
-    },
-    evaluation.contrastive_accuracy: {
+    retrieval: {"image_embeddings": FOUR, "text_embeddings": FOUR, "ks": (1,)},
+    contrastive_accuracy: {
         "image_embeddings": FOUR,
         "text_embeddings": FOUR,
         "batch_size": 2,
     },
-    evaluation.zero_shot: {
-        "image_embeddings": FOUR,
-        "labels": [0, 1, 2, 3],
-        "classes": FOUR,
-    },
-    evaluation.class_embeddings: {},
-    evaluation.prompts: {"class_names": ["cat"], "templates": ["a {}"]},
-    evaluation.read_class_names: {},
-    evaluation.read_templates: {},
-    evaluation.read_class_subset: {},
+    zero_shot: {"image_embeddings": FOUR, "labels": [0, 1, 2, 3], "classes": FOUR},
+    class_embeddings: {},
+    prompts: {"class_names": ["cat"], "templates": ["a {}"]},
+    read_class_names: {},
+    read_templates: {},
+    read_class_subset: {},
     SUBSET.indices: {},
     SUBSET.labels: {},
-    evaluation.mean_average_precision: {
-        "labels": np.eye(4, 3, dtype=int),
-        "scores": FOUR,
-    },
-    evaluation.streamed_average_precision: {},
-    evaluation.encode_pairs: {
-        "model": SimpleNamespace(encode_images=None, encode_text=None)
-    },
-    evaluation.nearest_caption_embeddings: {
+    mean_average_precision: {"labels": np.eye(4, 3, dtype=int), "scores": FOUR},
+    streamed_average_precision: {},
+    encode_pairs: {"model": SimpleNamespace(encode_images=None, encode_text=None)},
+    nearest_caption_embeddings: {
         "train_images": PIXELS,
         "train_captions": ["a", "b"],
         "images": PIXELS,
@@ -79,7 +84,7 @@ RIGHT = {
     },
     training.ZeroShot: {"data": (), "class_names": ["a", "b"]},
     training.Retrieval: {"pairs": ()},
-    evaluation.kernel_ridge_embeddings: {
+    kernel_ridge_embeddings: {
         "train_images": PIXELS,
         "train_captions": ["a", "b"],
         "images": PIXELS,
@@ -91,143 +96,128 @@ RIGHT = {
 @pytest.mark.parametrize(
     ("function", "wrong", "received"),
     [
-        (evaluation.few_shot, {"train_labels": np.full(60, 3)}, "received: 3, and 60"),
-        (evaluation.few_shot, {"test_labels": np.full(60, -1)}, "received: -1"),
-        (evaluation.few_shot, {"train_labels": CLASSES[1:]}, "shape=(59,)"),
-        (evaluation.few_shot, {"train_labels": np.zeros(60)}, "dtype=float64"),
-        (evaluation.few_shot, {"train_labels": np.eye(60)}, "shape=(60, 60)"),
-        (evaluation.few_shot, {"train_features": np.ones(60)}, "shape=(60,)"),
-        (evaluation.few_shot, {"test_features": np.ones((60, 5))}, "shape=(60, 5)"),
-        (evaluation.few_shot, {"test_features": np.ones((0, 4))}, "shape=(0, 4)"),
-        (evaluation.few_shot, {"train_features": FEATURES * np.nan}, "60 of 60 rows"),
-        (evaluation.few_shot, {"shots": (1, 21)}, "received: 20 of class 0"),
-        (evaluation.few_shot, {"num_classes": 4}, "received: 0 of class 3"),
-        (evaluation.few_shot, {"shots": (0,)}, "shots=0"),
-        (evaluation.few_shot, {"shots": (1.5,)}, "shots=1.5"),
-        (evaluation.few_shot, {"seeds": ()}, "accuracies.shape=(0, 1, 30)"),
-        (evaluation.few_shot, {"l2s": ()}, "l2s=()"),
-        (evaluation.few_shot, {"l2s": (0.0, 1.0)}, "l2s=(0.0, 1.0)"),
-        (evaluation.best_l2, {"accuracies": np.ones((2, 3))}, "shape=(2, 3)"),
-        (evaluation.best_l2, {"l2s": [1, 2]}, "l2s.shape=(2,)"),
-        (evaluation.few_shot_from_model, {"train_data": []}, "none"),
-        (evaluation.few_shot_from_model, {"train_data": Endless()}, "for ever"),
-        (evaluation.few_shot_from_model, {"batch_size": 0}, "batch_size=0"),
+        (few_shot, {"train_labels": np.full(60, 3)}, "received: 3, and 60"),
+        (few_shot, {"test_labels": np.full(60, -1)}, "received: -1"),
+        (few_shot, {"train_labels": CLASSES[1:]}, "shape=(59,)"),
+        (few_shot, {"train_labels": np.zeros(60)}, "dtype=float64"),
+        (few_shot, {"train_labels": np.eye(60)}, "shape=(60, 60)"),
+        (few_shot, {"train_features": np.ones(60)}, "shape=(60,)"),
+        (few_shot, {"test_features": np.ones((60, 5))}, "shape=(60, 5)"),
+        (few_shot, {"test_features": np.ones((0, 4))}, "shape=(0, 4)"),
+        (few_shot, {"train_features": FEATURES * np.nan}, "60 of 60 rows"),
+        (few_shot, {"shots": (1, 21)}, "received: 20 of class 0"),
+        (few_shot, {"num_classes": 4}, "received: 0 of class 3"),
+        (few_shot, {"shots": (0,)}, "shots=0"),
+        (few_shot, {"shots": (1.5,)}, "shots=1.5"),
+        (few_shot, {"seeds": ()}, "accuracies.shape=(0, 1, 30)"),
+        (few_shot, {"l2s": ()}, "l2s=()"),
+        (few_shot, {"l2s": (0.0, 1.0)}, "l2s=(0.0, 1.0)"),
+        (best_l2, {"accuracies": np.ones((2, 3))}, "shape=(2, 3)"),
+        (best_l2, {"l2s": [1, 2]}, "l2s.shape=(2,)"),
+        (few_shot_from_model, {"train_data": []}, "none"),
+        (few_shot_from_model, {"train_data": Endless()}, "for ever"),
+        (few_shot_from_model, {"batch_size": 0}, "batch_size=0"),
         (
-            evaluation.few_shot_from_model,
+            few_shot_from_model,
             {"test_data": (IMAGES, CLASSES[1:])},
             "60 images and 59 labels",
         ),
+        (few_shot_from_model, {"model": lambda images: images}, "shape=(60, 2, 2, 1)"),
+        (retrieval, {"image_embeddings": np.ones((0, 3))}, "shape=(0, 3)"),
+        (retrieval, {"image_embeddings": FOUR + 1j}, "dtype=complex128"),
+        (retrieval, {"text_embeddings": FOUR[:, 1:]}, "shape=(4, 2)"),
+        (retrieval, {"text_embeddings": FOUR * np.nan}, "[0, 1, 2, 3]"),
+        (retrieval, {"text_embeddings": [[1.0] * 3] * 2 + [[0.0] * 3] * 2}, "[2, 3]"),
+        (retrieval, {"text_embeddings": np.ones((5, 3))}, "shape=(4,)"),
+        (retrieval, {"image_of_text": [0, 1, 2]}, "shape=(3,)"),
+        (retrieval, {"image_of_text": [0, 1, 2, 4]}, "received: 4"),
+        (retrieval, {"image_of_text": [0, 1, 1, 3]}, "3 of 4 images"),
+        (retrieval, {"ks": (1, 5)}, "ks=5"),
+        (retrieval, {"chunk_size": 0}, "chunk_size=0"),
+        (retrieval, {"text_ids": [0, 1]}, "shape=(2,)"),
+        (contrastive_accuracy, {"batch_size": 5}, "4 images and 4 texts"),
+        (contrastive_accuracy, {"image_ids": [1, 2]}, "shape=(2,)"),
+        (contrastive_accuracy, {"text_ids": [0.5] * 4}, "dtype=float64"),
+        (zero_shot, {"labels": [0, 1, 2]}, "shape=(3,)"),
+        (zero_shot, {"labels": [0, 1, 2, 4]}, "received: 4"),
+        (zero_shot, {"classes": np.ones((4, 2))}, "shape=(4, 2)"),
+        (zero_shot, {"ks": (5,)}, "ks=5"),
+        (class_embeddings, {"prompt_embeddings": FOUR}, "shape=(4, 3)"),
         (
-            evaluation.few_shot_from_model,
-            {"model": lambda images: images},
-            "shape=(60, 2, 2, 1)",
-        ),
-        (evaluation.retrieval, {"image_embeddings": np.ones((0, 3))}, "shape=(0, 3)"),
-        (evaluation.retrieval, {"image_embeddings": FOUR + 1j}, "dtype=complex128"),
-        (evaluation.retrieval, {"text_embeddings": FOUR[:, 1:]}, "shape=(4, 2)"),
-        (evaluation.retrieval, {"text_embeddings": FOUR * np.nan}, "[0, 1, 2, 3]"),
-        (
-            evaluation.retrieval,
-            {"text_embeddings": [[1.0] * 3] * 2 + [[0.0] * 3] * 2},
-            "[2, 3]",
-        ),
-        (evaluation.retrieval, {"text_embeddings": np.ones((5, 3))}, "shape=(4,)"),
-        (evaluation.retrieval, {"image_of_text": [0, 1, 2]}, "shape=(3,)"),
-        (evaluation.retrieval, {"image_of_text": [0, 1, 2, 4]}, "received: 4"),
-        (evaluation.retrieval, {"image_of_text": [0, 1, 1, 3]}, "3 of 4 images"),
-        (evaluation.retrieval, {"ks": (1, 5)}, "ks=5"),
-        (evaluation.retrieval, {"chunk_size": 0}, "chunk_size=0"),
-        (evaluation.retrieval, {"text_ids": [0, 1]}, "shape=(2,)"),
-        (evaluation.contrastive_accuracy, {"batch_size": 5}, "4 images and 4 texts"),
-        (evaluation.contrastive_accuracy, {"image_ids": [1, 2]}, "shape=(2,)"),
-        (evaluation.contrastive_accuracy, {"text_ids": [0.5] * 4}, "dtype=float64"),
-        (evaluation.zero_shot, {"labels": [0, 1, 2]}, "shape=(3,)"),
-        (evaluation.zero_shot, {"labels": [0, 1, 2, 4]}, "received: 4"),
-        (evaluation.zero_shot, {"classes": np.ones((4, 2))}, "shape=(4, 2)"),
-        (evaluation.zero_shot, {"ks": (5,)}, "ks=5"),
-        (evaluation.class_embeddings, {"prompt_embeddings": FOUR}, "shape=(4, 3)"),
-        (
-            evaluation.class_embeddings,
+            class_embeddings,
             {"prompt_embeddings": [[[1.0], [1.0]], [[1.0], [-1.0]]]},
             "others, first at indices [1]",
         ),
-        (evaluation.prompts, {"class_names": "cat"}, "class_names='cat'"),
-        (evaluation.read_class_names, {"class_names": ["a", " "]}, "['a', ' ']"),
-        (evaluation.read_class_names, {"class_names": []}, "[]"),
-        (evaluation.read_class_names, {"class_names": {"a": 1}}, "{'a': 1}"),
-        (evaluation.read_class_names, {"class_names": ["a", "b", "a"]}, "'a' for"),
-        (evaluation.read_templates, {"templates": ["a photo"]}, "'a photo'"),
-        (evaluation.read_templates, {"templates": [lambda name: "a"]}, "<lambda>"),
-        (evaluation.read_templates, {"templates": []}, "[]"),
-        (evaluation.read_templates, {"templates": ["a {}", 5]}, "5]"),
-        (evaluation.read_templates, {"templates": "imagent"}, "'imagent'"),
-        (evaluation.read_class_subset, {"name": "imagenet_v2"}, "'imagenet_v2'"),
+        (prompts, {"class_names": "cat"}, "class_names='cat'"),
+        (read_class_names, {"class_names": ["a", " "]}, "['a', ' ']"),
+        (read_class_names, {"class_names": []}, "[]"),
+        (read_class_names, {"class_names": {"a": 1}}, "{'a': 1}"),
+        (read_class_names, {"class_names": ["a", "b", "a"]}, "'a' for"),
+        (read_templates, {"templates": ["a photo"]}, "'a photo'"),
+        (read_templates, {"templates": [lambda name: "a"]}, "<lambda>"),
+        (read_templates, {"templates": []}, "[]"),
+        (read_templates, {"templates": ["a {}", 5]}, "5]"),
+        (read_templates, {"templates": "imagent"}, "'imagent'"),
+        (read_class_subset, {"name": "imagenet_v2"}, "'imagenet_v2'"),
         (SUBSET.indices, {"class_names": ["cat"], "num_classes": 1}, "['cat']"),
         (SUBSET.indices, {"num_classes": 10}, "10 classes"),
         (SUBSET.labels, {"labels": [6, 7]}, "an image of class 7"),
         (
-            evaluation.mean_average_precision,
+            mean_average_precision,
             {"labels": np.full((4, 3), -1)},
             "received: -1, with sparse_labels=False",
         ),
         (
-            evaluation.mean_average_precision,
+            mean_average_precision,
             {"labels": [[0], [1], [2], [3]], "sparse_labels": True},
             "received: 3",
         ),
-        (evaluation.mean_average_precision, {"scores": FOUR[1:]}, "(3, 3)"),
-        (evaluation.mean_average_precision, {"sample_weight": np.ones(3)}, "(3,)"),
+        (mean_average_precision, {"scores": FOUR[1:]}, "(3, 3)"),
+        (mean_average_precision, {"sample_weight": np.ones(3)}, "(3,)"),
         (
-            evaluation.mean_average_precision,
+            mean_average_precision,
             {"sample_weight": -np.ones(4)},
             "weights [-1. -1. -1. -1.]",
         ),
         (
-            evaluation.mean_average_precision,
+            mean_average_precision,
             {"sample_weight": [1, np.nan, 1, np.inf]},
             "weights [nan inf]",
         ),
-        (
-            evaluation.mean_average_precision,
-            {"sample_weight": np.zeros(4)},
-            "none of 4 examples",
-        ),
+        (mean_average_precision, {"sample_weight": np.zeros(4)}, "none of 4 examples"),
         *(
             (
-                evaluation.mean_average_precision,
+                mean_average_precision,
                 {"labels": np.zeros((4, 3), int), "over": over},
                 "none that count",
             )
             for over in ("classes", "examples")
         ),
         (
-            evaluation.streamed_average_precision,
+            streamed_average_precision,
             {"batches": lambda: [(np.eye(4, 3), FOUR)], "num_classes": 4},
             "shape=(4, 3)",
         ),
-        (evaluation.mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
-        (evaluation.mean_average_precision, {"over": "all"}, "over='all'"),
-        (evaluation.encode_pairs, {"pairs": []}, "none"),
-        (evaluation.encode_pairs, {"pairs": ({"images": IMAGES, **TEXTS}, None)}, "60"),
+        (mean_average_precision, {"scores": FOUR * np.nan}, "12 scores"),
+        (mean_average_precision, {"over": "all"}, "over='all'"),
+        (encode_pairs, {"pairs": []}, "none"),
+        (encode_pairs, {"pairs": ({"images": IMAGES, **TEXTS}, None)}, "60"),
         (
-            evaluation.encode_pairs,
+            encode_pairs,
             {"pairs": ({"images": FOUR, **TEXTS}, {"image_ids": [1, 2]})},
             "'image_ids': (2,)",
         ),
         *(
             (function, wrong, received)
-            for function in (
-                evaluation.nearest_caption_embeddings,
-                evaluation.kernel_ridge_embeddings,
-            )
+            for function in (nearest_caption_embeddings, kernel_ridge_embeddings)
             for wrong, received in (
                 ({"train_captions": ["a"]}, "1 train_captions"),
                 ({"captions": []}, "0 captions"),
                 ({"images": np.ones((1, 2, 1, 1))}, "images.shape=(1, 2, 1, 1)"),
             )
         ),
-        (evaluation.kernel_ridge_embeddings, {"width": 0}, "width=0"),
-        (evaluation.kernel_ridge_embeddings, {"penalty": -1.0}, "penalty=-1.0"),
+        (kernel_ridge_embeddings, {"width": 0}, "width=0"),
+        (kernel_ridge_embeddings, {"penalty": -1.0}, "penalty=-1.0"),
         (training.ZeroShot, {"class_names": "nowhere.txt"}, "'nowhere.txt'"),
         (training.ZeroShot, {"ks": (5,)}, "ks=5"),
         (training.Retrieval, {"ks": (0,)}, "ks=0"),

@@ -113,13 +113,6 @@ def test_ridge_by_hand():
     np.testing.assert_allclose(ridge.scores([[4.0]]), [[-2, 2]], rtol=4e-5)
 
 
-def test_the_bias_is_penalised_too():
-    # One class more than the examples show: its targets are all -1, and only the
-    # constant feature explains them: w = -20000 / (20000 + l2).
-    ridge = ridge_regression([[-1.0], [1.0]], [0, 1], num_classes=3, l2=20000.0)
-    np.testing.assert_allclose(100 * ridge.weights[-1, 2], -0.5)
-
-
 @given(
     examples=st.integers(4, 12),
     dim=st.integers(1, 12),

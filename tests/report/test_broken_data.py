@@ -17,14 +17,12 @@ from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options
 from keras_moe.report.sections.mumoe import MuMoEExperts
 from tests.report_records import batch, block, record, reported
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import images, small_classifier
 
 
 @pytest.fixture(scope="module")
 def model():
-    fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3}
-    fields |= {"examples_per_group": 4, "evaluation": "official"}
-    return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
+    return small_classifier(examples_per_group=4, evaluation="official")
 
 
 def report(model, data, folder, **kwargs):

@@ -217,15 +217,14 @@ def test_a_section_of_ones_own(model, tmp_path):
     assert code[code.index("    title,") :].strip() in guide
 
 
-def pruned(model, method, removed):
-    change = prune_experts if removed else mask_experts
-    return change(model, {"block_1": [1, 3]}, method)
-
-
-@pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "removed"),
+    [("router_drop", False), ("router_drop", True), ("router_pred_skip", True)],
+)
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
-    about = reported_model(smaller := pruned(model, method, removed))
+    change = prune_experts if removed else mask_experts
+    smaller = change(model, {"block_1": [1, 3]}, method)
+    about = reported_model(smaller)
     (layer,) = about.blocks.values()
     # A smaller router numbers its experts anew.
     is_new = removed and method == "router_drop"
@@ -236,10 +235,7 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     )
     sections = json.loads(written.data.read_text())["sections"]
     load = sections["loads"]["block_1"]
-    assert (
-        np.flatnonzero(load["served"]).tolist()
-        == np.flatnonzero(layer.is_present).tolist()
-    )
+    assert (np.array(load["served"]) > 0).tolist() == layer.is_present.tolist()
     assert load["entropy"] == pytest.approx(
         -sum(p * np.log2(p) for p in load["shares"] if p), abs=1e-6
     )
