@@ -16,14 +16,9 @@ LABELS = np.arange(24) % CLASSES
 BLOCKS = ("block_0", "block_1")
 # FFN 0-2, zero 3, copy 4, constant 5 and 6.
 TYPES = {
-    "num_experts": 3,
-    "zero_experts": 1,
-    "copy_experts": 1,
-    "constant_experts": 2,
-    "gating_residual": True,
-    "moe_layers": [0, 1],
-    "num_layers": 2,
-}
+    "num_experts": 3, "zero_experts": 1, "copy_experts": 1, "constant_experts": 2,
+    "gating_residual": True, "moe_layers": [0, 1], "num_layers": 2,
+}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -142,18 +137,13 @@ def test_every_type_is_ablated():
     assert len(np.unique(actual.ablated, axis=0)) > 2
     # By its number an FFN expert is zeroed, and by choice its tokens go elsewhere.
     kernels = [model.backbone.get_layer(block).feed_forward.experts for block in BLOCKS]
-    kept = [[to_numpy(w) for w in (e.output_kernel, e.output_bias)] for e in kernels]
-    for experts, values in zip(kernels, kept):
-        for variable, value in zip(
-            (experts.output_kernel, experts.output_bias), values
-        ):
-            value = value.copy()
-            value[0] = 0
-            variable.assign(value)
+    variables = [w for e in kernels for w in (e.output_kernel, e.output_bias)]
+    kept = [to_numpy(variable).copy() for variable in variables]
+    for variable, value in zip(variables, kept):
+        variable.assign(np.concatenate([0 * value[:1], value[1:]]))
     np.testing.assert_allclose(actual.ablated[-1], shares(model, inputs))
-    for experts, values in zip(kernels, kept):
-        experts.output_kernel.assign(values[0])
-        experts.output_bias.assign(values[1])
+    for variable, value in zip(variables, kept):
+        variable.assign(value)
     by_choice = analysis.ablate_experts(
         model, inputs, LABELS, "all", experts=[0], removal="choice", verbose=0
     )

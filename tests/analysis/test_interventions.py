@@ -22,15 +22,11 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 def classifier(num_experts=4, position="final", units=None, **kwargs):
     options = {"rank": 5, **kwargs.pop("options", {})}
     sizes = {**SMALL, "num_layers": 1, "moe_layers": None, **kwargs}
+    backbone = models.ViTBackbone.from_config(sizes)
     head = MuMoE(units or CLASSES, num_experts, **options)
-    model = models.ViTImageClassifier(
-        models.ViTBackbone.from_config(sizes),
-        CLASSES,
-        pooling="average",
-        head=head,
-        head_position=position,
-    )
-    model = with_weights(model)
+    head = {"head": head, "head_position": position}
+    model = models.ViTImageClassifier(backbone, CLASSES, pooling="average", **head)
+    with_weights(model)
     # So that images differ in what the head reads, and in its coefficients.
     norm = model.backbone.get_layer("final_norm")
     norm.gamma.assign(ops.full(norm.gamma.shape, 3.0))
@@ -49,10 +45,14 @@ def features(model, inputs):
 
 def weights_of_experts(model):
     """(E, I + 1, O), of all levels."""
-    head = model.head
-    factors = [ops.convert_to_tensor(f) for f in head.experts.factors]
-    whole = to_numpy(dense_tensor(factors, head.experts.factorization))
+    whole = dense_of(model.head.experts)
     return whole.reshape(-1, *whole.shape[-2:])
+
+
+def dense_of(experts):
+    """The tensor of all experts' weights, from its factors."""
+    factors = [ops.convert_to_tensor(factor) for factor in experts.factors]
+    return to_numpy(dense_tensor(factors, experts.factorization))
 
 
 def accuracies(logits, labels):
@@ -134,13 +134,13 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
     )
     for weight, value in zip(model.weights, before):
         np.testing.assert_array_equal(to_numpy(weight), value)
+    parts = [experts.output_kernel, experts.output_bias]
+    kept = [to_numpy(v).copy() for v in parts]
     for row, expert in enumerate([3, 1]):
-        parts = [experts.output_kernel, experts.output_bias]
-        kept = [to_numpy(v).copy() for v in parts]
         for variable, value in zip(parts, kept):
-            changed = value.copy()
-            changed[expert] = 0
-            variable.assign(changed)
+            value = value.copy()
+            value[expert] = 0
+            variable.assign(value)
         logits = model.predict(inputs, verbose=0)
         np.testing.assert_allclose(actual.ablated[row], accuracies(logits, labels))
         for variable, value in zip(parts, kept):
@@ -150,26 +150,13 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
 
 def mumoe_mixer(levels, **options):
     """A classifier of which each block's two muMoEs matter."""
-    model = models.MixerImageClassifier(
-        models.MixerBackbone(
-            image_shape=SHAPE,
-            patch_size=4,
-            hidden_dim=8,
-            num_layers=2,
-            token_mlp_dim=6,
-            mlp_dim=12,
-            token_mixer="mumoe",
-            moe={
-                "moe_layers": "every_1",
-                "router": "mumoe",
-                "num_experts": levels,
-                "gate_activation": "softmax",
-                **options,
-            },
-        ),
-        CLASSES,
-    )
-    with_weights(model)
+    moe = {"moe_layers": "every_1", "router": "mumoe", "num_experts": levels}
+    backbone = models.MixerBackbone(
+        image_shape=SHAPE, patch_size=4, hidden_dim=8, num_layers=2, token_mlp_dim=6,
+        mlp_dim=12, token_mixer="mumoe",
+        moe={**moe, "gate_activation": "softmax", **options},
+    )  # fmt: skip
+    model = with_weights(models.MixerImageClassifier(backbone, CLASSES))
     for weight in model.weights:
         if "moving_variance" in weight.path:
             weight.assign(ops.full(weight.shape, 0.1))
@@ -192,13 +179,8 @@ def as_whole_tensors(model, levels):
     for block in ("block_0", "block_1"):
         for name, part in mumoes(model, block).items():
             into = mumoes(whole, block)[name]
-            for mine, theirs in (
-                (part.hidden, into.hidden),
-                (part.output_experts, into.output_experts),
-            ):
-                factors = [ops.convert_to_tensor(f) for f in mine.factors]
-                tensor = dense_tensor(factors, mine.factorization)
-                theirs.factors[0].assign(to_numpy(tensor))
+            into.hidden.factors[0].assign(dense_of(part.hidden))
+            into.output_experts.factors[0].assign(dense_of(part.output_experts))
     return whole
 
 
@@ -321,18 +303,13 @@ def test_steering_adds_the_centre_before_the_experts(router):
     ]
     centres = analysis.expert_centres(model, "block_0")
     if router == "mumoe":
-        kernels = [
-            to_numpy(k) for k in model.get_layer("block_0").feed_forward.router.kernels
-        ]
+        first, second = model.get_layer("block_0").feed_forward.router.kernels
         # Expert 2 is the first of the second half.
-        np.testing.assert_allclose(
-            centres[2], kernels[0][:, 1] + kernels[1][:, 0], rtol=1e-6
-        )
+        expected = to_numpy(first)[:, 1] + to_numpy(second)[:, 0]
+        np.testing.assert_allclose(centres[2], expected, rtol=1e-6)
     change = records[1].logits - records[0].logits
-    expected = 1.5 * centres[2] @ centres.T
-    np.testing.assert_allclose(
-        change, np.broadcast_to(expected, change.shape), rtol=1e-3, atol=1e-4
-    )
+    expected = np.broadcast_to(1.5 * centres[2] @ centres.T, change.shape)
+    np.testing.assert_allclose(change, expected, rtol=1e-3, atol=1e-4)
     assert len(steered.weights) == len(model.weights)
 
 
@@ -340,9 +317,7 @@ def test_an_interrupted_intervention_leaves_the_model_whole():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.compile()
     before = [to_numpy(w).copy() for w in model.weights]
-    inputs = images(24, *SHAPE)
-
-    calls = []
+    inputs, calls = images(24, *SHAPE), []
 
     def fail(*args, **kwargs):
         calls.append(1)
@@ -371,9 +346,7 @@ def test_copies_keep_what_is_frozen_and_need_no_loss():
     assert not shared
     model.backbone.enable_lora(2)
     model.compile()
-    for refused in (
-        lambda: analysis.steer_expert(model, "block_0", 1),
-        lambda: analysis.edit_expert_logits(model, None, 1),
-    ):
-        with pytest.raises(ValueError, match="LoRA"):
-            refused()
+    with pytest.raises(ValueError, match="LoRA"):
+        analysis.steer_expert(model, "block_0", 1)
+    with pytest.raises(ValueError, match="LoRA"):
+        analysis.edit_expert_logits(model, None, 1)

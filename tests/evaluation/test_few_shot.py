@@ -171,12 +171,9 @@ def test_few_shot_sweeps_shots_seeds_and_penalties():
     result = few_shot(*train, *test, shots=(1, 10), l2s=(0.1, 10.0), seeds=(0, 1, 5))
     assert result.accuracies.shape == (2, 3, 2)
     drawn = sample_shots(train[1], 10, 3, seed=5)
-    np.testing.assert_array_equal(
-        result.accuracies[1, 2],
-        few_shot_accuracies(
-            train[0][drawn], train[1][drawn], *test, 3, l2s=(0.1, 10.0)
-        ),
-    )
+    few = train[0][drawn], train[1][drawn]
+    expected = few_shot_accuracies(*few, *test, 3, l2s=(0.1, 10.0))
+    np.testing.assert_array_equal(result.accuracies[1, 2], expected)
     best = [result.l2s.index(l2) for l2 in result.best_l2]
     at_best = np.stack([result.accuracies[i, :, b] for i, b in enumerate(best)])
     np.testing.assert_allclose(result.mean, at_best.mean(axis=1))

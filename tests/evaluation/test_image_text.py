@@ -111,10 +111,9 @@ def test_classes_and_images_of_arrays_and_batches():
     figures = training.Retrieval(list(as_batches(4, True)), None, 1024)(model)
     assert {"image_to_text_r5", "contrastive_accuracy"} < set(figures)
     figures = training.Retrieval(list(as_batches(4, True)), (1, 2), 5)(model)
-    assert set(figures) == {
-        "image_to_text_r1", "image_to_text_r2", "text_to_image_r1", "text_to_image_r2",
-        "contrastive_accuracy",
-    }  # fmt: skip
+    ways = ("image_to_text", "text_to_image")
+    recalls = {f"{way}_r{k}" for way in ways for k in (1, 2)}
+    assert set(figures) == recalls | {"contrastive_accuracy"}
 
 
 def make(**kwargs):
@@ -155,9 +154,8 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
     np.testing.assert_allclose(received.texts, dropless.texts, atol=2e-6)
     # One expert fewer in each block.
     pruned = analysis.prune_experts(model, {"block_0": [0, 2, 3]})
-    assert set(training.Retrieval(pairs, (1,))(pruned)) == {
-        "image_to_text_r1", "text_to_image_r1",
-    }  # fmt: skip
+    recalls = training.Retrieval(pairs, (1,))(pruned)
+    assert set(recalls) == {"image_to_text_r1", "text_to_image_r1"}
     pool = photos, np.arange(6) % 2
     result = zero_shot_from_model(pruned, *pool, ["red", "blue"], batch_size=6)
     assert (result.ks, len(result.ranks)) == ((1,), 6)
@@ -187,17 +185,6 @@ def test_words_of_the_nearest_image():
     expected = [[0, 1, 0], [2 / np.sqrt(6), 0, 0]]
     np.testing.assert_allclose(similarity, expected, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(text_vectors, axis=1), 1, rtol=1e-6)
-
-
-def test_it_is_the_baseline_that_retrieval_reads():
-    generator = np.random.default_rng(0)
-    train = generator.uniform(size=(40, 2, 2, 3))
-    captions = [f"thing {number}" for number in range(40)]
-    noisy = train[:20] + generator.normal(scale=0.01, size=(20, 2, 2, 3))
-    result = retrieval(
-        *nearest_caption_embeddings(train, captions, noisy, captions[:20]), ks=(1,)
-    )
-    assert result.image_to_text.tolist() == result.text_to_image.tolist() == [1.0]
 
 
 def test_a_regression_on_two_images_by_hand():

@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -138,9 +140,8 @@ def test_modalities_of_a_shared_layer_compete():
         "image": {"choices": [2, 0], "cut": [1, 0]},
         "text": {"choices": [1, 0], "cut": [0, 0]},
     }
-    assert "priorities_modalities" in [
-        x.name for x in content[Priorities].body if isinstance(x, Figure)
-    ]
+    figures = [x.name for x in content[Priorities].body if isinstance(x, Figure)]
+    assert "priorities_modalities" in figures
     best = content[TopTokens].data["text/block_1"][0]["by_weight"]
     assert [word["context"] for word in best] == ["[<b>cat</b>]"]
     # Padding that is routed queues, too.
@@ -207,9 +208,8 @@ def test_kinds_of_experts_have_capacities_of_their_own():
     router = PathwayAwareRouter(
         12, 2, zero_experts=1, copy_experts=1, constant_experts=2, tau=0.75
     )
-    (layer,) = queues_of_layers(
-        subject(router, ["block_1"], None, 136), ("token_choice",)
-    )
+    about = subject(router, ["block_1"], None, 136)
+    (layer,) = queues_of_layers(about, ("token_choice",))
     ffn, in_place = router.capacities(136, training=True)
     assert layer.capacities(136).tolist() == [ffn] * 8 + [in_place] * 4
     # A group may be too small for a small factor.
@@ -227,9 +227,8 @@ def test_pruned_experts_serve_nobody(method):
         2, [1], method, removed=True, num_selected_experts=1, capacity_factor=2.0
     )
     (layer,) = queues_of_layers(subject(router, ["block_1"], None), ("token_choice",))
-    gates = (
-        np.array([[[0.0, 1.0]] * 3], "float32") if method == "router_drop" else GATES
-    )
+    kept = np.array([[[0.0, 1.0]] * 3], "float32")
+    gates = kept if method == "router_drop" else GATES
     queues = layer.read(batch({"block_1": record(gates)}))
     served = served_at(queues.positions, layer.capacities(3)).sum(axis=(0, 1))
     # Choices of the pruned expert are lost, or go to the kept one.
@@ -252,20 +251,16 @@ def test_drops_fall_with_capacity():
 
 
 def test_sections_share_the_queues_of_a_batch(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        queues,
-        "expert_queues",
-        lambda *args: calls.append(args) or expert_queues(*args),
-    )
+    calls = mock.Mock(side_effect=expert_queues)
+    monkeypatch.setattr(queues, "expert_queues", calls)
     about = subject(TokenChoiceRouter(2, 1), ["block_1"], (1, 2))
     data = {"block_1": record(GATES)}
     own = contents(about, batch(data, (1, 2)))
     # One of them draws pictures from the batch that it reads.
-    assert len(calls) == 3
-    calls.clear()
+    assert calls.call_count == 3
+    calls.reset_mock()
     shared = contents(about, batch(data, (1, 2))._replace(shared={}))
-    assert len(calls) == 1
+    assert calls.call_count == 1
     for section in (Priorities, DroppedPatches):
         assert shared[section].data == own[section].data
 
@@ -299,9 +294,8 @@ def test_many_experts_and_layers(count):
     router = TokenChoiceRouter(32, 2, capacity_factor=1.05, priority="max_gate")
     keys = [f"block_{number}" for number in range(1, 24, 2)]
     about = subject(router, keys, (2, 2), group_size=20)
-    routing = {
-        key: record(rng.dirichlet(np.ones(32) / 4, (count, 5)), None, 2) for key in keys
-    }
+    gates = rng.dirichlet(np.ones(32) / 4, (len(keys), count, 5))
+    routing = {key: record(x, None, 2) for key, x in zip(keys, gates)}
     made = contents(about, batch(routing, (2, 2)), batch(routing, (2, 2), start=count))
     assert list(made) == list(SECTIONS)
     flows = made[ExpertTransitions].data["image"]
@@ -311,14 +305,12 @@ def test_many_experts_and_layers(count):
     assert len(many.ribbons) <= 300
     assert np.sum(flows[0]["tokens"]) == 2 * count * 5
     for section, limit in zip(SECTIONS, (260_000, 140_000, 160_000, 220_000)):
-        size = sum(
-            len(figure_svg(item.drawing))
-            if isinstance(item, Figure)
-            else len(item.markup)
-            for item in made[section].body
-            if isinstance(item, (Figure, Html))
-        )
-        assert size < limit, section
+        parts = [x for x in made[section].body if isinstance(x, (Figure, Html))]
+        sizes = [
+            len(figure_svg(x.drawing) if isinstance(x, Figure) else x.markup)
+            for x in parts
+        ]
+        assert sum(sizes) < limit, section
     kept = made[TopTokens].data["block_1"]
     assert len(kept["experts"]) == 32
     assert all(len({x for x in row if x >= 0}) <= 2 * count for row in kept["examples"])
@@ -364,9 +356,8 @@ def test_best_patches_are_of_different_images():
     assert patches.experts.tolist() == [0]
     np.testing.assert_allclose(patches.weights, [[0.6, 0.4]])
     assert patches.examples.tolist() == [[0, 1]]
-    np.testing.assert_array_equal(
-        patches.tiles[0, 0, ..., :3], patch_tile(images[0], (1, 2), 1, 8)
-    )
+    expected = patch_tile(images[0], (1, 2), 1, 8)
+    np.testing.assert_array_equal(patches.tiles[0, 0, ..., :3], expected)
     weights = np.zeros((1, 3, 2))
     weights[0, 2, 0] = 0.5
     first = patches.tiles[0, 0].copy()
@@ -392,10 +383,8 @@ def test_best_words_by_hand():
     assert best.by_lift(1) == []
     lifted = best.by_lift(1, min_count=2)
     # Five words, six tokens, of which expert 1 serves all but "red".
-    assert [(word.word, round(word.score, 3)) for word in lifted] == [
-        ("a", 1.2),
-        ("cat", 1.2),
-    ]
+    scores = [(word.word, round(word.score, 3)) for word in lifted]
+    assert scores == [("a", 1.2), ("cat", 1.2)]
     assert best.by_lift(0, min_count=1)[0].score == pytest.approx(6.0)
 
 
@@ -422,24 +411,18 @@ def test_ribbons_fill_their_nodes():
     flows.append(np.diag(flows[0].sum(axis=0)))
     picture = main_flows(flows, min_share=0.0)
     assert picture.shown == pytest.approx(1.0)
+    leaving, arriving = Counter(), Counter()
+    for ribbon in picture.ribbons:
+        leaving[ribbon.layer, ribbon.source] += ribbon.height
+        arriving[ribbon.layer + 1, ribbon.target] += ribbon.height
     for layer, column in enumerate(picture.columns):
         assert column[0].bottom + column[0].height == pytest.approx(1.0)
         assert column[-1].bottom > -1e-6
         assert column[-1].name == "none"
         for number, node in enumerate(column):
-            leaving = [
-                ribbon.height
-                for ribbon in picture.ribbons
-                if (ribbon.layer, ribbon.source) == (layer, number)
-            ]
-            arriving = [
-                ribbon.height
-                for ribbon in picture.ribbons
-                if (ribbon.layer + 1, ribbon.target) == (layer, number)
-            ]
             for heights, exists in ((leaving, layer < 2), (arriving, layer > 0)):
                 if exists:
-                    assert sum(heights) == pytest.approx(node.height)
+                    assert heights[layer, number] == pytest.approx(node.height)
     # The second step goes straight on: no ribbon crosses another.
     names = [[node.name for node in column] for column in picture.columns]
     assert names[1] == names[2]

@@ -4,6 +4,7 @@ Axes: B batch.
 """
 
 import json
+from unittest import mock
 
 import keras
 import ml_dtypes
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, models
-from keras_moe.ops import Routing
 from keras_moe.report import write_report
 from keras_moe.report._data import labels_of, routed_batches
 from keras_moe.report.model import reported_model
@@ -58,11 +58,9 @@ def test_routing_is_the_models_own(model):
     assert [batch.start for batch in batches] == [0, 2, 4]
     assert [batch.size for batch in batches] == [2, 2, 1]
     expected = keras.Model(model.input, model.routing).predict(pixels, verbose=0)
-    for field in Routing._fields:
-        mine = np.concatenate([getattr(x.routing["block_1"], field) for x in batches])
-        np.testing.assert_allclose(
-            mine, getattr(expected["block_1"], field), rtol=1e-5, atol=1e-6
-        )
+    parts = zip(*(x.routing["block_1"] for x in batches))
+    for mine, its in zip(parts, expected["block_1"], strict=True):
+        np.testing.assert_allclose(np.concatenate(mine), its, rtol=1e-5, atol=1e-6)
     outputs = np.concatenate([x.outputs for x in batches])
     logits = model.predict(pixels, verbose=0)
     np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
@@ -76,18 +74,13 @@ def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
     expected = keras.Model(model.input, [model.output, model.routing]).predict(
         pixels := images(2, 16, 8, 3), verbose=0
     )
-    calls = []
-    call = layers.MoE.call
-    monkeypatch.setattr(
-        layers.MoE,
-        "call",
-        lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs),
-    )
+    calls = mock.Mock(side_effect=layers.MoE.call)
+    monkeypatch.setattr(layers.MoE, "call", lambda *x, **kwargs: calls(*x, **kwargs))
     batches_of(model.backbone, pixels)
     # Compilation calls it, too.
-    alone = len(calls)
+    alone = calls.call_count
     (batch,) = batches_of(model, pixels)
-    assert len(calls) == 2 * alone
+    assert calls.call_count == 2 * alone
     np.testing.assert_allclose(batch.outputs, expected[0], rtol=1e-4, atol=1e-5)
     for key, record in expected[1].items():
         for mine, its in zip(batch.routing[key], record):
@@ -205,14 +198,8 @@ def test_halves_of_characters_are_replaced(model, pairs_model, tmp_path):
     (batch,) = batches_of(pairs_model, (images(1, 8, 8, 3), [SURROGATE]))
     assert batch.captions == ["a\ufffdb"]
     data = images(2, 16, 8, 3), np.array([0, 1])
-    written = write_report(
-        model,
-        data,
-        tmp_path / "r",
-        name=SURROGATE,
-        class_names=[SURROGATE] * 3,
-        verbose=0,
-    )
+    names = {"name": SURROGATE, "class_names": [SURROGATE] * 3}
+    written = write_report(model, data, tmp_path / "r", **names, verbose=0)
     assert "a\ufffdb" in written.page.read_text(encoding="utf-8")
 
 

@@ -105,13 +105,10 @@ def test_coefficients_by_class_by_hand():
 
 
 def test_experts_of_a_head_are_ablated():
-    dense = {k: v for k, v in SMALL.items() if k not in ("moe_layers", "num_experts")}
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
+    options = {"activation": "softmax", "normalization": None, "use_bias": False}
     model = models.ViTImageClassifier(
-        models.ViTBackbone(**{**dense, "num_layers": 1}),
-        3,
-        head=MuMoE(
-            3, 4, rank=4, activation="softmax", normalization=None, use_bias=False
-        ),
+        models.ViTBackbone.from_config(sizes), 3, head=MuMoE(3, 4, rank=4, **options)
     )
     with_weights(model)
     pictures, gates = images(24, 16, 8, 2), np.full((24, 1, 4), 0.25)
@@ -121,15 +118,9 @@ def test_experts_of_a_head_are_ablated():
     section = MuMoEExperts(whole, Options())
     for start in (0, 16):
         rows = slice(start, start + 16)
-        section.update(
-            batch(
-                {"head": record(gates[rows], gates[rows])},
-                masks={},
-                images=pictures[rows],
-                labels=labels[rows],
-                outputs=outputs[rows],
-            )
-        )
+        records = {"head": record(gates[rows], gates[rows])}
+        facts = {"labels": labels[rows], "outputs": outputs[rows]}
+        section.update(batch(records, masks={}, images=pictures[rows], **facts))
     content = section.finish()
     ablation = content.data["head"]["ablation"]
     expected = ablate_experts(model, pictures, labels, verbose=0)

@@ -31,17 +31,10 @@ def pictures(count=1):
 def unpack(packed, kept):
     """The entries of `pack` by token: expert, whether it serves, value."""
     entries, largest = np.frombuffer(base64.b64decode(packed["entries"]), "<u4"), 2**15
-    return [
-        [
-            (
-                entry >> (VALUE_BITS + 1),
-                bool(entry >> VALUE_BITS & 1),
-                entry % largest / (largest - 1) * packed["largest"],
-            )
-            for entry in row
-        ]
-        for row in entries.reshape(-1, kept).tolist()
-    ]
+    experts, serves = entries >> (VALUE_BITS + 1), (entries >> VALUE_BITS & 1) > 0
+    values = entries % largest / (largest - 1) * packed["largest"]
+    flat = [*zip(experts.tolist(), serves.tolist(), values.tolist())]
+    return [flat[i : i + kept] for i in range(0, len(flat), kept)]
 
 
 def markup(content):
@@ -90,16 +83,9 @@ def test_entries_are_the_heaviest_experts():
     assert routing.heaviest().tolist() == [2, -1]
     packed = pack(routing, kept=2)
     assert len(base64.b64decode(packed["entries"])) == 2 * 2 * 4
-    flat = [
-        (expert, serves, pytest.approx(value, abs=1e-4))
-        for expert, serves, value in [
-            (2, 1, 0.3),
-            (0, 1, 0.1),
-            (0, 0, 0.5),
-            (2, 0, 0.3),
-        ]
-    ]
-    assert [entry for row in unpack(packed, 2) for entry in row] == flat
+    expected = [[2, 1, 0.3], [0, 1, 0.1], [0, 0, 0.5], [2, 0, 0.3]]
+    flat = [entry for row in unpack(packed, 2) for entry in row]
+    np.testing.assert_allclose(flat, expected, atol=1e-4)
 
 
 def test_shares_of_soft_slots_sum_to_one_over_tokens():
@@ -175,12 +161,8 @@ def test_captions_without_images():
 
 
 def test_layers_of_both_modalities_are_one():
-    blocks = [
-        block("image/block_1", block="block_1"),
-        block("text/block_1", block="block_1"),
-        block("text/block_1/token_mixer"),
-        block("head"),
-    ]
+    shared = [block(f"{x}/block_1", block="block_1") for x in ("image", "text")]
+    blocks = [*shared, block("text/block_1/token_mixer"), block("head")]
     section = Explorer(reported(*blocks), Options())
     gates = np.eye(3)[None, [0, 2]]
     masks = {"image": np.ones((1, 2), bool), "text": np.ones((1, 2), bool)}
