@@ -56,8 +56,8 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     results = json.loads((sparse / "results.json").read_text())
     assert results["recipe"]["model"]["preset"] == str(up)
     # The settings of CLIP-UP.
-    moe = models.from_preset(str(up)).backbone.get_config()["image"]["auxiliary_losses"]
-    assert moe == {"load_balance": 0.01, "router_z": 1e-4}
+    moe = models.from_preset(str(up)).backbone.get_config()["image"]["moe"]
+    assert moe["auxiliary_losses"] == {"load_balance": 0.01, "router_z": 1e-4}
     layers = {row["layer"] for row in results["router_health"]}
     assert layers == {"image/block_1", "text/block_1"}
     assert (sparse / "router_health.png").read_bytes().startswith(b"\x89PNG")
