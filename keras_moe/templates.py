@@ -24,19 +24,19 @@ def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, 
         templates = read_lines(
             templates, f"templates with a place {PLACE} for the name", sets
         )
-    templates = tuple(templates)
+    checked = tuple(templates)
     bad = [
         template
-        for template in templates
+        for template in checked
         if not isinstance(template, (str, Callable))
         or _PROBE not in fill(template, _PROBE)
     ]
-    if bad or not templates:
+    if bad or not checked:
         raise ValueError(
             f"Expected templates with a place {PLACE} for the name; received: "
             f"{templates!r}"
         )
-    return templates
+    return checked
 
 
 def fill(template: Template, name: str) -> str:
