@@ -27,7 +27,7 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
     names = ("loss", "contrastive_accuracy")
     assert set(whole.history) == {*names, *(f"val_{name}" for name in names)}
     assert whole.score == whole.history["val_contrastive_accuracy"][-1]
-    state = find_checkpoint(tmp_path / "whole").state
+    state = training.find_checkpoint(tmp_path / "whole").state
     # Only images have indices of those left out.
     assert "unreadable_images" not in state["settings"]
     # Nine images make two batches of four; a step is one draw of captions.
