@@ -43,13 +43,7 @@ def check_seed(name: str, seed: Any) -> int | None:
 
 def check_selected(num_selected_experts: Any, num_experts: int) -> int:
     """Returns `num_selected_experts` as an int in [1, `num_experts`]."""
-    selected = check_integer("num_selected_experts", num_selected_experts)
-    if selected > num_experts:
-        raise ValueError(
-            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
-            f"received: num_selected_experts={num_selected_experts}"
-        )
-    return selected
+    return check_integer("num_selected_experts", num_selected_experts, 1, num_experts)
 
 
 def check_indices(name: str, values: Any, count: int) -> set[int]:

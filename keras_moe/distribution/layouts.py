@@ -211,6 +211,11 @@ def _expert_devices(expert_parallel, batch_devices, experts):
 
 
 def _check_model_parallel(model_parallel, parts):
+    if model_parallel > 1 and not parts:
+        raise ValueError(
+            "Expected model_parallel=1 for a model without weights to split; "
+            f"received: model_parallel={model_parallel}"
+        )
     for kind, part in parts:
         name = "num_heads" if kind == "attention" else "mlp_dim"
         if (size := getattr(part, name)) % model_parallel:

@@ -103,6 +103,7 @@ def test_meshes():
         ("vmoe_b16", {"expert_parallel": "all"}, "'all'"),
         ("vit_b16", {"expert_parallel": 8}, r"expert_parallel=8, num_experts=\[\]"),
         ("vit_b16", {"model_parallel": 3}, "8 devices.*model_parallel=3"),
+        ("mumoe_mixer_s16_cp", {"model_parallel": 2}, "model_parallel=2"),
         ("vit_b16", {"model_parallel": 8}, "model_parallel=8, num_heads=12"),
         ("vit_b16", {"model_parallel": 4, "mlp_dim": 30}, "=4, mlp_dim=30"),
         (
