@@ -9,7 +9,7 @@ import pytest
 from keras_moe.data import RandAugment, RandomResizedCrop, load, write_tfrecords
 from keras_moe.data.augmentation import _rand_augment_layers, call_with_seed
 from keras_moe.data.reading import decode_image
-from tests.pipelines import in_pipeline
+from tests.pipelines import arrays, in_pipeline, same
 
 tf = pytest.importorskip("tensorflow")
 
@@ -96,7 +96,6 @@ def test_transformations_keep_the_range_of_pixels(name):
     ).astype("float32")
     output = transformed(name, 1.0, images)
     assert output.shape == images.shape
-    assert np.isfinite(output).all()
     assert output.min() >= -1e-3
     assert output.max() <= 255 + 1e-3
     if name != "equalise":  # noise has an equal histogram already
@@ -209,18 +208,12 @@ def test_pipelines_crop_alike(tmp_path):
         def __call__(self, images, seed):
             return super().__call__(images, seed)
 
+    source = f"tfrecord:{tmp_path}"
     actual, expected = (
-        np.concatenate(
-            [
-                images
-                for images, _ in load(
-                    f"tfrecord:{tmp_path}", "train", (16, 20, 3), augment=[crop, "flip"]
-                ).as_numpy_iterator()
-            ]
-        )
+        arrays(load(source, "train", (16, 20, 3), augment=[crop, "flip"]))
         for crop in (RandomResizedCrop(16, 20), Whole(16, 20))
     )
-    np.testing.assert_array_equal(actual, expected)
+    assert same(actual, expected)
 
 
 def test_jpeg_files_in_the_colours_of_printing(tmp_path):

@@ -26,7 +26,7 @@ from keras_moe.data import (
     write_tfrecords,
 )
 from keras_moe.data._emoji_names import captions
-from tests.pipelines import SHAPE, picture
+from tests.pipelines import picture
 
 tf = pytest.importorskip("tensorflow")
 
@@ -40,12 +40,7 @@ RIGHT = {
     load: {"source": "digits", "split": "test"},
     num_classes: {"source": "digits"},
     num_examples: {"source": "digits", "split": "test"},
-    load_pairs: {
-        "source": (IMAGES, CAPTIONS),
-        "split": "train",
-        "image_shape": SHAPE,
-        "batch_size": 2,
-    },
+    load_pairs: {"source": (IMAGES, CAPTIONS), "split": "train", "batch_size": 2},
     num_pairs: {"source": (IMAGES, CAPTIONS), "split": "train"},
     load_digits: {"split": "train"},
     load_emoji: {"split": "train"},
@@ -62,7 +57,7 @@ RIGHT = {
         "classes": ["a", "b"],
     },
     write_pair_tfrecords: {
-        "folder": "records",
+        "folder": "r",
         "split": "train",
         "pairs": [(IMAGES[0], "a")],
     },
@@ -87,11 +82,9 @@ NO_IMAGES = [
         (load, {"source": "digits:8"}, "source='digits:8'"),
         (load, {"source": 3}, "source=3"),
         (load, {"source": "webdataset:a*"}, "source='webdataset:a*'"),
-        (num_classes, {"source": "webdataset:a*"}, "source='webdataset:a*'"),
         (load, {"split": "foo"}, "split='foo'"),
         (load, {"image_shape": (0, 8, 3)}, "image_shape=(0, 8, 3)"),
         (load, {"batch_size": 0}, "batch_size=0"),
-        (load, {"batch_size": 2.0}, "batch_size=2.0"),
         (load, {"seed": -1}, "seed=-1"),
         (load, {"seed": 2**70}, f"seed={2**70}"),
         (load, {"shuffle": "False"}, "shuffle='False'"),
@@ -104,9 +97,7 @@ NO_IMAGES = [
         (load, {"repeat": True, "start_batch": -1}, "start_batch=-1"),
         (load, {"repeat": True, "batch_size": 451}, "batch_size=451"),
         (load, {"batch_size": 6, "shard": (2, 2)}, "shard[0]=2"),
-        (load, {"batch_size": 6, "shard": (-1, 2)}, "shard[0]=-1"),
         (load, {"batch_size": 6, "shard": (0, 5)}, "shard=(0, 5), batch_size=6"),
-        (load, {"batch_size": 6, "shard": (0, 1.5)}, "shard[1]=1.5"),
         (load, {"batch_size": 224, "shard": (3, 4)}, "batch_size=224, shard=(3, 4)"),
         (load, {"exclude": {0: 1}}, "exclude={0: 1}"),
         (load, {"exclude": 5}, "exclude=5"),
@@ -127,29 +118,14 @@ NO_IMAGES = [
         (load, {"augment": {"name": "randaugment", "magnitude": 2}}, "magnitude=2"),
         (load_pairs, {"source": (IMAGES[:3], CAPTIONS)}, "3 images, 5 captions"),
         (load_pairs, {"source": (IMAGES[0], CAPTIONS)}, "shape=(4, 4, 3)"),
-        *(
-            (load_pairs, {"source": (IMAGES.astype(x), CAPTIONS)}, f"dtype={x}")
-            for x in ("complex64", "float32", "int64")
-        ),
+        (load_pairs, {"source": (IMAGES / 255, CAPTIONS)}, "dtype=float64"),
         (load_pairs, {"source": (IMAGES, [None] * 5)}, "5 of 5 images"),
         (load_pairs, {"source": "flickr"}, "source='flickr'"),
         (load_pairs, {"source": ["digits"]}, "source=['digits']"),
-        (load_pairs, {"start_batch": 3}, "start_batch=3"),
         (load_pairs, {"captions": "one"}, "captions='one'"),
-        (load_pairs, {"unreadable": "skip"}, "unreadable='skip'"),
-        (load_pairs, {"shard": (2, 2)}, "shard[0]=2"),
-        (load_pairs, {"repeat": True, "batch_size": 6}, "batch_size=6"),
-        (load_pairs, {"exclude": [5]}, "exclude=[5]"),
         (load_pairs, {"augment": "mixup"}, "augment='mixup'"),
         (load_pairs, {"templates": "a {}"}, "templates='a {}' for ['arrays']"),
-        *(
-            (load_pairs, {"source": "digits", "templates": templates}, received)
-            for templates, received in (
-                (["a {}", "a photo"], "'a photo'"),
-                ("a photo", "'a photo'"),
-                ([], "[]"),
-            )
-        ),
+        (load_pairs, {"source": "digits", "templates": ["a {}", "a"]}, "'a'"),
         (load_pairs, {"source": MIXTURE}, "repeat=False"),
         *(
             (load_pairs, {"source": source, "repeat": True, **options}, received)
@@ -161,21 +137,16 @@ NO_IMAGES = [
         ),
         (load_digits, {"split": "validation"}, "split='validation'"),
         (load_digits, {"image_shape": (32, 32)}, "image_shape=(32, 32)"),
-        (load_digits, {"image_shape": (32, 32, 0)}, "image_shape=(32, 32, 0)"),
         (load_emoji, {"split": "valid"}, "split='valid'"),
         (load_emoji, {"style": "apple"}, "style='apple'"),
         (load_emoji, {"language": "la"}, "language='la'"),
         (load_emoji, {"image_shape": (32, 32, 1)}, "image_shape=(32, 32, 1)"),
-        (load_emoji, {"image_shape": (32, 0, 3)}, "image_shape=(32, 0, 3)"),
-        (num_pairs, {"source": "emoji:apple"}, "style='apple'"),
-        (num_pairs, {"source": "emoji:language=la"}, "language='la'"),
         (num_examples, {"source": "emoji:size=0"}, "image_shape=(0, 0, 3)"),
         (num_examples, {"source": "emoji:colour=red"}, "'colour'"),
         (RandomResizedCrop, {"height": 0}, "height=0, width=8"),
         (RandomResizedCrop, {"scale": (0.5, 1.5)}, "scale=(0.5, 1.5)"),
         (RandomResizedCrop, {"ratio": (2, 1)}, "ratio=(2, 1)"),
         (RandAugment, {"num_ops": 0}, "num_ops=0"),
-        (RandAugment, {"magnitude": 2}, "magnitude=2"),
         (LabelHierarchy, {"classes": ["a", "b", "a"]}, "['a']"),
         (LabelHierarchy, {"parents": {"a": ["x"]}}, "'x' in parents['a']"),
         (LabelHierarchy, {"parents": {"x": ["a"]}}, "'x' in parents['x']"),
@@ -184,10 +155,8 @@ NO_IMAGES = [
         (LabelHierarchy, {"classes": []}, "classes=[]"),
         (LabelHierarchy, {"parents": {"a": ["a"]}}, "['a', 'a']"),
         (LabelHierarchy, {"parents": {"b": ["c"], "c": ["d", "b"]}}, "'b', 'c'"),
-        *(
-            (find_duplicates, {"max_distance": wrong}, f"max_distance={wrong}")
-            for wrong in (-1, 33, 2.0, True)
-        ),
+        (find_duplicates, {"max_distance": -1}, "max_distance=-1"),
+        (find_duplicates, {"max_distance": 33}, "max_distance=33"),
         (oversample, {"members": [0, 1]}, "dtype=int64"),
         (oversample, {"members": [False]}, "0 members, count=3"),
         (oversample, {"count": 0}, "1 members, count=0"),
@@ -201,16 +170,8 @@ NO_IMAGES = [
         (write_tfrecords, {"examples": []}, "none"),
         (write_tfrecords, {"examples": [(IMAGES[0], 2)]}, "2 of example 0"),
         (write_tfrecords, {"examples": [(IMAGES[0], [0.5])]}, "[0.5] of example 0"),
-        (
-            write_tfrecords,
-            {"examples": [(IMAGES[0], 1), (IMAGES[0], [1])]},
-            "[1] of example 1",
-        ),
-        (write_pair_tfrecords, {"split": "../train"}, "split='../train'"),
-        (write_pair_tfrecords, {"num_files": 0}, "num_files=0"),
-        (write_pair_tfrecords, {"pairs": []}, "none"),
+        (write_tfrecords, {"examples": [(IMAGES[0], 1), (IMAGES[0], [1])]}, "[1] of"),
         (write_pair_tfrecords, {"pairs": [(IMAGES[0], "")]}, "pair 0 has no caption"),
-        (write_pair_tfrecords, {"pairs": [(IMAGES[0], [])]}, "pair 0 has no caption"),
         (write_pair_tfrecords, {"pairs": [(IMAGES[0], b"\xff")]}, "not text in UTF-8"),
         (
             write_pair_tfrecords,
@@ -221,10 +182,7 @@ NO_IMAGES = [
             (write_tfrecords, {"examples": [(IMAGES[0], 0), (x, 1)]}, received)
             for x, received in NO_IMAGES
         ),
-        *(
-            (write_pair_tfrecords, {"pairs": [(IMAGES[0], "a"), (x, "b")]}, received)
-            for x, received in NO_IMAGES
-        ),
+        (write_pair_tfrecords, {"pairs": [(IMAGES[0], "a"), (b"", "b")]}, "b''"),
     ],
 )
 def test_bad_arguments(function, wrong, received, tmp_path, monkeypatch):

@@ -31,8 +31,6 @@ from keras_moe.data._emoji_names import (
 )
 from keras_moe.data._files import cache_folder
 
-TONES = ("light", "medium-light", "medium", "medium-dark", "dark")
-
 
 def text_of(code):
     return "".join(chr(int(sign, 16)) for sign in code.split("-"))
@@ -40,9 +38,7 @@ def text_of(code):
 
 # From Unicode's emoji-test.txt.
 NAMES = {
-    "1F600": "grinning face",
     "1F48B": "kiss mark",
-    "1F469": "woman",
     "1F469-1F3FF-200D-1F692": "woman firefighter: dark skin tone",
     "1F469-1F3FF-200D-1F9B0": "woman: dark skin tone, red hair",
     "1F9D4-1F3FC-200D-2642-FE0F": "man: medium-light skin tone, beard",
@@ -91,7 +87,6 @@ PARTS = [
     ("1F469-200D-1F466", "1F46A", "woman, boy"),
     ("1FAF1-1F3FB-200D-1FAF2-1F3FF", "1F91D", "light skin tone, dark skin tone"),
     ("2764-FE0F-200D-1F525", "2764-200D-1F525", ""),
-    ("1F408-200D-2B1B", "1F408-200D-2B1B", ""),
 ]
 
 
@@ -110,9 +105,7 @@ def test_every_emoji_has_one_name_in_each_language():
         assert set(names) == {one.text for one in emoji}, language
         assert len(set(names.values())) == len(emoji), language
         for name in names.values():
-            assert name == name.strip(), (language, name)
-            assert "_" not in name, (language, name)
-            assert "  " not in name, (language, name)
+            assert name == " ".join(name.replace("_", " ").split()), language
     firefighter = text_of("1F469-1F3FF-200D-1F692")
     assert captions("fr")[firefighter] == "pompier femme: peau foncée"
     assert captions("de")[firefighter] == "feuerwehrfrau: dunkle hautfarbe"
@@ -127,10 +120,8 @@ def test_subgroups_follow_unicode():
     assert {one.parts.base for one in all_emoji()} == set(bases)
     by_text = {one.text: (one.group, one.subgroup) for one in all_emoji()}
     assert next(iter(groups)) == "face-smiling"
-    assert by_text[text_of("1F469-1F3FF-200D-1F692")] == (
-        "People & Body",
-        "person-role",
-    )
+    firefighter = text_of("1F469-1F3FF-200D-1F692")
+    assert by_text[firefighter] == ("People & Body", "person-role")
     assert by_text[text_of("1F1E9-1F1EA")] == ("Flags", "country-flag")
     assert by_text[text_of("1FAE9")] == ("Smileys & Emotion", "face-sleepy")
 
@@ -258,6 +249,9 @@ def test_pairs_and_splits(few_emoji):
     assert everything.images.shape == (KEPT, 16, 16, 3)
     of_all = [code_of(one.text) for one in few_emoji]
     assert [code for code in of_all if code in everything.codes] == [*everything.codes]
+    # OpenMoji draws a man with curly hair as a person: fewer modifiers stay.
+    curly = [code_of(text) in everything.codes for text in CURLY.values()]
+    assert curly == [False, True]
     row = everything.codes.index(code_of(FIREFIGHTER))
     assert everything.captions[row] == "woman firefighter: dark skin tone"
     assert everything.subgroups[row] == "person-role"
@@ -276,12 +270,6 @@ def test_pairs_and_splits(few_emoji):
         assert list(pairs.codes) == expected
         for field in pairs:
             assert len(field) == len(expected)
-
-
-def test_of_emoji_drawn_alike_the_one_with_fewest_modifiers_stays():
-    # OpenMoji draws a man with curly hair as a person with curly hair.
-    codes = load_emoji("all", (16, 16, 3)).codes
-    assert [code_of(text) in codes for text in CURLY.values()] == [False, True]
 
 
 def test_pictures_are_rendered_once(monkeypatch, tmp_path):
@@ -319,26 +307,19 @@ def test_a_full_disk_keeps_no_pictures(monkeypatch, tmp_path):
 
 
 def test_who_starts_together_renders_once(monkeypatch):
-    painted = []
-
-    class Painter(fonts.Painter):
-        def __call__(self, text):
-            painted.append(text)
-            return super().__call__(text)
-
-    monkeypatch.setattr(fonts, "Painter", Painter)
+    renders, render = [], fonts._render
+    monkeypatch.setattr(fonts, "_render", lambda *x: renders.append(x) or render(*x))
     # Locks of threads are those of processes.
     with ThreadPoolExecutor() as threads:
         runs = [threads.submit(load_emoji, "all", (16, 16, 3)) for _ in range(3)]
     pairs = [run.result() for run in runs]
-    assert len(painted) == 24
+    assert len(renders) == 1
     np.testing.assert_array_equal(pairs[0].images, pairs[2].images)
     assert len(list(cache_folder("emoji").iterdir())) == 1
 
 
 def test_pairs_of_a_pipeline(few_emoji):
-    dataset = load_pairs(*("emoji", "all", (16, 16, 3)), batch_size=24, shuffle=False)
-    inputs, ids = next(iter(dataset))
+    inputs, ids = next(iter(load_pairs("emoji", "all", (16, 16, 3))))
     expected = load_emoji("all", (16, 16, 3))
     captions = [caption.decode() for caption in inputs["captions"].numpy()]
     assert captions == list(expected.captions)

@@ -220,9 +220,8 @@ def test_images_that_cannot_be_read_are_left_out(photos):
     path = photos / "unreadable.json"
     unreadable = find_unreadable(source, "train")
     write_exclusion(path, source, "train", 20, unreadable)
-    assert numbers(load(source, "train", GREY, 18, shuffle=False, exclude=path)) == [
-        left
-    ]
+    batches = load(source, "train", GREY, 18, shuffle=False, exclude=path)
+    assert numbers(batches) == [left]
     other = photos / "other.json"
     write_exclusion(other, source, "train", 20, [0, 3], note="mine")
     assert num_examples(source, "train", exclude=[path, other]) == 17
@@ -240,9 +239,8 @@ def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
         return numbers(dataset.take(take))
 
     whole = check_resumption(batches, 9, (1, 5, 6))
-    assert sorted(n for batch in whole[:3] for n in batch) == [
-        n for n in range(20) if n not in (3, 15)
-    ]
+    left = [n for n in range(20) if n not in (3, 15)]
+    assert sorted(n for batch in whole[:3] for n in batch) == left
 
 
 def test_folders_within_those_of_classes(tmp_path):
@@ -328,11 +326,10 @@ def test_csv_and_jsonl(folder):
     text += "9,sub/b.png,a bumblebee\n10,ü.png,größer\n"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     expected = [[1, 1, 0, 2], ["a bee,\nflying", "a bumblebee", "an ant", "größer"]]
-    pixels, captions, ids = read(folder, captions="all")
-    assert [pixels, captions] == expected
-    assert ids == [0, 0, 1, 2]
+    expected.append([0, 0, 1, 2])
+    assert read(folder, captions="all") == expected
     source = f"folder:{folder}"
-    assert load_captions(source, "train") == tuple(captions)
+    assert load_captions(source, "train") == tuple(expected[1])
     assert num_pairs(source, "train") == 3
     file.unlink()
     lines = [
@@ -342,7 +339,7 @@ def test_csv_and_jsonl(folder):
     ]
     content = "\n".join(map(json.dumps, lines)) + "\n\n"
     (folder / "train/captions.jsonl").write_text(content)
-    assert read(folder, captions="all")[:2] == expected
+    assert read(folder, captions="all") == expected
     file.write_text("image,caption\n")
     with pytest.raises(ValueError, match=r"one file of captions in .*captions\.jsonl"):
         read(folder)
@@ -352,9 +349,8 @@ def test_one_image_by_two_paths_within_the_folder(folder):
     (folder / "train/captions.csv").write_text(
         "image,caption\n./a.png, an ant \na.png,another\nsub//b.png,b\nü.png,u\n"
     )
-    pixels, captions, ids = read(folder, captions="all")
-    assert (pixels, captions) == ([0, 0, 1, 2], ["an ant", "another", "b", "u"])
-    assert ids == [0, 0, 1, 2]
+    expected = [[0, 0, 1, 2], ["an ant", "another", "b", "u"], [0, 0, 1, 2]]
+    assert read(folder, captions="all") == expected
     # A split does not lead out of its folder.
     (folder / "other/class").mkdir(parents=True)
     for split in ("../train", ".", "sub/../train"):
@@ -386,9 +382,7 @@ def test_faults_of_captions_are_named_or_left_out(folder):
     ):
         assert message in str(error.value)
     with pytest.warns(UserWarning, match="of 6 images") as warned:
-        pixels, captions, ids = read(folder, unreadable="exclude")
-    assert (pixels, captions) == ([0], ["an ant"])
-    assert ids == [0]
+        assert read(folder, unreadable="exclude") == [[0], ["an ant"], [0]]
     messages = [str(warning.message) for warning in warned]
     assert any(x.startswith("4 of 6 images") for x in messages)
     assert any("1 of 2 images" in x and "bad.png" in x for x in messages)
@@ -411,7 +405,6 @@ def test_faults_of_captions_are_named_or_left_out(folder):
         ("captions.jsonl", '{"image": "/a.png", "caption": "x"}', "'/a.png' in line 1"),
         ("captions.csv", "image,caption\na.png\n", "a.png has no caption"),
         ("captions.jsonl", '{"image": "a.png", "caption": 7}', "UTF-8: 7"),
-        ("captions.jsonl", '{"image": "a.png", "captions": []}', "a.png has no"),
         ("captions.jsonl", "[" * 100_000, "line 1 names no image"),
     ],
 )

@@ -22,14 +22,8 @@ PAIRS = {
         fast.ScaledSolarization(1.0, addition_factor=0.2, **COLOUR),
         keras.layers.Solarization(threshold_factor=1.0, addition_factor=0.2, **COLOUR),
     ),
-    "auto contrast": (
-        fast.AutoContrast(**COLOUR),
-        keras.layers.AutoContrast(**COLOUR),
-    ),
-    "equalization": (
-        fast.Equalization(**COLOUR),
-        keras.layers.Equalization(**COLOUR),
-    ),
+    "auto contrast": (fast.AutoContrast(**COLOUR), keras.layers.AutoContrast(**COLOUR)),
+    "equalization": (fast.Equalization(**COLOUR), keras.layers.Equalization(**COLOUR)),
 }
 
 
@@ -90,10 +84,3 @@ def test_flips_are_those_of_keras(shape):
     actual = in_pipeline(fast.RandomFlip(), images, 7)
     expected = in_pipeline(lambda x, seed: call_with_seed(layer, x, seed), images, 7)
     np.testing.assert_array_equal(actual, expected)
-
-
-def test_half_of_the_images_are_flipped():
-    images = np.tile(np.arange(4.0, dtype="float32")[:, None], (1000, 1, 1, 1))
-    is_flipped = in_pipeline(fast.RandomFlip(), images, 7)[:, 0, 0, 0] == 3
-    # Four standard deviations.
-    assert abs(is_flipped.mean() - 0.5) < 4 * 0.5 / 1000**0.5

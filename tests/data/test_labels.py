@@ -42,11 +42,6 @@ def test_long_chains():
     assert LabelHierarchy(names, parents).close([0]) == list(range(3000))
 
 
-def test_bad_files(tmp_path):
-    path = tmp_path / "classes.json"
+def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"classes\.json"):
-        LabelHierarchy.load(path)
-    for text, message in (("{", "Expecting"), ('{"classes": []}', "'parents'")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=f"In {path}: .*{message}"):
-            LabelHierarchy.load(path)
+        LabelHierarchy.load(tmp_path / "classes.json")

@@ -20,10 +20,8 @@ def classifier(**overrides):
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None,
         weighted_metrics=[
-            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            keras.metrics.SparseCategoricalCrossentropy(
-                from_logits=True, name="entropy"
-            ),
+            keras.metrics.SparseCategoricalAccuracy(),
+            keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
         ],
     )
     return with_weights(model)
@@ -61,13 +59,9 @@ def test_pairs_are_weighed_in_loss_and_metrics(traced):
     token_ids = np.random.default_rng(0).integers(1, 20, (11, 6))
     texts = {"token_ids": token_ids, "padding_mask": token_ids > 0}
     x, ids = {"images": IMAGES, **texts}, {"image_ids": np.arange(11)}
+    options = {"batch_size": 4, "verbose": 0, "return_dict": True}
     first, last = (
-        model.evaluate(
-            {name: part[rows] for name, part in x.items()},
-            batch_size=4,
-            verbose=0,
-            return_dict=True,
-        )
+        model.evaluate({name: part[rows] for name, part in x.items()}, **options)
         for rows in (slice(8), slice(8, None))
     )
     # Two batches of four pairs, and one of three.
@@ -78,8 +72,7 @@ def test_pairs_are_weighed_in_loss_and_metrics(traced):
     assert actual == pytest.approx(expected, rel=1e-5)
     # Weights of one's own weigh pairs in the whole epoch.
     weights = np.array([1.0] * 8 + [0.0] * 3)
-    options = {"sample_weight": weights, "batch_size": 4, "verbose": 0}
-    actual = model.evaluate(x, ids, return_dict=True, **options)
+    actual = model.evaluate(x, ids, sample_weight=weights, **options)
     assert actual == pytest.approx(first, rel=1e-5)
 
 

@@ -1,12 +1,7 @@
 import numpy as np
 import pytest
 
-from keras_moe.data import (
-    ImageHashes,
-    find_duplicates,
-    image_hashes,
-    write_tfrecords,
-)
+from keras_moe.data import ImageHashes, find_duplicates, image_hashes, write_tfrecords
 from keras_moe.data.digits import read_pixels
 
 tf = pytest.importorskip("tensorflow")
@@ -63,11 +58,8 @@ def test_distances_are_counted_in_bits(monkeypatch):
     def made(perceptual, has_structure=True):
         perceptual = np.array(perceptual, "uint64")
         numbers = np.random.default_rng(len(perceptual)).integers(2**60, size=99)
-        return ImageHashes(
-            numbers[: len(perceptual)],
-            perceptual,
-            np.full(len(perceptual), has_structure),
-        )
+        structured = np.full(len(perceptual), has_structure)
+        return ImageHashes(numbers[: len(perceptual)], perceptual, structured)
 
     train = made([0, 1, 3, 2**63, 2**64 - 1, 2**64 - 8])
     reference = made([0, 2**64 - 1])
@@ -76,15 +68,10 @@ def test_distances_are_counted_in_bits(monkeypatch):
     for block in (1 << 22, 1):
         monkeypatch.setattr("keras_moe.data.selection._BLOCK", block)
         for distance, indices in expected.items():
-            steps = []
-            actual = find_duplicates(
-                train,
-                reference,
-                distance,
-                lambda *step, steps=steps: steps.append(step),
-            )
+            steps = {}
+            actual = find_duplicates(train, reference, distance, steps.__setitem__)
             assert actual.tolist() == indices
-            assert steps[-1] == (6, 6)
+            assert [*steps.items()][-1] == (6, 6)
     # An image of one colour: nothing but the same pixels is a copy.
     assert len(find_duplicates(train, made([0], has_structure=False))) == 0
 
