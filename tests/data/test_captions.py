@@ -228,6 +228,7 @@ def test_weights():
     # Largest remainders, the first of equal ones, alike on each host.
     assert batch_sizes({"a": 1, "b": 3}, 21_502, 1) == {"a": 5376, "b": 16_126}
     assert batch_sizes({"a": 1, "b": 1, "c": 1.5}, 20, 2) == {"a": 6, "b": 6, "c": 8}
+    assert batch_sizes({"a": 3, "b": 1}, 12, 2) == {"a": 10, "b": 2}
     assert batch_sizes({"a": np.float32(3), "b": 1}, 4, 1) == {"a": 3, "b": 1}
 
 
