@@ -86,12 +86,7 @@ MODELS = {
         **{name: value for name, value in VIT.items() if name != "examples_per_group"},
         "router": "mumoe",
     },
-    "mixer": {
-        **MIXER,
-        "token_mlp_dim": 8,
-        "num_layers": 2,
-        "moe_layers": "last_1",
-    },
+    "mixer": {**MIXER, "token_mlp_dim": 8, "num_layers": 2, "moe_layers": "last_1"},
     "capacity at inference": {
         **VIT,
         "examples_per_group": 2,

@@ -265,17 +265,9 @@ def test_filters_choose_the_experts_alone(tmp_path):
 
 @pytest.mark.usefixtures("traced", "quiet")
 def test_digits_are_recognised_as_well_with_int8():
-    sizes = {"num_layers": 1, "moe_layers": [0], "seed": 0, "num_classes": 10}
-    keras.utils.set_random_seed(0)
-    model = models.from_preset("vmoe_digits", **sizes, load_weights=False)
-    shape = model.backbone.image_shape
-    model.compile(optimizer=keras.optimizers.AdamW(4e-3, global_clipnorm=1.0))
-    # Whole batches alone: one shape, one program.
-    train = [x[:1344] for x in data.load_digits("train", shape)]
-    model.fit(*train, batch_size=64, epochs=8, verbose=0)
-    test = data.load_digits("test", shape)
+    model = models.from_preset("vmoe_digits")
+    test = data.load_digits("test", model.backbone.image_shape)
     _, before = model.evaluate(*test, batch_size=150, verbose=0)
-    assert before > 0.8
     size = nbytes(model)
     model.quantize("int8")
     _, after = model.evaluate(*test, batch_size=150, verbose=0)

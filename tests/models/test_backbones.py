@@ -15,7 +15,6 @@ from keras_moe.models import (
     ViTImageClassifier,
 )
 from keras_moe.models.registry import builtin_presets
-from keras_moe.routers import ROUTERS
 from tests.small_models import flat_config, images, with_weights
 from tests.symbolic import symbolic_model
 
@@ -103,15 +102,6 @@ def test_soft_moe_presets():
 
 
 # MLP-Mixer
-
-
-def test_every_router_works_in_a_mixer():
-    for router in ROUTERS:
-        options = {**MOE, "num_layers": 1, "moe_layers": [0], "noise_std": 0.0}
-        backbone = MAKERS["mixer"](router=router, **options)
-        assert list(backbone.routing) == ["block_0"]
-        model = MixerImageClassifier(backbone, 3)
-        model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
 
 
 # Configs
@@ -331,6 +321,3 @@ def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, tmp_path):
     )
     for name, value in overrides.items():
         assert flat_config(started)[name] == value
-
-
-# Training and saving

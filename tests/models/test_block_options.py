@@ -9,7 +9,6 @@ import pytest
 from keras_moe import models
 from keras_moe.layers import MLP, EncoderBlock, SelfAttention
 from tests.calls import call
-from tests.small_models import ONE_BLOCK, SMALL
 
 to_numpy = keras.ops.convert_to_numpy
 SIZES = {"hidden_dim": 8, "num_layers": 2, "mlp_dim": 12, "seed": 0}
@@ -176,29 +175,3 @@ def test_a_last_batch_may_be_smaller(dtype):
 
 
 # Rematerialization
-
-
-def fitted(rematerialize):
-    """The losses and variables of a short training."""
-    keras.utils.set_random_seed(0)
-    random = ("dropout_rate", "attention_dropout", "expert_dropout")
-    options = {**dict.fromkeys(random, 0.1), "stochastic_depth": 0.5, "seed": 3}
-    losses = {"auxiliary_losses": {"importance": 1.0, "load": 1.0}}
-    backbone = models.ViTBackbone.from_config(
-        {**SMALL, **ONE_BLOCK, **options, **losses, "rematerialize": rematerialize}
-    )
-    model = models.ViTImageClassifier(backbone, 3)
-    model.compile(optimizer=keras.optimizers.SGD(0.05))
-    x, y = images(8, SMALL["image_shape"]), np.arange(8) % 3
-    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    weights = [to_numpy(weight) for weight in model.variables]
-    return history.history["loss"], weights
-
-
-def test_rematerialized_training_with_auxiliary_losses_is_the_plain_one():
-    (plain_losses, plain_weights), (losses, weights) = map(fitted, (False, True))
-    # The task's is log(3) at first: the auxiliary losses are in it.
-    assert plain_losses[0] > 1.15
-    np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
-    for a, b in zip(plain_weights, weights):
-        np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-5)

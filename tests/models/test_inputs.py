@@ -6,13 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.models import (
-    MixerBackbone,
-    MixerImageClassifier,
-    ViTBackbone,
-    ViTImageClassifier,
-    input_checks,
-)
+from keras_moe import models
 from tests.calls import call
 from tests.small_models import ONE_BLOCK, SMALL
 
@@ -24,14 +18,16 @@ NONE = IMAGES[:0]
 
 
 def vit(task=None, **arguments):
-    backbone = ViTBackbone.from_config({**SMALL, **arguments})
-    return ViTImageClassifier(backbone, 3, **(task or {}))
+    backbone = models.ViTBackbone.from_config({**SMALL, **arguments})
+    return models.ViTImageClassifier(backbone, 3, **(task or {}))
 
 
 def mixer(**arguments):
     sizes = {name: size for name, size in SMALL.items() if name != "num_heads"}
-    backbone = MixerBackbone.from_config({"token_mlp_dim": 8, **{**sizes, **arguments}})
-    return MixerImageClassifier(backbone, 3)
+    backbone = models.MixerBackbone.from_config(
+        {"token_mlp_dim": 8, **{**sizes, **arguments}}
+    )
+    return models.MixerImageClassifier(backbone, 3)
 
 
 MODELS = {
@@ -93,7 +89,7 @@ def test_validation_data_and_predictions_are_checked(model):
 
 def test_a_model_survives_a_call_that_fails(monkeypatch):
     """The checks left out: what no check sees must not cost the weights either."""
-    monkeypatch.setattr(input_checks, "_check_shape", lambda *_: None)
+    monkeypatch.setattr(models.input_checks, "_check_shape", lambda *_: None)
     model = vit(**ONE_BLOCK)
     expected = model.predict(IMAGES, verbose=0)
     for method, labels in (
@@ -152,10 +148,10 @@ def test_labels_are_those_of_the_loss(labels, num_classes, loss, message, as_ten
     if as_tensor and isinstance(labels, np.ndarray):
         labels = keras.ops.convert_to_tensor(labels)
     if message is None:
-        input_checks.check_labels(labels, num_classes, loss)
+        models.input_checks.check_labels(labels, num_classes, loss)
         return
     with pytest.raises(ValueError, match=message):
-        input_checks.check_labels(labels, num_classes, loss)
+        models.input_checks.check_labels(labels, num_classes, loss)
 
 
 def test_iterators_pass(model):

@@ -9,16 +9,8 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_moe import models
 from keras_moe.layers import LogitScale
-from keras_moe.models import (
-    CLIPBackbone,
-    LIMoEBackbone,
-    MixerBackbone,
-    MixerImageClassifier,
-    TextBackbone,
-    ViTBackbone,
-    ViTImageClassifier,
-)
 from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.routers import Router
 
@@ -47,22 +39,25 @@ TEXT = {"vocabulary_size": 20, "max_length": 6, **SIZES, "num_heads": 2}
 SOFT = {"moe": {**MOE, "router": "soft"}, "query_key_norm": True}
 # Classes, arguments and shapes of outputs.
 IMAGE_BACKBONES = {
-    "vit": (ViTBackbone, {**VIT, "moe": None}, (2, 17, 16)),
-    "vmoe": (ViTBackbone, {**VIT, "moe": MOE}, (2, 17, 16)),
-    "soft_moe": (ViTBackbone, {**VIT, **SOFT}, (2, 17, 16)),
-    "mixer": (MixerBackbone, {**MIXER, "moe": None}, (2, 16, 16)),
-    "moe_mixer": (MixerBackbone, {**MIXER, "moe": MOE}, (2, 16, 16)),
+    "vit": (models.ViTBackbone, {**VIT, "moe": None}, (2, 17, 16)),
+    "vmoe": (models.ViTBackbone, {**VIT, "moe": MOE}, (2, 17, 16)),
+    "soft_moe": (models.ViTBackbone, {**VIT, **SOFT}, (2, 17, 16)),
+    "mixer": (models.MixerBackbone, {**MIXER, "moe": None}, (2, 16, 16)),
+    "moe_mixer": (models.MixerBackbone, {**MIXER, "moe": MOE}, (2, 16, 16)),
 }
-TASKS = {ViTBackbone: ViTImageClassifier, MixerBackbone: MixerImageClassifier}
+TASKS = {
+    models.ViTBackbone: models.ViTImageClassifier,
+    models.MixerBackbone: models.MixerImageClassifier,
+}
 PROJECTED = {"projection_dim": 4}
 TOWERS = {"image": {**VIT, "moe": MOE}, "text": TEXT}
 TOKENS = {"tokens": (2, 5, 16), "pooled": (2, 4)}
 PAIRS = {"image_embeddings": (2, 4), "text_embeddings": (2, 4)}
 TEXT_BACKBONES = {
-    "text": (TextBackbone, {**TEXT, **PROJECTED, "moe": None}, TOKENS),
-    "moe_text": (TextBackbone, {**TEXT, **PROJECTED, "moe": MOE}, TOKENS),
-    "clip": (CLIPBackbone, {**TOWERS, **PROJECTED}, PAIRS),
-    "limoe": (LIMoEBackbone, {**VIT, **TEXT, **PROJECTED, "moe": MOE}, PAIRS),
+    "text": (models.TextBackbone, {**TEXT, **PROJECTED, "moe": None}, TOKENS),
+    "moe_text": (models.TextBackbone, {**TEXT, **PROJECTED, "moe": MOE}, TOKENS),
+    "clip": (models.CLIPBackbone, {**TOWERS, **PROJECTED}, PAIRS),
+    "limoe": (models.LIMoEBackbone, {**VIT, **TEXT, **PROJECTED, "moe": MOE}, PAIRS),
 }
 
 
@@ -157,7 +152,7 @@ def test_image_backbone_and_task(case, name):
 def test_backbones_of_texts_and_pairs(case, name):
     cls, kwargs, shape = TEXT_BACKBONES[name]
     inputs, others = texts(), {}
-    if cls is not TextBackbone:
+    if cls is not models.TextBackbone:
         inputs["images"] = images()
         shorter = {k: x if k == "images" else x[:, :3] for k, x in inputs.items()}
         others["variable_length_data"] = [shorter]

@@ -101,16 +101,18 @@ def test_names_stay_in_their_lines(classifier):
     assert huggingface_hub.ModelCard(page).data.tags[-1] == "a\n---\nb"
 
 
-def test_the_author_s_page_stays(classifier, tmp_path):
+def test_the_author_s_page_stays(classifier, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "preset"
-    classifier.save_to_preset(folder)
+    classifier.save_to_preset("~/preset")
     # Ours is written anew.
     (folder / CARD).write_text(f"yesterday\n{MARK}\n", encoding="utf-8")
     classifier.save_to_preset(folder)
     assert "yesterday" not in page_of(folder)
     (folder / CARD).write_text("# By hand", encoding="utf-8")
-    classifier.save_to_preset(folder)
-    assert page_of(folder) == "# By hand"
+    for path in (folder, "~/preset"):
+        classifier.save_to_preset(path)
+        assert page_of(folder) == "# By hand"
     # Unless a card is wanted.
     classifier.save_to_preset(folder, card=models.ModelCard(name="asked for"))
     assert "# asked for" in page_of(folder)
@@ -126,17 +128,6 @@ def test_the_working_directory_is_not_replaced(classifier, tmp_path, monkeypatch
     classifier.save_to_preset("../other")
     assert folder.samefile(".")
     assert (tmp_path / "new" / "other" / CARD).is_file()
-
-
-def test_a_page_in_the_home_folder_stays(classifier, tmp_path, monkeypatch):
-    folder = tmp_path / "digits"
-    folder.mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    classifier.save_to_preset("~/digits")
-    assert "# digits" in page_of(folder)
-    (folder / CARD).write_text("# By hand", encoding="utf-8")
-    classifier.save_to_preset("~/digits")
-    assert page_of(folder) == "# By hand"
 
 
 def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):

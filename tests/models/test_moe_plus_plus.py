@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import data, models
+from keras_moe import models
 from keras_moe.layers import Experts
 from keras_moe.models import MixerBackbone, ViTBackbone
 from keras_moe.routers import TokenChoiceRouter
-from tests.small_models import assert_same_outputs
 
 to_numpy = ops.convert_to_numpy
 KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
@@ -125,31 +124,6 @@ def test_sizes_of_the_presets(experts):
     assert saved == pytest.approx(vanilla_ffn * (1 - share), rel=0.02)
 
 
-@pytest.mark.parametrize("preset", ["moepp_digits"])
-def test_trains_on_digits_and_comes_back(preset, tmp_path):
-    model = models.from_preset(
-        preset, num_classes=10, num_layers=2, gated_experts=True,
-        expert_activation="silu", tau=0.5, seed=0, load_weights=False,
-    )  # fmt: skip
-    batches = data.load("digits", "train", (16, 16, 1), batch_size=64, seed=0)
-    model.compile(optimizer=keras.optimizers.AdamW(3e-3))
-    history = model.fit(batches, epochs=3, verbose=0).history
-    assert history["accuracy"][-1] > 0.5
-    # The residual's map begins at zero and learns.
-    router = routers_of(model.backbone)["block_1"]
-    assert np.abs(to_numpy(router.residual_kernel)).max() > 1e-4
-    test = np.concatenate(
-        [x.numpy() for x, _ in data.load("digits", "test", (16, 16, 1)).take(1)]
-    )
-    folder = str(tmp_path / "preset")
-    model.save_to_preset(folder)
-    again = models.from_preset(folder)
-    assert_same_outputs(again, model, test, atol=1e-5)
-    config = again.backbone.get_config()
-    assert config["moe"]["router"]["tau"] == 0.5
-    assert config["moe"]["expert_activation"] == "silu"
-
-
 def test_saved_weights_keep_their_kinds(tmp_path):
     backbone().save_to_preset(tmp_path / "preset")
     folder = str(tmp_path / "preset")
@@ -190,17 +164,8 @@ def test_the_paper_s_experts_in_every_backbone(cls):
         "output_kernel",
         "gate_kernel",
     ]
-    description = models.describe(model)
-    assert description.parameters == model.count_params()
-    assert (
-        experts.cost((1, 12)).active_parameters
-        == 3 * 12 * 32
-        == experts.count_params() // 4
-    )
-    again = cls.from_config(model.get_config())
-    again.set_weights(model.get_weights())
-    actual, expected = (to_numpy(one(images())) for one in (again, model))
-    np.testing.assert_array_equal(actual, expected)
+    assert experts.activation is keras.activations.silu
+    assert models.describe(model).parameters == model.count_params()
 
 
 def test_gated_experts_adapt_and_quantise(tmp_path):

@@ -7,12 +7,6 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.analysis import expert_load
-from keras_moe.models import (
-    MixerBackbone,
-    MixerImageClassifier,
-    ViTBackbone,
-    ViTImageClassifier,
-)
 from keras_moe.training import upcycle
 
 to_numpy = ops.convert_to_numpy
@@ -29,11 +23,11 @@ VIT |= {"factorization": "tr", "rank": (2, 2, 2, 6)}
 MIXER_SIZES = {**SMALL, "token_mlp_dim": 6, "moe_layers": "every_1", "num_experts": 4}
 MIXER = {**MIXER_SIZES, "rank": 7, "token_mixer": "mumoe"}
 MODELS = {
-    "vit": lambda **kw: ViTImageClassifier(
-        ViTBackbone.from_config({"router": "mumoe", **{**VIT, **kw}}), 3
+    "vit": lambda **kw: models.ViTImageClassifier(
+        models.ViTBackbone.from_config({"router": "mumoe", **{**VIT, **kw}}), 3
     ),
-    "mixer": lambda **kw: MixerImageClassifier(
-        MixerBackbone.from_config({"router": "mumoe", **{**MIXER, **kw}}), 3
+    "mixer": lambda **kw: models.MixerImageClassifier(
+        models.MixerBackbone.from_config({"router": "mumoe", **{**MIXER, **kw}}), 3
     ),
 }
 
@@ -93,10 +87,10 @@ CASES = {
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backbone", [ViTBackbone, MixerBackbone])
+@pytest.mark.parametrize("backbone", [models.ViTBackbone, models.MixerBackbone])
 def test_upcycling_preserves_the_function_where_the_ranks_hold_it(case, backbone):
     num_experts, options = CASES[case]
-    own = {"num_heads": 2} if backbone is ViTBackbone else {"token_mlp_dim": 6}
+    own = {"num_heads": 2} if backbone is models.ViTBackbone else {"token_mlp_dim": 6}
     dense = backbone(**SMALL, **own)
     for variable in dense.variables:
         if variable.path.endswith(("kernel", "bias")):
@@ -135,7 +129,7 @@ def test_counts_of_the_papers_mixers(preset, network, mlps):
 
 
 def test_upcycling_with_less_rank_says_how_near():
-    dense = MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
+    dense = models.MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
     actual = []
     for rank in (2, 5, 8):
         _, report = upcycle(dense, 4, moe_layers=[1], router="mumoe", rank=rank)

@@ -7,15 +7,6 @@ import pytest
 from keras_moe import models
 from keras_moe.layers import PatchEmbedding
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss, Temperature
-from keras_moe.models import (
-    CLIPBackbone,
-    ContrastiveAccuracy,
-    ContrastiveModel,
-    ImagePreprocessor,
-    TextBackbone,
-    TextTokenizer,
-    ViTBackbone,
-)
 from keras_moe.models.contrastive_metrics import check_metrics
 from keras_moe.models.registry import builtin_presets
 from tests.calls import call
@@ -164,7 +155,7 @@ def test_pairs_are_told_apart_after_training(kind):
         backbone = one_block(kind)
     else:
         backbone = clip()
-    model = ContrastiveModel(backbone)
+    model = models.ContrastiveModel(backbone)
     model.compile(keras.optimizers.Adam(3e-3))
     scale = model.backbone.logit_scale
     before = float(scale.parameters()["logit_scale"])
@@ -183,17 +174,19 @@ def test_pairs_are_told_apart_after_training(kind):
 
 
 def test_the_sigmoid_loss_is_the_default_with_a_bias():
-    model = ContrastiveModel(clip(temperature="siglip"))
+    model = models.ContrastiveModel(clip(temperature="siglip"))
     assert isinstance(model.loss, SigmoidContrastiveLoss)
     logits = model.similarity(IMAGES, TEXTS)
     signs = 2 * np.eye(3) - 1
     expected = np.logaddexp(0, -signs * logits).sum() / 3
     assert model.evaluate(PAIRS, verbose=0) == pytest.approx(expected, rel=1e-4)
-    assert isinstance(ContrastiveModel(clip()).loss, SoftmaxContrastiveLoss)
+    assert isinstance(models.ContrastiveModel(clip()).loss, SoftmaxContrastiveLoss)
 
 
 def test_a_step_runs_the_model_once(monkeypatch):
-    model = ContrastiveModel(clip())
+    model = models.ContrastiveModel(clip())
+    # A compiled step would not run Python again.
+    model.compile(run_eagerly=True)
     model.train_on_batch(PAIRS)
     calls = []
     call = type(model).call
@@ -209,7 +202,7 @@ def test_a_step_runs_the_model_once(monkeypatch):
 
 def test_padded_pairs_do_not_count():
     """The weights of arrays reach the loss, with ids and without."""
-    model = ContrastiveModel(with_weights(clip()))
+    model = models.ContrastiveModel(with_weights(clip()))
     expected = model.evaluate(PAIRS, verbose=0)
     weights = np.array([1.0, 1.0, 1.0, 0.0])
     options = {"sample_weight": weights, "verbose": 0}
@@ -233,7 +226,7 @@ def test_padded_pairs_do_not_count():
 def test_texts_of_any_length_in_a_dataset(kind):
     tf = pytest.importorskip("tensorflow")
     again = {"rematerialize": True} if kind == "limoe" else {}
-    model = ContrastiveModel(one_block(kind, **again))
+    model = models.ContrastiveModel(one_block(kind, **again))
     lengths = [{**PAIRS, **{k: x[:, :n] for k, x in TEXTS.items()}} for n in (3, 5)]
     signature = {
         "images": tf.TensorSpec((None, 8, 8, 3)),
@@ -254,20 +247,22 @@ def test_texts_of_any_length_in_a_dataset(kind):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return TextTokenizer.trained(["two cats", "a cat"], vocabulary_size=518)
+    return models.TextTokenizer.trained(["two cats", "a cat"], vocabulary_size=518)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tokenizer):
     keras.utils.set_random_seed(1)
-    rows = TextTokenizer(tokenizer.tokenizer, 9, tokenizer.start_id, tokenizer.end_id)
+    rows = models.TextTokenizer(
+        tokenizer.tokenizer, 9, tokenizer.start_id, tokenizer.end_id
+    )
     sizes = {"vocabulary_size": 520, "max_length": 9}
     if request.param == "clip":
         backbone = clip(text={**TEXT, **MOE, **sizes}, temperature=Temperature(5, 50))
     else:
         backbone = limoe(mask_padding=True, **sizes)
-    prepared = ImagePreprocessor((8, 8, 3), mean=0.4)
-    return ContrastiveModel(with_weights(backbone), rows, prepared)
+    prepared = models.ImagePreprocessor((8, 8, 3), mean=0.4)
+    return models.ContrastiveModel(with_weights(backbone), rows, prepared)
 
 
 @pytest.mark.every_backend
@@ -276,7 +271,7 @@ def test_a_preset_keeps_the_tokenizer_and_the_results(model, tmp_path):
     expected = model.similarity(IMAGES, captions)
     model.save_to_preset(tmp_path / "pairs")
     again = models.from_preset(str(tmp_path / "pairs"))
-    assert type(again) is ContrastiveModel
+    assert type(again) is models.ContrastiveModel
     assert again.image_preprocessor == model.image_preprocessor
     np.testing.assert_array_equal(again.similarity(IMAGES, captions), expected)
     assert again.backbone.get_config() == model.backbone.get_config()
@@ -322,21 +317,21 @@ def test_routing_and_features_have_both_modalities(model):
 
 
 def test_towers_of_ones_own_bring_their_weights():
-    image = with_weights(ViTBackbone(**IMAGE))
-    text = with_weights(TextBackbone(**TEXT), seed=2)
-    pair = CLIPBackbone(image=image, text=text, projection_dim=4)
+    image = with_weights(models.ViTBackbone(**IMAGE))
+    text = with_weights(models.TextBackbone(**TEXT), seed=2)
+    pair = models.CLIPBackbone(image=image, text=text, projection_dim=4)
     of_images, of_texts = (pair.tower_backbone(name) for name in ("image", "text"))
     np.testing.assert_array_equal(outputs(of_images, IMAGES), outputs(image, IMAGES))
     np.testing.assert_array_equal(
         outputs(of_texts, TEXTS)["tokens"], outputs(text, TEXTS)["tokens"]
     )
-    again = CLIPBackbone(image=of_images, text=of_texts, projection_dim=4)
+    again = models.CLIPBackbone(image=of_images, text=of_texts, projection_dim=4)
     np.testing.assert_array_equal(
         outputs(again.tower_backbone("image"), IMAGES), outputs(image, IMAGES)
     )
     image.enable_lora(2)
     with pytest.raises(ValueError, match="weight list of length 20"):
-        CLIPBackbone(image=image, text=text, projection_dim=4)
+        models.CLIPBackbone(image=image, text=text, projection_dim=4)
 
 
 # Overrides and descriptions
@@ -423,7 +418,7 @@ def test_presets_route_as_their_papers_do():
 
 
 def accuracy(outputs, ids=None, weights=None, **options):
-    metric = ContrastiveAccuracy(**options)
+    metric = models.ContrastiveAccuracy(**options)
     metric.update_state(ids, outputs, weights)
     return float(metric.result())
 
@@ -479,22 +474,24 @@ def test_accuracy_by_hand():
     same = {name: np.ones((3, 2), "float32") for name in outputs}
     assert accuracy(same) == 0.0
     # The mean over pairs, not over batches.
-    metric = ContrastiveAccuracy()
+    metric = models.ContrastiveAccuracy()
     metric.update_state(None, outputs)
     metric.update_state(None, {name: x[:1] for name in outputs})
     assert float(metric.result()) == pytest.approx(2 / 4)
-    again = ContrastiveAccuracy.from_config(ContrastiveAccuracy(7).get_config())
+    again = models.ContrastiveAccuracy.from_config(
+        models.ContrastiveAccuracy(7).get_config()
+    )
     assert (again.chunk_size, again.name) == (7, "contrastive_accuracy")
     assert check_metrics(again) == [again]
 
 
 @pytest.mark.every_backend
 def test_fit_and_evaluate_report_it(tmp_path):
-    model = ContrastiveModel(with_weights(one_block("clip")))
+    model = models.ContrastiveModel(with_weights(one_block("clip")))
     model.compile(
         keras.optimizers.SGD(0.0),
         SoftmaxContrastiveLoss(),
-        metrics=[ContrastiveAccuracy()],
+        metrics=[models.ContrastiveAccuracy()],
     )
     expected = accuracy(model.predict(PAIRS, verbose=0))
     weights = np.array([1.0, 1.0, 1.0, 0.0])

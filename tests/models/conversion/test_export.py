@@ -61,10 +61,7 @@ def test_pairs_of_transformers(tmp_path, kind):
     with torch.no_grad():
         expected = loaded.eval()(**arguments)
     check_pair(
-        backbone,
-        expected.image_embeds,
-        expected.text_embeds,
-        expected.logits_per_image,
+        backbone, expected.image_embeds, expected.text_embeds, expected.logits_per_image
     )
 
 
@@ -261,10 +258,7 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
             pixel_values=pixels(),
         )
     check_pair(
-        backbone,
-        expected.image_embeds,
-        expected.text_embeds,
-        expected.logits_per_image,
+        backbone, expected.image_embeds, expected.text_embeds, expected.logits_per_image
     )
 
 

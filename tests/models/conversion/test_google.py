@@ -9,13 +9,7 @@ import pytest
 
 from keras_moe import models
 from tests import golden
-from tests.published import (
-    CHECKPOINTS,
-    part,
-    predict,
-    refused,
-    write_vmoe,
-)
+from tests.published import CHECKPOINTS, part, predict, refused, write_vmoe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}

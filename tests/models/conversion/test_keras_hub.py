@@ -51,8 +51,7 @@ def test_features_of_vit(tmp_path, kwargs):
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"pooling": "gap", "intermediate_dim": 5, "activation": "softmax"}],
+    "kwargs", [{}, {"pooling": "gap", "intermediate_dim": 5, "activation": "softmax"}]
 )
 def test_logits_of_vit(kwargs):
     hub = hub_randomized(hub_classifier(**kwargs))

@@ -112,22 +112,6 @@ def test_pickles_are_refused_here_too(tmp_path):
             door(str(tmp_path / "model.pt"))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, {"num_classes": 3}, {"image_shape": (64, 32, 1)}, {"patch_size": 4}],
-)
-@pytest.mark.parametrize("case", ["vit_classic_prelogits.npz", "vmoe_tiny/vmoe_tiny"])
-def test_described_is_what_is_converted(case, overrides):
-    source = str(CHECKPOINTS / case)
-    description = models.describe(source, **overrides)
-    model = models.from_preset(source, load_weights=False, **overrides)
-    assert description.parameters == model.count_params()
-    assert description.to_dict() | {"name": 0} == models.describe(model).to_dict() | {
-        "name": 0
-    }
-    assert description.name == source
-
-
 def test_described_sources_of_every_kind(tmp_path):
     sources = [timm_folder(tmp_path / case, case) for case in ("vit_avg", "mixer")]
     sources.append(hub_vit())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import training
+from tests.small_models import with_weights
 from tests.training.pair_folder import TINY, write_pairs
 from tools.studies import clip_up
 
@@ -131,12 +132,10 @@ def test_capacities_and_normalisations_differ_at_evaluation(folder):
         **clip_up.gate_configurations(config),
     }
     images = np.random.default_rng(0).uniform(-1, 1, (8, 8, 8, 3)).astype("float32")
-    weights, embedded = None, {}
+    embedded = {}
     for name, overrides in rows.items():
         # With these weights some tokens of the last image are dropped.
-        model = official.replace(**overrides, seed=2).new_model(None)
-        weights = weights or model.get_weights()
-        model.set_weights(weights)
+        model = with_weights(official.replace(**overrides).new_model(None))
         embedded[name] = model.encode_images(images)
     two, four, own, before, after = embedded.values()
     np.testing.assert_array_equal(two, own)
