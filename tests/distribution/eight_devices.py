@@ -27,25 +27,11 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 from keras_moe import data, distribution, models  # noqa: E402
+from tests.small_models import ONE_BLOCK, SMALL  # noqa: E402
 
-VIT = {
-    "image_shape": (16, 16, 3),
-    "patch_size": 8,
-    "hidden_dim": 16,
-    "num_layers": 1,
-    "mlp_dim": 32,
-    "num_heads": 8,
-    "moe_layers": "every_1",
-    "num_experts": 8,
-    "examples_per_group": 1,
-    "class_token": False,
-    "seed": 0,
-}
-MIXER = {
-    name: value
-    for name, value in VIT.items()
-    if name not in ("num_heads", "class_token")
-}
+VIT = {**SMALL, **ONE_BLOCK, "image_shape": (16, 16, 3), "patch_size": 8, "seed": 0}
+VIT |= {"num_heads": 8, "num_experts": 8, "examples_per_group": 1, "class_token": False}
+MIXER = {k: x for k, x in VIT.items() if k not in ("num_heads", "class_token")}
 TEXT = {"vocabulary_size": 20, "max_length": 6}
 OF_BLOCKS = ("hidden_dim", "num_layers", "mlp_dim", "num_heads", "moe_layers")
 EXPERTS = {"num_experts": 8, "num_selected_experts": 2, "examples_per_group": 1}
@@ -82,10 +68,8 @@ MODELS = {
     "einsum": {**VIT, "dispatcher": "einsum"},
     "rematerialize": {**VIT, "rematerialize": True},
     "moe++": {**VIT, "zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
-    "mumoe": {
-        **{name: value for name, value in VIT.items() if name != "examples_per_group"},
-        "router": "mumoe",
-    },
+    "mumoe": {k: x for k, x in VIT.items() if k != "examples_per_group"}
+    | {"router": "mumoe"},
     "mixer": {**MIXER, "token_mlp_dim": 8, "num_layers": 2, "moe_layers": "last_1"},
     "capacity at inference": {
         **VIT,
@@ -284,7 +268,6 @@ def run(model, layout):
         if "momentum" in variable.path
     ]
     return {
-        "class": type(layout_of_model).__name__,
         "costs": arithmetic(model, arguments, overrides),
         "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),
         "gradients": max(

@@ -13,16 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Mesh sizes that the layouts promise: (expert parallel, model parallel).
+SPLITS = {
+    "data": (1, 1),
+    "experts on the batch": (8, 1),
+    "experts on their own": (2, 1),
+    "model": (1, 8),
+    "model and data": (1, 2),
+    "model and experts": (4, 2),
+    "all three": (2, 2),
+}
 # Every layout with token choice, and every router with the layouts that differ for it.
-ALL_LAYOUTS = (
-    "data",
-    "experts on the batch",
-    "experts on their own",
-    "model",
-    "model and data",
-    "model and experts",
-    "all three",
-)
 WITH_CAPACITY = (
     "max gate",
     "expert choice",
@@ -33,7 +34,7 @@ WITH_CAPACITY = (
     "moe++",
 )
 CASES = [
-    *itertools.product(["token choice"], ALL_LAYOUTS),
+    *itertools.product(["token choice"], SPLITS),
     *itertools.product(WITH_CAPACITY, ["experts on the batch"]),
     *itertools.product(["expert choice", "soft"], ["experts on their own"]),
     # All three at once splits in each way of the others, too.
@@ -59,16 +60,6 @@ WITHOUT_COSTS = {
     "dropless": "without one every device runs all rows",
     "whole batch": "whole groups on each device",
     "mumoe": "blocks of attention, MLPs and MoE layers",
-}
-# Mesh sizes that the layouts promise: (expert parallel, model parallel).
-SPLITS = {
-    "data": (1, 1),
-    "experts on the batch": (8, 1),
-    "experts on their own": (2, 1),
-    "model": (1, 8),
-    "model and data": (1, 2),
-    "model and experts": (4, 2),
-    "all three": (2, 2),
 }
 
 

@@ -7,18 +7,15 @@ import pytest
 from keras_moe import models
 from keras_moe.distribution import CHIPS, Chip, costs
 from keras_moe.distribution.chips import torus_sides
+from tests import pair_models
 
 # 9 tokens and a class token; 2 experts of 2 for each token, groups of 2 images.
 SMALL = {
+    **pair_models.IMAGE,
+    **pair_models.ONE,
     "image_shape": (12, 12, 3),
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 1,
-    "num_heads": 2,
-    "mlp_dim": 16,
     "num_experts": 4,
     "num_selected_experts": 2,
-    "moe_layers": [0],
     "examples_per_group": 2,
     "capacity_factor": 1.0,
     "capacity_multiple_of": None,

@@ -6,20 +6,13 @@ import keras
 import pytest
 
 from keras_moe import distribution, models
+from tests.small_models import SMALL
 
-SMALL = {
-    "image_shape": (16, 16, 3),
-    "patch_size": 8,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "mlp_dim": 32,
-    "num_experts": 4,
-    "moe_layers": "last_1",
-}
-VIT = {**SMALL, "num_heads": 4}
-MIXER = {**SMALL, "token_mlp_dim": 8}
-SEQUENCES = {name: value for name, value in VIT.items() if "image" not in name}
-del SEQUENCES["patch_size"]
+VIT = {**SMALL, "image_shape": (16, 16, 3), "patch_size": 8, "num_heads": 4}
+MIXER = {name: size for name, size in VIT.items() if name != "num_heads"}
+MIXER["token_mlp_dim"] = 8
+OF_IMAGES = ("image_shape", "patch_size")
+SEQUENCES = {name: size for name, size in VIT.items() if name not in OF_IMAGES}
 TEXT = {"vocabulary_size": 20, "max_length": 6}
 CLIP = {"image": VIT, "text": {**SEQUENCES, **TEXT}, "projection_dim": 4}
 # A preset has losses of two modalities, whose thresholds are for 32 experts.

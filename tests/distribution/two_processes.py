@@ -27,19 +27,10 @@ from keras_moe import distribution, models, training  # noqa: E402
 from keras_moe.processes import gathered_batch  # noqa: E402
 from keras_moe.training.callbacks import unchanged  # noqa: E402
 from tests.forks import run_forked  # noqa: E402
+from tests.small_models import ONE_BLOCK, SMALL  # noqa: E402
 
-CONFIG = {
-    "image_shape": (16, 16, 3),
-    "patch_size": 8,
-    "hidden_dim": 16,
-    "num_layers": 1,
-    "mlp_dim": 32,
-    "num_heads": 2,
-    "moe_layers": "every_1",
-    "num_experts": 4,
-    "examples_per_group": 1,
-    "class_token": False,
-}
+CONFIG = {**SMALL, **ONE_BLOCK, "image_shape": (16, 16, 3), "patch_size": 8}
+CONFIG |= {"examples_per_group": 1, "class_token": False}
 IMAGES = np.random.default_rng(1).normal(size=(8, 16, 16, 3)).astype("float32")
 LABELS = np.arange(8) % 3
 NAMES = ["red", "green", "blue"]

@@ -10,9 +10,7 @@ from keras_moe import models
 from keras_moe.layers import MoEConfig, resize_patch_kernel, resize_positions
 from keras_moe.models import (
     MixerBackbone,
-    MixerImageClassifier,
     ViTBackbone,
-    ViTImageClassifier,
 )
 from keras_moe.models.registry import builtin_presets
 from tests.small_models import flat_config, images, with_weights
@@ -35,7 +33,6 @@ MAKERS = {
         {**SIZES, "token_mlp_dim": 6, **kw}
     ),
 }
-CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
 
 
 # The presets

@@ -9,6 +9,7 @@ import pytest
 from keras_moe import models
 from keras_moe.layers import MLP, EncoderBlock, SelfAttention
 from tests.calls import call
+from tests.small_models import images
 
 to_numpy = keras.ops.convert_to_numpy
 SIZES = {"hidden_dim": 8, "num_layers": 2, "mlp_dim": 12, "seed": 0}
@@ -31,10 +32,6 @@ MAKERS = {
         projection_dim=4,
     ),
 }
-
-
-def images(count, shape=IMAGES["image_shape"]):
-    return np.random.default_rng(0).normal(size=(count, *shape)).astype("float32")
 
 
 # Layer scale
@@ -79,7 +76,7 @@ def test_layer_scale_trains_and_is_saved(tmp_path):
     backbone = MAKERS["vit"](layer_scale_initial_value=1e-2, moe=MOE)
     model = models.ViTImageClassifier(backbone, 3)
     model.compile(keras.optimizers.Adam(1e-2))
-    model.fit(images(6), np.arange(6) % 3, epochs=2, verbose=0)
+    model.fit(images(6, 8, 8, 3), np.arange(6) % 3, epochs=2, verbose=0)
     for weight in scales(backbone):
         assert np.abs(to_numpy(weight) - 1e-2).min() > 0
     model.save_to_preset(tmp_path / "preset")

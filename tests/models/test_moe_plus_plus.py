@@ -9,18 +9,12 @@ from keras_moe import models
 from keras_moe.layers import Experts
 from keras_moe.models import MixerBackbone, ViTBackbone
 from keras_moe.routers import TokenChoiceRouter
+from tests.pair_models import IMAGE, IMAGES
 
 to_numpy = ops.convert_to_numpy
 KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
-SMALL = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 4,
-    "mlp_dim": 16,
-    "num_experts": 4,
-    "seed": 0,
-}
+SMALL = {name: size for name, size in IMAGE.items() if name != "num_heads"}
+SMALL |= {"num_layers": 4, "num_experts": 4, "seed": 0}
 VANILLA = {**dict.fromkeys(KINDS, 0), "gating_residual": False}
 
 
@@ -28,10 +22,6 @@ def backbone(cls=ViTBackbone, **overrides):
     own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 6}
     arguments = {"moe_layers": "every_2", "gating_residual": True, **KINDS}
     return cls.from_config({**SMALL, **own, **arguments, **overrides})
-
-
-def images(count=3):
-    return np.random.default_rng(0).uniform(-1, 1, (count, 8, 8, 3)).astype("float32")
 
 
 def routers_of(model):
@@ -47,30 +37,12 @@ def test_logits_go_from_moe_block_to_moe_block(cls, dtype):
     assert not first.gating_residual
     last.kernel.assign(ops.zeros(last.kernel.shape))
     last.residual_kernel.assign(np.eye(8))
-    records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
+    records = keras.Model(model.input, model.routing).predict(IMAGES, verbose=0)
     logits = [record.logits for record in records.values()]
     assert logits[0].dtype == "float32"
     # All of the float32: bfloat16 keeps 8 bits of them.
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-6)
     assert np.abs(logits[0]).max() > 0.01
-
-
-def test_the_vanilla_twin_is_an_override():
-    twin = models.from_preset("moepp_digits", **VANILLA, load_weights=False)
-    mine = models.from_preset("moepp_digits", load_weights=False)
-    assert all(
-        type(router) is TokenChoiceRouter for router in routers_of(twin).values()
-    )
-    assert twin.expert_types == (8, 0, 0, 0)
-    assert mine.expert_types == (8, 1, 1, 2)
-    # The same FFN experts: what differs is the router and the constant experts.
-    extra = sum(
-        layer.router.count_params() + layer.zero_computation_experts.count_params()
-        for layer in (
-            block.feed_forward for block in mine.layers if "block" in block.name
-        )
-    ) - sum(router.count_params() for router in routers_of(twin).values())
-    assert mine.count_params() - twin.count_params() == extra
 
 
 def test_experts_without_computation_bring_the_paper_s_defaults():

@@ -6,22 +6,13 @@ import pytest
 
 from keras_moe import distribution, models
 from keras_moe.models import TextBackbone
+from tests.pair_models import MOE, TEXT
 from tests.small_models import with_weights
 from tests.symbolic import symbolic_model
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
-SIZES = {
-    "vocabulary_size": 20,
-    "max_length": 6,
-    "hidden_dim": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 16,
-    "projection_dim": 4,
-    "seed": 3,
-}
-MOE = {"moe_layers": [1], "num_experts": 4}
+SIZES = {**TEXT, "projection_dim": 4, "seed": 3}
 # The end of a text has the largest id.
 IDS = np.array([[1, 7, 19, 0, 0], [1, 5, 6, 8, 19]], "int32")
 MASK = IDS != 0
@@ -215,7 +206,6 @@ def test_adapters_and_int8_of_token_ids():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (texts(np.array([[1, 20]])), "vocabulary_size - 1 = 19; received: 20"),
         (texts(np.array([[1, -1]])), "received: -1"),
         (texts(np.ones((1, 7), "int32")), r"max_length=6.*\(1, 7\)"),
         (texts(np.array([[1.0, 2.0]])), "dtype=float64"),

@@ -23,14 +23,8 @@ def images(batch=5, shape=SMALL["image_shape"]):
 
 
 def classifier(num_classes=3, **kwargs):
-    names = (
-        "pooling",
-        "multi_label",
-        "representation_dim",
-        "head_bias",
-        "output_activation",
-    )
-    head = {name: kwargs.pop(name) for name in names if name in kwargs}
+    names = {"pooling", "multi_label", "representation_dim", "head_bias"} & {*kwargs}
+    head = {name: kwargs.pop(name) for name in names}
     return ViTImageClassifier(
         ViTBackbone.from_config({**SMALL, **kwargs}), num_classes, **head
     )

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from keras_moe import models
-from tests import published
+from tests import pair_models, published
 from tests.disk import files_up_to
 from tests.published import IDS, MEAN, PADDING, STD, check_pair, pixels
 
@@ -146,15 +146,9 @@ def test_pairs_of_open_clip(tmp_path, text, model):
             )
 
 
-TEXT = {
-    "vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_layers": 1,
-    "num_heads": 2, "mlp_dim": 16,
-}  # fmt: skip
-IMAGE = {
-    "image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "num_layers": 1,
-    "num_heads": 2, "mlp_dim": 16, "embedding_norm": True,
-    "activation": "quick_gelu", "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+TEXT = {**pair_models.TEXT, "num_layers": 1}
+OF_CLIP = {"activation": "quick_gelu", "layer_norm_epsilon": 1e-5}
+IMAGE = {**pair_models.IMAGE, "num_layers": 1, "embedding_norm": True, **OF_CLIP}
 
 
 @pytest.mark.parametrize(
