@@ -110,6 +110,18 @@ def test_routing_and_features_by_name(moe):
     assert set(features) == {"tokens", "pooled", "block_0", "block_1"}
 
 
+def test_modalities_have_pools_of_experts():
+    model = text(**MOE, num_modalities=2, expert_pools=[[0, 1], [2, 3]])
+    ids = np.array([[0, 1, 0, 0, 0], [1, 1, 0, 0, 1]], "int32")
+    inputs = {**texts(), "modality_ids": ids}
+    record = keras.Model(model.input, model.routing)(inputs)["block_1"]
+    combined = keras.ops.convert_to_numpy(record.combined)
+    for modality, others in ((0, [2, 3]), (1, [0, 1])):
+        served = combined[MASK & (ids == modality)]
+        assert not served[:, others].any()
+        assert served.any(axis=-1).all()
+
+
 # Counting, saving, training
 
 
