@@ -8,20 +8,13 @@ import h5py
 import numpy as np
 import pytest
 
+from keras_moe.models.weights_file import plain_values
 from tests.forks import run_script
 
 
 def weights_of(path):
-    weights = {}
     with h5py.File(path) as file:
-        file.visititems(
-            lambda name, item: (
-                weights.update({name: np.array(item)})
-                if hasattr(item, "dtype")
-                else None
-            )
-        )
-    return weights
+        return plain_values(file)
 
 
 def test_two_processes_train_evaluate_and_save_what_one_does(tmp_path):

@@ -11,19 +11,14 @@ import pytest
 
 from keras_moe import data, models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier, adaptation
-from tests import small_models
-from tests.small_models import SMALL
+from tests.small_models import SMALL, images
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 to_numpy = keras.ops.convert_to_numpy
 NAMES = ["query", "value", "experts"]
 MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
-LABELS = np.arange(8) % 3
-
-
-def images(batch=8):
-    return small_models.images(batch, *SMALL["image_shape"])
+IMAGES, LABELS = images(8, *SMALL["image_shape"]), np.arange(8) % 3
 
 
 def backbone(**kwargs):
@@ -57,9 +52,9 @@ def classifier(head=None, **kwargs):
 def test_only_the_adapters_of_the_named_layers_are_trainable(names, expected):
     model = backbone()
     # Op by op: two programs may round differently.
-    before = to_numpy(model(images()))
+    before = to_numpy(model(IMAGES))
     model.enable_lora(2, target_layer_names=names)
-    np.testing.assert_array_equal(to_numpy(model(images())), before)
+    np.testing.assert_array_equal(to_numpy(model(IMAGES)), before)
     assert all("lora" in weight.name for weight in model.trainable_weights)
     assert {w.path.split("/")[-2] for w in model.trainable_weights} == expected
     # One adapter for each kernel of attention or of an MLP, two for an expert's.
@@ -80,7 +75,7 @@ def test_training_lowers_the_loss_and_changes_the_adapters_alone():
     model.output_dense.trainable = False
     model.compile(optimizer=keras.optimizers.Adam(1e-2))
     before = {weight.path: to_numpy(weight).copy() for weight in model.weights}
-    fitted = model.fit(images(), LABELS, batch_size=4, epochs=12, verbose=0)
+    fitted = model.fit(IMAGES, LABELS, batch_size=4, epochs=12, verbose=0)
     losses = fitted.history["loss"]
     assert losses[-1] < 0.8 * losses[0]
     for weight in model.weights:
@@ -104,14 +99,14 @@ def adapted():
 
 def test_a_preset_has_the_adapters_in_its_weights(tmp_path):
     model = adapted()
-    before = classifier().predict(images(), verbose=0)
-    expected = model.predict(images(), verbose=0)
+    before = classifier().predict(IMAGES, verbose=0)
+    expected = model.predict(IMAGES, verbose=0)
     assert np.abs(expected - before).max() > 0.01
     model.save_to_preset(tmp_path / "merged")
     loaded = models.from_preset(str(tmp_path / "merged"))
     assert not [weight for weight in loaded.weights if "lora" in weight.name]
     # Summed before the matmul or after it: the same but for rounding.
-    actual = loaded.predict(images(), verbose=0)
+    actual = loaded.predict(IMAGES, verbose=0)
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -120,7 +115,7 @@ def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
     model = adapted()
     path = tmp_path / "adapters.lora.h5"
     model.backbone.save_lora_weights(path)
-    expected = model.backbone.predict(images(), verbose=0)
+    expected = model.backbone.predict(IMAGES, verbose=0)
     # Once into a backbone as it comes, and once into one with adapters.
     for enable in (False, True):
         other = backbone()
@@ -128,7 +123,7 @@ def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
             other.enable_lora(2, target_layer_names=NAMES)
         other.load_lora_weights(path)
         assert len(other.trainable_weights) == 12
-        np.testing.assert_array_equal(other.predict(images(), verbose=0), expected)
+        np.testing.assert_array_equal(other.predict(IMAGES, verbose=0), expected)
     for options in ({"rank": 3, "target_layer_names": NAMES}, {"rank": 2}):
         wrong = backbone()
         wrong.enable_lora(**options)
@@ -205,7 +200,7 @@ def paths_of_int8(model):
 def test_attention_and_experts_become_int8_and_routers_do_not(router):
     model = classifier(router=router)
     paths = {weight.path for weight in model.weights}
-    before = model.predict(images(5), verbose=0)
+    before = model.predict(IMAGES[:5], verbose=0)
     model.quantize("int8")
     # The kernels of attention, MLP, experts and head: all of the matmuls but those of
     # the router and the patches, whose kernel is none of a `Dense` layer.
@@ -219,7 +214,7 @@ def test_attention_and_experts_become_int8_and_routers_do_not(router):
     assert paths < {weight.path for weight in model.weights}
     routers = [weight for weight in model.weights if "router" in weight.path]
     assert {weight.dtype for weight in routers} == {"float32"}
-    after = model.predict(images(5), verbose=0)
+    after = model.predict(IMAGES[:5], verbose=0)
     assert np.abs(after - before).max() > 0
     # In most images no token changes experts: they differ by the steps alone.
     assert np.median(np.abs(after - before)) < 0.05 * np.abs(before).max()
@@ -232,7 +227,7 @@ def test_int8_models_come_back(tmp_path, policy):
     head = {"representation_dim": 5, "pooling": "map"}
     model = classifier(dtype=policy, num_layers=1, moe_layers=[0], head=head)
     model.quantize("int8")
-    expected = model.predict(images(5), verbose=0)
+    expected = model.predict(IMAGES[:5], verbose=0)
     # Saving twice: making a config must not change the model.
     for _ in range(2):
         model.save_to_preset(tmp_path / "preset")
@@ -246,7 +241,7 @@ def test_int8_models_come_back(tmp_path, policy):
     ):
         saved, again = ({w.path: w.dtype for w in x.weights} for x in (model, other))
         assert again == saved
-        np.testing.assert_array_equal(other.predict(images(5), verbose=0), expected)
+        np.testing.assert_array_equal(other.predict(IMAGES[:5], verbose=0), expected)
     kernel = models.from_preset(
         str(tmp_path / "preset"), num_classes=7
     ).output_dense.kernel

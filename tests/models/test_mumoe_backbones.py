@@ -8,6 +8,7 @@ from keras import ops
 from keras_moe import models
 from keras_moe.analysis import expert_load
 from keras_moe.training import upcycle
+from tests.small_models import images
 
 to_numpy = ops.convert_to_numpy
 SMALL = {
@@ -32,11 +33,7 @@ MODELS = {
 }
 
 
-def images(count=6):
-    return np.random.default_rng(0).uniform(-1, 1, (count, 8, 8, 3)).astype("float32")
-
-
-LABELS = np.array([0, 1, 2, 0, 1, 2])
+IMAGES, LABELS = images(6, 8, 8, 3), np.array([0, 1, 2, 0, 1, 2])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,19 +42,19 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
     model = MODELS[name](rematerialize=rematerialize)
     gates = [v for v in model.variables if "moving_variance" in v.path]
     assert len(gates) == (2 if name == "vit" else 4)
-    history = model.fit(images(), LABELS, batch_size=6, epochs=3, verbose=0).history
+    history = model.fit(IMAGES, LABELS, batch_size=6, epochs=3, verbose=0).history
     assert np.isfinite(history["loss"]).all()
     # The gates begin at zero, so that each step takes the variance down at first.
     for variance in gates:
         assert to_numpy(variance).max() < 0.8
     model.save_to_preset(str(tmp_path / "preset"))
     again = models.from_preset(str(tmp_path / "preset"))
-    actual = again.predict(images(), verbose=0)
-    np.testing.assert_allclose(actual, model.predict(images(), verbose=0), atol=1e-6)
+    actual = again.predict(IMAGES, verbose=0)
+    np.testing.assert_allclose(actual, model.predict(IMAGES, verbose=0), atol=1e-6)
     # At inference an image is by itself.
-    alone = again.predict(images()[2:3], verbose=0)
+    alone = again.predict(IMAGES[2:3], verbose=0)
     np.testing.assert_allclose(alone, actual[2:3], rtol=1e-4, atol=1e-6)
-    records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
+    records = keras.Model(model.input, model.routing).predict(IMAGES, verbose=0)
     for record in records.values():
         np.testing.assert_allclose(record.gates.sum(axis=-1), 1.0, rtol=1e-5)
     if name == "mixer":

@@ -13,19 +13,15 @@ import pytest
 from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier, registry
 from keras_moe.models.registry import builtin_presets
-from tests.small_models import assert_same_outputs
+from tests.small_models import assert_same_outputs, images
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 OTHERS = sorted({"jax", "tensorflow", "torch"} - {keras.backend.backend()})
 NAMES = sorted(builtin_presets())
+IMAGES = images(3, 16, 16, 1)
 # Presets of pairs have no classes; tests/models/test_pairs.py is theirs.
 CLASSIFIERS = [x for x in NAMES if "Classifier" in builtin_presets()[x]["task"]]
-
-
-def images(size=16, batch=3):
-    shape = (batch, size, size, 1)
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def digits_model(**overrides):
@@ -44,7 +40,7 @@ def saved(tmp_path_factory):
     keras.utils.set_random_seed(0)
     model = digits_model()
     model.save_to_preset(folder)
-    return folder, model.predict(images(), verbose=0)
+    return folder, model.predict(IMAGES, verbose=0)
 
 
 # Built-in presets
@@ -203,7 +199,7 @@ def test_any_argument_can_be_overridden():
 
 def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     model = models.from_preset(str(saved[0]))
-    model.fit(images(), np.zeros(3), verbose=0)
+    model.fit(IMAGES, np.zeros(3), verbose=0)
     model.save_to_preset(tmp_path / "again")
     models.from_preset(str(tmp_path / "again"))
     own = [w for w in recwarn if issubclass(w.category, UserWarning)]
@@ -215,7 +211,7 @@ def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
 @pytest.mark.parametrize("other", OTHERS)
 def test_saved_here_loads_on_every_backend(saved, other, tmp_path):
     folder, expected = saved
-    np.save(tmp_path / "images.npy", images())
+    np.save(tmp_path / "images.npy", IMAGES)
     # Its blocks have different numbers of experts.
     pruned = models.from_preset(str(folder)).with_kept_experts({"block_1": [0, 2, 5]})
     pruned.save_to_preset(tmp_path / "pruned")
@@ -253,8 +249,8 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
     texts = {"token_ids": np.array([[1, 2]]), "padding_mask": np.array([[True, True]])}
     for name, wanted, atol in (
         ("logits", expected, 1e-5),
-        ("pruned", pruned.predict(images(), verbose=0), 1e-5),
-        ("pairs", pairs.similarity(images(), texts), 1e-4),
+        ("pruned", pruned.predict(IMAGES, verbose=0), 1e-5),
+        ("pairs", pairs.similarity(IMAGES, texts), 1e-4),
     ):
         actual = np.load(tmp_path / f"{name}.npy", allow_pickle=False)
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=atol)
@@ -298,7 +294,7 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
         assert loaded.dtype_policy.name == policy
     loaded = models.from_preset(str(tmp_path / "half"))
     assert loaded.dtype_policy.name == policy
-    assert_same_outputs(loaded, model, images())
+    assert_same_outputs(loaded, model, IMAGES)
     loaded = models.from_preset(str(tmp_path / "half"), dtype="float32")
     assert loaded.dtype_policy.name == "float32"
 
@@ -344,7 +340,7 @@ def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, 
         with pytest.raises(Interrupted):
             other.save_to_preset(folder)
     assert os.listdir(tmp_path) == ["preset"]
-    assert_same_outputs(models.from_preset(str(folder)), model, images())
+    assert_same_outputs(models.from_preset(str(folder)), model, IMAGES)
 
 
 def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
@@ -352,13 +348,13 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     model = digits_model()
     model.save_to_preset(folder)
     os.rename(folder, previous)
-    assert_same_outputs(models.from_preset(str(folder)), model, images())
+    assert_same_outputs(models.from_preset(str(folder)), model, IMAGES)
     # Reading changes nothing: a writer may be at work.
     assert os.listdir(tmp_path) == [previous.name]
     other = digits_model()
     other.save_to_preset(folder)
     assert os.listdir(tmp_path) == ["preset"]
-    assert_same_outputs(models.from_preset(str(folder)), other, images())
+    assert_same_outputs(models.from_preset(str(folder)), other, IMAGES)
 
 
 def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
@@ -438,7 +434,7 @@ def test_a_saved_task_comes_back_by_every_door(saved):
     ):
         model = load(str(folder))
         assert isinstance(model, ViTImageClassifier)
-        np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
+        np.testing.assert_array_equal(model.predict(IMAGES, verbose=0), expected)
     for backbone in (
         models.from_preset(str(folder), task="backbone"),
         hub.Backbone.from_preset(str(folder)),
@@ -460,7 +456,7 @@ def test_keras_files_and_weights_round_trip(saved, tmp_path):
     other = digits_model()
     other.load_weights(tmp_path / "model.weights.h5")
     for again in (loaded, other):
-        np.testing.assert_array_equal(again.predict(images(), verbose=0), saved[1])
+        np.testing.assert_array_equal(again.predict(IMAGES, verbose=0), saved[1])
 
 
 FILES = ("config.json", "model.weights.h5", "task.json", "task.weights.h5")

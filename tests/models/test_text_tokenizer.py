@@ -16,6 +16,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import TextBackbone, TextTokenizer, byte_pairs
 from keras_moe.models.byte_pairs import clip_byte_pairs
+from tests.pair_models import TEXT
 from tests.small_models import small_tokenizer as own
 
 CAPTIONS = [
@@ -32,6 +33,7 @@ CAPTIONS = [
     " ",
     "word " * 200,
 ]
+SIZES = {**TEXT, "vocabulary_size": 530, "max_length": 20}
 FEW = ["a photo of a cat", "a photo of two cats", "the cat's hat"]
 
 
@@ -296,10 +298,7 @@ def test_ids_in_a_tf_data_pipeline_are_the_same(name, request):
 
 
 def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
-    backbone = TextBackbone(
-        vocabulary_size=530, max_length=20, hidden_dim=8, num_layers=1, num_heads=2,
-        mlp_dim=8,
-    )  # fmt: skip
+    backbone = TextBackbone(**SIZES)
     tokenizers = {
         "own": own(max_length=20),
         "spm": TextTokenizer.sentence_piece(sentence_piece, 20),
@@ -426,10 +425,7 @@ def test_damaged_files_of_vocabularies_are_named(sentence_piece, tmp_path):
 
 def test_swapped_ids_are_refused(tmp_path):
     """The weights of one id would be those of another."""
-    backbone = TextBackbone(
-        vocabulary_size=530, max_length=20, hidden_dim=8, num_layers=1, num_heads=2,
-        mlp_dim=8,
-    )  # fmt: skip
+    backbone = TextBackbone(**SIZES)
     backbone.save_to_preset(tmp_path)
     save(tmp_path)
     # Saved again, the backbone keeps the tokenizer and its checksums.

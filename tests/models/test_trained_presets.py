@@ -238,12 +238,9 @@ def copy_of_digits(tmp_path, monkeypatch):
     return folder
 
 
-def test_weights_of_ones_own_are_registered(copy_of_digits):
+def test_weights_of_ones_own_are_registered_and_missing_ones_named(copy_of_digits):
     assert models.list_presets()["mine"] == models.list_presets()["vmoe_digits"]
     assert type(models.from_preset("mine")).__name__ == "ViTImageClassifier"
-
-
-def test_missing_folders_are_named(copy_of_digits):
     shutil.rmtree(copy_of_digits)
     for make in (models.from_preset, models.ViTBackbone.from_preset, models.describe):
         with pytest.raises(ValueError, match=f"preset='{copy_of_digits}'"):

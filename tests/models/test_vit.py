@@ -97,7 +97,6 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
     [
         {},
         {"eval_capacity_factor": 1.0, "examples_per_group": 3},
-        {"examples_per_group": None, "dispatcher": "einsum"},
         {
             "class_token": False,
             "position_embedding": "sincos",

@@ -21,25 +21,15 @@ def router_arguments(router):
     """The backbone's arguments for the reference's router."""
     if "num_slots" in router:
         return {"router": "soft", "num_slots": router["num_slots"]}
-    capacity_factor = router["dispatcher"]["capacity_factor"]
     # The reference evaluates in the groups of training, with their capacity.
-    arguments = {
-        "capacity_factor": capacity_factor,
-        "capacity_multiple_of": 4,
-        "evaluation": "official",
-    }
-    if "num_selected_experts" not in router:
-        return {
-            **arguments,
-            "router": "softmax_expert_choice",
-            "num_selected_experts": 1,
-        }
-    by_gate = router["dispatcher"]["batch_priority"]
-    return {
-        **arguments,
-        "num_selected_experts": router["num_selected_experts"],
-        "priority": "max_gate" if by_gate else "first_come",
-    }
+    arguments = {"capacity_multiple_of": 4, "evaluation": "official"}
+    arguments["capacity_factor"] = router["dispatcher"]["capacity_factor"]
+    selected = router.get("num_selected_experts")
+    if selected is None:
+        choice = {"router": "softmax_expert_choice", "num_selected_experts": 1}
+        return arguments | choice
+    priority = "max_gate" if router["dispatcher"]["batch_priority"] else "first_come"
+    return arguments | {"num_selected_experts": selected, "priority": priority}
 
 
 def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
