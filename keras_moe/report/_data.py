@@ -7,7 +7,6 @@ import keras
 import numpy as np
 
 from keras_moe.checks import fits_shape
-from keras_moe.compat import set_dtype_policy
 from keras_moe.ops import Routing
 from keras_moe.processes import predict_batch
 from keras_moe.report.model import TEXT, ReportedModel, plain_text
@@ -217,8 +216,6 @@ def routed_batches(
     """Yields the batches of data, each with the model's routing."""
     keras_model = model.keras_model
     records = keras.Model(keras_model.input, _symbols(keras_model))
-    # The global policy, which would be cast to, may differ from the model's.
-    set_dtype_policy(records, keras.DTypePolicy("float32"))
     start = 0
     for examples in _sized(data, model, batch_size, max_examples):
         yield _routed(model, examples, predict_batch(records, examples.inputs), start)
