@@ -95,13 +95,14 @@ def test_an_error_of_one_is_an_error_of_all(both, error, expected, failing):
 def test_a_folder_in_use_is_an_error_of_all(both, tmp_path):
     def hold(number):
         with training.run_lock(tmp_path):
-            return number
+            # Neither leaves before the other has come.
+            return checked_all_gather(lambda: number)
 
     with locked(tmp_path / ".run.lock", "the run"):
         results = both(hold)
     assert all(isinstance(result, OSError) for result in results)
     assert all(f"the run in {tmp_path}; rec" in str(result) for result in results)
-    assert both(hold) == [0, 1]
+    assert both(hold) == [[0, 1]] * 2
 
 
 def test_a_process_alone_has_its_own_error():
