@@ -56,11 +56,7 @@ PRIVATE_METHODS = (
     # A learning rate that only weight decay reads.
     (_OPTIMIZER, "_get_current_learning_rate", ()),
     # Averages of steps, where gradients are accumulated over batches.
-    (
-        _OPTIMIZER,
-        "_update_model_variables_moving_average",
-        ("trainable_variables",),
-    ),
+    (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
     # The index of a weight among the variables of an optimizer.
     (_OPTIMIZER, "_get_variable_index", ("variable",)),
 )

@@ -10,12 +10,7 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.interventions import (
-    excluded,
-    moe_block,
-    mumoe_head,
-    numbers_of,
-)
+from keras_moe.analysis.interventions import excluded, moe_block, mumoe_head, numbers_of
 from keras_moe.analysis.specialisation import (
     accuracy_changes,
     class_polysemanticity,

@@ -81,10 +81,7 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
     first_label = settings.get("first_label", 0)
     several = classes.max_labels is not None
     label_spec = tf.io.VarLenFeature if several else partial(tf.io.FixedLenFeature, [])
-    features = {
-        image: tf.io.FixedLenFeature([], "string"),
-        label: label_spec("int64"),
-    }
+    features = {image: tf.io.FixedLenFeature([], "string"), label: label_spec("int64")}
     expected = f"a tf.train.Example with {image!r} and {label!r}"
 
     def parse(record):

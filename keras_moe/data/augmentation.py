@@ -13,11 +13,7 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer, check_positive, nearest
-from keras_moe.compat import (
-    flatten_layers,
-    has_seed_generator,
-    replaced_seed_generator,
-)
+from keras_moe.compat import flatten_layers, has_seed_generator, replaced_seed_generator
 from keras_moe.data import _keras_layers as fast
 
 # Layers of Keras and KerasCV that mix labels.

@@ -12,9 +12,7 @@ SPLITS = ("train", "test", "all")
 
 
 def load_digits(
-    split: str,
-    image_shape: tuple[int, int, int] = (32, 32, 3),
-    seed: int = 0,
+    split: str, image_shape: tuple[int, int, int] = (32, 32, 3), seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads the handwritten digits as arrays, without a download.
 
@@ -54,10 +52,7 @@ def read_pixels(split: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     if split == "all":
         return pixels, labels
     train, test = model_selection.train_test_split(
-        np.arange(len(labels)),
-        test_size=0.25,
-        random_state=seed,
-        stratify=labels,
+        np.arange(len(labels)), test_size=0.25, random_state=seed, stratify=labels
     )
     chosen = train if split == "train" else test
     return pixels[chosen], labels[chosen]

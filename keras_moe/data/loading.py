@@ -372,9 +372,7 @@ def load_pairs(
     for number, (examples, size) in enumerate(zip(opened, sizes)):
         # Sources of equal length in a mixture have different orders.
         own = settings._replace(
-            targets=choice,
-            share=options.share_of(size),
-            seed=settings.seed + number,
+            targets=choice, share=options.share_of(size), seed=settings.seed + number
         )
         datasets.append(batches(_pairs(examples, source, split, options), own))
     return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)

@@ -5,13 +5,4 @@ from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
 
-__all__ = [
-    "CHIPS",
-    "Chip",
-    "Costs",
-    "Layouts",
-    "auto",
-    "costs",
-    "gathered",
-    "layouts",
-]
+__all__ = ["CHIPS", "Chip", "Costs", "Layouts", "auto", "costs", "gathered", "layouts"]

@@ -64,9 +64,7 @@ def average_precision(
     is_last = np.ones(ranked.shape, bool)
     is_last[:-1] = ranked[:-1] != ranked[1:]
     recalled = np.diff(
-        np.maximum.accumulate(np.where(is_last, hits, 0.0), axis=0),
-        axis=0,
-        prepend=0.0,
+        np.maximum.accumulate(np.where(is_last, hits, 0.0), axis=0), axis=0, prepend=0.0
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         precision = np.where(every > 0, hits / every, 0.0)

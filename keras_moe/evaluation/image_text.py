@@ -15,11 +15,7 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer, check_positive
-from keras_moe.evaluation._features import (
-    extract_features,
-    iterate_batches,
-    to_numpy,
-)
+from keras_moe.evaluation._features import extract_features, iterate_batches, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,

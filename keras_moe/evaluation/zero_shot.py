@@ -275,10 +275,7 @@ def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
 
 
 def zero_shot(
-    image_embeddings: Any,
-    labels: Any,
-    classes: Any,
-    ks: Sequence[int] | None = None,
+    image_embeddings: Any, labels: Any, classes: Any, ks: Sequence[int] | None = None
 ) -> ZeroShotResult:
     """Zero-shot accuracy: predicts the class with the nearest embedding.
 

@@ -50,11 +50,7 @@ def entmax15(x: Any) -> Any:
     return entmax(x, 1.5)
 
 
-_NAMED = {
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "entmax": entmax15,
-}
+_NAMED = {"gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu, "entmax": entmax15}
 
 
 def get(identifier: Any) -> Callable:

@@ -221,12 +221,7 @@ class MoE(Layer):
         return plan.combine(norms * ops.take(columns, owner, axis=0))
 
     def compute_output_spec(
-        self,
-        tokens,
-        mask=None,
-        modality_ids=None,
-        previous_logits=None,
-        training=None,
+        self, tokens, mask=None, modality_ids=None, previous_logits=None, training=None
     ):
         self.router.check_previous_logits(previous_logits, tokens)
         routing = self.router.routing_spec(*tokens.shape[:2])

@@ -11,12 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import (
-    check_bool,
-    check_integer,
-    check_not_negative,
-    check_one_of,
-)
+from keras_moe.checks import check_bool, check_integer, check_not_negative, check_one_of
 from keras_moe.layers import activations
 from keras_moe.layers.layer import Layer
 from keras_moe.ops import multilinear as tensors
@@ -317,11 +312,7 @@ class MultilinearExperts(Layer):
         return keras.initializers.RandomUniform(-limit, limit)
 
     def call(
-        self,
-        inputs: Any,
-        coefficients: Any,
-        projected: Any = None,
-        sources: Any = None,
+        self, inputs: Any, coefficients: Any, projected: Any = None, sources: Any = None
     ) -> Any:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(

@@ -11,12 +11,7 @@ from typing import Any
 import keras
 from keras import tree
 
-from keras_moe.compat import (
-    AutocastScope,
-    clear_losses,
-    flatten_layers,
-    own_variables,
-)
+from keras_moe.compat import AutocastScope, clear_losses, flatten_layers, own_variables
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:

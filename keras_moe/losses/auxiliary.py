@@ -90,11 +90,7 @@ class AuxiliaryLoss:
         return getattr(self.function, "__name__", None) or str(self.function)
 
     def __call__(
-        self,
-        routing: Routing,
-        router: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
     ) -> Any:
         """Weighted losses of groups (G,), whose mean is that of counted groups."""
         compute = self.function
@@ -163,11 +159,7 @@ class AggregateLoss:
             )
 
     def __call__(
-        self,
-        routing: Routing,
-        router: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        self, routing: Routing, router: Any, mask: Any = None, modality_ids: Any = None
     ) -> Any:
         """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
         # A loss of weight 0 need not be defined: load without noise is not.

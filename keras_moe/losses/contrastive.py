@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import (
-    argument_names,
-    check_bool,
-    check_one_of,
-    check_positive,
-)
+from keras_moe.checks import argument_names, check_bool, check_one_of, check_positive
 from keras_moe.losses.pairs import (
     NEVER,
     check_similarity,

@@ -17,11 +17,7 @@ from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifier_head import check_pooling, pooling_layer
 from keras_moe.models.description import Part
 from keras_moe.models.overrides import tower_config, tower_families
-from keras_moe.models.pair_backbone import (
-    MODALITIES,
-    PairBackbone,
-    temperature_config,
-)
+from keras_moe.models.pair_backbone import MODALITIES, PairBackbone, temperature_config
 from keras_moe.models.registry import backbone_class, register_backbone
 from keras_moe.models.tower import (
     PooledProjection,

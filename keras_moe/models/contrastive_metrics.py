@@ -130,11 +130,7 @@ def _compared(pairs, images, texts, counted, *keys):
         ops.logical_and(is_there, ops.logical_not(positive)), similarity, NEVER
     )
     of_texts = ops.max(own, axis=0) > ops.max(other, axis=0)
-    return (
-        ops.max(own, axis=1),
-        ops.max(other, axis=1),
-        ops.cast(of_texts, "float32"),
-    )
+    return (ops.max(own, axis=1), ops.max(other, axis=1), ops.cast(of_texts, "float32"))
 
 
 def weighable_labels(inputs: Any, labels: Any, sample_weight: Any) -> Any:

@@ -24,10 +24,7 @@ from keras_moe.models.contrastive_metrics import (
     one_weight,
     weighable_labels,
 )
-from keras_moe.models.image_preprocessor import (
-    ImagePreprocessor,
-    checked_preprocessor,
-)
+from keras_moe.models.image_preprocessor import ImagePreprocessor, checked_preprocessor
 from keras_moe.models.input_checks import (
     check_input_names,
     has_no_examples,

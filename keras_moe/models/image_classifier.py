@@ -32,12 +32,7 @@ from keras_moe.models.copying import copied
 from keras_moe.models.description import Part
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import check_labels
-from keras_moe.models.source import (
-    PUBLISHED,
-    SAVED,
-    ModelSource,
-    TaskConfig,
-)
+from keras_moe.models.source import PUBLISHED, SAVED, ModelSource, TaskConfig
 from keras_moe.models.task import MoETask, check_backbone
 from keras_moe.ops import Cost, Routing
 from keras_moe.ops.initializers import FastInitializer

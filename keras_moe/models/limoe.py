@@ -19,11 +19,7 @@ from keras_moe.models.backbone_config import (
     TransformerConfig,
 )
 from keras_moe.models.description import Part
-from keras_moe.models.pair_backbone import (
-    MODALITIES,
-    PairBackbone,
-    temperature_config,
-)
+from keras_moe.models.pair_backbone import MODALITIES, PairBackbone, temperature_config
 from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import (
     Tower,

@@ -25,10 +25,7 @@ def list_presets() -> dict[str, str]:
 
 
 def from_preset(
-    preset: Any,
-    task: str | None = None,
-    load_weights: bool = True,
-    **overrides,
+    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
 ) -> Any:
     """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 
@@ -120,11 +117,7 @@ def convert(
         return blueprint.build_with_report(progress)
 
 
-def describe(
-    preset: Any,
-    load_weights: bool = True,
-    **overrides,
-) -> Description:
+def describe(preset: Any, load_weights: bool = True, **overrides) -> Description:
     """Counts parameters and FLOPs of a model without allocating weights.
 
     FLOPs are 2 per multiply-add of every matmul in one image's forward pass with no

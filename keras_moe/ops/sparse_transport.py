@@ -10,12 +10,7 @@ from keras import ops
 from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.ops import _sparse_solvers as solvers
 from keras_moe.ops._sparse_solvers import FORBIDDEN, project
-from keras_moe.ops.transport import (
-    Transport,
-    check_matrix,
-    token_mass,
-    with_marginals,
-)
+from keras_moe.ops.transport import Transport, check_matrix, token_mass, with_marginals
 
 SIDES = ("expert", "token")
 SOLVERS = ("newton", "adam")
@@ -120,12 +115,7 @@ def potentials(
 
 
 def semi_dual(
-    potential: Any,
-    values: Any,
-    allowed: Any,
-    mass: Any,
-    target: Any,
-    max_nonzeros: Any,
+    potential: Any, values: Any, allowed: Any, mass: Any, target: Any, max_nonzeros: Any
 ) -> Any:
     """The objective that solvers minimise: a bound on the worth of the best plan."""
     values = values + potential

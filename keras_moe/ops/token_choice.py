@@ -111,9 +111,7 @@ def token_choice(
     weights = _weights(weights, token_slots != -1, normalize_gates)
     in_place = token_slots == _IN_PLACE
     plan = RoutingPlan(
-        slot_tokens,
-        ops.maximum(token_slots, -1),
-        ops.where(in_place, 0.0, weights),
+        slot_tokens, ops.maximum(token_slots, -1), ops.where(in_place, 0.0, weights)
     )
     chosen = ops.where(in_place, experts - num_slotted, -1)
     return HeterogeneousPlan(plan, *one_hot_choices(chosen, weights, in_place_experts))

@@ -62,10 +62,7 @@ def check_matrix(name: str, matrix: Any, mask: Any) -> None:
 
 
 def sinkhorn(
-    logits: Any,
-    iterations: int = 20,
-    tolerance: float | None = None,
-    mask: Any = None,
+    logits: Any, iterations: int = 20, tolerance: float | None = None, mask: Any = None
 ) -> Transport:
     """The balanced plan of largest affinity and entropy.
 

@@ -41,11 +41,7 @@ from keras_moe.training.recipes import Recipe, list_recipes, load_recipe
 from keras_moe.training.router_health import RouterHealth, UsageRecorder
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
-from keras_moe.training.schedules import (
-    ScheduleConfig,
-    WarmupCooldown,
-    warmup_schedule,
-)
+from keras_moe.training.schedules import ScheduleConfig, WarmupCooldown, warmup_schedule
 from keras_moe.training.sections import ModelConfig
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 

@@ -267,10 +267,7 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
     for modality in MODALITIES if isinstance(backbone, PairBackbone) else ():
         own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
         modalities[modality] = ModalityReport(
-            own,
-            outputs[modality],
-            tokens[modality],
-            _preserves(backbone, own, noise),
+            own, outputs[modality], tokens[modality], _preserves(backbone, own, noise)
         )
     return UpcyclingReport(
         blocks=tuple(blocks),

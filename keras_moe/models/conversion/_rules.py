@@ -329,11 +329,7 @@ class BlockNames(NamedTuple):
 
 
 def block_rules(
-    path: str,
-    block: str,
-    names: BlockNames,
-    arguments: dict,
-    query_bias: bool = True,
+    path: str, block: str, names: BlockNames, arguments: dict, query_bias: bool = True
 ) -> dict:
     """Rules of a dense encoder block."""
     hidden, output = (f"{block}{name}" for name in names.mlp)
@@ -416,10 +412,7 @@ def text_tower_rules(names: TowerNames, arguments: dict) -> dict:
 
 
 def attention_rules(
-    path: str,
-    queries: list[str],
-    output: str,
-    query_bias: bool = True,
+    path: str, queries: list[str], output: str, query_bias: bool = True
 ) -> dict:
     """Rules of attention, with queries, keys and values in one matrix or three."""
     rules = linear(f"{path}/attention_output", output, inputs=2)

@@ -209,11 +209,7 @@ def _block_arguments(
 
 
 def pair_spec(
-    file: Any,
-    image: ConversionSpec,
-    text: ConversionSpec,
-    log_scale: str,
-    bias: str,
+    file: Any, image: ConversionSpec, text: ConversionSpec, log_scale: str, bias: str
 ) -> ConversionSpec:
     """Returns the spec of a `CLIPBackbone` from its towers' specs."""
     task = dict(image.task_arguments or {})

@@ -14,11 +14,7 @@ from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.conversion import _dinov2, _openclip, _transformers
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
-from keras_moe.models.conversion._keras_hub import (
-    CLASSES,
-    WITH_PRESETS,
-    keras_hub_spec,
-)
+from keras_moe.models.conversion._keras_hub import CLASSES, WITH_PRESETS, keras_hub_spec
 from keras_moe.models.conversion._readers import (
     NpzCheckpoint,
     PublishedTensors,
@@ -63,10 +59,7 @@ def check_convertible(source: Any) -> None:
 
 
 def open_source(
-    source: Any,
-    overrides: dict,
-    load_weights: bool = True,
-    tower: str | None = None,
+    source: Any, overrides: dict, load_weights: bool = True, tower: str | None = None
 ) -> tuple[PublishedTensors, ConversionSpec]:
     """Opens a source of `convert`; returns its tensors, to be closed, and its spec."""
     check_convertible(source)

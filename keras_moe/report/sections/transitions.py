@@ -8,13 +8,7 @@ import numpy as np
 from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure
 from keras_moe.analysis.tokens import flow_statistics, token_flows
 from keras_moe.report.model import shortened
-from keras_moe.report.section import (
-    NO_TOKENS,
-    Figure,
-    Section,
-    SectionContent,
-    Table,
-)
+from keras_moe.report.section import NO_TOKENS, Figure, Section, SectionContent, Table
 
 REST, UNSERVED = "rest", "none"
 LAYERS_IN_A_ROW = 5
