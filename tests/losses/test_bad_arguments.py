@@ -1,6 +1,5 @@
 """Arguments that the losses refuse, in one table."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -31,24 +30,17 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
         (lambda: losses.target_entropy_loss(LOGITS, 5), "num_selected_experts=5"),
         (lambda: losses.merged_entropy_loss(LOGITS, 0), "num_selected_experts=0"),
         (lambda: losses.load_loss(LOGITS, LOGITS, 0.5, 5), "num_selected_experts=5"),
-        (lambda: losses.load_loss(LOGITS, LOGITS, 0.5, 0), "num_selected_experts=0"),
         (lambda: losses.load_loss(LOGITS, LOGITS, 0.0, 1), "noise_std=0.0"),
         (lambda: losses.load_balance_loss(LOGITS, None, 5), "num_selected_experts=5"),
         (lambda: global_entropy(-1.0), "threshold=-1.0"),
-        (lambda: global_entropy(math.inf), "threshold=inf"),
         (lambda: global_entropy(True), "threshold=True"),
         (
             lambda: losses.mutual_information_loss(LOGITS, np.zeros((2, 6)), 0),
             "num_modalities=0",
         ),
         (lambda: AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
-        (lambda: AuxiliaryLoss("local_entropy", modality=0.5), "modality=0.5"),
         (lambda: AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
         (lambda: AuxiliaryLoss("global_entropy", threshold="9"), "threshold='9'"),
-        (
-            lambda: AuxiliaryLoss("mutual_information", num_modalities=0),
-            "num_modalities=0",
-        ),
         (lambda: AuxiliaryLoss("y"), "function='y'"),
         (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
         (
@@ -58,7 +50,6 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
         (lambda: AggregateLoss([]), "weights=[]"),
         (lambda: AggregateLoss({"router_z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
         (lambda: AggregateLoss({"router_z": 1.0}, weight=-1), "weight=-1"),
-        (lambda: AggregateLoss({"y": 1.0}), "'y'"),
         (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
         (
             lambda: losses.get({"load_balance": {"choices": "second"}}),
@@ -78,10 +69,6 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
         (
             lambda: losses.get({"limoe": {"threshold": {}}}),
             "threshold={} (nearest: thresholds)",
-        ),
-        (
-            lambda: losses.get({"limoe": {"thresholds": {"audio": 1.0}}}),
-            "modality='audio'",
         ),
         (
             lambda: losses.softmax_contrastive_loss(X, X[:2], 1.0),

@@ -416,23 +416,6 @@ def test_gradients_of_gradients_on_pytorch(kind, sizes):
 
 
 @on_torch
-def test_shape_inference():
-    import torch
-
-    from keras_moe.ops.kernels import block_loops, grouped_torch
-
-    arrays, _ = example(6, 2)
-    rows, hidden, output, *_ = (torch.tensor(x, device="meta") for x in arrays)
-    sizes = torch.ones(2, dtype=torch.int32, device="meta")
-    weights = block_loops.Weights(hidden, output, None, None, None, None)
-    products = grouped_torch.grouped_matmul(rows, hidden, sizes)
-    outputs = grouped_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
-    assert products.is_meta
-    assert outputs.is_meta
-    assert (products.shape, outputs.shape) == ((6, H), (6, D))
-
-
-@on_torch
 @pytest.mark.parametrize("kind", list(WEIGHTS)[1:])
 def test_few_rows_without_a_gradient_on_pytorch(kind):
     """One expert has no rows, and the last rows have no expert."""
@@ -447,27 +430,6 @@ def test_few_rows_without_a_gradient_on_pytorch(kind):
             for function in (grouped.grouped_mlp, grouped.grouped_mlp_reference)
         )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@on_torch
-@pytest.mark.parametrize("sizes", [SIZES, EQUAL_SIZES])
-def test_grouped_mm(sizes):
-    import torch
-
-    from keras_moe.ops.kernels import grouped_torch
-
-    arrays, cotangent = example(ROWS, len(sizes), "matmul")
-    if not grouped_torch.kernel_is_valid(*map(torch.tensor, arrays)):
-        pytest.skip("this PyTorch has no such kernel on CPUs")
-
-    def results(function):
-        def run(sizes, rows, kernels):
-            return function(rows, kernels, sizes)
-
-        return outputs_and_gradients(run, arrays, sizes, cotangent)
-
-    expected = results(grouped_torch.matmul_with_loop)
-    assert_equal(results(grouped_torch.matmul_with_kernel), expected, ["kernels"])
 
 
 @pytest.mark.every_backend

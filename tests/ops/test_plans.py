@@ -105,25 +105,6 @@ def test_by_hand(form):
     assert_close(back, expected, 1e-6)
 
 
-@pytest.mark.parametrize("priority", ["first_come", "max_gate"])
-@pytest.mark.parametrize(("selected", "capacity"), [(1, 3), (2, 1), (4, 9)])
-def test_both_forms_agree(selected, capacity, priority):
-    mask = np.arange(14).reshape(2, 7) % 5 > 0
-    plan = random_plan(
-        selected=selected, capacity=capacity, priority=priority, mask=mask
-    )
-    tokens, outputs = normal(0, 2, 7, 3), normal(1, 2, 4, capacity, 6)
-    assert_close(
-        to_numpy(plan.dispatch(tokens)), to_numpy(plan.dense().dispatch(tokens))
-    )
-    assert_close(
-        to_numpy(plan.combine(outputs)),
-        to_numpy(plan.dense().combine(outputs)),
-        1e-5,
-        1e-6,
-    )
-
-
 @each_form
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_is_kept(form, dtype):

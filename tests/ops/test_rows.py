@@ -141,16 +141,3 @@ def test_gradients_have_gradients_on_pytorch():
         return torch.autograd.grad(sum((x**2).sum() for x in gradients), inputs)
 
     assert_close(penalty(""), penalty("_reference"), 1e-4, 1e-4)
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
-def test_compiled_programs_take_the_reference():
-    import torch
-
-    from keras_moe.ops.kernels import gradients_torch
-
-    assert gradients_torch.gathers_are_valid(torch.ones(2, 3))
-    assert not gradients_torch.gathers_are_valid(torch.ones(2, 3, device="meta"))
-    assert not gradients_torch.gathers_are_valid(torch.ones(0, 3))
-    compiled = torch.compile(gradients_torch.gathers_are_valid, backend="eager")
-    assert not compiled(torch.ones(2, 3))

@@ -114,12 +114,6 @@ def test_one_step_of_adam_on_the_expert_side():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_one_expert_takes_all(solver):
-    actual = transport(np.ones((1, 4, 1), "float32"), "expert", 4, solver)
-    assert_close(actual.plan, np.ones((1, 4, 1)), atol=1e-5)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
 def test_equal_utilities_go_to_the_lowest(solver):
     actual = transport(np.full((1, 4, 2), 0.5, "float32"), "token", 1, solver, 1)
     assert actual.plan[0].tolist()[0] in ([1, 0], [0, 1])
@@ -203,12 +197,6 @@ def test_tokens_in_image_order_are_sampled_fairly(side):
         assert max(error, balance) < 0.05, (error, balance)
 
 
-def test_newton_balances_well():
-    utility = random_utility(1, (1, 1024, 8))
-    actual = transport(utility, "expert", 128)
-    assert np.abs(actual.row_marginals - 1).mean() < 0.03
-
-
 @pytest.mark.parametrize("side", ["expert", "token"])
 def test_without_a_bound_marginals_are_met(side):
     utility = random_utility(0, (2, 40, 4))
@@ -250,6 +238,7 @@ def test_forbidden_pairs(side, solver):
     ("shape", "bound"),
     [
         pytest.param((1, 1, 3), 1, id="one token"),
+        pytest.param((1, 4, 1), 4, id="one expert"),
         pytest.param((1, 6, 3), 50, id="a bound beyond all"),
         pytest.param((1, 3, 16), 1, id="more experts than tokens"),
         pytest.param((1, 9, 2), 1, id="a bound that no plan meets"),

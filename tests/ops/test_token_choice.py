@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras_moe.ops import RoutingPlan, token_choice
 from tests import golden
 from tests.compare import assert_close, assert_same
-from tests.gradients import compiled, gradient, one_program
+from tests.gradients import compiled, gradient
 from tests.ops import reference
 
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -153,19 +153,6 @@ def test_a_zero_gate_takes_a_slot():
     assert c[0, :, 1].tolist() == [[0, 0], [0, 0]]
 
 
-def test_shapes_and_dtypes():
-    gates = keras.ops.convert_to_tensor(random_gates(0, (2, 6, 4)))
-    plan = one_program(lambda gates: token_choice(gates, gates, 2, 3))(gates)
-    assert RoutingPlan._fields == ("slot_tokens", "token_slots", "combine_weights")
-    assert [tuple(field.shape) for field in plan] == [(2, 4, 3), (2, 6, 2), (2, 6, 2)]
-    dtypes = [keras.backend.standardize_dtype(field.dtype) for field in plan]
-    assert dtypes == ["int32", "int32", "float32"]
-    dense = plan.dense()
-    assert [tuple(field.shape) for field in dense] == [(2, 6, 4, 3)] * 2
-    dtypes = [keras.backend.standardize_dtype(field.dtype) for field in dense]
-    assert dtypes == ["bool", "float32"]
-
-
 def test_only_kept_gates_have_a_gradient():
     affinity, gates = random_gates(0, (2, 6, 4)), random_gates(1, (2, 6, 4))
     cotangent = np.random.default_rng(2).normal(size=(2, 6, 2)).astype("float32")
@@ -187,17 +174,16 @@ def test_only_kept_gates_have_a_gradient():
 # Invariants
 
 
-def routing_problems(ties=None):
-    return st.tuples(
-        st.sampled_from(SHAPES),
-        st.integers(0, 2**16),
-        st.booleans() if ties is None else st.just(ties),
-        st.sampled_from(PRIORITIES),
-    )
+routing_problems = st.tuples(
+    st.sampled_from(SHAPES),
+    st.integers(0, 2**16),
+    st.booleans(),
+    st.sampled_from(PRIORITIES),
+)
 
 
 @some
-@given(routing_problems(), st.sampled_from([0.0, 0.3, 1.0]))
+@given(routing_problems, st.sampled_from([0.0, 0.3, 1.0]))
 def test_agrees_with_the_obvious_algorithm(problem, masked_share):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
     affinity = random_gates(seed, (groups, tokens, experts), ties)
@@ -214,7 +200,7 @@ def test_agrees_with_the_obvious_algorithm(problem, masked_share):
 
 
 @some
-@given(routing_problems())
+@given(routing_problems)
 def test_invariants(problem):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
     gates = random_gates(seed, (groups, tokens, experts), ties)
@@ -254,27 +240,7 @@ def test_invariants(problem):
 
 
 @some
-@given(routing_problems(ties=False), st.sampled_from(["max_gate", "sum_gates"]))
-def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priority):
-    (groups, tokens, experts, selected, capacity), seed, _, _ = problem
-    generator = np.random.default_rng(seed)
-    # Gates whose maxima and sums are 1/256 apart at least: exact in float32.
-    gates = generator.permuted(
-        np.arange(groups * tokens * experts) ** 2 % 251 / 256.0
-    ).reshape(groups, tokens, experts)
-    rank = generator.permuted(np.tile(np.arange(tokens), (groups, 1)), axis=1)
-    gates = (gates / 16 + rank[..., None] * 4).astype("float32")
-    order = generator.permutation(tokens)
-    plan = route(gates, selected, capacity, priority)
-    moved = route(gates[:, order], selected, capacity, priority)
-    assert_same(moved.token_slots, plan.token_slots[:, order])
-    assert_same(moved.combine_weights, plan.combine_weights[:, order])
-    back = np.where(moved.slot_tokens >= 0, order[moved.slot_tokens], -1)
-    assert_same(back, plan.slot_tokens)
-
-
-@some
-@given(routing_problems(), st.sampled_from([0.0, 1e4, -1e4, np.inf]))
+@given(routing_problems, st.sampled_from([0.0, 1e4, -1e4, np.inf]))
 def test_a_masked_token_changes_nothing(problem, value):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
     gates = random_gates(seed, (groups, tokens, experts), ties)
