@@ -201,27 +201,8 @@ def pathway(*shape, gating_residual=True):
         (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
         (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
         (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
-        (
-            lambda: routers.get("softmax_expert_choice", ExpertTypes(4, copy=1)),
-            "router='softmax_expert_choice'",
-        ),
-        (
-            lambda: moe(
-                TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),
-                4,
-                auxiliary_losses=[losses.AuxiliaryLoss("local_entropy", modality=2)],
-            ),
-            "modality=2",
-        ),
         (lambda: moe("soft", auxiliary_losses={"router_z": 0.1}), "SoftRouter"),
-        (
-            lambda: moe(
-                TokenChoiceRouter(2, noise_std=0.0), auxiliary_losses={"load": 1.0}
-            ),
-            "noise_std > 0",
-        ),
         (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
-        (lambda: moe(auxiliary_losses={"router_z": -1.0}), "weight=-1.0"),
         (lambda: layers.LogitScale(scale=0.0), "scale > 0"),
         (
             lambda: layers.LogitScale(scale=3.0, largest_scale=2.0),
@@ -239,7 +220,6 @@ def pathway(*shape, gating_residual=True):
         (pathway, "previous_logits.shape=None"),
         (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
         (lambda: pathway(2, 40, 5), r"\(2, 40, 5\)"),
-        (lambda: pathway(1, 40, 4), r"\(1, 40, 4\)"),
         (
             lambda: SoftRouter(2, num_slots=1)(
                 zeros(1, 2, 3), modality_ids=np.zeros((1, 2), "int32")
@@ -256,7 +236,6 @@ def pathway(*shape, gating_residual=True):
             "num_heads=3, hidden_dim=8",
         ),
         (lambda: layers.AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
-        (lambda: layers.AttentionPooling(2.0, 8)(zeros(1, 4, 8)), "num_heads=2.0"),
         (
             lambda: layers.MaskedPooling("last")(
                 zeros(2, 6, 1), mask=np.ones((2, 5), bool)
@@ -280,13 +259,11 @@ def pathway(*shape, gating_residual=True):
             "received: 1",
         ),
         (lambda: built().expert_weights([4]), "received: 4"),
-        (lambda: built().expert_weights([(0, 1)]), r"received: \(0, 1\)"),
         (
             lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}),
             r"moe_layers=\[\]",
         ),
         (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
-        (lambda: vit(attention_dropout=NAN), "dropout=nan"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
@@ -301,7 +278,6 @@ def test_what_does_not_fit_is_refused(call, message):
         ({"mask": np.ones((2, 6), "float32")}, "mask.dtype=float32"),
         ({"mask": np.ones((2, 5), bool)}, r"mask.shape=\(2, 5\)"),
         ({"modality_ids": np.zeros((2, 5), "int32")}, "modality_ids.shape"),
-        ({"modality_ids": np.zeros((6,), "int32")}, "modality_ids.shape"),
         ({"modality_ids": np.zeros((2, 6), "float32")}, "modality_ids.dtype"),
     ],
 )

@@ -108,27 +108,19 @@ def built(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_weight_shapes_are_those_of_the_built_weights(name):
-    layer, shape = built(name)
+def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
+    (layer, shape), unbuilt = built(name), LAYERS[name]()
     weights = {
         weight.path.removeprefix(f"{layer.path}/"): tuple(weight.shape)
         for weight in layer.trainable_weights
     }
     assert layer.weight_shapes(shape) == weights
-    # An unbuilt layer says the same; its inner layers may have other numbers behind
-    # their names.
-    unbuilt = LAYERS[name]().weight_shapes(shape)
-    assert sorted(unbuilt.values()) == sorted(weights.values())
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_those_of_the_built_layer(name):
-    layer, shape = built(name)
-    cost = LAYERS[name]().cost(shape)
+    # Inner layers may have other numbers behind their names.
+    assert sorted(unbuilt.weight_shapes(shape).values()) == sorted(weights.values())
+    cost = unbuilt.cost(shape)
     assert isinstance(cost, Cost)
     assert cost == layer.cost(shape)
-    trained = sum(math.prod(weight.shape) for weight in layer.trainable_weights)
-    assert cost.parameters == trained
+    assert cost.parameters == sum(map(math.prod, weights.values()))
     if not layer.non_trainable_weights:
         assert cost.parameters == layer.count_params()
     assert 0 <= cost.active_parameters <= cost.parameters

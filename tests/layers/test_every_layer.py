@@ -247,32 +247,27 @@ def test_layer(name, tmp_path):
     )
 
 
-def test_a_subclass_may_name_its_attributes_as_it_likes():
+def test_a_subclass_names_its_attributes_and_adds_weights_as_it_likes():
     class Scaled(layers.MLP):
         def __init__(self, factor=2.0, **kwargs):
             super().__init__(8, **kwargs)
             self.scale = factor
 
+        def build(self, input_shape):
+            super().build(input_shape)
+            self.ones = self.add_weight(input_shape[-1:], "ones", name="ones")
+            self.shift = self.add_weight(shape=(2, 3), name="shift")
+
         def get_config(self):
             return {**super().get_config(), "factor": self.scale}
 
-    config = Scaled(3.0).get_config()
+    layer = Scaled(3.0)
+    config = layer.get_config()
     assert (config["factor"], config["mlp_dim"]) == (3.0, 8)
-
-
-def test_a_subclass_adds_weights_as_it_likes():
-    class Scaled(layers.MLP):
-        def build(self, input_shape):
-            super().build(input_shape)
-            self.scale = self.add_weight(input_shape[-1:], "ones", name="scale")
-            self.shift = self.add_weight(shape=(2, 3), name="shift")
-
-    layer = Scaled(8)
     layer(np.ones((1, 2, 4), "float32"))
-    assert keras.ops.convert_to_numpy(layer.scale).tolist() == [1.0] * 4
-    assert (
-        np.ptp(keras.ops.convert_to_numpy(layer.shift)) > 0
-    )  # Keras's default is drawn
+    assert keras.ops.convert_to_numpy(layer.ones).tolist() == [1.0] * 4
+    # Keras's default is drawn.
+    assert np.ptp(keras.ops.convert_to_numpy(layer.shift)) > 0
 
 
 def test_a_block_takes_any_layer_that_returns_a_record():

@@ -9,7 +9,6 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.layers import Experts, PerExpert
-from keras_moe.ops.initializers import FastInitializer, skip_init
 from tests.compare import assert_same
 
 
@@ -109,29 +108,6 @@ def test_a_new_head_is_drawn_and_trains(tmp_path):
     assert sum(changes) > len(changes) / 2
 
 
-@pytest.mark.parametrize("initializer", ["ones", PerExpert("ones")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_skipped_values_are_zeros(initializer, dtype):
-    initializer = FastInitializer(initializer)
-    for shape in ((2, 3), (2, 0), (2,)):
-        with skip_init():
-            value = initializer(shape, dtype=dtype)
-        assert keras.backend.standardize_dtype(value.dtype) == dtype
-        assert tuple(value.shape) == shape
-        assert not np.any(ops.convert_to_numpy(ops.cast(value, "float32")))
-        with skip_init(), skip_init(False):
-            assert np.all(ops.convert_to_numpy(initializer(shape, dtype="float32")))
-
-
-def test_values_of_a_generator_are_drawn():
-    generators = [keras.random.SeedGenerator(0) for _ in range(2)]
-    initial = [keras.initializers.RandomNormal(seed=g) for g in generators]
-    expected = ops.convert_to_numpy(initial[0]((3,)))
-    with skip_init():
-        received = ops.convert_to_numpy(FastInitializer(initial[1])((3,)))
-    assert_same(received, expected)
-
-
 to_numpy = ops.convert_to_numpy
 
 
@@ -152,17 +128,3 @@ def test_a_seed_repeats_and_another_does_not():
     a, b, c = (to_numpy(initializer((3, 4))) for initializer in make)
     assert_same(a, b)
     assert np.abs(a - c).min() > 0
-
-
-def test_shared_and_constant_values():
-    shared = to_numpy(PerExpert("glorot_uniform", shared=True)((3, 4, 4)))
-    assert_same(shared[0], shared[2])
-    assert_same(PerExpert("ones")((3, 2)), np.ones((3, 2)))
-
-
-def test_the_config_makes_it_again():
-    initializer = PerExpert(keras.initializers.RandomNormal(0.5, seed=2), shared=True)
-    again = keras.saving.deserialize_keras_object(
-        keras.saving.serialize_keras_object(initializer)
-    )
-    assert_same(again((2, 3)), initializer((2, 3)))

@@ -156,16 +156,6 @@ def test_losses_are_added_in_training_alone_and_skip_padding():
     assert_close(loss(layers[1], tokens), expected, 1e-5)
 
 
-def test_a_loss_of_weight_zero_is_left_out():
-    moe = MoE(
-        TokenChoiceRouter(4, 2, noise_std=0.0),
-        Experts(4, mlp_dim=16),
-        auxiliary_losses={"load": 0.0},
-    )
-    moe(images(), training=True)
-    assert not moe.losses
-
-
 def test_experts_start_equal_or_each_by_itself():
     shared, own = Experts(4, 16), Experts(4, 16, shared_initialization=False)
     for layer in (shared, own):

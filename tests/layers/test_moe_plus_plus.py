@@ -100,18 +100,21 @@ def test_without_zero_computation_experts_it_is_an_moe(training):
         assert_same(keras.tree.flatten(a), keras.tree.flatten(b))
 
 
-def test_padding_is_nobodys():
-    moe = make(selected=2)
+def test_padding_of_tokens_and_previous_logits_is_nobodys():
+    moe = make(selected=2, gating_residual=True)
     moe.zero_computation_experts.vector.assign(np.ones((2, D)))
-    x = tokens()
+    x, previous = tokens(), tokens(seed=1)
     mask = np.ones((2, N), bool)
     mask[:, 7:] = False
-    x[:, 7:] = np.nan
+    x[:, 7:] = previous[:, 7:] = np.nan
+    arguments = {"mask": mask, "previous_logits": previous}
     for training in (False, True):
-        outputs, routing = call(moe, x, mask=mask, training=training)
+        outputs, routing = call(moe, x, training=training, **arguments)
         assert np.isfinite(to_numpy(outputs)).all()
         assert_same(to_numpy(outputs)[:, 7:], 0)
         assert_same(to_numpy(routing.dispatched)[:, 7:], 0)
+    for value in training_gradients(moe, tokens(), **arguments):
+        assert np.isfinite(value).all()
 
 
 def test_previous_logits_go_by_group_and_stay_float32():
@@ -166,20 +169,6 @@ def test_the_mask_of_keras_goes_with_previous_logits():
     x[:, 3:] = 0.0
     actual = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
     assert_same(actual.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
-
-
-def test_padding_in_previous_logits_is_nobodys():
-    moe = MoE(
-        PathwayAwareRouter(4, 2, zero_experts=1, gating_residual=True), Experts(3, 8)
-    )
-    moe.build((None, N, D))
-    previous = np.random.default_rng(1).normal(size=(2, N, 4)).astype("float32")
-    mask = np.ones((2, N), bool)
-    mask[:, 8:] = False
-    previous[:, 8:] = np.nan
-    gradients = training_gradients(moe, tokens(), mask=mask, previous_logits=previous)
-    for value in gradients:
-        assert np.isfinite(value).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])

@@ -1,7 +1,5 @@
 """muMoE's layers against the released code, and against the naive sum."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -293,33 +291,6 @@ def test_multiply_adds_of_table_8(kind, rank, naive, fast):
     )
 
 
-@pytest.mark.parametrize(("kind", "levels"), RANKS)
-def test_naive_multiply_adds_are_those_of_each_contraction(kind, levels):
-    counts, inputs, units = (3, 2, 4, 2)[:levels], 6, 5
-    rank = RANKS[kind, levels]
-    layer = MultilinearExperts(units, counts, kind, rank)
-    modes = (*counts, inputs + 1, units)
-    total = 0
-    if kind == "cp":
-        total += rank * np.prod(modes)
-    elif kind == "tr":
-        built = np.ones((rank[0], counts[0], rank[1]))
-        for size, following in zip(modes[1:-1], rank[2:]):
-            total += built.size * size * following
-            built = np.ones((rank[0], built.shape[1] * size, following))
-        total += built.size * units
-    elif kind == "tucker":
-        core = np.ones(rank)
-        for axis, size in enumerate(modes):
-            total += core.size * size
-            core = np.ones([*modes[: axis + 1], *rank[axis + 1 :]])
-    tensor = np.ones(modes)
-    while tensor.ndim > 1:
-        total += tensor.size
-        tensor = tensor[0]
-    assert layer.naive_multiply_adds(inputs) == total
-
-
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_input_norm_of_a_layer_is_the_released_one(mode):
     """The released block of two layers, made of its parts."""
@@ -429,9 +400,3 @@ def test_a_share_is_of_the_inputs_of_the_block():
     assert layer.cost((1, 9)).parameters == sum(
         int(np.prod(w.shape)) for w in layer.trainable_weights
     )
-
-
-def test_a_rank_of_numpy_is_stored_as_a_number():
-    ranks = (np.float32(0.5), np.int64(2))
-    config = MuMoE(4, 3, "tr", rank=(*ranks, 1)).get_config()
-    assert json.loads(json.dumps(config["rank"])) == [0.5, 2, 1]

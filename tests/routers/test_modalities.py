@@ -196,8 +196,6 @@ def test_a_config_takes_them_to_each_block():
     ("make", "received"),
     [
         (lambda: router_of((1, 1)), r"priority=\(1, 1\)"),
-        (lambda: router_of((0, 2)), r"priority=\(0, 2\)"),
-        (lambda: router_of(()), r"priority=\(\)"),
         (lambda: router_of((0, "text")), "priority='text'"),
         (lambda: router_of((0, 1), num_modalities=3), "the 3 modality ids"),
         (lambda: router_of((0, 1), expert_pools=[[0, 1]]), "the 1 modality ids"),

@@ -41,12 +41,8 @@ def build(case, dtype=None):
     )
     moe.build(arrays["inputs/x"].shape)
     for weight in moe.trainable_weights:
-        weight.assign(arrays[f"params/{golden_name(weight)}"])
+        weight.assign(arrays[f"params/{NAMES[weight.name]}"])
     return moe, arrays, config
-
-
-def golden_name(weight):
-    return NAMES[weight.name]
 
 
 @pytest.mark.every_backend
@@ -78,7 +74,7 @@ def test_golden_gradients(case):
 
     gradients = training_gradients(moe, arrays["inputs/x"], scalar)
     for weight, actual in zip(moe.trainable_weights, gradients):
-        expected = arrays[f"grads/params/{golden_name(weight)}"]
+        expected = arrays[f"grads/params/{NAMES[weight.name]}"]
         assert_close(actual, expected, 1e-4, 1e-6, err_msg=weight.path)
 
 
