@@ -12,12 +12,6 @@ from keras_moe.layers import Experts, PerExpert
 from tests.compare import assert_same
 
 
-def _experts(**options):
-    layer = Experts(num_experts=4, mlp_dim=256, **options)
-    layer.build((None, 4, 3, 128))
-    return layer
-
-
 def _model(**options):
     inputs = keras.Input((4, 3, 128))
     return keras.Model(inputs, Experts(4, 256, **options)(inputs))

@@ -41,6 +41,10 @@ AUDIO = limoe_losses({"c": 1.0}, modalities="abc", local_modalities=())
         (lambda: AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
         (lambda: AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
         (lambda: AuxiliaryLoss("global_entropy", threshold="9"), "threshold='9'"),
+        (
+            lambda: AuxiliaryLoss("mutual_information", num_modalities=0),
+            "num_modalities=0",
+        ),
         (lambda: AuxiliaryLoss("y"), "function='y'"),
         (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
         (

@@ -240,6 +240,26 @@ def test_invariants(problem):
 
 
 @some
+@given(routing_problems, st.sampled_from(["max_gate", "sum_gates"]))
+def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priority):
+    (groups, tokens, experts, selected, capacity), seed, _, _ = problem
+    generator = np.random.default_rng(seed)
+    # Gates whose maxima and sums are 1/256 apart at least: exact in float32.
+    gates = generator.permuted(
+        np.arange(groups * tokens * experts) ** 2 % 251 / 256.0
+    ).reshape(groups, tokens, experts)
+    rank = generator.permuted(np.tile(np.arange(tokens), (groups, 1)), axis=1)
+    gates = (gates / 16 + rank[..., None] * 4).astype("float32")
+    order = generator.permutation(tokens)
+    plan = route(gates, selected, capacity, priority)
+    moved = route(gates[:, order], selected, capacity, priority)
+    assert_same(moved.token_slots, plan.token_slots[:, order])
+    assert_same(moved.combine_weights, plan.combine_weights[:, order])
+    back = np.where(moved.slot_tokens >= 0, order[moved.slot_tokens], -1)
+    assert_same(back, plan.slot_tokens)
+
+
+@some
 @given(routing_problems, st.sampled_from([0.0, 1e4, -1e4, np.inf]))
 def test_a_masked_token_changes_nothing(problem, value):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
