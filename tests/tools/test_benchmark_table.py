@@ -1,10 +1,8 @@
 """The table of all benchmarks: rows, noise, peers, processes and pages."""
 
 import json
-import multiprocessing
 import runpy
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
@@ -31,9 +29,6 @@ def candidates(count):
             made[name] = lambda: None
     yield made
     closed.append(count)
-
-def bytes_kept():
-    return {"ours": 30, "limit": 20}
 
 def broken():
     raise ValueError("no such size\\nand more")
@@ -107,44 +102,6 @@ def test_a_row_has_a_line_for_each_candidate(report, backend, met):
     assert import_module("fake_benchmark").closed == [99_999]
 
 
-def test_a_row_of_numbers_is_not_timed(report):
-    compare = import_module("comparison").compare
-    source = {"source": "fake_benchmark:bytes_kept", "arguments": {}}
-    numbers = row(**source, goals={"limit": 1.5}, unit="MiB")
-    (line,) = compare(numbers, "jax", report, "fake", read=None)
-    assert (line["ratio"], line["met"], line["unit"]) == (1.5, True, "MiB")
-    assert line["foreign"] is None
-
-
-def test_a_row_of_work_is_timed_by_its_own_clock(report, monkeypatch):
-    comparison = import_module("comparison")
-    ticks = iter(range(1_000_000))
-    clock = ticks.__next__
-    monkeypatch.setitem(comparison.CLOCKS, "cpu", (clock, "CPU ms"))
-    limit, *_ = comparison.compare(
-        row(clock="cpu"), "jax", report, "fake", read=reader(0.02)
-    )
-    # Two readings of the clock for each run, whatever time it takes.
-    assert (limit["value"], limit["ratio"], limit["unit"]) == (1e3, 1.0, "CPU ms")
-
-
-def test_work_of_workers_counts(folder):
-    cpu_seconds = import_module("neighbours").cpu_seconds
-    context = multiprocessing.get_context("spawn")
-    ends = context.Event()
-    worker = context.Process(target=ends.wait)
-    before, deadline = cpu_seconds(), time.monotonic() + 30
-    worker.start()
-    # A worker that starts takes processor time, while this process sleeps.
-    while cpu_seconds() - before < 0.01 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    running = cpu_seconds()
-    ends.set()
-    worker.join()
-    assert running - before >= 0.01
-    assert cpu_seconds() >= running - 0.02
-
-
 @pytest.mark.parametrize(("share", "noisy"), [(0.0, False), (0.04, False), (0.5, True)])
 def test_a_noisy_neighbour_is_marked(report, share, noisy):
     compare = import_module("comparison").compare
@@ -155,36 +112,6 @@ def test_a_noisy_neighbour_is_marked(report, share, noisy):
     assert (" ✓ ! |" in page.as_markdown([line], [row()])) is noisy
     page.show([line], report)
     assert report.tables[-1]["rows"] == [line]
-
-
-def test_clocks_of_this_machine(folder, tmp_path):
-    neighbours = import_module("neighbours")
-    stat = tmp_path / "stat"
-    # user nice system idle iowait irq softirq steal guest, in hundredths of a second.
-    stat.write_text("cpu  100 10 50 900 70 1 2 37 5 0\ncpu0 1 2\ncpu1 1 2\nintr 9\n")
-    before = neighbours.read_cpu_times(stat)
-    assert (before.busy, before.cores) == (pytest.approx(2.0), 2)
-    stat.unlink()
-    after = neighbours.read_cpu_times(stat)
-    assert after.busy is None
-    assert neighbours.foreign_share(before, after) is None
-    assert after.own >= before.own
-    # Clocks that tick apart make no share below nothing.
-    later = before._replace(own=before.own + 1, wall=before.wall + 1)
-    assert neighbours.foreign_share(before, later) == 0.0
-
-
-def test_names_of_rows(folder):
-    select = import_module("row").select
-    rows = (row(name="router"), row(name="router-soft"), row(name="fit"))
-
-    def names(*asked):
-        return [row.name for row in select(rows, asked and list(asked))]
-
-    assert names("fit", "router") == ["router", "router-soft", "fit"]
-    assert names("router=") == ["router"]
-    with pytest.raises(SystemExit, match="router, router-soft, fit; received: 'soft'"):
-        names("router", "soft")
 
 
 def test_a_failing_row_takes_no_other_with_it(report, capsys):
@@ -201,29 +128,6 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     _, *answers = map(json.loads, capsys.readouterr().out.splitlines())
     notes = {answer["lines"][0]["note"] for answer in answers}
     assert notes == {"not measured: no time was left"}
-
-
-def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
-    backends = import_module("backends")
-    rows = [row(name=name) for name in "abcd"] + [row(name="e", backends=("jax",))]
-    starts = []
-
-    def answers(backend, left, budget, whole):
-        """The second row of a process kills it, but a lone one."""
-        starts.append([row.name for row in left])
-        done = [[backends.blank(left[0], backend, "limit")]]
-        return [[], *done], 0 if len(left) == 1 else -9
-
-    monkeypatch.setattr(backends, "_answers_of_child", answers)
-    lines = backends.measure_in_child("torch", rows, 0, report.console)
-    assert starts == [["a", "b", "c", "d"], ["c", "d"]]
-    notes = {line["row"]: line["note"] for line in lines}
-    failed = "failed: the process ended with status -9"
-    assert notes == {"a": None, "b": failed, "c": None, "d": failed}
-    # A process that never starts has no row to blame.
-    monkeypatch.setattr(backends, "_answers_of_child", lambda *_: ([], 1))
-    lines = backends.measure_in_child("torch", rows, 0, report.console)
-    assert [line["note"] for line in lines] == [failed.replace("-9", "1")] * 4
 
 
 def test_the_program_measures_a_row_in_a_child():

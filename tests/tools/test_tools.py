@@ -1,4 +1,3 @@
-import ast
 import json
 import os
 import runpy
@@ -14,34 +13,6 @@ from tests.forks import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
-
-
-def test_programs_take_nothing_from_each_other_and_benchmarks_have_one_runner():
-    trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tools/**/*.py")}
-    programs = {path.stem for path, tree in trees.items() if is_program(tree)}
-    assert {"run_tests", "moe_layer"} < programs
-    assert programs.isdisjoint({"runner", "gradients"})
-    own = {"ArgumentParser", "Console", "Table", "interleaved", "print"}
-    for path, tree in trees.items():
-        imported, called = set(), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-            elif isinstance(node, ast.Call):
-                called.add(ast.unparse(node.func).rpartition(".")[2])
-        assert programs.isdisjoint(imported), path
-        if path.parent == BENCHMARKS and path.stem in programs:
-            assert "run" in called, path
-            assert called.isdisjoint(own), path
-
-
-def is_program(tree):
-    return any(
-        isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
-        for node in tree.body
-    )
 
 
 @pytest.mark.parametrize(
@@ -182,17 +153,3 @@ def test_parts_of_the_suite_are_all_of_it():
         first, second = (collected(fast, (number, 2)) for number in (1, 2))
         assert {case.path for case in first}.isdisjoint(case.path for case in second)
         assert sorted(first + second) == collected(fast, (1, 1))
-
-
-def test_the_fast_set_skips_files_without_its_marker(tmp_path):
-    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
-    path = tmp_path / "test_example.py"
-
-    def is_ignored(source, fast):
-        path.write_text(source)
-        config = SimpleNamespace(getoption={"--fast": fast}.get)
-        return bool(conftest["pytest_ignore_collect"](path, config))
-
-    assert is_ignored("def test(): pass", fast=True)
-    assert not is_ignored("def test(): pass", fast=False)
-    assert not is_ignored("pytestmark = pytest.mark.every_backend", fast=True)

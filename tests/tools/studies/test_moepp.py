@@ -123,7 +123,6 @@ def test_plain_patches_have_equal_pixels():
         (["--kinds", "8", "0", "0", "0"], "zero-computation experts"),
         (["--constants", "-1"], "--constants"),
         (["--taus", "0"], "above 0; received: 0"),
-        (["--parts", "speeds"], "invalid choice: 'speeds'"),
         (["--parts", "costs", "--only", "vanilla"], "Expected the part training with"),
         (["--parts", "costs", "speed", "--constants", "1"], "--parts costs speed"),
     ],

@@ -10,7 +10,6 @@ from keras_moe.layers import MoEConfig
 from keras_moe.ops import Routing
 from keras_moe.training import Recipe
 from tools.studies import clip_up, limoe
-from tools.studies.limoe_pruning import kept_counts
 from tools.studies.pairs import health_figures, modality_figures
 
 LOSSES = "model.auxiliary_losses"
@@ -132,14 +131,6 @@ def test_figure_5(base):
     small = base._replace(image_size=(8, 8), patch_size=(4, 4))
     # A single patch is no row, and equal numbers are one.
     assert len(limoe.length_configurations(small)) == 2 * 2
-
-
-def test_pruned_models_have_two_thresholds(base):
-    one, two = limoe.pruning_configurations(base).values()
-    assert one == {}
-    assert two[LOSSES]["limoe"]["thresholds"]["text"] == pytest.approx(math.log(18))
-    assert kept_counts(8, 1) == [1, 2, 4, 6, 8]
-    assert kept_counts(4, 2) == [2, 3, 4]
 
 
 def test_steps_are_shared_as_in_the_paper():

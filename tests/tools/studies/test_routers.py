@@ -92,7 +92,6 @@ def test_a_study_resumes_where_it_stopped(study, tmp_path):
         (["--set", "router=soft"], "arguments that the study does not set"),
         (["--batch-size", 500], "1347 and 450 images, batch_size=500"),
         (["--test-split", "validation"], "split='validation'"),
-        (["--selected", 3], "invalid choice: 3"),
         (["--epochs", "many"], "at least 1; received: many"),
         (["--learning-rate", "nan"], "above 0; received: nan"),
     ],

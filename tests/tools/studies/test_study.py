@@ -87,20 +87,7 @@ def test_a_damaged_file_is_no_result(new_study, text):
     assert training.count == 2
 
 
-def test_a_result_without_a_number_is_stored_once(new_study):
-    count = []
-
-    def train(on_progress):
-        count.append(1)
-        return {"accuracy": float("nan")}, {}
-
-    run = Run("vanilla", 0, {}, train)
-    new_study().finish(run)
-    assert new_study().finish(run) == {"accuracy": None}
-    assert len(count) == 1
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "other", "password", "compression"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
 def test_damaged_arrays_are_no_result(new_study, damage):
     training = Training({"gates": np.arange(300.0)})
     study, run = new_study(), Run("vanilla", 0, {}, training)
@@ -110,13 +97,6 @@ def test_damaged_arrays_are_no_result(new_study, damage):
         path.unlink()
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
-    elif damage in ("password", "compression"):
-        content = bytearray(path.read_bytes())
-        place = content.index(b"PK\x01\x02") + (8 if damage == "password" else 10)
-        content[place] = 1 if damage == "password" else 99
-        # The same of the file's own header.
-        content[place - content.index(b"PK\x01\x02") - 2] = content[place]
-        path.write_bytes(content)
     else:
         np.savez(path, maps=np.zeros(2))
     study.finish(run)
