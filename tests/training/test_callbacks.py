@@ -1,4 +1,4 @@
-"""Callbacks: one count of steps, the best epoch, and longer runs."""
+"""Callbacks: the best epoch, and longer runs."""
 
 import warnings
 
@@ -8,7 +8,6 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training import BestEpoch, Recipe, train
-from keras_moe.training.callbacks import ProgressCallback, StopAfterBatches
 from tests.training.runs import (
     Ends,
     assert_same_arrays,
@@ -20,37 +19,6 @@ from tests.training.runs import (
 )
 
 to_numpy = keras.ops.convert_to_numpy
-
-
-X = np.ones((6, 1), "float32")
-
-
-def fit(epochs, *callbacks):
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.0), "mse")
-    model.fit(X, X, batch_size=2, epochs=epochs, callbacks=callbacks, verbose=0)
-
-
-class Steps(ProgressCallback):
-    """Records the count as each batch begins."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        super().on_train_batch_begin(batch, logs)
-        self.steps.append(self.progress.step)
-
-
-def test_a_callback_alone_counts_for_itself():
-    alone, stop = Steps(), StopAfterBatches(4)
-    fit(3, alone, stop)
-    assert alone.steps == [1, 2, 3, 4]
-    # A second `fit` goes on from there.
-    fit(1, alone)
-    assert alone.steps[4:] == [5, 6, 7]
-
 
 # Of the epochs.
 SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]
@@ -270,17 +238,3 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
     actual = run(tmp_path, mine, extend=True)
     assert_same(actual, run(tmp_path / "whole", mine))
     assert len(actual.history["score"]) == 4
-
-
-def test_rows_of_an_extended_run_are_those_of_its_whole_history(tmp_path):
-    # New callbacks have no state in the checkpoint.
-    steps = Steps()
-    run(tmp_path, recipe(epochs=2, decay="constant"))
-    run(tmp_path, recipe(epochs=4, decay="constant", patience=5), steps, extend=True)
-    assert steps.steps == [*range(15, 29)]
-    state = training.find_checkpoint(tmp_path).state
-    best = state["callbacks"]["BestEpoch 1"]
-    # The third and fourth epochs are its own.
-    assert best["row"] in (2, 3)
-    assert best["epochs"] == 4
-    assert state["history"]["val_accuracy"][best["row"]] == best["value"]

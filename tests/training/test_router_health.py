@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 
 import keras
 import numpy as np
@@ -227,12 +226,6 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3]
     assert [row["step"] for row in json.loads(evaluation.path.read_text())] == [1, 2, 3]
     assert {step for _, step in _events(board, [])} == {1, 2, 3}
-
-
-def test_tensorboard_names_the_package_that_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match=r"keras_moe\[tensorboard\]"):
-        training.RouterHealth(IMAGES[:4], tensorboard=tmp_path)
 
 
 # Usage

@@ -131,14 +131,6 @@ def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     assert len(again.history["loss"]) == 2
 
 
-def test_another_version_is_told(quick, tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, Ends(4))
-    monkeypatch.setattr("keras_moe.training.run_checkpoint.__version__", "0.0.0")
-    with pytest.warns(UserWarning, match=r"0\.0\.0.*not bit for bit"):
-        run(tmp_path)
-
-
 # Values that are not finite
 
 

@@ -262,12 +262,3 @@ def test_soft_moe_has_the_releases_model():
     assert image["moe"]["moe_layers"] == [6, 7, 8, 9, 10, 11]
     assert config["temperature"]["scale"] == 10.0
     assert config["temperature"]["bias"] == -10.0
-
-
-def test_emoji_recipes_are_small():
-    for name in EMOJI:
-        actual = load_recipe(name)
-        assert (actual.model.preset, actual.data.source) == (name, "emoji")
-        assert 4e5 < models.describe(name).parameters < 1.2e6
-        # Arrows and hands have a left and a right.
-        assert "flip" not in actual.data.augment

@@ -11,6 +11,7 @@ from keras_moe import data, models, training
 from tests import golden
 from tests.flax_weights import assign_flax_weights, flax_name
 from tests.pair_models import PAIRS, TEXT, clip, limoe
+from tests.published import hub_clip, hub_siglip, hub_vit
 from tests.small_models import images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -244,35 +245,18 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits():
     assert accuracy(dense) == before
 
 
-def hub_model(kind):
-    """A small vision model of KerasHub, with the layers of a text tower if need be."""
-    from keras_hub import models as hub
-
-    if kind == "vit":
-        sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
-        return hub.ViTBackbone(image_shape=(8, 8, 3), mlp_dim=16, **sizes)
-    if kind == "clip":
-        text = hub.CLIPTextEncoder(10, 8, 8, 1, 2, 16, max_sequence_length=5)
-        vision = hub.CLIPVisionEncoder(4, 8, 2, 2, 16, image_shape=(8, 8, 3))
-        return hub.CLIPBackbone(vision, text, 6)
-    text = hub.SigLIPTextEncoder(10, 8, 8, 1, 2, 16, max_sequence_length=5)
-    vision = hub.SigLIPVisionEncoder(4, 8, 2, 2, 16, image_shape=(8, 8, 3))
-    return hub.SigLIPBackbone(vision, text)
-
-
-@pytest.mark.parametrize("kind", ["vit", "clip", "siglip"])
-def test_vision_models_of_keras_hub_are_upcycled(kind):
-    model = hub_model(kind)
+@pytest.mark.parametrize("make", [hub_vit, hub_clip, hub_siglip])
+def test_vision_models_of_keras_hub_are_upcycled(make):
+    model = make()
     sparse, report = training.upcycle(model, num_experts=3)
     assert report.blocks == ("block_1",)
     assert report.preserved
     assert report.largest_difference < 1e-4
     assert report.parameters > report.dense_parameters
-    dim = 16 if kind == "vit" else 8
     kernel = by_path(sparse)["block_1/moe/experts/hidden_kernel"]
-    assert kernel.shape == (3, dim, 16)
-    if kind == "vit":
-        x = images(2, 8, 8, 3)
+    assert kernel.shape == (3, 8, 16)
+    if make is hub_vit:
+        x = images(2, 8, 12, 3)
         actual, expected = (each.predict(x, verbose=0) for each in (sparse, model))
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
         model.compile("adam", "mse")
@@ -326,16 +310,6 @@ def test_frozen_layers_stay_frozen_and_keep_their_slots():
     assert not any(path.startswith("block_1/attention") for path in paths)
     assert any(path.startswith("block_1/moe/experts") for path in paths)
     assert report.slots > 2 * len(paths) - 10
-
-
-def test_a_dense_models_own_moe_settings_do_not_count():
-    dense = MAKERS["vit"](
-        num_layers=4, expert_mlp_dim=32, dropless=True, num_selected_experts=1
-    )
-    sparse, report = training.upcycle(dense, num_experts=4, router="soft")
-    assert report.blocks == ("block_1", "block_3")
-    experts = sparse.backbone.get_layer("block_1").feed_forward.experts
-    assert experts.mlp_dim == SIZES["mlp_dim"]
 
 
 def test_the_settings_of_clip_up_are_one_argument():
@@ -473,18 +447,12 @@ def test_texts_alone_are_upcycled():
 
 
 def test_the_report_prints_and_is_plain_data():
-    def printed(report):
-        console = Console(record=True, width=100)
-        report.print(console)
-        return console.export_text(), json.loads(json.dumps(report.to_dict()))
-
-    _, report = training.upcycle(MAKERS["vit"](num_layers=4), num_experts=2)
-    text, plain = printed(report)
-    assert "block_1, block_3" in text
+    _, report = training.upcycle(clip({}), num_experts=2, towers=("text",))
+    console = Console(record=True, width=100)
+    report.print(console)
+    text, plain = console.export_text(), json.loads(json.dumps(report.to_dict()))
     assert f"{report.parameters:,}" in text
     assert plain["slots"] == 0
-    _, report = training.upcycle(clip({}), num_experts=2, towers=("text",))
-    text, plain = printed(report)
     assert "text/block_1" in text
     assert "largest difference, image" in text
     assert plain["modalities"]["text"]["blocks"] == ["text/block_1"]
