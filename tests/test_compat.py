@@ -112,14 +112,6 @@ def test_private_attributes_are_read_in_compat_alone():
     assert private_uses(sources) == []
 
 
-def test_a_planted_use_is_seen():
-    sources = {
-        "a.py": "class A:\n    def _own(self):\n        self._x = self._tracker",
-        "b.py": "a._own(), a._x, record._replace(), layer._flatten_layers()",
-    }
-    assert private_uses(sources) == ["a.py:3: _tracker", "b.py:1: _flatten_layers"]
-
-
 @pytest.mark.every_backend
 def test_layers_and_their_variables():
     inner = keras.layers.Dense(2, name="inner")

@@ -254,23 +254,6 @@ def test_files_are_written_in_one_way():
     assert places == set(WRITERS)
 
 
-def test_a_planted_writer_is_seen():
-    for source in (
-        'path.open("ab")',
-        'open(path, mode="r+b")',
-        "os.replace(part, path)",
-        "np.savez(path, a=a)",
-        "path.write_text(text)",
-    ):
-        assert writes_by_itself(source), source
-    for source in (
-        'open(path, "rb")',
-        "write_text(path, text)",
-        'name.replace("a", "w")',
-    ):
-        assert not writes_by_itself(source), source
-
-
 def test_a_hard_link_is_no_lock(tmp_path):
     other, lock = tmp_path / "other", tmp_path / ".lock"
     other.write_text("precious")

@@ -1,6 +1,5 @@
 """The guides run, and their notebooks are what their sources say."""
 
-import base64
 import contextlib
 import io
 import os
@@ -14,7 +13,6 @@ from unittest import mock
 import keras
 import nbformat
 import pytest
-from PIL import Image
 
 from keras_moe.models import registry
 from keras_moe.routers import ROUTERS
@@ -174,65 +172,3 @@ def test_outputs_that_must_not_be_committed(source, outputs, complaint):
     lines = guides.complaints(nbformat.v4.new_notebook(cells=[cell]))
     assert len(lines) == (complaint is not None)
     assert all(complaint in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("source", "code"),
-    [
-        ("# One.\nx = 1  # Two.\n\n# Three.\ny = 2", "x = 1\n\ny = 2"),
-        ('x = """\n# a line\n"""', 'x = """\n# a line\n"""'),
-        ("def f():\n    # Why.\n    pass", "def f():\n    pass"),
-    ],
-)
-def test_comments_are_no_code(source, code):
-    assert guides.without_comments(source) == code
-
-
-@pytest.mark.parametrize(
-    ("source", "pictures", "text"),
-    [
-        ("# Picture: a line\n# that falls.\ndraw()", 1, "a line that falls."),
-        ("# Picture: a line.\n\n# Why.\ndraw()", 1, "a line."),
-        ("# Picture: two lines.\ndraw()", 2, "two lines."),
-        ("draw()", 1, ""),
-        ("x = 1\n# Picture: late.\ndraw()", 1, ""),
-    ],
-)
-def test_a_picture_has_the_text_of_its_cell(source, pictures, text):
-    cell = nbformat.v4.new_code_cell(source)
-    cell.outputs = [
-        nbformat.v4.new_output("display_data", data={"image/png": ""})
-        for _ in range(pictures)
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    assert guides.picture_text(source) == text
-    wrong = pictures != bool(text)
-    assert any("Picture" in x for x in guides.complaints(notebook)) == wrong
-    guides.describe_pictures(notebook)
-    for output in cell.outputs:
-        assert output.metadata["image/png"]["alt"] == text
-
-
-def test_pictures_shrink_to_a_palette():
-    picture = Image.linear_gradient("L").resize((2400, 600)).convert("RGBA")
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    small = guides.with_palette(base64.b64encode(file.getvalue()).decode())
-    smaller = Image.open(io.BytesIO(base64.b64decode(small)))
-    assert smaller.size == (guides.WIDEST, guides.WIDEST // 4)
-    assert smaller.mode == "P"
-    assert guides.with_palette(small) == small
-
-
-@pytest.mark.parametrize(
-    ("address", "path"),
-    [
-        ("https://github.com/an-owner/a.name.git", "an-owner/a.name"),
-        ("https://github.com/owner/name/", "owner/name"),
-        ("https://example.org/owner/name", ""),
-    ],
-)
-def test_colab_opens_what_github_has(address, path):
-    badge = guides.colab_badge("a_guide", address)
-    assert bool(badge) == bool(path)
-    assert f"/github/{path}/blob/main/guides/a_guide.ipynb)" in badge or not path

@@ -1,4 +1,4 @@
-"""The page about numerics: its snippets run, and the tests that it names exist."""
+"""The snippets of the page about numerics run."""
 
 import re
 from pathlib import Path
@@ -22,14 +22,3 @@ def test_the_snippets_run(capsys):
     assert capsys.readouterr().out == "float32\n"
     # Equal, and not because all are zero.
     assert np.ptp(names["first"].predict(images, verbose=0)) > 0.1
-
-
-def test_the_tests_exist():
-    rows = re.findall(r"^\| .* \| (`tests/.*) \|$", PAGE, re.M)
-    assert len(rows) >= 6
-    for row in rows:
-        folder = None
-        for name in re.findall(r"`([^`]+)`", row):
-            path = ROOT / name if name.startswith("tests/") else folder / name
-            assert path.exists(), f"docs/numerics.md names {name}"
-            folder = path.parent

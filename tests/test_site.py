@@ -44,23 +44,3 @@ def test_tables_become_lists(restructured):
         "     * - name\n       - of\n     * - `a`\n       -\n"
         "     * - b\n       - c d\n\nNext."
     )
-
-
-def test_code_becomes_a_block(restructured):
-    assert restructured("So:\n\n```python\nx = 1\n\ny = 2\n```\nEnd.") == (
-        "So:\n\n\n.. code-block:: python\n\n   x = 1\n\n   y = 2\n\nEnd."
-    )
-
-
-def test_names_that_share_a_description_come_on_one_line(restructured):
-    text = "Args:\n    a, b,\n        c: arguments of others.\n    d: one, two,\n"
-    assert restructured(text) == (
-        "Args:\n    a, b, c: arguments of others.\n    d: one, two,"
-    )
-
-
-def test_a_letter_is_no_item_of_a_list(restructured):
-    text = "Args:\n    num_experts: E.\n    size: S. The size.\n    name: Any one."
-    assert restructured(text) == (
-        "Args:\n    num_experts: \\E.\n    size: \\S. The size.\n    name: Any one."
-    )
