@@ -53,25 +53,19 @@ def files(tmp_path_factory):
     [
         # The parser
         ("", "COMMAND"),
-        ("trian", "invalid choice: 'trian'"),
         ("describe vit_b16 --set x", "Expected NAME=VALUE; received: x"),
-        ("describe vit_b16 --set =3", "Expected NAME=VALUE; received: =3"),
         ("describe vit_b16 --set image_shape=[384,384", "after image_shape=, such as"),
         ("describe vit_b16 --set rematerialize=True", "received: True"),
         ("describe --json vit_b16", "a file that ends with .json"),
         ("describe vit_b16 --num-classes 0", "at least 1; received: 0"),
-        ("describe vit_b16 --num-classes x", "an integer, at least 1; received: x"),
-        ("describe vit_b16 --nope", "unrecognized arguments: --nope"),
         ("estimate x --devices 8", "--batch-size"),
         ("estimate x --utilization nan", "above 0; received: nan"),
-        ("estimate x --utilization x", "invalid positive value: 'x'"),
         ("deduplicate --data digits --max-distance -5", "received: -5"),
         ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
         ("train", "RECIPE"),
         # describe
         ("describe vmoe_b33", "nearest: vmoe_b32"),
         ("describe", "Expected a preset, or --list alone"),
-        ("describe vmoe_b32 --list", "Expected a preset, or --list alone"),
         ("describe vmoe_b32 --set num_expert=4", "num_experts"),
         ("describe vmoe_b32 --set image_shape=5", "image_shape"),
         ("describe vmoe_b32 --set num_classes=3", "num_classes=3, which --num-classes"),
@@ -97,11 +91,9 @@ def files(tmp_path_factory):
         (f"convert {NPZ} @new --set patch_size=[1,2,3]", "patch_size"),
         (f"convert {NPZ} @new --set no_such=1", "no_such"),
         (f"convert {NPZ} @other", "a new folder, an empty one or an older preset"),
-        (f"convert {NPZ} @names.txt", "names.txt"),
         (f"convert {NPZ} @names.txt/a/new", "names.txt is a file"),
         ("convert @preset @preset", "Expected another folder than the source"),
         ("convert @preset @link", "Expected another folder than the source"),
-        ("convert @preset @other/../preset", "another folder than the source"),
         # upcycle
         ("upcycle @preset @new --set router=1", "received: router=1"),
         ("upcycle @preset @new --set capacity_facto=1", "capacity_factor"),
@@ -119,10 +111,8 @@ def files(tmp_path_factory):
         ("train mumoe_digits --recipe-set epoch=1", "nearest: schedule.epochs"),
         ("train mumoe_digits --recipe-set epochs", "NAME=VALUE"),
         ("train mumoe_digits --recipe-set self=x", "received: self='x'"),
-        ("train mumoe_digits --recipe-set schedule.self=1", "self"),
         ("train mumoe_digits --recipe-set schedule.epochs=-1", "epochs=-1"),
         ("train mumoe_digits --recipe-set schedule.best=last", "best='last'"),
-        ("train mumoe_digits --recipe-set schedule.monitor=5", "monitor=5"),
         ("train mumoe_digits --recipe-set data.batch_size=9999", "batch_size=9999"),
         ("train mumoe_digits --set num_layer=1", "nearest: num_layers"),
         ("train mumoe_digits --preset vmoe_b33", "nearest: vmoe_b32"),
@@ -132,6 +122,7 @@ def files(tmp_path_factory):
         ("train mumoe_digits --cooldown 5", "Expected --branch-from"),
         ("train mumoe_digits --shots 5", "Expected --few-shot-every"),
         ("train mumoe_digits --few-shot-data digits", "Expected --few-shot-every"),
+        ("train mumoe_digits --retrieval-every 1", "on 'digits'"),
         ("train mumoe_digits --restart --extend", "received: both"),
         ("train mumoe_digits --process-id 0", "together"),
         ("train mumoe_digits --model-parallel 2", "Expected --devices"),
@@ -151,17 +142,10 @@ def files(tmp_path_factory):
         ("evaluate @preset --data digits", "model's 5 classes; received: 10 classes"),
         ("evaluate @preset --data folder:@photos --metrics few_shot", "few_shot"),
         ("evaluate @preset --data digits --metrics few_shot --shots 999", "shots=999"),
-        (
-            "evaluate @preset --data digits --class-subset imagenet_a "
-            "--metrics few_shot",
-            "--class-subset",
-        ),
         ("evaluate @preset --data digits --class-subset imagenet_a", "1,000 classes"),
         ("evaluate @backbone --data digits --metrics accuracy", "among few_shot"),
         # evaluate: image-text models
-        ("evaluate @pairs", "Expected --data"),
         ("evaluate @pairs --data digits --metrics accuracy", "--metrics accuracy"),
-        ("evaluate @pairs --data digits --metrics retrieval", "--metrics retrieval"),
         ("evaluate @pairs --data digits --templates digit", "digit"),
         ("evaluate @pairs --data digits --class-names nowhere", "nowhere"),
         ("evaluate @pairs --data digits --class-names @names.txt", "2 names"),
@@ -170,16 +154,11 @@ def files(tmp_path_factory):
         ("evaluate @pairs --data digits --data-options unreadable=no", "unreadable="),
         ("evaluate @pairs --data digits --data-options templates=a{}", "options temp"),
         (
-            "evaluate @pairs --data digits --metrics few_shot --templates {}",
-            "--templates",
-        ),
-        (
             "evaluate @pairs --data digits --class-subset imagenet_a "
             "--metrics few_shot",
             "--class-subset",
         ),
         ("evaluate @pairs --data emoji:language=de --metrics zero_shot", "zero_shot"),
-        ("evaluate @pairs --data folder:@captions --metrics zero_shot", "zero_shot"),
         ("evaluate @pairs --data folder:@captions --split val", "split='val'"),
         # report
         ("report @preset --data digits --output @new", "Expected a model with experts"),
@@ -202,10 +181,3 @@ def test_refused(program, files, command, message):
     assert message in error
     assert all(line.startswith("warning: ") for line in warnings)
     assert not (files / "new").exists()
-
-
-def test_deeply_nested_values_are_refused_briefly(program):
-    status, _, errors = program("describe", "vit_b16", "--set", "a=" + "[" * 100_000)
-    assert status == 2
-    assert "Expected JSON after a=" in errors
-    assert len(errors) < 1000

@@ -1,31 +1,23 @@
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from keras_moe import models
-from keras_moe.checks import argument_names
-from keras_moe.models.overrides import override_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def describe(program):
-    return lambda *arguments: program("describe", *arguments)
-
-
-def test_json_is_what_the_function_says(describe):
-    status, output, _ = describe(
-        "vmoe_b32", "--num-classes", 10, "--json",
+def test_table_and_json_are_what_the_function_says(tables_and_json):
+    table, values = tables_and_json(
+        "describe", "vmoe_b32", "--num-classes", 10,
         "--set", "num_experts=4", "image_shape=[64,64,3]",
     )  # fmt: skip
     expected = models.describe(
         "vmoe_b32", num_classes=10, num_experts=4, image_shape=(64, 64, 3)
     )
-    assert status == 0
-    assert json.loads(output) == expected.to_dict()
+    assert values == expected.to_dict()
+    assert f"{expected.parameters:,}" in table
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +27,15 @@ def listed(tables_and_json):
     return table, {row["name"]: row for row in rows}
 
 
-def test_tables(describe, listed):
-    assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32").output
-    assert "vmoe_h14" in listed[0]
-
-
-def test_the_list_as_json(listed):
-    _, rows = listed
+def test_the_list(listed):
+    table, rows = listed
+    assert "vmoe_h14" in table
     assert {name: row["description"] for name, row in rows.items()} == (
         models.list_presets()
     )
     expected = models.describe("vmoe_b32")
     assert rows["vmoe_b32"]["parameters"] == expected.parameters
     assert rows["vmoe_b32"]["gflops"] == expected.gflops
-
-
-def test_arguments_of_the_model_alone_are_suggested(mistake):
-    backbone, task = models.ViTBackbone, models.ViTImageClassifier
-    arguments = {*override_names(backbone), *argument_names(task)} - {"backbone"}
-    arguments |= {"name", "trainable", "compile"}
-    for wrong in ("nope=1", "backbone=3"):
-        errors = mistake("describe", "vmoe_b32", "--set", wrong)
-        suggested = re.search(r"\((?:nearest|known): (.*)\)", errors).group(1)
-        assert set(suggested.split(", ")) <= arguments
 
 
 def test_the_table_of_the_zoo_is_true(listed):

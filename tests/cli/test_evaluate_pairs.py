@@ -1,6 +1,5 @@
 """`keras-moe evaluate` of models of pairs: on captions, and on classes."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from keras_moe.cli import evaluate
 from keras_moe.cli.inputs import find_examples
 from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
-from tests.pipelines import save
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -99,19 +97,6 @@ def test_classes_of_digits(program, saved, tmp_path):
     assert figures["images"] == figures["zero_shot"]["images"] == 450
 
 
-def test_images_with_captions_and_with_classes_are_counted(program, saved, tmp_path):
-    for name in "ab":
-        save(tmp_path / "test" / name / "0.png", 0)
-    (tmp_path / "test" / "captions.csv").write_text("image,caption\na/0.png,an ant\n")
-    status, output, errors = program(
-        "evaluate", saved[1], "--data", f"folder:{tmp_path}", "--json", "--metrics",
-        "contrastive_accuracy", "zero_shot", "--data-options", "unreadable=exclude",
-    )  # fmt: skip
-    assert status == 0, errors
-    figures = json.loads(output)
-    assert (figures["images"], figures["zero_shot"]["images"]) == (1, 2)
-
-
 def data_of(*arguments, **recipe):
     args = make_parser().parse_args(["evaluate", "x", *map(str, arguments)])
     examples = find_examples(args, recipe)
@@ -136,7 +121,7 @@ def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
     assert prompts.indices.tolist() == [0, 1]
 
 
-def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
+def test_settings_of_a_run_are_those_of_its_evaluation(photos):
     run = {"source": f"folder:{photos}", "unreadable": "exclude", "exclude": "bad.json"}
     examples, *_ = data_of(**run)
     assert examples.options == {"unreadable": "exclude"}
@@ -151,19 +136,6 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
     examples, *_ = data_of("--data", "digits", *options)
     images, _ = next(iter(examples.images("test", (8, 8, 1), 500)))
     assert len(images) == 449
-    # A file that is no image is an error of the program's own, with its name.
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "a.png").write_bytes(b"none")
-    (tmp_path / "test" / "captions.csv").write_text("image,caption\na.png,a")
-    found = data_of("--data", f"folder:{tmp_path}")
-
-    class Model:
-        backbone, preprocessor = argparse.Namespace(image_shape=(8, 8, 1)), None
-        encode_images = encode_text = None
-
-    arguments = argparse.Namespace(batch_size=2)
-    with pytest.raises(ValueError, match=r"a\.png"):
-        evaluate.evaluate_pairs(Model(), *found, arguments, lambda batches, _: batches)
 
 
 def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
@@ -180,13 +152,3 @@ def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
         data_of(source={"emoji": 3, "digits": 1})
     run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
     assert data_of(**run)[0].source == "digits"
-
-
-def test_clip_art_has_captions_and_classes():
-    args = make_parser().parse_args(["evaluate", "x", "--data", "digits"])
-    examples = find_examples(args, {})._replace(source="openclipart:nowhere")
-    metrics = ("retrieval", "contrastive_accuracy", "zero_shot", "few_shot")
-    assert evaluate.pair_metrics(examples, args) == metrics
-    # With their ancestors, images have several labels.
-    examples = examples._replace(hierarchy="classes.json")
-    assert evaluate.pair_metrics(examples, args) == metrics[:2]

@@ -1,13 +1,10 @@
-import argparse
 import json
 import shutil
 
 import keras
-import numpy as np
 import pytest
 
-from keras_moe import models, training
-from keras_moe.cli import train as program_train
+from keras_moe import models
 
 SMALL = (
     "image_shape=[8,8,1]",
@@ -119,42 +116,3 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
     )  # fmt: skip
     assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
     assert "patience" in output
-
-
-def test_few_shot_data_of_runs_on_pairs(monkeypatch):
-    pools, model = [], argparse.Namespace(backbone=argparse.Namespace(image_shape=()))
-    labels = np.array([0, 0, 0, 1])
-
-    def load(source, split, *_, **__):
-        pools.append((source, split))
-        return [(labels, labels)]
-
-    monkeypatch.setattr("keras_moe.data.load", load)
-    recipe = training.load_recipe("clip_emoji")
-    arguments = argparse.Namespace(
-        **dict.fromkeys(("health_every", "retrieval_every"), 0),
-        **{"few_shot_every": 1, "few_shot_data": None, "data_dir": None, "shots": [1]},
-    )
-
-    def watch(**changes):
-        changed = recipe.replace(**{f"data.{name}": x for name, x in changes.items()})
-        return program_train.evaluations(arguments, changed, None, model, None)
-
-    assert len(watch(source="emoji:noto")) == 1
-    assert pools == [("emoji:noto", "train"), ("emoji:noto", "test")]
-    with pytest.raises(ValueError, match=r"--few-shot-data .* mixture"):
-        watch(source={"emoji": 1, "digits": 1})
-
-
-def test_the_first_of_several_processes_reads_an_extended_run(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr("keras_moe.training.train", lambda *_, **x: calls.append(x))
-    monkeypatch.setattr("keras_moe.data.process_shard", lambda: (0, 2))
-    monkeypatch.setattr(program_train, "set_devices", lambda *_, **__: None)
-    arguments = argparse.Namespace(
-        data_dir=None, checkpoint_every=None, keep_checkpoints=3, keep_every=None,
-        restart=False, branch_from=None, extend=True,
-    )  # fmt: skip
-    program_train.fit(arguments, training.load_recipe("mumoe_digits"), tmp_path)
-    assert [call["extend"] for call in calls] == [True, True]
-    assert len({call["checkpoint_dir"] for call in calls}) == 1

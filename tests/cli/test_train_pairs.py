@@ -1,13 +1,10 @@
 """`keras-moe train` on pairs, and a run that begins with an upcycled model."""
 
-import argparse
 import json
 
 import numpy as np
-import pytest
 
-from keras_moe import models, training
-from keras_moe.cli.train import new_retrieval
+from keras_moe import models
 from tests.training.pair_folder import write_pairs
 
 SMALL = ("num_layers=2", "hidden_dim=8", "num_heads=2", "mlp_dim=16")
@@ -71,11 +68,3 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     ]
     np.testing.assert_allclose(*embeddings, atol=0.01)
     assert np.abs(embeddings[0]).max() > 0.02
-
-
-def test_retrieval_needs_captions():
-    args = argparse.Namespace(data_dir=None)
-    digits = training.load_recipe("clip_emoji").replace(**{"data.source": "digits"})
-    for recipe in (digits, training.load_recipe("mumoe_digits")):
-        with pytest.raises(ValueError, match=r"captions of their own .* on 'digits'"):
-            new_retrieval(args, recipe, None)
