@@ -239,6 +239,18 @@ def check_pair(backbone, images, texts, logits, ids=IDS):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+def check_transformers_pair(backbone, reference, images):
+    """Compares a pair with a model of transformers."""
+    import torch
+
+    inputs = {"input_ids": torch.tensor(IDS), "pixel_values": images}
+    if type(reference).__name__ == "CLIPModel":
+        inputs["attention_mask"] = torch.tensor(PADDING)
+    with torch.no_grad():
+        x = reference(**inputs)
+    check_pair(backbone, x.image_embeds, x.text_embeds, x.logits_per_image)
+
+
 def torch_randomized(model, seed=0):
     """A PyTorch model with random weights that matter."""
     import torch

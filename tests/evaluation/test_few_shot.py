@@ -1,4 +1,3 @@
-import io
 import json
 import sys
 
@@ -7,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from keras_moe.evaluation import (
     best_l2,
@@ -17,7 +15,6 @@ from keras_moe.evaluation import (
     ridge_regression,
     sample_shots,
 )
-from keras_moe.evaluation.few_shot import count_correct
 from tests import golden
 
 
@@ -46,20 +43,6 @@ def test_ridge_matches_the_reference(case):
     )
     accuracies = few_shot_accuracies(*train, *test, config["num_classes"], l2s)
     np.testing.assert_array_equal(accuracies, arrays["outputs/accuracy_float64"])
-
-
-@pytest.mark.parametrize("scale", [1e-42, 1e-3, 1.0, 1e30])
-def test_counts_in_float32_are_those_of_float64(scale):
-    rng = np.random.default_rng(0)
-    left, right = rng.normal(size=(300, 20)), rng.normal(size=(20, 7)) * scale
-    # Classes that are equal, and others that differ by less than float32 holds.
-    right[:, 3] = right[:, 1]
-    right[:, 5] = right[:, 2] * (1 + 1e-12)
-    assert count_correct(left, right[:, :1], np.zeros(300, int)) == 300
-    scores = left @ right
-    for labels in scores.argmax(axis=1), rng.integers(0, 7, 300):
-        expected = np.sum(scores.argmax(axis=1) == labels)
-        assert count_correct(left, right, labels) == expected
 
 
 @pytest.mark.parametrize(("examples", "dim"), [(90, 12), (9, 12), (90, 1)])
@@ -179,20 +162,8 @@ def test_few_shot_sweeps_shots_seeds_and_penalties():
     np.testing.assert_allclose(result.mean, at_best.mean(axis=1))
     np.testing.assert_allclose(result.std, at_best.std(axis=1, ddof=1))
     assert result.mean[1] > result.mean[0]
-
-
-def test_result_can_be_printed_and_stored():
-    data = clusters()
-    result = few_shot(*data, *data, shots=(1, 5), seeds=(7,))
-    np.testing.assert_array_equal(result.l2s, 2.0 ** np.arange(-10, 20))
-    assert result.std.tolist() == [0, 0]
-    console = Console(width=60, file=io.StringIO())
-    console.print(result.table("digits"))
-    text = console.file.getvalue()
-    assert "digits" in text
-    assert "100.00%" in text
     stored = json.loads(json.dumps(result.to_dict()))
-    assert stored["shots"] == [1, 5]
+    assert stored["shots"] == [1, 10]
     np.testing.assert_array_equal(stored["accuracies"], result.accuracies)
 
 
@@ -264,23 +235,3 @@ def test_batched_data_gives_the_same_result(kind, capsys):
     # A generator does not say how many batches it has.
     assert ("4/Unknown" if kind == "generator" else "4/4") in capsys.readouterr().out
     np.testing.assert_array_equal(actual.accuracies, expected.accuracies)
-
-
-def test_features_in_bfloat16():
-    model = keras.Sequential(
-        [keras.Input((2, 2, 1)), keras.layers.Flatten(dtype="bfloat16")]
-    )
-    data = images_of_clusters(spread=0.01)
-    result = few_shot_from_model(model, data, data, shots=(5,), verbose=0)
-    assert result.mean.tolist() == [1]
-
-
-def test_bad_features_are_counted_and_named():
-    data = images_of_clusters()
-
-    def broken(images):
-        features = images.reshape(len(images), -1)
-        return np.where(np.arange(len(images))[:, None] == 2, np.nan, features)
-
-    with pytest.raises(ValueError, match=r"features of train_data.*3 of 60.*2, 27, 52"):
-        few_shot_from_model(broken, data, data, batch_size=25, verbose=0, shots=(1,))

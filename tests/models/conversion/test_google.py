@@ -77,30 +77,6 @@ def test_logits_of_vmoes_models(tmp_path, case, overrides):
         assert report.arguments["num_slots"] == 3
 
 
-def test_a_head_that_normalises_where_the_blocks_do_not(tmp_path):
-    arrays, _ = golden.load("16_query_key_norm/map")
-    parameters = part(arrays, "params/")
-    norms = ("query_ln/scale", "key_ln/scale")
-
-    def converted(name, in_head):
-        kept = {
-            path: array
-            for path, array in parameters.items()
-            if path.startswith("MapHead") == in_head or not path.endswith(norms)
-        }
-        return models.convert(write_vmoe(tmp_path / name, kept))[0]
-
-    model = converted("head", True)
-    assert model.pooling_query_key_norm is True
-    assert not model.backbone.get_config()["query_key_norm"]
-    model = converted("blocks", False)
-    assert model.pooling_query_key_norm is False
-    # A trained model's head comes with another number of classes, too.
-    model.save_to_preset(tmp_path / "preset")
-    again = models.from_preset(str(tmp_path / "preset"), num_classes=2)
-    assert again.count_params() == model.count_params() - 3 * (16 + 1)
-
-
 @pytest.mark.parametrize("prefix", ["params", "target"])
 def test_a_training_state_gives_its_parameters(tmp_path, prefix):
     arrays, config = golden.load("16_query_key_norm/map")
@@ -192,26 +168,3 @@ def test_vmoes_two_towers(tmp_path, case):
     text, report = models.convert(prefix, tower="text", **overrides.get("text", {}))
     assert isinstance(text, models.TextBackbone)
     assert "of the image tower" in report.ignored.values()
-
-
-def test_the_maximum_of_vmoes_texts(tmp_path):
-    arrays, _ = golden.load("08_two_tower/moe_both_towers")
-    weights = {
-        name: value
-        for name, value in part(arrays, "params/").items()
-        if name.startswith("txt/") or name == "img/embedding/kernel"
-    }
-    prefix = write_vmoe(tmp_path / "checkpoint", weights)
-    model, report = models.convert(prefix, tower="text", pooling="max")
-    assert model.get_config()["pooling"] == "max"
-    assert not any("pooling" in note for note in report.notes)
-    ids = arrays["inputs/texts"]
-    # Every token counts, as in vmoe's `gmp`, whatever the mask.
-    outputs = model({"token_ids": ids, "padding_mask": ids > 9})
-    tokens = keras.ops.convert_to_numpy(outputs["tokens"])
-    np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(outputs["pooled"]),
-        tokens.max(axis=1) @ weights["txt/head/kernel"] + weights["txt/head/bias"],
-        rtol=1e-5,
-        atol=1e-5,
-    )

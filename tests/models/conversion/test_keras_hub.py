@@ -115,40 +115,25 @@ def test_pairs(make):
         check_equal(received, theirs / np.linalg.norm(theirs, axis=1, keepdims=True))
 
 
-def test_a_tower_that_is_not_there():
-    with pytest.raises(ValueError, match="image tower"):
-        models.ViTBackbone.from_preset(hub_clip().text_encoder)
-    with pytest.raises(ValueError, match="text tower"):
-        models.TextBackbone.from_preset(hub_clip().vision_encoder)
-
-
 # Settings
 
 
 def test_dropout_rates_and_dtypes_are_carried_over():
     hub = hub_vit(dropout_rate=0.1, attention_dropout=0.2, dtype="mixed_bfloat16")
-    task = keras_hub.models.ViTImageClassifier(hub, 3, dropout=0.3)
+    task = keras_hub.models.ViTImageClassifier(
+        hub, 3, dropout=0.3, head_dtype="float32"
+    )
     model, report = models.convert(task)
     config = model.backbone.get_config()
     assert config["dropout_rate"] == 0.1
     assert config["attention_dropout"] == 0.2
     assert model.dropout == 0.3
+    assert model.output_dense.dtype_policy.name == "float32"
     assert model.backbone.dtype_policy.name == "mixed_bfloat16"
     assert report.arguments["dtype"] == "mixed_bfloat16"
     again = models.from_preset(task, dtype="float32", dropout_rate=0.0)
     assert again.backbone.dtype_policy.name == "float32"
     assert again.backbone.get_config()["dropout_rate"] == 0.0
-
-
-def test_the_head_keeps_its_dtype():
-    backbone = hub_vit(dtype="bfloat16")
-    hub = keras_hub.models.ViTImageClassifier(backbone, 3, head_dtype="float32")
-    model, _ = models.convert(hub)
-    assert model.backbone.dtype_policy.name == "bfloat16"
-    assert model.output_dense.dtype_policy.name == "float32"
-    assert model.get_config()["head_dtype"] == "float32"
-    same = keras_hub.models.ViTImageClassifier(backbone, 3)
-    assert models.convert(same)[0].get_config()["head_dtype"] is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import functools
 import http.server
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -24,7 +23,6 @@ from keras_moe.models.conversion import sources
 from keras_moe.models.conversion._readers import NpzCheckpoint
 from tests import golden
 from tests.published import CHECKPOINTS, hub_vit, predict, timm_folder
-from tools import guides
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -234,21 +232,3 @@ def test_a_folder_behind_a_handle(handle):
     model = models.from_preset("hf://timm/vit")
     actual = predict(model, arrays["inputs/images"])
     np.testing.assert_allclose(actual, arrays["outputs/logits"], atol=1e-4)
-
-
-def test_the_guides_cell_that_needs_a_network(handle, monkeypatch):
-    """It runs as written, on small files in the form of the release that it names."""
-    [cell] = [
-        cell.source
-        for cell in guides.code_cells(
-            guides.read_source(guides.GUIDES / "fine_tune_another_resolution.py")
-        )
-        if "KERAS_MOE_ONLINE" in cell.source
-    ]
-    timm_folder(handle, "vit_token")
-    monkeypatch.setenv("KERAS_MOE_ONLINE", "1")
-    names = {"os": os, "models": models}
-    exec(cell, names)
-    photos = names["photos"]
-    assert photos.backbone.image_shape == (384, 384, 3)
-    assert photos.output_shape == (None, 10)
