@@ -8,10 +8,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.layers import MoEConfig, resize_patch_kernel, resize_positions
-from keras_moe.models import (
-    MixerBackbone,
-    ViTBackbone,
-)
+from keras_moe.models import MixerBackbone, ViTBackbone
 from keras_moe.models.registry import builtin_presets
 from tests.small_models import flat_config, images, with_weights
 from tests.symbolic import symbolic_model
@@ -79,26 +76,6 @@ def test_every_preset_builds_and_describe_counts_it(preset):
 )
 def test_published_sizes(preset, published, unit):
     assert round(models.describe(preset).parameters / unit) == published
-
-
-def test_soft_moe_presets():
-    for name, experts, blocks in [
-        ("s16", 128, range(6, 12)),
-        ("s14", 256, range(6, 12)),
-        ("b16", 128, range(6, 12)),
-        ("l16", 128, range(12, 24)),
-        ("h14", 256, range(16, 32)),
-    ]:
-        kinds = {p.name: p.kind for p in models.describe(f"soft_moe_{name}").parts}
-        for block in blocks:
-            assert kinds[f"block_{block}"].startswith(f"MoE {experts}")
-        assert kinds[f"block_{blocks[0] - 1}"] == "dense"
-        config = builtin_presets()[f"soft_moe_{name}"]["config"]
-        assert config["query_key_norm"]
-        assert config["num_slots"] == 1
-
-
-# MLP-Mixer
 
 
 # Configs
@@ -223,29 +200,22 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"num_selected_experts": 1},
-        {"capacity_factor": 4.0},
         {"num_selected_experts": 1, "image_shape": (32, 16, 3)},
         {"num_slots": 1},
     ],
 )
-def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
-    MAKERS["vit"](router="soft", **MOE).save_to_preset(tmp_path / "saved")
+def test_soft_routing_keeps_its_slots_and_refuses_others(overrides, tmp_path):
+    backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
+    slots = np.array(backbone.get_layer("block_1").feed_forward.router.slots)
+    backbone.save_to_preset(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"load_weights=False.*SoftRouter"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
-    # Overrides that change no slot are allowed.
-    for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):
-        models.from_preset(str(tmp_path / "saved"), **harmless)
-
-
-def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
-    backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
-    backbone.save_to_preset(tmp_path / "saved")
-    slots = backbone.get_layer("block_1").feed_forward.router.slots
-    larger = models.from_preset(str(tmp_path / "saved"), image_shape=(32, 16, 3))
-    actual = larger.get_layer("block_1").feed_forward.router.slots
-    np.testing.assert_array_equal(np.array(actual), np.array(slots))
-    assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
+    # Overrides that change no slot are allowed: a larger image has no more of them.
+    for harmless in ({"num_selected_experts": 2}, {"image_shape": (32, 16, 3)}):
+        other = models.from_preset(str(tmp_path / "saved"), **harmless)
+        router = other.get_layer("block_1").feed_forward.router
+        np.testing.assert_array_equal(np.array(router.slots), slots)
+    assert other.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 
 @pytest.mark.parametrize(

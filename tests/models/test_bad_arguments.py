@@ -102,7 +102,7 @@ BAD_VALUES = {
         "capacity_factor": ["1"],
         "examples_per_group": [0, 1.5],
     },
-    "describe": {"num_classes": [-5]},
+    "describe": {"num_classes": [-5], "num_layers": [200_000]},
     "ViT": {
         "router": ["hash"],
         "eval_capacity": [0],
@@ -184,7 +184,6 @@ BAD_VALUES = {
 # Values that do not fit together, and errors that say more.
 OTHERS = [
     ("digits", {"preset": "vmoe_b23"}, "nearest: vmoe_b"),
-    ("digits", {"preset": "resnet"}, "known: .*vmoe_b32"),
     ("digits", {"preset": 3}, "received: 3"),
     ("digits", {"num_expert": 8}, "num_expert=8 .nearest: num_experts"),
     ("digits", {"task": "image_classifier"}, "num_classes=None"),
@@ -194,15 +193,12 @@ OTHERS = [
     ("digits", {"num_layers": 10**12, "moe_layers": [1]}, "<= 1000; .*=1000000000000"),
     ("digits", {"num_experts": 2, "num_selected_experts": 3}, "_experts=3"),
     ("digits", {"moe_layers": "every_9"}, "'every_9'"),
-    ("digits", {"moe_layers": "last_3"}, "'last_3'"),
     ("digits", {"moe_layers": "some"}, "'some'"),
     ("digits", {"moe_layers": [1.7]}, "moe_layers=1.7"),
-    ("digits", {"moe_layers": [True]}, "moe_layers=True"),
     ("digits", {"moe_layers": None, "num_experts": 0}, "num_experts=0"),
     ("digits", {"moe_layers": None, "auxiliary_losses": {"bogus": 1}}, "'bogus'"),
     ("digits", {"dropout_rate": 1.5}, "=1.5"),
     ("digits", {"activation": lambda x: x}, "lambda"),
-    ("ViT(...)", {"num_layer": 8}, "nearest: num_layers"),
     ("ViT", {"router": "soft", "eval_capacity_factor": 1.0}, "capacity_factor=1.0"),
     ("ViT", {"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
     ("ViT", {"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
@@ -212,7 +208,6 @@ OTHERS = [
     ("ViT", {"router": {"name": "soft", "num_experts": 2}}, "num_experts=2"),
     ("mixer", {"token_mixer": "mumoe", "router": "soft"}, "router=.*'soft'"),
     ("mixer_s32", {"pooling": "map", "num_classes": 2}, "pooling='map'"),
-    ("mixer_s32", {"pooling": "class_token", "num_classes": 2}, "class_token=False"),
     ("muMoE", {"moe": {"router": "mumoe", "gating_residual": True}}, "MuMoEConfig;"),
     ("MoE++", {"router": "soft"}, "router='soft'"),
     ("MoE++", {"router": "softmax_expert_choice", "zero_experts": 0}, "choice'"),
@@ -224,7 +219,6 @@ OTHERS = [
     ("classifier", {"head_position": "penultimate"}, "head=None"),
     ("classifier", {"head": HEAD, "head_position": "last"}, "head_position='last'"),
     ("classifier", {"pooling": "first"}, "class_token=True"),
-    ("classifier", {"pooling": "average", "pooling_query_key_norm": True}, "average"),
     ("classifier", {"pooling": "map", "pooling_query_key_norm": 1}, "key_norm=1"),
     ("classifier", {"pooling": "map", "query_key_norm_bias": True}, "norm=False"),
     ("card", {"tags": "vision"}, "list of strings; received: 'vision'"),
@@ -242,11 +236,9 @@ OTHERS = [
     ("limoe", {"moe": {"router": "soft", "auxiliary_losses": None}}, "soft routing"),
     ("limoe", {"moe": {"num_modalities": 3}}, "2 modalities"),
     ("limoe", {"moe": {"auxiliary_losses": UNKNOWN}}, "modalit"),
-    ("overrides", {"router": "soft", "dropless": True}, "SoftRouter.*dropless=True"),
 ]
 
 CALLS = [
-    (lambda: ViTBackbone.from_preset("vmoe_digits", num_expert=8), "nearest: num_exp"),
     (lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1), "MuMoEConfig; rec"),
     (lambda: ViTBackbone(**IMAGE).with_router_arguments(tau=1.0), "Backbone without"),
     (lambda: upcycle(dense_mixer(), 1, router="mumoe"), "num_experts=1"),
@@ -262,10 +254,7 @@ CALLS = [
         (lambda images=images: ImagePreprocessor((8, 8, 3))(images), "Expected images")
         for images in (
             "a.png",
-            np.zeros((2, 2)).astype(str),
-            np.zeros(3, "uint8"),
             np.zeros((1, 2, 3, 4, 3), "uint8"),
-            np.zeros((0, 3, 3), "uint8"),
             np.zeros((7, 8, 8), "uint8"),
         )
     ),
@@ -281,10 +270,6 @@ CALLS = [
     (lambda: pairs_model().encode_images(None), "received: NoneType"),
     (lambda: pairs_model().compile(loss="mse"), "Expected a ContrastiveLoss"),
     (lambda: pairs_model().compile(metrics=["accuracy"]), "metrics of embeddings"),
-    (
-        lambda: pairs_model().compile(weighted_metrics=["accuracy"]),
-        "Expected metrics of embeddings",
-    ),
     (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss()), r"\['logit_bias'"),
     (lambda: pairs_model().fit(PAIRS, np.zeros(3)), "y of ndarray"),
     (lambda: pairs_model().predict(IMAGES), "received: an array"),
@@ -327,10 +312,3 @@ def test_bad_arguments_are_refused(maker, arguments, message):
 def test_bad_pairs_are_refused(make, changes, message):
     inputs = {"x": {**PAIRS, **changes}, "verbose": 0}
     check_refused(make().predict, inputs, message)
-
-
-@pytest.mark.parametrize("preset", ["vmoe_b32", "mixer_b16", "mumoe_mixer_s16_cp"])
-def test_describe_refuses_more_layers_than_it_can_count_in_seconds(preset):
-    for moe_layers in (None, "every_2", [0]):
-        with pytest.raises(ValueError, match=r"<= 1000; received: num_layers=2\d+"):
-            models.describe(preset, num_layers=200_000, moe_layers=moe_layers)

@@ -120,17 +120,3 @@ def test_a_preset_brings_its_head(sources):
     assert models.list_presets()["vit_of_tests"] == "A ViT of the tests"
     assert "vit_of_tests" in ViTImageClassifier.presets
     assert "vit_of_tests" not in MixerBackbone.presets
-
-
-def test_a_source_is_closed_when_its_arguments_are_refused(monkeypatch):
-    from keras_moe.models.conversion._readers import NpzCheckpoint
-
-    closed = []
-    close = NpzCheckpoint.close
-    monkeypatch.setattr(NpzCheckpoint, "close", lambda x: (closed.append(x), close(x)))
-    with pytest.raises(ValueError, match="num_laers"):
-        models.resolve(PUBLISHED, {"num_laers": 1})
-    assert len(closed) == 1
-    with models.resolve(PUBLISHED):
-        assert len(closed) == 1
-    assert len(closed) == 2

@@ -14,7 +14,6 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
-from keras_moe.models.exporting import export_signature
 from keras_moe.routers import ROUTERS, SparsityConstrainedAffinity
 from tests.pair_models import MOE, ONE, PAIRS, TEXT, TEXTS, one_block
 from tests.small_models import ONE_BLOCK, SMALL, images
@@ -175,15 +174,6 @@ def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
     model.export(tmp_path / "pair.pt2", format="torch", verbose=False)
     outputs = torch_program(tmp_path / "pair.pt2")(inputs)
     compare(outputs, model.predict(inputs, verbose=0))
-
-
-@on_torch
-def test_texts_are_exported_with_the_largest_length():
-    model = TextBackbone.from_config({**TEXT, **MOE, **ONE, "router": "soft"})
-    for format, batch in (("torch", None), ("onnx", 1)):
-        (specs,) = export_signature(model, format, None)
-        shapes = {name: spec.shape for name, spec in specs.items()}
-        assert shapes == dict.fromkeys(TEXTS, (batch, 6))
 
 
 @on_torch

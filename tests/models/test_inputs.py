@@ -82,9 +82,11 @@ def test_validation_data_and_predictions_are_checked(model):
     with pytest.raises(ValueError, match="received: 3"):
         model.fit(IMAGES, LABELS, validation_data=(IMAGES, LABELS + 2), verbose=0)
     for predicts in (model, model.backbone):
-        for method in ("predict", "predict_on_batch"):
+        for method in (predicts.predict, predicts.predict_on_batch):
             with pytest.raises(ValueError, match="shape="):
-                getattr(predicts, method)(WRONG)
+                method(WRONG)
+            with pytest.raises(ValueError, match="received: None"):
+                method(None)
 
 
 def test_a_model_survives_a_call_that_fails(monkeypatch):
@@ -126,18 +128,15 @@ IGNORED = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
     ("labels", "num_classes", "loss", "message"),
     [
         (np.array([0, 3]), 3, SPARSE, "received: 3"),
-        (np.array([0, 3]), 3, [SPARSE], "received: 3"),
         ([np.array([0, 3])], 3, {"predictions": SPARSE}, "received: 3"),
         ([np.array([0, 3])] * 2, 3, [SPARSE, SPARSE], None),
         (np.array([0, -1]), 3, IGNORED, None),
         (np.zeros((2, 1), "int32"), 3, SPARSE, None),
         (np.zeros((), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\); received"),
         (np.zeros((2, 3), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\)"),
-        (np.zeros((2, 1, 1), "int32"), 3, SPARSE, r"\(batch,\) or \(batch, 1\)"),
         (np.array([[0, 1, 2]]), 3, SEVERAL, "received: 0 to 2"),
         (np.zeros((2, 3)), 3, SEVERAL, None),
         (np.zeros(2), 1, SEVERAL, None),
-        (np.zeros(2), 3, SEVERAL, r"\(batch, 3\), one for each image"),
         (np.zeros((2, 4)), 3, SEVERAL, r"\(batch, 3\), one for each image"),
         (np.full((2, 3), 5.0), 3, "mse", None),
         (keras.KerasTensor((None,), "int32"), 3, SPARSE, None),
@@ -152,13 +151,3 @@ def test_labels_are_those_of_the_loss(labels, num_classes, loss, message, as_ten
         return
     with pytest.raises(ValueError, match=message):
         models.input_checks.check_labels(labels, num_classes, loss)
-
-
-def test_iterators_pass(model):
-    model._check_inputs((image, 7) for image in IMAGES)
-
-
-def test_no_images_at_all_have_a_named_error(model):
-    for method in (model.predict, model.predict_on_batch, model.backbone.predict):
-        with pytest.raises(ValueError, match="received: None"):
-            method(None)

@@ -1,8 +1,6 @@
 """KerasHub's own test case, on every backbone and task."""
 
 import importlib
-import sys
-import types
 
 import keras
 import keras_hub
@@ -14,22 +12,7 @@ from keras_moe.layers import LogitScale
 from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.routers import Router
 
-
-def keras_hub_test_case():
-    """KerasHub's class, whose file imports grain for its tests of preprocessors."""
-    try:
-        importlib.import_module("grain")
-    except ImportError:
-        sys.modules["grain"] = types.ModuleType("grain")
-        try:
-            return importlib.import_module("keras_hub.src.tests.test_case").TestCase
-        finally:
-            # KerasHub's pipelines take whatever they can import for the real one.
-            del sys.modules["grain"]
-    return importlib.import_module("keras_hub.src.tests.test_case").TestCase
-
-
-TestCase = keras_hub_test_case()
+TestCase = importlib.import_module("keras_hub.src.tests.test_case").TestCase
 SIZES = {"hidden_dim": 16, "num_layers": 1, "mlp_dim": 32}
 IMAGE = {"image_shape": (16, 16, 3), "patch_size": 4, **SIZES}
 MOE = {"moe_layers": [0], "num_experts": 4}

@@ -70,24 +70,12 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
     assert models.from_preset(folder).backbone.moe.num_experts == 3
 
 
-def test_a_dense_backbone_has_no_experts_in_its_tags(tmp_path):
-    dense = models.from_preset("vit_s32", **{**SIZES, "moe_layers": None})
-    dense.save_to_preset(tmp_path / "dense")
-    data = huggingface_hub.ModelCard(page_of(tmp_path / "dense")).data
-    assert data.tags == ["keras"]
-    assert data.pipeline_tag == "image-feature-extraction"
-    assert data.eval_results is None
-
-
-def test_values_stay_in_their_cells(classifier):
-    card = models.ModelCard(recipe={"notes": "one | two\nthree"})
-    assert "| notes | one \\| two three |" in card.text(classifier, "x")
-    card = models.ModelCard(recipe={"notes": "<script>alert(1)</script>"})
-    assert "<script" not in card.text(classifier, "x")
-
-
-def test_names_stay_in_their_lines(classifier):
-    """A name is a text wherever it stands, in the snippet that people copy as well."""
+def test_names_and_values_are_texts_wherever_they_stand(classifier):
+    """In cells of tables, and in the snippet that people copy as well."""
+    card = models.ModelCard(recipe={"notes": "one | two\nthree <script>alert(1)"})
+    page = card.text(classifier, "x")
+    assert "| notes | one \\| two three " in page
+    assert "<script" not in page
     name = 'a")\nimport os\n# <b>[x](http://y)'
     card = models.ModelCard(picture_text="](http://x)\n# hi", tags=["a\n---\nb"])
     page = card.text(classifier, name, "card.png")

@@ -6,7 +6,6 @@ import pytest
 from keras import ops
 
 from keras_moe import models
-from keras_moe.layers import Experts
 from keras_moe.models import MixerBackbone, ViTBackbone
 from keras_moe.routers import TokenChoiceRouter
 from tests.pair_models import IMAGE, IMAGES
@@ -107,15 +106,6 @@ def test_saved_weights_keep_their_kinds(tmp_path):
     assert again.expert_types == (4, 2, 0, 2)
 
 
-def gated_experts():
-    experts = Experts(
-        2, 16, activation="silu", gated=True, use_bias=False,
-        shared_initialization=False,
-    )  # fmt: skip
-    experts.build((None, 2, None, 8))
-    return experts
-
-
 @pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
 def test_the_paper_s_experts_in_every_backbone(cls):
     """SwiGLU without biases, of hidden size 8 D / 3."""
@@ -138,27 +128,3 @@ def test_the_paper_s_experts_in_every_backbone(cls):
     ]
     assert experts.activation is keras.activations.silu
     assert models.describe(model).parameters == model.count_params()
-
-
-def test_gated_experts_adapt_and_quantise(tmp_path):
-    x = np.random.default_rng(0).normal(size=(1, 2, 5, 8)).astype("float32")
-    experts = gated_experts()
-    before = to_numpy(experts(x))
-    experts.enable_lora(2)
-    np.testing.assert_allclose(to_numpy(experts(x)), before, rtol=1e-5, atol=1e-6)
-    assert len(experts.trainable_weights) == 6
-    experts.gate_lora_b.assign(np.full((2, 2, 16), 0.1))
-    store = {}
-    experts.save_own_variables(store)
-    merged = gated_experts()
-    merged.load_own_variables({key: np.array(value) for key, value in store.items()})
-    np.testing.assert_allclose(
-        to_numpy(merged(x)), to_numpy(experts(x)), rtol=1e-4, atol=1e-5
-    )
-    quantised = gated_experts()
-    for mine, theirs in zip(merged.weights, quantised.weights):
-        theirs.assign(to_numpy(mine))
-    quantised.quantize("int8")
-    actual, wanted = to_numpy(quantised(x)), to_numpy(merged(x))
-    assert np.abs(actual - wanted).max() < 0.03 * np.abs(wanted).max()
-    assert quantised.gate_kernel.dtype == "int8"

@@ -133,6 +133,3 @@ def test_upcycling_with_less_rank_says_how_near():
         assert report.preserved == (rank >= 9)
         actual.append(report.largest_difference)
     assert actual[0] > actual[1] > actual[2]
-    _, report = upcycle(dense, 4, moe_layers=[1], router="mumoe", rank=9, noise=0.5)
-    assert not report.preserved
-    assert report.largest_difference > 1e-4

@@ -23,16 +23,14 @@ def test_another_router_drops_arguments_that_only_the_one_before_has():
     changed = updated_moe({"num_experts": 8}, {"router": "soft", "num_slots": 2})
     assert changed.router == {"name": "soft", "num_selected_experts": 2, "num_slots": 2}
     assert changed.num_experts == 8
+    with_zeros = MoEConfig(zero_experts=1, router=named(tau=0.5, dropless=True))
+    changed = updated_moe(with_zeros, {"zero_experts": 0})
+    assert changed.router == named(dropless=True)
     mumoe = updated_moe(moe, {"router": "mumoe", "rank": 3})
     assert (mumoe.num_experts, mumoe.rank, mumoe.moe_layers) == (8, 3, "every_2")
     assert updated_moe(mumoe, {"num_experts": 4}).rank == 3
     assert updated_moe(None, {}) is None
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
-
-
-def test_a_router_without_zero_computation_experts_drops_their_arguments():
-    moe = MoEConfig(zero_experts=1, router=named(tau=0.5, dropless=True))
-    assert updated_moe(moe, {"zero_experts": 0}).router == named(dropless=True)
 
 
 def test_one_limit_takes_the_place_of_another():

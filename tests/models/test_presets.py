@@ -61,23 +61,6 @@ def test_the_zoo_is_complete():
 
 
 @pytest.mark.parametrize(
-    ("preset", "sizes"),
-    [
-        # LIMoE's and V-MoE's S is not ViT's S.
-        ("vit_s16", (384, 12, 6, 1536)),
-        ("vmoe_s32", (512, 8, 8, 2048)),
-        ("vmoe_b16", (768, 12, 12, 3072)),
-        ("vit_l32", (1024, 24, 16, 4096)),
-        ("vmoe_h14", (1280, 32, 16, 5120)),
-    ],
-)
-def test_sizes(preset, sizes):
-    config = builtin_presets()[preset]["config"]
-    names = ("hidden_dim", "num_layers", "num_heads", "mlp_dim")
-    assert tuple(config[name] for name in names) == sizes
-
-
-@pytest.mark.parametrize(
     ("preset", "moe_layers", "experts"),
     [
         ("vit_b16", [], None),
@@ -147,34 +130,6 @@ def test_describe_by_hand():
     assert block.flops == 2 * 3 * 4 * (4 * 4) + 2 * 2 * 3 * 3 * 4 + 2 * 3 * 2 * 4 * 8
     assert (norm.parameters, head.parameters, head.flops) == (8, 10, 16)
     assert description.active_parameters == description.parameters
-
-
-def test_describe_h14_is_quick_and_allocates_nothing():
-    program = """
-import resource, sys, time
-# Keras imports it to look for its kinds of shapes: two seconds for nothing.
-sys.modules["tensorflow"] = None
-from keras_moe import models
-models.describe("vit_s32")  # Imports KerasHub.
-# Time of the processor: others that wait for it count for nothing.
-start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-description = models.describe("vmoe_h14", num_classes=1000)
-print(time.process_time() - start)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
-print(description.parameters)
-"""
-    output = subprocess.run(
-        [sys.executable, "-c", program],
-        # The backend that is imported soonest.
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    seconds, gibibytes, parameters = (float(line) for line in output[-3:])
-    assert seconds < 1
-    assert gibibytes < 0.5
-    assert parameters > 7e9
 
 
 # from_preset
@@ -264,7 +219,6 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
     [
         {"hidden_dim": 32},
         {"num_experts": 4},
-        {"num_layers": 2},
         {"moe_layers": [0, 2]},
         {"num_layers": 2, "moe_layers": [1]},
     ],
@@ -391,31 +345,23 @@ def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_pat
 
 BUILD = """
 import sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from keras_moe import models
 
 sys.setswitchinterval(1e-5)
 sizes = {"image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 12, "mlp_dim": 8}
-failures, start = [], threading.Barrier(8)
+start = threading.Barrier(8)
 
 def build(name):
     start.wait()
-    try:
-        if name == "direct":
-            backbone = models.ViTBackbone(num_layers=1, num_heads=2, **sizes)
-            models.ViTImageClassifier(backbone, 3)
-            return
-        heads = {} if name.startswith("mixer") else {"num_heads": 2}
-        models.from_preset(name, num_classes=3, num_layers=2, **sizes, **heads)
-    except Exception as error:
-        failures.append(repr(error))
+    if name:
+        models.from_preset(name, num_classes=3, num_layers=2, **sizes)
+    else:
+        backbone = models.ViTBackbone(num_layers=1, num_heads=2, **sizes)
+        models.ViTImageClassifier(backbone, 3)
 
-names = ("vit_s32", "direct", "mixer_s16", "direct") * 2
-threads = [threading.Thread(target=build, args=(name,)) for name in names]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert not failures, failures
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(build, ("vit_s32", None, "mixer_s16", None) * 2))
 """
 
 
@@ -486,24 +432,6 @@ def test_missing_cut_and_foreign_files_are_named(
         (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         models.from_preset(str(folder))
-
-
-def test_describe_counts_the_head_that_was_saved(tmp_path):
-    head = {"num_classes": 7, "pooling": "map", "representation_dim": 8}
-    model = models.from_preset("vmoe_digits", **head, load_weights=False)
-    model.save_to_preset(tmp_path / "task")
-    folder = str(tmp_path / "task")
-    for classes in ({}, {"num_classes": 7}):
-        description = models.describe(folder, **classes)
-        assert description.parameters == model.count_params()
-        assert description.parts[-1].parameters == (8 + 1) * 7
-    assert models.describe(folder, num_classes=3).parts[-1].parameters == (8 + 1) * 3
-    again = models.from_preset(folder, num_experts=4, load_weights=False)
-    actual = models.describe(folder, num_experts=4).parameters
-    assert actual == again.count_params()
-    model.backbone.save_to_preset(tmp_path / "backbone")
-    actual = models.describe(str(tmp_path / "backbone")).parameters
-    assert actual == model.backbone.count_params()
 
 
 WITHOUT_TENSORFLOW = """

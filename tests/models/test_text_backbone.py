@@ -110,18 +110,6 @@ def test_routing_and_features_by_name(moe):
     assert set(features) == {"tokens", "pooled", "block_0", "block_1"}
 
 
-def test_modalities_have_pools_of_experts():
-    model = text(**MOE, num_modalities=2, expert_pools=[[0, 1], [2, 3]])
-    ids = np.array([[0, 1, 0, 0, 0], [1, 1, 0, 0, 1]], "int32")
-    inputs = {**texts(), "modality_ids": ids}
-    record = keras.Model(model.input, model.routing)(inputs)["block_1"]
-    combined = keras.ops.convert_to_numpy(record.combined)
-    for modality, others in ((0, [2, 3]), (1, [0, 1])):
-        served = combined[MASK & (ids == modality)]
-        assert not served[:, others].any()
-        assert served.any(axis=-1).all()
-
-
 # Counting, saving, training
 
 
@@ -175,12 +163,6 @@ def test_presets_round_trip(moe, tmp_path):
     )
     with pytest.raises(ValueError, match="or of more tokens"):
         models.from_preset(str(tmp_path / "saved"), max_length=7)
-
-
-def test_soft_routers_keep_their_slots_for_shorter_texts(tmp_path):
-    text(**MOE, router="soft").save_to_preset(tmp_path / "saved")
-    shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
-    assert shorter.predict(texts(), verbose=0)["pooled"].shape == (2, 4)
 
 
 @pytest.mark.every_backend
@@ -244,11 +226,3 @@ def test_no_texts_have_no_outputs():
         assert received["tokens"].shape == (0, 0, 8)
     with pytest.raises(ValueError, match="at least one image or example"):
         model.evaluate(texts(IDS[:0]))
-
-
-def test_texts_of_unknown_values_pass():
-    model = text(mask_padding=False)
-    model._check_inputs(texts(np.zeros((2, 3), "int32")))
-    model._check_inputs((row, 1) for row in IDS)
-    with pytest.raises(ValueError, match="max_length=6"):
-        model(texts(np.ones((1, 7), "int32")))

@@ -1,6 +1,5 @@
 """The presets that ship trained: their figures, their files, and what does not fit."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from PIL import Image
 
 from keras_moe import data, distribution, evaluation, models
-from keras_moe.files import sha256_of
 from keras_moe.models import registry
 from keras_moe.models.registry import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
@@ -56,13 +54,6 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert {weight.dtype for weight in model.trainable_weights} == {"float32"}
     photo = ((images[0] + 1) * 127.5).astype("uint8")
     assert model.classify(photo)[0].name == str(labels[0])
-
-
-def test_a_tokenizer_ships_with_its_checksums():
-    folder = ROOT / "presets" / "limoe_emoji"
-    listed = json.loads((folder / "metadata.json").read_text())["sha256"]
-    assert {name: sha256_of(folder / name) for name in listed} == listed
-    assert listed.keys() >= {"text_tokenizer.json", "assets/tokenizer/vocabulary.json"}
 
 
 @pytest.mark.every_backend
@@ -146,35 +137,6 @@ def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
     assert picture.stat().st_size < 50_000
 
 
-def test_a_card_is_renewed_without_its_weights(copy_of_digits, monkeypatch):
-    folder = copy_of_digits
-    folder.with_suffix(".json").write_bytes(
-        (ROOT / "presets" / "vmoe_digits.json").read_bytes()
-    )
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    (folder / "README.md").write_text(
-        before["README.md"].decode().replace("# vmoe_digits", "# old"), "utf-8"
-    )
-    drawn = []
-
-    def draw(folder, recipe, temporary, console):
-        path = temporary / "loads.png"
-        path.write_bytes(b"a new picture")
-        drawn.append(path)
-        return path
-
-    monkeypatch.setattr(make_trained_presets, "drawn", draw)
-    recipe = load_recipe("vmoe_digits")
-    make_trained_presets.renew_card(folder, recipe, None)
-    after = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert after == {**before, "card.png": b"a new picture"}
-    assert not drawn[0].exists()
-    other = recipe.replace(schedule={"epochs": 2})
-    with pytest.raises(ValueError, match=r"other settings of \['schedule\.epochs'\]"):
-        make_trained_presets.renew_card(folder, other, None)
-    assert (folder / "README.md").read_bytes() == before["README.md"]
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_experts_work(name):
     """No expert is without tokens; those of digits have a fair share each."""
@@ -226,24 +188,20 @@ def test_heads_backbones_and_image_sizes():
     assert not np.array_equal(weight(random), weight(trained))
 
 
-@pytest.fixture
-def copy_of_digits(tmp_path, monkeypatch):
-    """A preset of one's own with a copy of the trained files, which may be changed."""
+def test_weights_of_ones_own_are_registered_and_missing_ones_named(
+    tmp_path, monkeypatch
+):
     folder = tmp_path / "weights"
     shutil.copytree(TRAINED["vmoe_digits"]["weights"], folder)
     monkeypatch.setattr(registry, "_PRESETS", {**registry._PRESETS})
     names = ("description", "backbone", "task", "config", "results", "license")
     spec = {name: TRAINED["vmoe_digits"][name] for name in names}
     models.register_presets({"mine": {**spec, "weights": str(folder)}})
-    return folder
-
-
-def test_weights_of_ones_own_are_registered_and_missing_ones_named(copy_of_digits):
     assert models.list_presets()["mine"] == models.list_presets()["vmoe_digits"]
     assert type(models.from_preset("mine")).__name__ == "ViTImageClassifier"
-    shutil.rmtree(copy_of_digits)
+    shutil.rmtree(folder)
     for make in (models.from_preset, models.ViTBackbone.from_preset, models.describe):
-        with pytest.raises(ValueError, match=f"preset='{copy_of_digits}'"):
+        with pytest.raises(ValueError, match=f"preset='{folder}'"):
             make("mine")
     assert models.from_preset("mine", load_weights=False).count_params() > 0
 
