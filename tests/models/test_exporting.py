@@ -138,7 +138,7 @@ def torch_program(path):
 
 
 @on_torch
-@pytest.mark.parametrize("name", ["dense", "vmoe", "soft", "mixer classifier"])
+@pytest.mark.parametrize("name", ["vmoe", "soft", "mixer classifier"])
 def test_pytorch_programs_serve_any_batch(name, tmp_path):
     import torch
 

@@ -330,7 +330,7 @@ def test_saving_over_something_else_is_refused(tmp_path):
     backbone = models.from_preset("vmoe_digits", load_weights=False)
     with pytest.raises(ValueError, match="older preset"):
         backbone.save_to_preset(tmp_path)
-    with pytest.raises(NotADirectoryError, match=r"thesis\.txt"):
+    with pytest.raises(ValueError, match=r"thesis\.txt is a file"):
         backbone.save_to_preset(tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
