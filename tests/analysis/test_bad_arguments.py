@@ -31,7 +31,6 @@ from keras_moe.analysis import (
     token_flows,
 )
 from keras_moe.analysis.specialisation import accuracy_changes
-from keras_moe.data import oversample
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
@@ -113,18 +112,17 @@ def of_arrays(function, *arguments, **others):
         # Routing records
         (of_arrays(statistics, 2, 2), r"shape=\(2, 2\)"),
         (of_arrays(statistics, 1, 2, 2, mask=np.zeros((1, 2), bool)), "0 tokens"),
-        (of_arrays(experts_per_token, RECORD, TYPES), r"\(2, 3, 2\)"),
         (of_arrays(experts_per_token, RECORD, TYPES, "best"), "expert_type='best'"),
         (of_arrays(compute_map, RECORD, ExpertTypes(2), (2, 2)), "3 tokens"),
+        (
+            of_arrays(token_flows, RECORD, Routing(*[np.ones((2, 1, 2))] * 6)),
+            r"\(2, 3\) and \(2, 1\)",
+        ),
         (
             of_arrays(
                 load_by_type, {"a": RECORD}, ExpertTypes(2), 1, np.zeros((2, 3), bool)
             ),
             "none in a",
-        ),
-        (
-            of_arrays(token_flows, RECORD, Routing(*[np.ones((2, 1, 2))] * 6)),
-            r"\(2, 3\) and \(2, 1\)",
         ),
         # Usage
         (of_arrays(routing_usage, RECORD, mask=np.ones((2, 2), bool)), r"\(2, 2\)"),
@@ -146,38 +144,26 @@ def of_arrays(function, *arguments, **others):
         (lambda own: usage(own.plain, modality="audio"), "modality='audio'"),
         (lambda own: usage(own.broken), "NaN"),
         (lambda own: usage(own.soft), "SoftRouter"),
-        (lambda own: usage(own.mumoe), "ExpertCoefficients"),
         (lambda own: usage(own.dense), "ViTImageClassifier"),
         # Selections
         (of_arrays(expert_scores, NAN), "NaN or Inf in block_1"),
         (of_arrays(select), "count=None, coverage=None"),
         (of_arrays(select, count=1, coverage=0.5), "either count or coverage"),
-        (of_arrays(select, count=0), "count=0"),
         (of_arrays(select, count=5), "count=5"),
-        (of_arrays(select, coverage=0), "coverage=0"),
         (of_arrays(select, coverage=1.5), "coverage=1.5"),
-        (of_arrays(select, coverage=float("nan")), "coverage=nan"),
         (of_arrays(select, count=1, criterion="load"), "criterion='load'"),
         (of_arrays(select, count=1, criterion="reap"), "contributions=True"),
         (of_arrays(select, count=1, groups="text"), "groups='text' without"),
         # Pruning
         (lambda own: prune_experts(own.plain, {"block_0": [0, 5]}), "kept_experts=5"),
-        (lambda own: mask_experts(own.plain, {"block_0": [0, -1]}), "-1"),
         (lambda own: prune_experts(own.plain, {"block_0": [1, 1]}), "each once"),
         (lambda own: mask_experts(own.plain, {"block_0": [3]}), "selected_experts=2"),
-        (lambda own: prune_experts(own.plain, {"block_9": [0, 1]}), "'block_9'"),
         (lambda own: mask_experts(own.plain, [0, 1]), "dict from blocks"),
         (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
         (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
         (lambda own: prune_experts(own.expert_choice, {"block_0": [0]}), "ExpertCho"),
         (lambda own: prune_experts(own.typed, {"block_0": [0, 1]}), "PathwayAware"),
-        (lambda own: prune_experts(own.mumoe, {"block_0": [0]}), "ExpertCoefficient"),
-        (lambda own: prune_experts(own.dense, {"block_0": [0]}), "'block_0'"),
         (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "pruned with m"),
-        (
-            lambda own: mask_experts(own.pruned, {"block_0": [1, 3]}, "router_pred"),
-            "pruned",
-        ),
         (
             lambda own: prune_experts(
                 own.pruned, {"block_0": [0, 3]}, "router_pred_skip"
@@ -186,8 +172,6 @@ def of_arrays(function, *arguments, **others):
         ),
         (lambda own: prune_experts(own.excluded, {"block_0": [2, 3]}), "excluded_e"),
         (lambda own: exclude_experts(own.pruned, [0]), "excluded_experts"),
-        (lambda own: exclude_experts(own.soft, 0), "excluded_experts"),
-        (lambda own: exclude_experts(own.dense, 0), "ViTImageClassifier"),
         (lambda own: exclude_experts(own.typed, [0, 5]), "experts=5"),
         (lambda own: exclude_experts(own.plain, "zero"), "experts='zero'"),
         (of_arrays(TokenChoiceRouter, 4, excluded_experts=(4,)), "excluded_experts=4"),
@@ -195,24 +179,18 @@ def of_arrays(function, *arguments, **others):
         # Ablation
         (lambda own: ablate(own.head, LABELS[:3]), r"shape=\(3,\)"),
         (lambda own: ablate(own.head, LABELS + 1), "received: 3"),
-        (lambda own: ablate(own.head, LABELS / 2), "received: 0.5"),
         (lambda own: ablate(own.head, np.eye(3)[LABELS]), r"shape=\(24, 3\)"),
         (lambda own: ablate(own.head, layer="block_7"), "block_7"),
         (lambda own: ablate(own.head, experts=[9]), "experts=9"),
         (lambda own: ablate(own.head, inputs=np.nan * IMAGES), "NaN"),
         (lambda own: ablate(own.plain), "without head"),
         (lambda own: ablate_block(own.typed, experts=["best"]), "'best'"),
-        (
-            lambda own: ablate_block(own.typed, experts=["zero"], removal="output"),
-            "removal='output'",
-        ),
         (lambda own: ablate_block(own.typed, removal="weights"), "removal='weights'"),
         (
             lambda own: ablate_block(own.typed, experts=[("ffn", "zero", "copy")]),
             "num_selected_experts=2",
         ),
         (lambda own: ablate_block(own.mumoe, removal="choice"), "removal='choice'"),
-        (lambda own: ablate_block(own.mumoe, experts=[(0, 1)]), r"\(0, 1"),
         # Edits
         (lambda own: edit_expert_logits(own.plain, None, 1), "ViTImageClassifier"),
         (lambda own: edit_expert_logits(own.head, None, 5), "output=5"),
@@ -223,17 +201,11 @@ def of_arrays(function, *arguments, **others):
         (lambda own: expert_centres(own.plain, "block_1"), "block_1"),
         # Classes
         (of_arrays(accuracy_changes, [1.0, 0.5], [[1.0], [0.5]]), "received: "),
-        (of_arrays(accuracy_changes, [1.0, np.nan], [[1.0, 0.5]]), "nan"),
         (of_arrays(class_polysemanticity, [[np.nan, 1.0]]), "nan"),
-        (of_arrays(class_polysemanticity, [0.0, 1.0]), "experts, classes"),
         (of_arrays(fairness_metrics, [[1], [0]], [1, 0], [1, 0]), r"\(2, 1\)"),
         (of_arrays(fairness_metrics, [1] * 4, [1, 1, 0, 0], [1, 1, 0, 1]), r"\(1, 0\)"),
         (of_arrays(fairness_metrics, [0.5, 0], [1, 0], [1, 0]), "float64"),
         (of_arrays(fairness_metrics, [1, 0], [0, 0], [1, 0]), "positive=1"),
-        (of_arrays(fairness_metrics, [1, 0], [1, -1], [1, 0]), "-1"),
-        (of_arrays(oversample, [False, False], 3), "0 members"),
-        (of_arrays(oversample, [True, True, False], 1), "count=1"),
-        (of_arrays(oversample, [1, 0], 3), "int64"),
         # Plots
         (
             of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),

@@ -63,7 +63,6 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
 @pytest.mark.parametrize(
     "options",
     [
-        {"affinity": "sinkhorn"},
         {"affinity": "sparsity_constrained"},
         {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
     ],

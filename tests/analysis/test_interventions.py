@@ -226,17 +226,6 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
     assert (actual.changes != 0).any()
 
 
-def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
-    model = mumoe_mixer((2, 2), gate_activation="entmax", rank=5)
-    gate = model.backbone.get_layer("block_1").feed_forward.gate
-    # The first expert of the second level always, the other never.
-    gate.means[1].assign([-1e3, 1e3])
-    inputs = images(8, *SHAPE)
-    labels = model.predict(inputs, verbose=0).argmax(axis=1)
-    actual = analysis.ablate_experts(model, inputs, labels, "block_1", verbose=0)
-    np.testing.assert_array_equal(actual.ablated[[1, 3]], [actual.accuracy] * 2)
-
-
 def test_an_edit_moves_one_logit_by_equation_5():
     model = classifier((2, 2))
     inputs = images(10, *SHAPE)

@@ -4,7 +4,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from keras_moe.analysis import (
     BlockUsage,
@@ -17,7 +16,6 @@ from keras_moe.analysis import (
     fairness_metrics,
     plots,
 )
-from keras_moe.analysis.plots.figure import faded
 from keras_moe.ops import Routing
 
 GENERATOR = np.random.default_rng(0)
@@ -74,27 +72,3 @@ def test_pictures_of_the_best_images_and_of_colours(tmp_path):
     plots.plot_expert_images(colours, HEAD, tmp_path / "best", **options)
     assert (tmp_path / "best.png").is_file()
     assert plots.plot_expert_views(colours, BLOCK, (2, 2), images_per_expert=4).axes
-
-
-def test_compute_maps_are_no_wider_than_a_page(tmp_path):
-    path = tmp_path / "maps.png"
-    plots.plot_compute_maps(np.zeros((5, 4, 4, 1)), np.ones((5, 2, 2)), path)
-    with Image.open(path) as picture:
-        assert picture.width <= 1200
-
-
-def test_a_class_that_gains_much_leaves_room_for_the_losses():
-    bottoms = []
-    for gained in (0.1, 0.4):
-        accuracy, ablated = np.array([0.1, 0.5]), np.array([[gained, 0.2]])
-        one = ExpertAblation(np.arange(1), np.ones(2), accuracy, ablated)
-        figure = plots.plot_ablation({"a": one}, experts_per_model=1)
-        bottoms.append(figure.axes[0].get_ylim()[0])
-    assert bottoms == [-5, -105]
-
-
-def test_images_fade_by_share():
-    image = np.ones((1, 3, 1))
-    half = faded(image, np.array([[1.0, 0.5, 0.0]]))
-    np.testing.assert_array_equal(half[0, 0], 1.0)
-    np.testing.assert_allclose(half[0, 1], (half[0, 0] + half[0, 2]) / 2)

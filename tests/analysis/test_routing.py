@@ -26,7 +26,7 @@ def routing(combined, gates=None):
     return Routing(gates, gates, gates, gates, served, combined)
 
 
-def test_statistics_by_hand():
+def test_statistics_by_hand(capsys):
     record = routing(
         [[[0.9, 0, 0, 0], [0.6, 0.4, 0, 0]], [[0, 0, 0, 0], [0.5, 0, 0, 0]]]
     )
@@ -41,26 +41,15 @@ def test_statistics_by_hand():
     np.testing.assert_allclose(statistics.affinity_imbalance, 2.0 / 0.6 - 1, rtol=1e-6)
     assert routing_statistics(record).dropped_choices is None
     assert json.loads(json.dumps(statistics.to_dict()))["dropped_tokens"] == 0.25
-
-
-def test_masked_tokens_do_not_count():
-    record = routing([[[0.9, 0.0], [0.0, 0.0]]])
-    mask = np.array([[True, False]])
-    assert routing_statistics(record, 1, mask).dropped_tokens == 0
-
-
-def test_balanced_and_single_experts():
-    assert routing_statistics(routing(np.ones((1, 3, 2))), 2).load_entropy == 1
-    assert routing_statistics(routing(np.ones((1, 3, 1))), 1).load_entropy == 1
-
-
-def test_the_table_names_each_block(capsys):
-    console = Console(width=120)
-    record = routing(np.ones((1, 3, 2)))
-    print_statistics({"block_7": routing_statistics(record, 2)}, console)
+    mask = np.array([[True, True], [False, True]])
+    assert routing_statistics(record, 2, mask).dropped_tokens == 0
+    print_statistics({"block_7": statistics}, Console(width=120))
     output = capsys.readouterr().out
     assert "block_7" in output
-    assert "50 50" in output
+    assert "75 25" in output
+    for experts in (1, 2):
+        balanced = routing_statistics(routing(np.ones((1, 3, experts))))
+        assert balanced.load_entropy == 1
 
 
 def test_positions_by_hand():

@@ -12,7 +12,6 @@ from keras_moe.analysis import (
     tag_tokens,
     token_flows,
 )
-from keras_moe.analysis.plots.usage import group_table
 from keras_moe.analysis.tokens import main_experts
 from keras_moe.ops import Routing
 from tests.small_models import small_pairs_model
@@ -30,15 +29,13 @@ def test_flows_by_hand():
     first = routing([[[0.9, 0.1], [0.0, 0.4], [0.0, 0.0], [0.5, 0.5]]])
     second = routing([[[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]]])
     assert main_experts(first).tolist() == [[0, 1, 2, 0]]
+    # A token that is served with weight 0 is served.
+    no_weight = second._replace(combined=np.zeros((1, 4, 3)))
+    assert main_experts(no_weight).tolist() == [[2, 1, 0, 3]]
     flows = token_flows(first, second)
     assert flows.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
     mask = np.array([[True, True, False, False]])
     assert token_flows(first, second, mask).sum() == 2
-
-
-def test_a_served_token_of_weight_0_is_served():
-    record = routing(np.zeros((1, 1, 3)))._replace(dispatched=np.array([[[0, 0, 1]]]))
-    assert main_experts(record).tolist() == [[2]]
 
 
 def test_statistics_of_flows_by_hand():
@@ -137,11 +134,3 @@ def test_one_modality_is_counted_by_tag(tmp_path, op_by_op):
     np.testing.assert_array_equal(block.tokens.sum(axis=1), counts)
     plots.plot_expert_groups(usage, tmp_path / "words.png")
     assert (tmp_path / "words.png").stat().st_size > 5000
-
-
-def test_shares_of_an_expert_by_hand():
-    tokens = np.array([[3.0, 0.0, 6.0], [1.0, 0.0, 0.0]])
-    experts, loads, shares = group_table(tokens)
-    assert experts.tolist() == [2, 0]
-    assert loads.tolist() == [0.6, 0.4]
-    assert shares.tolist() == [[1.0, 0.0], [0.75, 0.25]]

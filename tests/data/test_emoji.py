@@ -40,21 +40,14 @@ def text_of(code):
 NAMES = {
     "1F48B": "kiss mark",
     "1F469-1F3FF-200D-1F692": "woman firefighter: dark skin tone",
-    "1F469-1F3FF-200D-1F9B0": "woman: dark skin tone, red hair",
     "1F9D4-1F3FC-200D-2642-FE0F": "man: medium-light skin tone, beard",
-    "1F471-200D-2640-FE0F": "woman: blond hair",
-    "1F575-FE0F-200D-2640-FE0F": "woman detective",
     "1F575-1F3FB-200D-2640-FE0F": "woman detective: light skin tone",
     "1F468-200D-1F469-200D-1F467-200D-1F466": "family: man, woman, girl, boy",
-    "1F48F-1F3FF": "kiss: dark skin tone",
     "1F469-1F3FF-200D-2764-FE0F-200D-1F48B-200D-1F468-1F3FB": (
         "kiss: woman, man, dark skin tone, light skin tone"
     ),
-    "1F491": "couple with heart",
-    "1FAF1-1F3FB-200D-1FAF2-1F3FF": "handshake: light skin tone, dark skin tone",
     "1F1E9-1F1EA": "flag: Germany",
     "1F3F4-E0067-E0062-E0065-E006E-E0067-E007F": "flag: England",
-    "1F3F4-200D-2620-FE0F": "pirate flag",
     "31-FE0F-20E3": "keycap: 1",
 }
 
@@ -65,10 +58,7 @@ def test_captions_are_unicode_s():
 
 
 PARTS = [
-    ("1F600", "1F600", ""),
     ("2764-FE0F", "2764", ""),
-    ("1F44B-1F3FF", "1F44B", "dark skin tone"),
-    ("1F469", "1F9D1", "woman"),
     ("1F469-1F3FF-200D-1F692", "1F9D1-200D-1F692", "woman, dark skin tone"),
     ("1F468-1F3FB-200D-1F9B1", "1F9D1", "man, curly hair, light skin tone"),
     (
@@ -76,16 +66,13 @@ PARTS = [
         "1F3C3",
         "woman, facing right, medium skin tone",
     ),
-    ("1F46D", "1F9D1-200D-1F91D-200D-1F9D1", "woman"),
     (
         "1F469-1F3FB-200D-1F91D-200D-1F468-1F3FF",
         "1F9D1-200D-1F91D-200D-1F9D1",
         "woman, man, light skin tone, dark skin tone",
     ),
     ("1F468-200D-2764-FE0F-200D-1F468", "1F491", "man"),
-    ("1F9D1-200D-1F9D1-200D-1F9D2", "1F46A", "adult, adult, child"),
     ("1F469-200D-1F466", "1F46A", "woman, boy"),
-    ("1FAF1-1F3FB-200D-1FAF2-1F3FF", "1F91D", "light skin tone, dark skin tone"),
     ("2764-FE0F-200D-1F525", "2764-200D-1F525", ""),
 ]
 
@@ -119,9 +106,6 @@ def test_subgroups_follow_unicode():
     assert all(parts_of(base) == (base, ()) for base in bases)
     assert {one.parts.base for one in all_emoji()} == set(bases)
     by_text = {one.text: (one.group, one.subgroup) for one in all_emoji()}
-    assert next(iter(groups)) == "face-smiling"
-    firefighter = text_of("1F469-1F3FF-200D-1F692")
-    assert by_text[firefighter] == ("People & Body", "person-role")
     assert by_text[text_of("1F1E9-1F1EA")] == ("Flags", "country-flag")
     assert by_text[text_of("1FAE9")] == ("Smileys & Emotion", "face-sleepy")
 
@@ -189,7 +173,7 @@ def is_near(image, colour):
     return (np.abs(image.astype(int) - colour).sum(-1) < 60).mean()
 
 
-def test_colours_and_places(paint):
+def test_colours_places_and_sizes(paint):
     flag, _ = paint(GERMANY)
     assert flag.shape == (32, 32, 3)
     assert flag.dtype == "uint8"
@@ -210,8 +194,6 @@ def test_colours_and_places(paint):
     "text",
     [
         "\U0001faeb",  # of a later version of Unicode
-        "\uffff",
-        " ",
         f"{WOMAN}\u200d{GERMANY}",  # no combination
         "\U0001f1e6\U0001f1e6",  # no flag
         "\U0001f3f4\U000e0075\U000e0073\U000e0071\U000e0071\U000e007f",
@@ -221,17 +203,7 @@ def test_colours_and_places(paint):
 )
 def test_only_emoji_that_the_font_has(paint, text):
     assert paint(text) is None
-
-
-def test_the_first_of_drawings_that_are_alike():
-    # Differences of 3, 3 and 6 in every pixel: the third is unlike the first, and like
-    # the second alone, which is not there.
-    drawings = np.array([[10.0], [13.0], [16.0], [200.0], [12.0]], "float32")
-    first = fonts._first_of_alike(np.repeat(drawings, 8, axis=1))
-    assert first.tolist() == [0, 2, 3]
-
-
-def test_sizes_and_proportions():
+    # Sizes and proportions
     small, wide, large = (
         painter(shape)(GERMANY)[0]
         for shape in ((24, 24, 3), (24, 40, 3), (120, 120, 3))
@@ -318,7 +290,7 @@ def test_who_starts_together_renders_once(monkeypatch):
     assert len(list(cache_folder("emoji").iterdir())) == 1
 
 
-def test_pairs_of_a_pipeline(few_emoji):
+def test_pairs_and_classes_of_a_pipeline():
     inputs, ids = next(iter(load_pairs("emoji", "all", (16, 16, 3))))
     expected = load_emoji("all", (16, 16, 3))
     captions = [caption.decode() for caption in inputs["captions"].numpy()]
@@ -327,6 +299,11 @@ def test_pairs_of_a_pipeline(few_emoji):
     np.testing.assert_allclose(images, expected.images / 127.5 - 1, atol=1e-6)
     for name in ("image_ids", "text_ids"):
         assert len(set(ids[name].numpy())) == KEPT
+    # Subgroups are classes.
+    _, labels = next(iter(load("emoji", "all", (8, 8, 3), shuffle=False)))
+    classes = [class_names("emoji")[label] for label in labels]
+    assert classes == list(expected.subgroups)
+    assert num_examples("emoji", "all") == KEPT
 
 
 def test_pairs_by_style_at_any_size(few_emoji, monkeypatch):
@@ -349,15 +326,6 @@ def test_pairs_by_style_at_any_size(few_emoji, monkeypatch):
     assert "feuerwehrfrau: dunkle hautfarbe" in german
 
 
-def test_subgroups_are_classes():
-    dataset = load("emoji", "all", (8, 8, 3), batch_size=24, shuffle=False)
-    images, labels = next(iter(dataset))
-    assert images.shape == (KEPT, 8, 8, 3)
-    classes = [class_names("emoji")[label] for label in labels]
-    assert classes == list(load_emoji("all", (64, 64, 3)).subgroups)
-    assert num_examples("emoji", "all") == KEPT
-
-
 @pytest.mark.skipif(
     not any(Path(path).is_file() for path in fonts.NOTO_PATHS),
     reason="the Debian package fonts-noto-color-emoji is not installed",
@@ -371,12 +339,6 @@ def test_noto_is_another_style_of_the_same_emoji():
     assert np.abs(noto.images.astype(int) - openmoji.images).mean() > 20
     assert noto.images.min((1, 2, 3)).max() < 120
     assert (noto.images[:, 0] == 255).mean() > 0.9
-
-
-def test_noto_names_its_package(monkeypatch):
-    monkeypatch.setattr(fonts, "NOTO_PATHS", ("/nowhere/NotoColorEmoji.ttf",))
-    with pytest.raises(FileNotFoundError, match="package fonts-noto-color-emoji"):
-        load_emoji("test", style="noto")
 
 
 def test_without_shaping(monkeypatch):

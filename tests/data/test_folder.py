@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import os
-import warnings
 
 import numpy as np
 import PIL.Image
@@ -14,7 +13,6 @@ import pytest
 from keras_moe.data import (
     _files,
     class_names,
-    excluded_examples,
     find_corrupt_files,
     find_unreadable,
     load,
@@ -58,28 +56,9 @@ def test_classes_are_those_of_all_splits(tmp_path):
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(ValueError, match="received: 0 images"):
         load(source, "empty")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load("folder:nowhere", "train")
     # The folder of a split is not that of a source.
     with pytest.raises(ValueError, match="Expected images in a split of folder:"):
         find_corrupt_files(f"{source}/train")
-
-
-def test_animations(tmp_path):
-    """TensorFlow reads the first picture of a GIF, and no animated WebP."""
-    for name in "ab":
-        save(tmp_path / "train" / name / "0.png", 0)
-    pictures = [PIL.Image.new("RGB", (4, 4), (n, n, n)) for n in (7, 9)]
-    for name, kind in (("c", "gif"), ("d", "webp")):
-        path = tmp_path / "train" / name / f"0.{kind}"
-        path.parent.mkdir()
-        pictures[0].save(path, save_all=True, append_images=pictures[1:], lossless=True)
-    source = f"folder:{tmp_path}"
-    batches = load(source, "train", GREY, 1, shuffle=False)
-    assert numbers(batches.take(3)) == [[0], [0], [7]]
-    if ".webp" in _files.image_suffixes():
-        with pytest.raises(ValueError, match=f"received: {path}$"), reading_errors():
-            numbers(batches)
 
 
 @pytest.mark.parametrize("augment", [None, "random_resized_crop"])
@@ -103,7 +82,6 @@ def test_an_image_that_cannot_be_read_is_named(photos, augment):
     ("broken", "options", "whole"),
     [
         ([0], {}, 0),
-        ([19], {}, 6),
         # The other images of the last batch do not fill it.
         ([19], {"drop_remainder": True, "batch_size": 10}, 1),
         (range(20), {"shuffle": True}, 0),
@@ -158,10 +136,6 @@ def test_corrupt_files_of_folders_are_found(photos):
         for name in ("test/a/1.png", "train/a/3.png", "train/b/5.png")
     ]
     assert find_unreadable(source, "train").tolist() == [3, 15]
-    # A split without images, and one with an empty folder of a class.
-    (photos / "extra").mkdir()
-    (photos / "later" / "a").mkdir(parents=True)
-    assert len(find_corrupt_files(source)) == 3
 
 
 def test_files_that_are_listed_and_missing_are_corrupt(tmp_path):
@@ -196,16 +170,6 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, tur
     # Two names of one folder.
     (tmp_path / "z").symlink_to("m")
     assert _files.files_below(tmp_path, tmp_path) == [tmp_path / "m" / "0.png"]
-
-
-def test_what_is_left_out_is_told_once(photos):
-    source, options = f"folder:{photos}", {"unreadable": "exclude"}
-    with warnings.catch_warnings(record=True) as report:
-        warnings.simplefilter("default")
-        num_examples(source, "train", **options)
-        load(source, "train", GREY, **options)
-        excluded_examples(source, "train", **options)
-    assert ["cannot be read" in str(x.message) for x in report] == [True]
 
 
 def test_images_that_cannot_be_read_are_left_out(photos):
@@ -285,25 +249,24 @@ def test_other_files_are_reported(tmp_path):
     with pytest.warns(UserWarning, match=message):
         assert num_examples(f"folder:{tmp_path}", "train") == 2
     # Those that a file of labels does not list, too.
-    listed = tmp_path / "listed" / "train"
-    for number in range(3):
-        save(listed / f"{number}.png", number)
-    labels = {"0.png": ["a"], "1.png": ["b"]}
-    (listed / "labels.json").write_text(json.dumps(labels))
-    with pytest.warns(UserWarning, match=r"1 files .*2\.png"):
-        assert num_examples(f"folder:{listed.parent}", "train") == 2
-    (listed / "labels.json").write_text(json.dumps({**labels, "2.tif": ["a"]}))
-    (listed / "2.tif").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"labels\.json; received: '2\.tif'"):
-        num_examples(f"folder:{listed.parent}", "train")
+    (tmp_path / "train" / "labels.json").write_text('{"0.png": ["a", "b"]}')
+    with pytest.warns(UserWarning, match=r"6 files .*a/0\.png"):
+        assert num_examples(f"folder:{tmp_path}", "train") == 1
 
 
 @pytest.mark.skipif(not hasattr(tf.io, "decode_webp"), reason="TensorFlow is too old")
-def test_webp(tmp_path):
-    for number in range(2):
-        save(tmp_path / "train" / "ab"[number] / "0.webp", 100 * number)
-    actual = load(f"folder:{tmp_path}", "train", GREY, 2, shuffle=False)
-    np.testing.assert_allclose(numbers(actual), [[0, 100]], atol=2)
+def test_webp_and_animations(tmp_path):
+    """TensorFlow reads the first picture of a GIF, and no animated WebP."""
+    for number, name in enumerate(("a/0.webp", "b/0.gif", "c/0.webp")):
+        save(tmp_path / "train" / name, 100 * number)
+    two = [PIL.Image.new("RGB", (4, 4), (n, n, n)) for n in (7, 9)]
+    for name in ("b/0.gif", "c/0.webp"):
+        path = tmp_path / "train" / name
+        two[0].save(path, save_all=True, append_images=two[1:], lossless=True)
+    batches = load(f"folder:{tmp_path}", "train", GREY, 1, shuffle=False)
+    np.testing.assert_allclose(numbers(batches.take(2)), [[0], [7]], atol=2)
+    with pytest.raises(ValueError, match=f"received: {path}$"), reading_errors():
+        numbers(batches)
 
 
 def read(folder, **options):
@@ -396,11 +359,8 @@ def test_faults_of_captions_are_named_or_left_out(folder):
     ("name", "content", "message"),
     [
         ("captions.csv", "picture,caption\na.png,an ant\n", "a column.*'picture'"),
-        ("captions.csv", "", "column"),
-        ("captions.csv", "image,text,text\na.png,a,b\n", "column.*'text', 'text'"),
         ("captions.csv", "image,caption\na.png,a cat, asleep\n", "line 2 has more"),
         ("captions.csv", 'image,caption\na.png,"a\nü.png,b\n', "rows of a CSV file"),
-        ("captions.csv", 'image,"caption\na.png,a\n', "rows of a CSV file"),
         ("captions.csv", "image,caption\n../a.png,an ant\n", r"'\.\./a\.png'.*line 2"),
         ("captions.jsonl", '{"image": "/a.png", "caption": "x"}', "'/a.png' in line 1"),
         ("captions.csv", "image,caption\na.png\n", "a.png has no caption"),

@@ -40,8 +40,3 @@ def test_long_chains():
     names = [str(index) for index in range(3000)]
     parents = {a: [b] for a, b in itertools.pairwise(names)}
     assert LabelHierarchy(names, parents).close([0]) == list(range(3000))
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"classes\.json"):
-        LabelHierarchy.load(tmp_path / "classes.json")

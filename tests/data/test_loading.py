@@ -93,17 +93,11 @@ def test_every_name_works_with_every_backend(augment):
     # Another pass and another seed give other images; the same seed gives the same.
     assert not same(first, second)
     assert not same(first, arrays(make(1)))
+    # Under any policy.
+    keras.config.set_dtype_policy("mixed_bfloat16")
     again = make(0)
     assert same(first, arrays(again))
     assert same(second, arrays(again))
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("augment", ["flip", "mixup"])
-def test_pixels_stay_float32_under_any_policy(policy, augment):
-    expected = digits(augment=augment)
-    keras.config.set_dtype_policy(policy)
-    assert same(expected, digits(augment=augment))
 
 
 def value_of(labels):
@@ -310,14 +304,6 @@ def test_an_epoch_has_every_image_at_most_once():
     # Each epoch leaves out other images that do not fill a batch.
     seen = [np.concatenate(next(zip(*first(endless(6 * n), 6)))) for n in range(2)]
     assert {x.tobytes() for x in seen[0]} != {x.tobytes() for x in seen[1]}
-
-
-def test_seeds_differ():
-    assert not same_batches(first(endless(), 2), first(endless(seed=1), 2))
-    plain = {"augment": None, "shuffle": False}
-    ordered = [first(endless(seed=seed, **plain), 7) for seed in (0, 1)]
-    assert same_batches(*ordered)
-    assert same_batches(ordered[0][6:], ordered[0][:1])
 
 
 def digests(batches):

@@ -97,18 +97,15 @@ def test_groups_of_real_images_are_as_they_were():
     np.testing.assert_allclose(actual[:10], whole, rtol=1e-5, atol=1e-6)
 
 
-def test_batch_sizes():
+def test_batch_sizes(model):
     def sizes(batches):
         return [len(batch[0]) for batch in batches]
 
-    assert sizes(padded(IMAGES, LABELS)) == [11]
     assert sizes(padded(dataset(IMAGES, LABELS))) == [4, 4, 4]
     assert sizes(padded(dataset(IMAGES, LABELS), batch_size=6)) == [6, 6]
     assert padded(dataset(IMAGES), num_examples=11).cardinality() == 3
-
-
-def test_metrics_that_would_count_padding_are_refused(model):
-    padded(IMAGES, LABELS, model=model)
+    assert sizes(padded(IMAGES, LABELS, model=model)) == [11]
+    # Metrics that would count the padding are refused.
     plain = models.from_preset("vit_s16", num_classes=3, **SMALL)
     with pytest.raises(ValueError, match="weighted_metrics"):
         padded(IMAGES, LABELS, model=plain)

@@ -5,14 +5,13 @@ import io
 import json
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from keras_moe.analysis.plots.figure import figure_svg
-from keras_moe.analysis.routing import expert_queues, served_at
+from keras_moe.analysis.routing import served_at
 from keras_moe.report import Figure, Html, Options, Table
 from keras_moe.report import _queues as queues
 from keras_moe.report._markup import patch_tile, sprite, tile_of
@@ -212,10 +211,6 @@ def test_kinds_of_experts_have_capacities_of_their_own():
     (layer,) = queues_of_layers(about, ("token_choice",))
     ffn, in_place = router.capacities(136, training=True)
     assert layer.capacities(136).tolist() == [ffn] * 8 + [in_place] * 4
-    # A group may be too small for a small factor.
-    rounding = TokenChoiceRouter(8, 1, capacity_rounding="round")
-    (layer,) = queues_of_layers(subject(rounding, ["b"], None), ("token_choice",))
-    assert layer.capacities(4, 0.25).tolist() == [1] * 8
     fixed = TokenChoiceRouter(2, 1, capacity=3)
     (layer,) = queues_of_layers(subject(fixed, ["b"], None), ("token_choice",))
     assert layer.capacities(100).tolist() == [3, 3]
@@ -250,70 +245,25 @@ def test_drops_fall_with_capacity():
     assert at[0.25] == pytest.approx(1 / 3)
 
 
-def test_sections_share_the_queues_of_a_batch(monkeypatch):
-    calls = mock.Mock(side_effect=expert_queues)
-    monkeypatch.setattr(queues, "expert_queues", calls)
-    about = subject(TokenChoiceRouter(2, 1), ["block_1"], (1, 2))
-    data = {"block_1": record(GATES)}
-    own = contents(about, batch(data, (1, 2)))
-    # One of them draws pictures from the batch that it reads.
-    assert calls.call_count == 3
-    calls.reset_mock()
-    shared = contents(about, batch(data, (1, 2))._replace(shared={}))
-    assert calls.call_count == 1
-    for section in (Priorities, DroppedPatches):
-        assert shared[section].data == own[section].data
-
-
 @pytest.mark.parametrize(
     ("router", "group_size", "expected"),
     [
-        (ExpertChoiceRouter(2, affinity="softmax"), 8, False),
         (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, True),
-        (ExpertChoiceRouter(2, affinity="sinkhorn"), 8, True),
-        (TokenChoiceRouter(2, 1, affinity="sparsity_constrained"), 8, True),
+        (TokenChoiceRouter(2, 1, affinity="sinkhorn"), 8, True),
         (ExpertChoiceRouter(2, affinity="sinkhorn"), None, False),
     ],
 )
 def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
     kind = "expert_choice" if router.side == "expert" else "token_choice"
-    about = subject(router, ["block_1", "block_3"], (1, 2), group_size, kind)
+    about = subject(router, ["block_1"], (1, 2), group_size, kind)
     # Records of inference, where each image is a group.
     blocks = {key: x._replace(group_size=None) for key, x in about.blocks.items()}
-    routing = {key: record(GATES) for key in blocks}
+    routing = {"block_1": record(GATES)}
     made = contents(about._replace(blocks=blocks), batch(routing, (1, 2)))
     for section in {*made} & {Priorities, DroppedPatches}:
         (text,) = [x for x in made[section].body if isinstance(x, str)]
         assert text.startswith("Examples per group: 1")
         assert ("Drops are approximate" in text) == expected
-
-
-@pytest.mark.parametrize("count", [1, 9])
-def test_many_experts_and_layers(count):
-    rng = np.random.default_rng(0)
-    router = TokenChoiceRouter(32, 2, capacity_factor=1.05, priority="max_gate")
-    keys = [f"block_{number}" for number in range(1, 24, 2)]
-    about = subject(router, keys, (2, 2), group_size=20)
-    gates = rng.dirichlet(np.ones(32) / 4, (len(keys), count, 5))
-    routing = {key: record(x, None, 2) for key, x in zip(keys, gates)}
-    made = contents(about, batch(routing, (2, 2)), batch(routing, (2, 2), start=count))
-    assert list(made) == list(SECTIONS)
-    flows = made[ExpertTransitions].data["image"]
-    assert len(flows) == 11
-    many = main_flows([each["tokens"] for each in flows], max_experts=16)
-    assert max(map(len, many.columns)) <= 18
-    assert len(many.ribbons) <= 300
-    assert np.sum(flows[0]["tokens"]) == 2 * count * 5
-    for section, limit in zip(SECTIONS, (260_000, 140_000, 160_000, 220_000)):
-        parts = [x for x in made[section].body if isinstance(x, (Figure, Html))]
-        sizes = [
-            len(figure_svg(x.drawing) if isinstance(x, Figure) else x.markup)
-            for x in parts
-        ]
-        assert sum(sizes) < limit, section
-    kept = made[TopTokens].data["block_1"]
-    assert len(kept["experts"]) == 32
-    assert all(len({x for x in row if x >= 0}) <= 2 * count for row in kept["examples"])
 
 
 def test_sections_fit_their_models():
@@ -360,11 +310,10 @@ def test_best_patches_are_of_different_images():
     np.testing.assert_array_equal(patches.tiles[0, 0, ..., :3], expected)
     weights = np.zeros((1, 3, 2))
     weights[0, 2, 0] = 0.5
-    first = patches.tiles[0, 0].copy()
     patches.update(weights, images[2:], start=3)
     np.testing.assert_allclose(patches.weights, [[0.6, 0.5]])
     assert patches.examples.tolist() == [[0, 3]]
-    np.testing.assert_array_equal(patches.tiles[0, 0], first)
+    np.testing.assert_array_equal(patches.tiles[0, 0, ..., :3], expected)
 
 
 def test_best_words_by_hand():
@@ -399,10 +348,6 @@ def test_sprites_are_pictures_of_bounded_size():
     # Channels that no screen has are drawn as their mean.
     channels = np.stack([np.full((4, 4), -1.0), np.full((4, 4), 1.0)], axis=-1)
     assert np.ptp(tile_of(channels, 8)) == 0
-    assert patch_tile(channels, (2, 2), 3, 8).shape == (8, 8, 3)
-    # An image that is not square, of large patches and of numbers that are none.
-    image = np.full((60, 90, 3), np.nan)
-    assert patch_tile(image, (2, 3), 5, 20).shape == (20, 20, 3)
 
 
 def test_ribbons_fill_their_nodes():
@@ -426,9 +371,7 @@ def test_ribbons_fill_their_nodes():
     # The second step goes straight on: no ribbon crosses another.
     names = [[node.name for node in column] for column in picture.columns]
     assert names[1] == names[2]
-
-
-def test_flows_of_nothing():
-    picture = main_flows([np.zeros((3, 3))])
-    assert picture.columns == [[], []]
-    draw_flows(picture, ["one", "two"])
+    # Flows of nothing are drawn, too.
+    nothing = main_flows([np.zeros((3, 3))])
+    assert nothing.columns == [[], []]
+    draw_flows(nothing, ["one", "two"])

@@ -18,7 +18,7 @@ from keras_moe.report._markup import (
     word_chips,
 )
 from keras_moe.report.section import Options, Reservoir
-from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer, image_uri
+from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer
 from tests.report_records import batch, block, record, reported
 
 HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
@@ -113,14 +113,6 @@ def test_maps_say_all_without_colours():
     assert "&lt;img onerror=alert(1)&gt;<sub>9</sub>" in chips
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3])
-def test_images_are_small(channels):
-    image = np.random.default_rng(0).uniform(-2, 2, (300, 200, channels))
-    # Base64 takes four characters for three bytes.
-    assert len(image_uri(image)) < 4 / 3 * 16_000 + 40
-    assert len(image_uri(image[:8, :8])) < 1_000
-
-
 def test_one_example_of_images():
     gates = [[[0.2, 0.2, 0.6], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1]]]
     section = Explorer(reported(block("block_1")), Options())
@@ -158,19 +150,6 @@ def test_captions_without_images():
     assert data["examples"][0]["words"] == HOSTILE
     assert data["grid"] is None
     assert content.data["examples"][0]["experts"] == {"text/block_0": [0, 2, 1]}
-
-
-def test_layers_of_both_modalities_are_one():
-    shared = [block(f"{x}/block_1", block="block_1") for x in ("image", "text")]
-    blocks = [*shared, block("text/block_1/token_mixer"), block("head")]
-    section = Explorer(reported(*blocks), Options())
-    gates = np.eye(3)[None, [0, 2]]
-    masks = {"image": np.ones((1, 2), bool), "text": np.ones((1, 2), bool)}
-    routing = {each.key: record(gates) for each in blocks}
-    section.update(batch(routing, words=[["a", "b"]], masks=masks, images=pictures()))
-    (layer,) = data_of(section.finish())["layers"]
-    assert layer["name"] == "block_1"
-    assert sorted(layer["kept"]) == ["image", "text"]
 
 
 @pytest.mark.parametrize("kind", ["token_choice", "soft", "mumoe"])

@@ -175,7 +175,13 @@ def test_choices_are_drawn(written, page):
     choose(page, "expert", "all")
     choose(page, "example", 1)
     assert page.evaluate(TEXTS) == ["0", "x"]
-    page.evaluate("document.getElementById('explorer-on').click()")
+    # Keys move through layers, too.
+    page.evaluate("document.getElementById('explorer-back').focus()")
+    for kind in ("keyDown", "keyUp"):
+        page.call(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter",
+            windowsVirtualKeyCode=13, text="\r",
+        )  # fmt: skip
     assert page.evaluate("document.getElementById('explorer-layer').value") == "1"
     assert page.evaluate(TEXTS) == ["2", "x"]
     page.evaluate(
@@ -186,23 +192,12 @@ def test_choices_are_drawn(written, page):
         "image:0"
     )
     assert page.evaluate("document.querySelectorAll('img').length") == 0
-    assert page.evaluate("document.title") == "Routing of small"
-    assert page.evaluate(OVERFLOWS) == []
-    assert page.errors == []
-
-
-def test_keys_move_through_layers(written, page):
-    page.open(written, 1280)
-    page.evaluate("document.getElementById('explorer-back').focus()")
-    for kind in ("keyDown", "keyUp"):
-        page.call(
-            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter",
-            windowsVirtualKeyCode=13, text="\r",
-        )  # fmt: skip
-    assert page.evaluate("document.getElementById('explorer-layer').value") == "1"
     unlabelled = """[...document.querySelectorAll('select')]
       .filter(x => !x.labels.length || !x.labels[0].textContent.trim()).length"""
     assert page.evaluate(unlabelled) == 0
+    assert page.evaluate("document.title") == "Routing of small"
+    assert page.evaluate(OVERFLOWS) == []
+    assert page.errors == []
 
 
 def test_the_page_without_the_script(written, page):
