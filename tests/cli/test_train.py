@@ -116,3 +116,14 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
     )  # fmt: skip
     assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
     assert "patience" in output
+
+
+def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
+    def stub(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keras_moe.training.train", stub)
+    status, _, errors = train("mumoe_digits", "--output", tmp_path)
+    assert status == 130
+    assert errors.count("\n") == 2
+    assert "the same command resumes where it stopped" in errors

@@ -230,3 +230,27 @@ def test_nan_tokens_are_not_hidden():
     outputs = to_numpy(call(moe, tokens)[0])
     assert np.isnan(outputs[0, 0]).any()
     assert np.isfinite(outputs[1]).all()
+
+
+def test_an_image_gives_the_same_alone_in_any_batch_and_at_any_place():
+    # Capacity 1 would drop nearly everything, were it applied at inference.
+    moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=7)
+    together = to_numpy(call(moe, tokens)[0])
+    for index in range(7):
+        alone = to_numpy(call(moe, tokens[index : index + 1])[0])[0]
+        np.testing.assert_allclose(together[index], alone, rtol=1e-5, atol=1e-6)
+    shuffled = to_numpy(call(moe, tokens[::-1])[0])
+    np.testing.assert_allclose(shuffled[::-1], together, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_masked_tokens_change_nothing(training):
+    moe, tokens = make(group_size=12, capacity_factor=0.8), images(batch=4)
+    mask = np.random.default_rng(1).random(tokens.shape[:2]) > 0.4
+    other = np.where(mask[..., None], tokens, 99.0).astype("float32")
+    a, routing = call(moe, tokens, mask=mask, training=training)
+    b, _ = call(moe, other, mask=mask, training=training)
+    np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+    assert np.abs(to_numpy(a)[~mask]).max() == 0
+    assert to_numpy(routing.dispatched)[~mask].max() == 0
+    assert to_numpy(routing.dispatched)[mask].max() == 1

@@ -37,3 +37,18 @@ def test_by_hand():
     # Halves go to the even number, as in Python.
     assert expert_capacity(10, 4, 1.0, rounding="round") == 2
     assert expert_capacity(14, 4, 1.0, rounding="round") == 4
+
+
+@pytest.mark.parametrize(
+    "case", ["k1_vanilla_factor105_round_mult1", "k2_bpr_factor05_mult4"]
+)
+def test_golden_capacity_of_a_dispatcher(case):
+    _, config = golden.load(f"01_token_choice/{case}")
+    assert config["actual_capacity"] == expert_capacity(
+        config["S"],
+        config["E"],
+        config["capacity_factor"],
+        num_selected_experts=config["K"],
+        rounding=config["capacity_ceil_or_round"] or "ceil",
+        multiple_of=config["capacity_multiple_of"],
+    )
