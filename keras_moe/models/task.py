@@ -75,6 +75,11 @@ class MoETask(MoEModel):
         """Parts and costs the task adds to a backbone with N tokens of size `dim`."""
         return []
 
+    def __new__(cls, *args, **kwargs):
+        # Another thread may be changing the classes.
+        with ONE_AT_A_TIME:
+            return super().__new__(cls, *args, **kwargs)
+
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
