@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import (
-    argument_names,
+    argument_values,
     check_bool,
     check_dropout,
     check_integer,
@@ -211,7 +211,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
-        own = {name: getattr(self, name) for name in argument_names(SelfAttention)}
+        own = argument_values(self, keras.layers.MultiHeadAttention)
         return {**super().get_config(), **own}
 
 

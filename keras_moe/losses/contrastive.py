@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import argument_names, check_bool, check_one_of, check_positive
+from keras_moe.checks import argument_values, check_bool, check_one_of, check_positive
 from keras_moe.losses.pairs import (
     NEVER,
     check_similarity,
@@ -278,8 +278,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return {}
 
     def get_config(self):
-        names = argument_names(ContrastiveLoss)
-        return {name: getattr(self, name) for name in names}
+        return argument_values(self, keras.losses.Loss)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -310,9 +309,6 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
 
     def _options(self):
         return {"direction": self.direction}
-
-    def get_config(self):
-        return {"direction": self.direction, **super().get_config()}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
