@@ -117,9 +117,14 @@ def real_power(x: Any, exponent: float) -> Any:
         return ops.sqrt(x)
     if is_product(exponent):
         return product(x, int(exponent))
-    # XLA on a CPU takes five times as long for a power, computed one by one. Logarithms
-    # have no slope at 0.
-    power = ops.exp(exponent * ops.log(ops.maximum(x, _TINY)))
+    # Roots and logarithms have no slope at 0.
+    positive = ops.maximum(x, _TINY)
+    if exponent == 0.75:
+        root = ops.sqrt(positive)
+        power = root * ops.sqrt(root)
+    else:
+        # XLA on a CPU takes five times as long for a power, computed one by one.
+        power = ops.exp(exponent * ops.log(positive))
     return ops.where(x > 0, power, 0.0)
 
 
