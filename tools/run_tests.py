@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
             is_whole = backend == whole and not args.fast
             # Keras on TensorFlow keeps memory after each training: a third of the suite
             # takes more than 12 GB.
-            parts = (12 if backend == "tensorflow" else 3) if is_whole else 1
+            parts = (12 if backend == "tensorflow" else 4) if is_whole else 1
             for part in range(1, parts + 1):
                 pytest_args = [f"--part={part}/{parts}", *args.pytest_args]
                 if not is_whole:
