@@ -65,6 +65,12 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
 # A life of a run, which ends while its tokenizer is written, or before a step.
 LIFE = """
 import os, signal, sys
+import keras
+if keras.backend.backend() == "tensorflow":
+    # As in the tests: other graphs round otherwise.
+    import tensorflow
+    options = {"disable_meta_optimizer": True}
+    tensorflow.config.optimizer.set_experimental_options(options)
 from keras_moe.models import text_tokenizer as tokenizer
 from keras_moe.training import train
 from tests.training.runs import Ends
