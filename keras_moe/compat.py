@@ -7,6 +7,7 @@ and KerasHub 0.32.0, which is imported inside functions: the core needs only Ker
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,9 +17,15 @@ from typing import Any
 import keras
 import numpy as np
 
+# Variables that wait for their values are in a list of Keras's own.
+from keras.src.backend.common import global_state
+
 # Keras passes implicit masks only to calls with one tensor: layers with several inputs
 # have to read them from the tensors.
 from keras.src.backend.common.masking import get_keras_mask
+
+# Only within it are variables without values read, for the shapes of outputs.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 # Within a layer's call, only `AutocastScope(None)` gives variables in their own dtype,
 # and no public function tells which scope is active.
@@ -129,6 +136,11 @@ def mark_loss_as_built(model: keras.Model) -> None:
     model._compile_loss.built = True
 
 
+def build_metrics(model: keras.Model, batch: Any) -> None:
+    """Makes the variables of a compiled model's metrics, as before the first step."""
+    model._symbolic_build(data_batch=batch)
+
+
 def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
     """Replaces the loss metric of a compiled model, a mean over batches."""
     # `setattr` would make Keras track the metric twice.
@@ -180,6 +192,39 @@ def restored(variables: list) -> Iterator[list[np.ndarray]]:
     finally:
         for variable, value in zip(variables, kept):
             variable.assign(value)
+
+
+@contextlib.contextmanager
+def variables_without_values() -> Iterator[None]:
+    """Variables made within the context have shapes and dtypes, and never values."""
+    waiting = global_state.get_global_attribute(
+        "uninitialized_variables", [], set_to_default=True
+    )
+    before = len(waiting)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        for variable in waiting[before:]:
+            variable._initializer = functools.partial(_placeholder, variable.path)
+        # Keras would initialise them after the next such scope.
+        del waiting[before:]
+
+
+def _placeholder(path, shape, dtype=None):
+    """What reading a variable without a value gives, where only shapes matter."""
+    if not in_symbolic_scope():
+        raise ValueError(
+            "Expected a model with weights; received: one of `models.abstract`, whose "
+            f"{path} has no value"
+        )
+    return keras.ops.zeros(shape, dtype)
+
+
+def take_layout(variable: keras.Variable) -> Any:
+    """Gives a variable without a value its layout in the current distribution."""
+    variable._initialize_layout()
+    return variable._layout
 
 
 def variable_layout(variable: keras.Variable) -> Any:

@@ -1,12 +1,16 @@
-"""Estimate the memory, traffic and time of training on many devices.
+"""Estimate the memory, traffic and time of a step on many devices.
 
 This is arithmetic: no device is needed, and nothing is allocated. Without
 --expert-parallel, all layouts that the numbers allow are compared, and the one that
 splits the experts most is shown in detail.
+
+With --compile, the TPU compiler itself says what a step needs, in a minute or more. It
+needs JAX and libtpu (the extra tpu-plan), and no TPU.
 """
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import keras_moe
@@ -25,8 +29,9 @@ EXAMPLES = """\
 keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 keras-moe estimate vmoe_h14 --chip h200 --devices 8 --batch-size 512
 keras-moe estimate vmoe_l16 --chip tpu_v5e --devices 64 --batch-size 4096 \
---expert-parallel 32 --set rematerialize=true"""
-# Arguments of `distribution.costs`, and what sets them.
+--expert-parallel 32 --set rematerialize=true
+keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024 --figure costs.png"""
+# Arguments of `distribution.costs` and `compiled_costs`, and what sets them.
 OWN = {
     "model_or_preset": FIRST,
     "num_devices": "--devices",
@@ -39,7 +44,21 @@ OWN = {
     "utilization": "--utilization",
     "text_tokens": "--text-tokens",
     "num_classes": "--num-classes",
+    "topology": "--compile",
+    "step": "--step",
+    "fit": "--fit",
 }
+# What only arithmetic takes, with its defaults.
+ARITHMETIC = {
+    "chip": "tpu_v4",
+    "devices": None,
+    "optimizer": "adam",
+    "dtype": "bfloat16",
+    "utilization": 0.4,
+    "text_tokens": 0,
+}
+# The same of the compiler.
+COMPILER = {"step": "train", "fit": False, "figure": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chip",
         default="tpu_v4",
-        help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p or h200.",
+        help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, tpu_7x, h100, "
+        "h200 or b200.",
     )
-    add_count(parser, "--devices", "The number of devices.", required=True)
+    add_count(parser, "--devices", "The number of devices.")
     batch = "The number of examples in a step, on all devices together."
     add_count(parser, "--batch-size", batch, required=True)
     add_layout(parser)
@@ -72,9 +92,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--text-tokens", "The text tokens with each image.", 0, 0)
     add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
+    group = parser.add_argument_group("compilation")
+    group.add_argument(
+        "--compile",
+        metavar="TOPOLOGY",
+        help="Compile for these TPUs instead of --chip and --devices: v5e:4x4, "
+        "v5p:2x4x4, v6e:8x8.",
+    )
+    group.add_argument(
+        "--step", default="train", help="The step to compile: train or predict."
+    )
+    group.add_argument(
+        "--fit",
+        action="store_true",
+        help="If the step does not fit, rematerialise, and then halve the batch.",
+    )
+    group.add_argument(
+        "--figure", type=Path, metavar="FILE.png", help="Draw memory and time there."
+    )
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
+    compiles = args.compile is not None
+    for name, default in (ARITHMETIC if compiles else COMPILER).items():
+        if (value := getattr(args, name)) != default:
+            raise ValueError(
+                f"Expected no --{name.replace('_', '-')} with"
+                f"{'' if compiles else 'out'} --compile; received: {value!r}"
+            )
+    if compiles:
+        return compiled(args, console)
+    if args.devices is None:
+        raise ValueError("Expected --devices or --compile; received: neither")
     if args.expert_parallel is not None:
         chosen = costs(args, args.expert_parallel)
         return Result({"costs": as_json(chosen)}, (chosen.print,))
@@ -85,6 +134,32 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         {"layouts": values, "costs": as_json(chosen)},
         (comparison(args, compared), chosen.print),
     )
+
+
+def compiled(args: argparse.Namespace, console: Any) -> Result:
+    """The costs that the compiler finds."""
+    with console.status(f"compiling {args.preset} for {args.compile}"):
+        found = keras_moe.distribution.compiled_costs(
+            args.preset,
+            args.compile,
+            args.batch_size,
+            args.step,
+            args.expert_parallel,
+            args.model_parallel,
+            num_classes=args.num_classes,
+            fit=args.fit,
+            **model_overrides(args.set, OWN),
+        )
+    if args.figure is not None:
+        from keras_moe.analysis import plots
+
+        plots.plot_step_costs(found, args.figure)
+    values = {
+        **found._asdict(),
+        "memory_bytes": found.memory_bytes,
+        "step_seconds": found.step_seconds,
+    }
+    return Result(values, (found.print,))
 
 
 def costs(args: argparse.Namespace, expert_parallel: int | str) -> Any:

@@ -2,7 +2,26 @@
 
 from keras_moe.distribution.auto import auto, gathered
 from keras_moe.distribution.chips import CHIPS, Chip
+from keras_moe.distribution.compiled import (
+    TOPOLOGIES,
+    CompiledCosts,
+    DoesNotFit,
+    compiled_costs,
+)
 from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
 
-__all__ = ["CHIPS", "Chip", "Costs", "Layouts", "auto", "costs", "gathered", "layouts"]
+__all__ = [
+    "CHIPS",
+    "TOPOLOGIES",
+    "Chip",
+    "CompiledCosts",
+    "Costs",
+    "DoesNotFit",
+    "Layouts",
+    "auto",
+    "compiled_costs",
+    "costs",
+    "gathered",
+    "layouts",
+]

@@ -42,8 +42,8 @@ def auto(
             `keras_moe.models.describe`. No weights are allocated for it.
         devices: a list from `keras.distribution.list_devices()`; defaults to all.
         expert_parallel: number of devices to split the experts over: `"batch"` for the
-            whole batch axis; a smaller number adds a replica axis. Defaults to
-            `"batch"` if that divides the experts, else 1.
+            whole batch axis; a smaller number adds a replica axis. Defaults to the
+            largest number that divides the axis and the experts.
         model_parallel: number of devices to split attention heads and hidden units over
             (tensor parallelism).
         batch_size: optional global batch size, checked against the mesh.
@@ -65,13 +65,7 @@ def auto(
     ...     )
     ...     keras.distribution.set_distribution(None)
     """
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise ValueError(
-            "Expected the JAX backend, the only one on which Keras splits models. On "
-            f"this one, {INSTEAD.get(backend, 'use one device')}; "
-            f"received: backend={backend!r}"
-        )
+    check_backend()
     devices = keras.distribution.list_devices() if devices is None else list(devices)
     rules = layouts(
         model_or_preset,
@@ -101,6 +95,17 @@ def auto(
         batch_dim_name=mesh.axis_names[0],
         auto_shard_dataset=auto_shard_dataset,
     )
+
+
+def check_backend() -> None:
+    """Raises ValueError on backends on which Keras does not split models."""
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise ValueError(
+            "Expected the JAX backend, the only one on which Keras splits models. On "
+            f"this one, {INSTEAD.get(backend, 'use one device')}; "
+            f"received: backend={backend!r}"
+        )
 
 
 def _mesh(sizes, devices):

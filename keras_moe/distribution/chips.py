@@ -93,10 +93,30 @@ CHIPS = {
             "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GB, 2765 GB/s, 4800 Gbit/s",
         ),
         Chip(
-            # The data sheet counts sparse operations and both link directions.
+            # 800 GB/s over four links, both directions counted.
+            "tpu_v6e", 918e12, 32e9, 1638e9, 4, 100e9, 2,
+            "Google Cloud, TPU v6e: 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s",
+        ),
+        Chip(
+            # 1200 GB/s over six links, both directions counted.
+            "tpu_7x", 2307e12, 192 * 2**30, 7380e9, 6, 100e9, 3,
+            "Google Cloud, TPU7x: 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s",
+        ),
+        Chip(
+            # The data sheets count sparse operations and both link directions.
+            "h100", 989.5e12, 80e9, 3350e9, 18, 25e9, 0,
+            "NVIDIA H100 data sheet, SXM: 1979 TFLOP/s with sparsity, 80 GB, "
+            "3.35 TB/s, NVLink 900 GB/s in both directions",
+        ),
+        Chip(
             "h200", 989.5e12, 141e9, 4800e9, 18, 25e9, 0,
             "NVIDIA H200 data sheet, SXM: 1979 TFLOP/s with sparsity, 141 GB, "
             "4.8 TB/s, NVLink 900 GB/s in both directions",
+        ),
+        Chip(
+            "b200", 2250e12, 180e9, 8000e9, 18, 50e9, 0,
+            "NVIDIA HGX B200 data sheet: 4.5 PFLOP/s with sparsity, 180 GB, 8 TB/s, "
+            "NVLink 1.8 TB/s in both directions",
         ),
     )
 }  # fmt: skip

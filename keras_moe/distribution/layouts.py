@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from keras_moe.checks import check_integer
@@ -194,8 +195,7 @@ def _parts(blocks):
 def _expert_devices(expert_parallel, batch_devices, experts):
     """Returns the number of devices to split the experts over."""
     if expert_parallel is None:
-        fits = experts and all(count % batch_devices == 0 for count in experts)
-        return batch_devices if fits else 1
+        return math.gcd(batch_devices, *experts) if experts else 1
     if expert_parallel == BATCH:
         expert_parallel = batch_devices
     expert_parallel = check_integer("expert_parallel", expert_parallel)

@@ -82,6 +82,11 @@ class LogitScale(Layer):
     def call(self, embeddings: Any) -> Any:
         return keras.tree.map_structure(unit_vectors, embeddings)
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of `parameters`."""
+        return ("logit_scale", "logit_bias")[: 1 + (self.bias_value is not None)]
+
     def parameters(self) -> dict[str, Any]:
         """Scalars of a contrastive loss: `logit_scale` and maybe `logit_bias`."""
         if not self.built:

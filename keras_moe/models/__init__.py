@@ -28,7 +28,13 @@ from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
-from keras_moe.models.presets import convert, describe, from_preset, list_presets
+from keras_moe.models.presets import (
+    abstract,
+    convert,
+    describe,
+    from_preset,
+    list_presets,
+)
 from keras_moe.models.registry import (
     builtin_presets,
     register_backbone,
@@ -73,6 +79,7 @@ __all__ = [
     "Variant",
     "ViTBackbone",
     "ViTImageClassifier",
+    "abstract",
     "convert",
     "describe",
     "export_weights",

@@ -130,7 +130,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     def default_loss(self) -> ContrastiveLoss:
         """Returns the sigmoid loss if similarities have a bias, else softmax."""
-        if "logit_bias" in self.backbone.logit_scale.parameters():
+        if "logit_bias" in self.backbone.logit_scale.parameter_names:
             return SigmoidContrastiveLoss()
         return SoftmaxContrastiveLoss()
 
@@ -154,8 +154,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 "Expected a ContrastiveLoss, such as SoftmaxContrastiveLoss(); "
                 f"received: loss={loss!r}"
             )
-        scalars = self.backbone.logit_scale.parameters()
-        if missing := [name for name in loss.parameters if name not in scalars]:
+        names = self.backbone.logit_scale.parameter_names
+        if missing := [name for name in loss.parameters if name not in names]:
             raise ValueError(
                 "Expected a model with all that the loss reads, such as "
                 f"temperature='siglip'; received: {type(loss).__name__} for a model "

@@ -379,6 +379,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         # Keras chooses by label shape, whatever the loss.
         return ["accuracy"]
 
+    def label_spec(self) -> keras.KerasTensor:
+        if self.multi_label:
+            return keras.KerasTensor((None, self.num_classes), "float32")
+        return keras.KerasTensor((None,), "int32")
+
     def check_labels(self, labels: Any) -> None:
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 

@@ -58,6 +58,35 @@ def from_preset(
     return build(preset, overrides, task=task, load_weights=load_weights)
 
 
+def abstract(
+    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
+) -> Any:
+    """Creates a model whose weights have shapes and dtypes, but no values.
+
+    It takes no memory, whatever its size: for counting, for layouts, and for compiling
+    its steps (`keras_moe.distribution.compiled_costs`). Calling it on symbolic tensors
+    works; anything that reads a weight is a ValueError.
+
+    Args:
+        preset: as in `from_preset`, or a model of this library. No weights are read.
+        task: as in `from_preset`.
+        load_weights: whether the preset's weights must fit the model.
+        **overrides: as in `from_preset`.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> model = models.abstract("vmoe_h14", num_classes=1000)
+    >>> f"{model.count_params() / 1e9:.1f} billion"
+    '7.1 billion'
+    >>> model.output_shape
+    (None, 1000)
+    """
+    options = {"task": task, "load_weights": load_weights}
+    with resolve(preset, overrides, **options) as blueprint:
+        return blueprint.build_abstract()
+
+
 def convert(
     source: Any,
     task: str | None = None,

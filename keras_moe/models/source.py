@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.checks import argument_names, check_bool, check_one_of
-from keras_moe.compat import check_file_exists, load_json
+from keras_moe.compat import check_file_exists, load_json, variables_without_values
 from keras_moe.models import registry
 from keras_moe.models.conversion import (
     HEAD,
@@ -314,6 +314,21 @@ class Blueprint:
                     model = self.task(model, **self.task_config)
             report = None if weights is None else weights.load(model, progress)
         return model, report
+
+    def build_abstract(self, compiled_like: Any = None) -> keras.Model:
+        """Creates the model with weights that have shapes, and no values."""
+        with self._explained(), variables_without_values(), skip_init():
+            model = self.backbone.from_config(self.config)
+            if self.task is not None:
+                model = self.task(model, **{**self.task_config, "compile": False})
+        if self.task is not None:
+            # Its optimizer has numbers, which have values.
+            settings = {}
+            if compiled_like is not None and compiled_like.compiled:
+                config = compiled_like.get_compile_config()
+                settings = keras.saving.deserialize_keras_object(config)
+            model.compile(**settings)
+        return model
 
     def _sizes(self):
         """The arguments that determine costs, which are the same for every dtype."""

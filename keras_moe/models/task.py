@@ -162,6 +162,10 @@ class MoETask(MoEModel):
         """Returns the metrics for `compile(metrics="auto")`."""
         return []
 
+    def label_spec(self) -> keras.KerasTensor | None:
+        """Returns the symbolic labels of a batch; None for tasks without labels."""
+        return None
+
     def check_labels(self, labels: Any) -> None:
         """Raises ValueError if labels, of any type that `fit` accepts, do not fit."""
 

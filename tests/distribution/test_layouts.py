@@ -79,6 +79,8 @@ def test_meshes():
         {"batch": 4, "model": 2},
         {"replica": 2, "expert": 2, "model": 2},
     )
+    # 32 experts on 64 devices: two replicas of them.
+    assert meshes(64) == ({"batch": 64}, {"replica": 2, "expert": 32})
     # 32 experts do not lie on 3 devices: all have all.
     assert distribution.layouts("vmoe_b16", 3).weights == {}
     assert distribution.layouts("vit_b16", 8).weights == {}

@@ -394,6 +394,33 @@ def test_a_saved_task_comes_back_by_every_door(saved):
 
 
 @pytest.mark.every_backend
+@pytest.mark.parametrize("preset", ["vmoe_digits", "clip_emoji"])
+def test_a_model_without_weights_is_the_same_model(preset):
+    abstract, model = models.abstract(preset), models.from_preset(preset)
+    assert type(abstract) is type(model)
+    assert abstract.describe() == model.describe()._replace(name=abstract.name)
+    shapes = [(x.path, x.shape, x.dtype) for x in model.trainable_variables]
+    assert shapes == [(x.path, x.shape, x.dtype) for x in abstract.trainable_variables]
+    outputs = abstract(model.input)
+    assert keras.tree.map_structure(lambda x: x.shape, outputs) == (
+        keras.tree.map_structure(lambda x: x.shape, model(model.input))
+    )
+    with pytest.raises(ValueError, match="Expected a model with weights"):
+        abstract.get_weights()
+    inputs = keras.tree.map_structure(
+        lambda x: np.ones([n or 2 for n in x.shape], x.dtype), model.input
+    )
+    with pytest.raises(ValueError, match="Expected a model with weights"):
+        abstract.predict(inputs, verbose=0)
+    # Weights made later have values.
+    with keras.StatelessScope():
+        pass
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    assert layer.get_weights()[0].shape == (3, 2)
+
+
+@pytest.mark.every_backend
 def test_keras_files_and_weights_round_trip(saved, tmp_path):
     model = models.from_preset(str(saved[0]))
     model.save(tmp_path / "model.keras")

@@ -56,6 +56,51 @@ def plot_training_history(
     return save_figure(figure, path, title)
 
 
+def plot_step_costs(
+    costs: Any, path: str | os.PathLike | None = None, title: str | None = None
+) -> Any:
+    """Plots the memory and the time of a step by part.
+
+    Args:
+        costs: `keras_moe.distribution.CompiledCosts`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> from keras_moe.distribution import CompiledCosts
+    >>> costs = CompiledCosts(
+    ...     "mine", "v5e:1x1", 1, "train", 8, {"weights": 2e9}, 16e9, 1e12, 1e12,
+    ...     {"experts": 0.01, "collectives": 0.0}, 0.5, {}, [], 0, {}, 9.0,
+    ... )
+    >>> figure = plots.plot_step_costs(costs, "costs.png")
+    """
+    free = costs.capacity - costs.memory_bytes
+    panels = {
+        f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
+            name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
+        },
+        f"time of a step, ms (model FLOPs utilisation {costs.utilization:.0%})": {
+            name: 1e3 * seconds for name, seconds in costs.seconds.items()
+        },
+    }
+    figure = new_figure(figsize=(9, 3.6), dpi=110)
+    for axis, (label, parts) in zip(figure.subplots(1, 2), panels.items()):
+        names, values = list(parts), list(parts.values())
+        colors = ["0.8" if name == "free" else "tab:blue" for name in names]
+        axis.barh(names, values, color=colors)
+        for y, value in enumerate(values):
+            axis.annotate(f" {value:.2f}", (max(value, 0), y), va="center", fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.18)
+        axis.set_title(label, fontsize=9)
+        axis.tick_params(labelsize=8)
+    if title is None:
+        title = f"{costs.name}, {costs.step} step of {costs.batch_size:,}"
+        title += f" on {costs.topology}"
+    return save_figure(figure, path, title)
+
+
 def plot_router_health(
     csv_path: str | os.PathLike,
     path: str | os.PathLike | None = None,

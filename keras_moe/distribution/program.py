@@ -1,0 +1,188 @@
+"""Reads the text of a program that XLA compiled: cycles, sources and collectives."""
+
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+# Parts of a model by what the names of their operations contain, the first that fits.
+PARTS = {
+    "experts": "/experts/",
+    "router": "/router/",
+    "dispatch": "/moe/",
+    "attention": "/attention/",
+    "MLPs": "/mlp/",
+}
+COLLECTIVES = (
+    "all-to-all",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+)
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+INSTRUCTION = re.compile(r"  (?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
+CALLED = re.compile(r"(body|condition|\w+_computation|calls)=%?([\w.\-]+)")
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+# The compiler counts all tiles of a grouped matmul for every group.
+UNTIMED = "ragged_dot"
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
+FRAME = re.compile(r"stack_frame_id=(\d+)")
+ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
+
+
+class Operation(NamedTuple):
+    """An operation of a program with the cycles of all its runs in a step."""
+
+    part: str
+    operation: str
+    source: str | None
+    cycles: int
+
+
+class Program:
+    """The text of a compiled program.
+
+    Args:
+        text: the optimised HLO.
+        optimizer: name of the optimizer, whose operations are a part of their own.
+    """
+
+    def __init__(self, text: str, optimizer: str | None = None):
+        self._optimizer = optimizer
+        self._computations, self._entry = _computations(text)
+        self._sources = _sources(text)
+
+    def operations(self) -> list[Operation]:
+        """All operations with estimated cycles; grouped matmuls have no true ones."""
+        found = []
+        for line, _, times in self._lines():
+            name = OP_NAME.search(line)
+            name = name[1] if name else ""
+            cycles = CYCLES.search(line)
+            if cycles and UNTIMED not in name:
+                frame = FRAME.search(line)
+                source = self._sources.get(int(frame[1])) if frame else None
+                runs = times * int(cycles[1])
+                found.append(Operation(self._part(name), _short(name), source, runs))
+        return found
+
+    def num_untimed(self) -> int:
+        """Number of grouped matmuls, whose time the compiler does not know."""
+        return sum(
+            times
+            for line, match, times in self._lines()
+            if UNTIMED in line and match[3] in ("fusion", "custom-call")
+        )
+
+    def longest(self, number: int) -> list[Operation]:
+        """The operations with the most cycles."""
+        return sorted(self.operations(), key=lambda x: -x.cycles)[:number]
+
+    def cycles_by_part(self) -> dict[str, int]:
+        """Cycles of each part that has some, the largest first."""
+        cycles = Counter()
+        for each in self.operations():
+            cycles[each.part] += each.cycles
+        return dict(cycles.most_common())
+
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Number of runs, and bytes of their results on one device, by kind."""
+        numbers, sizes = Counter(), Counter()
+        for _, match, times in self._lines():
+            kind = match[3].removesuffix("-start")
+            if kind in COLLECTIVES:
+                result = match[2]
+                if match[3] != kind and kind == "all-gather":
+                    # A tuple of the argument and the result.
+                    result = result.partition(", ")[2]
+                numbers[kind] += times
+                sizes[kind] += times * _bytes(result)
+        return {kind: (numbers[kind], sizes[kind]) for kind in numbers}
+
+    def _part(self, name):
+        for part, content in PARTS.items():
+            if content in name:
+                return part
+        if self._optimizer is not None and f"/{self._optimizer}/" in name:
+            return "optimizer"
+        return "other"
+
+    def _lines(self):
+        """Instructions that run, each with the number of its runs in a step."""
+        waiting = [(self._entry, 1)]
+        while waiting:
+            name, times = waiting.pop()
+            for line in self._computations[name]:
+                match = INSTRUCTION.match(line)
+                if match is None:
+                    continue
+                yield line, match, times
+                # The operations of a fusion are in its own cycles.
+                if match[3] == "fusion":
+                    continue
+                trips = TRIPS.search(line)
+                for role, called in CALLED.findall(line):
+                    runs = int(trips[1]) if trips and role == "body" else 1
+                    if called in self._computations:
+                        waiting.append((called, times * runs))
+
+
+def _computations(text):
+    """The lines of each computation, and the name of the first that runs."""
+    computations, lines, entry = {}, [], None
+    for line in text.splitlines():
+        if line.startswith("  "):
+            lines.append(line)
+        elif match := COMPUTATION.match(line):
+            lines = computations.setdefault(match[2], [])
+            entry = match[2] if match[1] else entry
+    return computations, entry
+
+
+def _sources(text):
+    """File and line within this library of each stack frame, by its number."""
+    tables = {
+        name: dict(re.findall(r"^(\d+) (.*)$", body, re.M))
+        for name, body in re.findall(
+            r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", text, re.M
+        )
+    }
+    if len(tables) < 3:
+        return {}
+    places = {}
+    for number, fields in tables["FileLocations"].items():
+        file, line = re.search(r"file_name_id=(\d+).*? line=(\d+)", fields).groups()
+        path = tables["FileNames"][file].strip('"')
+        _, found, inside = path.rpartition("keras_moe/")
+        # The planner itself is the outermost.
+        within = found and not inside.startswith("distribution/")
+        places[number] = f"{inside}:{line}" if within else None
+    sources = {}
+    frames = tables["StackFrames"]
+    for number in frames:
+        frame, seen = number, set()
+        # The innermost frame within the library, if any.
+        while frame in frames and frame not in seen:
+            seen.add(frame)
+            place, parent = re.findall(r"=(\d+)", frames[frame])
+            if places[place]:
+                sources[int(number)] = places[place]
+                break
+            # Parents are counted from 2.
+            frame = str(int(parent) - 1)
+    return sources
+
+
+def _short(name):
+    """The last layers and the operation of a full name."""
+    return "/".join(name.split("/")[-3:])
+
+
+def _bytes(result):
+    return sum(
+        BYTES.get(dtype, 4) * math.prod(int(x) for x in shape.split(",") if x)
+        for dtype, shape in ARRAY.findall(re.sub(r"\{[^{}]*\}", "", result))
+    )

@@ -1,0 +1,211 @@
+"""Costs that a compiler finds for devices that are not there."""
+
+import importlib.util
+import json
+import math
+
+import keras
+import pytest
+
+from keras_moe import distribution, models
+from keras_moe.distribution import compiled
+from keras_moe.distribution.program import Program
+
+# Half of a call's text is what the compiler prints for each instruction.
+CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
+PROGRAM = f"""HloModule jit_train_step
+
+FileNames
+1 "/site/keras_moe/distribution/compiled.py"
+2 "/site/keras_moe/layers/moe.py"
+3 "/site/keras/src/ops/numpy.py"
+
+FunctionNames
+1 "call"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}}
+2 {{file_name_id=2 function_name_id=1 line=40 end_line=41 column=1 end_column=2}}
+3 {{file_name_id=3 function_name_id=1 line=9 end_line=9 column=1 end_column=2}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+3 {{file_location_id=3 parent_frame_id=3}}
+
+%inside (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %x = f32[8]{{0}} add(%p, %p), {CYCLES % 1000}
+}}
+
+%body (p: f32[8]) -> f32[8] {{
+  %p.1 = f32[8]{{0}} parameter(0)
+  ROOT %y = f32[8]{{0}} fusion(%p.1), calls=%inside, \
+metadata={{op_name="jit(train_step)/block_1/moe/experts/dot_general" stack_frame_id=3}}, \
+{CYCLES % 5}
+}}
+
+%condition (p: f32[8]) -> pred[] {{
+  ROOT %c = pred[] compare(%p, %p), direction=LT, {CYCLES % 2}
+}}
+
+ENTRY %main (a: bf16[4,8]) -> f32[8] {{
+  %a = bf16[4,8]{{1,0:T(8,128)(2,1)}} parameter(0)
+  %w = f32[8]{{0}} while(%a), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+  %s = bf16[4,8]{{1,0:T(8,128)(2,1)}} all-to-all(%a), dimensions={{0}}
+  %g = (bf16[2,8]{{1,0}}, bf16[4,8]{{1,0}}) all-gather-start(%a), dimensions={{0}}
+  %r = (f32[], f32[16]) all-reduce(%a, %w), to_apply=%sum
+  %d = f32[8]{{0}} fusion(%w), calls=%inside, \
+metadata={{op_name="jit(train_step)/adam_w/sub" stack_frame_id=1}}, {CYCLES % 7}
+  ROOT %u = f32[8]{{0}} fusion(%d), calls=%inside, \
+metadata={{op_name="block_1/moe/experts/ragged_dot_general" stack_frame_id=2}}, \
+{CYCLES % 9000}
+}}
+"""
+
+
+def test_a_program_by_hand():
+    program = Program(PROGRAM, "adam_w")
+    # Three rounds of the loop; the condition's cycles count once, for a round.
+    assert program.cycles_by_part() == {"experts": 15, "optimizer": 7, "other": 2}
+    first, second, _ = program.longest(10)
+    assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 15)
+    # The planner's own frame is no source.
+    assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 7)
+    assert program.num_untimed() == 1
+    assert program.collectives() == {
+        "all-to-all": (1, 64),
+        "all-gather": (1, 64),
+        "all-reduce": (1, 68),
+    }
+    assert "optimizer" not in Program(PROGRAM).cycles_by_part()
+
+
+def test_a_compiler_says_how_much_is_too_much():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Used 45.25G of 15.75G hbm. Exceeded")
+    explained = compiled._explained(error, "vmoe_h14", "v5e:1x1")
+    assert isinstance(explained, distribution.DoesNotFit)
+    for text in ("15.75 GiB", "vmoe_h14", "45.25 GiB, 29.50 more", "rematerialize"):
+        assert text in str(explained)
+    other = RuntimeError("INTERNAL")
+    assert compiled._explained(other, "vmoe_h14", "v5e:1x1") is other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vmoe_b16", "v5e:4x5", 256), "'v5e:4x4'"),
+        (("vmoe_b16", "v5e:4x4", 0), "batch_size=0"),
+        (("vmoe_b16", "v5e:4x4", 256, "generate"), "step='generate'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        distribution.compiled_costs(*arguments)
+
+
+def test_what_is_not_there_is_named(monkeypatch):
+    message = "JAX backend|tpu-plan"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises((ImportError, ValueError), match=message):
+        distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
+
+
+@pytest.fixture
+def on_this_machine(monkeypatch):
+    """Compiles for the CPU instead, whose programs have no cycles."""
+    if keras.backend.backend() != "jax":
+        pytest.skip("compiles with JAX")
+    import jax
+
+    chip, devices = distribution.CHIPS["tpu_v5e"], jax.devices("cpu")[:1]
+    monkeypatch.setattr(compiled, "_chip_and_devices", lambda _: (chip, devices))
+
+    def compile(lowered, *_):
+        program = lowered.compile()
+        return program, program.as_text()
+
+    monkeypatch.setattr(compiled, "_compile", compile)
+    monkeypatch.setattr(Program, "cycles_by_part", lambda _: {"experts": 1_503_000})
+
+
+def size(variable):
+    return math.prod(variable.shape)
+
+
+@pytest.mark.every_backend
+def test_memory_and_rates(on_this_machine):
+    found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, dtype="float32")
+    model = models.abstract("vmoe_digits")
+    assert found.memory["weights"] == 4 * sum(map(size, model.variables))
+    # Two moments, and a few numbers.
+    moments = 8 * sum(map(size, model.trainable_variables))
+    assert 0 <= found.memory["optimizer"] - moments < 100
+    assert found.memory["batch"] == 8 * (16 * 16 * 4 + 4)
+    # 1.5 million cycles of 1.5 GHz.
+    assert found.seconds["experts"] == pytest.approx(1e-3, rel=1e-3)
+    flops = 3 * 8 * sum(part.flops for part in model.describe().parts)
+    assert found.model_flops == flops
+    assert found.utilization == pytest.approx(flops / 197e12 / 1e-3, rel=1e-3)
+    json.dumps(found._asdict())
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("preset", ["clip_emoji", "limoe_emoji", "moepp_digits"])
+@pytest.mark.parametrize("step", ["train", "predict"])
+def test_every_kind_of_model(on_this_machine, preset, step):
+    found = distribution.compiled_costs(preset, "v5e:1x1", 4, step)
+    assert found.name == preset
+    assert found.memory_bytes > found.memory["weights"] > 0
+    assert (found.memory["optimizer"] > 0) == (step == "train")
+
+
+@pytest.mark.every_backend
+def test_a_model_of_ones_own(on_this_machine):
+    model = models.from_preset("vmoe_digits")
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=model.loss)
+    before = [variable.path for variable in model.optimizer.variables]
+    found = distribution.compiled_costs(model, "v5e:1x1", 8)
+    # Plain gradient descent has no moments.
+    assert found.memory["optimizer"] < 100
+    assert [variable.path for variable in model.optimizer.variables] == before
+    with pytest.raises(ValueError, match="a ViTBackbone"):
+        distribution.compiled_costs(model.backbone, "v5e:1x1", 8)
+
+
+@pytest.mark.every_backend
+def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
+    compile, tried = compiled._compile, []
+
+    def narrow(lowered, *names):
+        tried.append(lowered.in_avals[0][1][0].shape[0])
+        if len(tried) < 3:
+            raise distribution.DoesNotFit("too large")
+        return compile(lowered, *names)
+
+    monkeypatch.setattr(compiled, "_compile", narrow)
+    with pytest.raises(distribution.DoesNotFit, match="too large"):
+        distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
+    tried.clear()
+    found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, fit=True)
+    assert tried == [8, 8, 4]
+    assert found.changes == {"rematerialize": True, "batch_size": 4}
+    assert found.batch_size == 4
+
+
+@pytest.mark.every_backend
+def test_libtpu_compiles_what_it_plans(capfd):
+    if keras.backend.backend() != "jax":
+        pytest.skip("compiles with JAX")
+    pytest.importorskip("libtpu", reason="needs libtpu, the extra tpu-plan")
+    found = distribution.compiled_costs(
+        "vmoe_s32", "v5e:2x2", 16, num_layers=2, num_experts=4, num_classes=8
+    )
+    assert {"experts", "router", "attention", "optimizer"} <= {*found.seconds}
+    assert min(found.seconds.values()) > 0
+    # To the experts and back, and the same for the gradient.
+    assert found.collectives["all-to-all"][0] >= 4
+    assert 0 < found.utilization < 1
+    found.print()
+    assert "nothing ran on a TPU" in capfd.readouterr().out
