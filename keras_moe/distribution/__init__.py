@@ -5,11 +5,11 @@ from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.compiled import (
     TOPOLOGIES,
     CompiledCosts,
-    DoesNotFit,
     compiled_costs,
 )
 from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
+from keras_moe.distribution.program import DoesNotFit
 
 __all__ = [
     "CHIPS",

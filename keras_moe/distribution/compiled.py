@@ -4,14 +4,7 @@ libtpu compiles for any topology on a CPU, and its program says what it needs: m
 cycles of each operation, and what is sent between chips. Needs JAX.
 """
 
-import contextlib
-import importlib.util
 import math
-import os
-import re
-import tempfile
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -19,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.checks import argument_names, check_integer, check_one_of
-from keras_moe.compat import build_metrics, take_layout, variables_without_values
 from keras_moe.distribution.auto import auto, check_backend
 from keras_moe.distribution.chips import CHIPS
-from keras_moe.distribution.program import Program
+from keras_moe.distribution.program import DoesNotFit, Program
 from keras_moe.models import registry
 from keras_moe.models.source import resolve
 
@@ -41,21 +33,6 @@ GENERATIONS = {
 TOPOLOGIES = tuple(
     f"{name}:{shape}" for name, (*_, shapes) in GENERATIONS.items() for shape in shapes
 )
-# What libtpu asks a TPU's host for. Without a TPU it needs no lock.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-# How much of a chip the compiler needs and has, in its error.
-TOO_LARGE = re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm")
-UNITS = {"M": 2**20, "G": 2**30}
-
-
-class DoesNotFit(ValueError):
-    """The compiler found a step too large for a device's memory."""
 
 
 class CompiledCosts(NamedTuple):
@@ -252,137 +229,74 @@ def compiled_costs(
         overrides["dtype"] = dtype
     if num_classes is not None:
         overrides["num_classes"] = num_classes
-    with _without_xla_flags():
-        chip, devices = _chip_and_devices(topology)
-        changes = {}
+    from keras_moe.distribution import compilation_jax
+
+    changes = {}
+    with compilation_jax.without_xla_flags():
+        devices = compilation_jax.topology_devices(topology)
         while True:
             arguments = {**overrides, **changes}
             size = arguments.pop("batch_size", batch_size)
+            name, model, flops = _abstract(model_or_preset, step, arguments)
+            layouts = auto(model, devices, expert_parallel, model_parallel, size)
             try:
-                name, model, flops = _abstract(model_or_preset, step, arguments)
-                layouts = auto(model, devices, expert_parallel, model_parallel, size)
-                found = _compiled(name, model, layouts, topology, size, step)
+                compiled = compilation_jax.compile_step(model, layouts, size, step)
                 break
-            except DoesNotFit:
-                if not fit:
-                    raise
-                if (
-                    step == "train"
-                    and not is_model
-                    and not arguments.get("rematerialize")
-                ):
-                    changes["rematerialize"] = True
+            except DoesNotFit as error:
+                may_rematerialize = step == "train" and not is_model
+                if may_rematerialize and not arguments.get("rematerialize"):
+                    change = {"rematerialize": True}
                 elif size % (2 * len(devices) // model_parallel) == 0:
-                    changes["batch_size"] = size // 2
+                    change = {"batch_size": size // 2}
                 else:
-                    raise
-    return _costs(found, chip, flops, changes)
+                    change = None
+                if not fit or change is None:
+                    raise _too_large(*error.args, name, topology, size) from error
+                changes |= change
+    return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
 
 
-@contextlib.contextmanager
-def _without_xla_flags():
-    """Hides flags of XLA on CPUs and GPUs, over which libtpu ends the process."""
-    flags = os.environ.pop("XLA_FLAGS", None)
-    try:
-        yield
-    finally:
-        if flags is not None:
-            os.environ["XLA_FLAGS"] = flags
+def _too_large(needed, capacity, name, topology, batch_size):
+    return DoesNotFit(
+        f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
+        f"received: {name} with batch_size={batch_size}, which needs {needed:.2f} GiB, "
+        f"{needed - capacity:.2f} more. rematerialize=True, more devices, a smaller "
+        "batch or a larger expert_parallel need less"
+    )
 
 
-class _Compiled(NamedTuple):
-    """A compiled step and what is known about it."""
-
-    name: str
-    topology: str
-    num_devices: int
-    step: str
-    batch_size: int
-    compiled: Any
-    text: str
-    memory: dict
-    optimizer: str | None
-    seconds: float
-
-
-def _compiled(name, model, layouts, topology, batch_size, step):
-    lowered, state, batch = _lower(model, layouts, step, batch_size)
-    start = time.perf_counter()
-    compiled, text = _compile(lowered, name, topology)
-    return _Compiled(
+def _costs(name, topology, num_devices, step, batch_size, flops, compiled, changes):
+    """Reads the costs of a compiled program."""
+    generation, _, shape = topology.partition(":")
+    chip_name, flops_per_cycle, _ = GENERATIONS[generation]
+    chip = CHIPS[chip_name]
+    # A device may be a part of a chip.
+    share = num_devices / math.prod(map(int, shape.split("x")))
+    peak = chip.peak_flops / share
+    program = Program(compiled.text, compiled.optimizer)
+    cycle = flops_per_cycle / peak
+    seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
+    collectives = program.collectives()
+    sending = _sending_seconds(collectives, chip, num_devices)
+    model_flops = (3 if step == "train" else 1) * flops * batch_size / num_devices
+    return CompiledCosts(
         name,
         topology,
-        layouts.device_mesh.devices.size,
+        num_devices,
         step,
         batch_size,
-        compiled,
-        text,
-        _memory(compiled.memory_analysis(), state, batch),
-        getattr(getattr(model, "optimizer", None), "name", None),
-        time.perf_counter() - start,
-    )
-
-
-def _costs(found, chip, flops, changes):
-    """Reads the costs of a compiled program."""
-    devices = found.num_devices
-    # A device may be a part of a chip.
-    share = devices / _num_chips(found.topology)
-    peak = chip.peak_flops / share
-    clock = peak / GENERATIONS[found.topology.partition(":")[0]][1]
-    program = Program(found.text, found.optimizer)
-    seconds = {part: x / clock for part, x in program.cycles_by_part().items()}
-    collectives = program.collectives()
-    sending = _sending_seconds(collectives, chip, devices)
-    total = max(sum(seconds.values()), sending)
-    passes = 3 if found.step == "train" else 1
-    model_flops = passes * flops * found.batch_size / devices
-    return CompiledCosts(
-        found.name,
-        found.topology,
-        devices,
-        found.step,
-        found.batch_size,
-        found.memory,
+        compiled.memory,
         chip.memory / share,
-        found.compiled.cost_analysis()["flops"],
+        compiled.flops,
         model_flops,
         {**seconds, "collectives": sending},
-        model_flops / (peak * total),
+        model_flops / (peak * max(sum(seconds.values()), sending)),
         collectives,
-        [
-            {**each._asdict(), "seconds": each.cycles / clock}
-            for each in program.longest(10)
-        ],
+        [{**x._asdict(), "seconds": cycle * x.cycles} for x in program.longest(10)],
         program.num_untimed(),
         changes,
-        found.seconds,
+        compiled.seconds,
     )
-
-
-def _chip_and_devices(topology):
-    """The chip of a topology, and its devices, which can only be compiled for."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            "Expected libtpu, the compiler of TPUs: pip install 'keras-moe[tpu-plan]'"
-        )
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    import jax
-    from jax.experimental import topologies
-
-    try:
-        devices = list(topologies.get_topology_desc(topology, "tpu").devices)
-    except Exception as error:
-        raise RuntimeError(
-            "Expected a libtpu of JAX's version, and no other process that holds its "
-            f"lock; received: jax {jax.__version__}, {' '.join(str(error).split())}"
-        ) from error
-    return CHIPS[GENERATIONS[topology.partition(":")[0]][0]], devices
-
-
-def _num_chips(topology):
-    return math.prod(map(int, topology.partition(":")[2].split("x")))
 
 
 def _abstract(source, step, overrides):
@@ -408,115 +322,6 @@ def _abstract(source, step, overrides):
 def _parts(blueprint, compiled_like=None):
     model = blueprint.build_abstract(compiled_like)
     return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
-
-
-def _lower(model, distribution, step, batch_size):
-    """The traced step, and the bytes of its state and batch on one device."""
-    import jax
-
-    backbone = getattr(model, "backbone", model)
-
-    def spec(shape, dtype, layout):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.backend_layout)
-
-    def of_variable(variable):
-        layout = distribution.get_variable_layout(variable)
-        return spec(variable.shape, variable.dtype, layout)
-
-    def of_data(x):
-        # The length of texts may be open.
-        lengths = (backbone.max_length if n is None else n for n in x.shape[1:])
-        shape = (batch_size, *lengths)
-        return spec(shape, x.dtype, distribution.get_data_layout(shape))
-
-    inputs = keras.tree.map_structure(of_data, model.input)
-    trains = step == "train"
-    with distribution.scope(), variables_without_values():
-        for variable in model.variables:
-            take_layout(variable)
-        if trains:
-            model.optimizer.build(model.trainable_variables)
-    groups = {
-        "weights": [model.trainable_variables, model.non_trainable_variables],
-        "optimizer": [],
-    }
-    if trains:
-        data = (inputs, *map(of_data, _labels(model)))
-        build_metrics(model, data)
-        groups["optimizer"] = [model.optimizer.variables, model.metrics_variables]
-    else:
-        data = (inputs,)
-    with distribution.scope():
-        specs = {
-            name: [[of_variable(x) for x in group] for group in lists]
-            for name, lists in groups.items()
-        }
-        state = tuple(specs["weights"] + specs["optimizer"])
-        layouts = jax.tree.map(lambda x: x.sharding, state)
-        if trains:
-            function = jax.jit(
-                model.train_step, donate_argnums=0, out_shardings=(None, layouts)
-            )
-        else:
-            function = jax.jit(model.predict_step)
-        lowered = function.lower(state, data)
-    sizes = {name: _device_bytes(group) for name, group in specs.items()}
-    return lowered, sizes, _device_bytes(data)
-
-
-def _labels(model):
-    """The symbolic labels of a task's training step, in a list; [] for pairs."""
-    spec = getattr(model, "label_spec", lambda: None)()
-    return [] if spec is None else [spec]
-
-
-def _device_bytes(specs):
-    import jax
-
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(specs)
-    )
-
-
-def _compile(lowered, name, topology):
-    """The compiled step, and its program as the compiler prints it."""
-    import jax
-
-    # JAX itself cannot print all programs for v5p and v6e.
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        try:
-            compiled = lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise _explained(error, name, topology) from error
-        (path,) = Path(folder).glob("*.after_codegen.txt")
-        return compiled, path.read_text(encoding="utf-8")
-
-
-def _explained(error, name, topology):
-    """The compiler's error, or `DoesNotFit` if it is one of memory."""
-    found = TOO_LARGE.search(str(error))
-    if found is None:
-        return error
-    needed, capacity = (float(found[i]) * UNITS[found[i + 1]] / 2**30 for i in (1, 3))
-    return DoesNotFit(
-        f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
-        f"received: {name}, which needs {needed:.2f} GiB, {needed - capacity:.2f} "
-        "more. rematerialize=True, more devices, a smaller batch_size or a larger "
-        "expert_parallel need less"
-    )
-
-
-def _memory(analysis, state, batch):
-    """Bytes on one device, by part; weights are replaced in place."""
-    new_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return {
-        **state,
-        "batch": batch,
-        "activations and gradients": analysis.temp_size_in_bytes + new_outputs,
-        "program": analysis.generated_code_size_in_bytes,
-    }
 
 
 def _sending_seconds(collectives, chip, devices):

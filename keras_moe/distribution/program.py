@@ -33,6 +33,10 @@ FRAME = re.compile(r"stack_frame_id=(\d+)")
 ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
+class DoesNotFit(ValueError):
+    """The compiler found a step too large for a device's memory."""
+
+
 class Operation(NamedTuple):
     """An operation of a program with the cycles of all its runs in a step."""
 

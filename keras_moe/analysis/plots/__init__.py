@@ -21,7 +21,11 @@ from keras_moe.analysis.plots.images import (
     plot_expert_views,
     plot_type_maps,
 )
-from keras_moe.analysis.plots.training import plot_router_health, plot_training_history
+from keras_moe.analysis.plots.training import (
+    plot_router_health,
+    plot_step_costs,
+    plot_training_history,
+)
 from keras_moe.analysis.plots.usage import (
     plot_coverage,
     plot_expert_groups,
@@ -42,6 +46,7 @@ __all__ = [
     "plot_polysemanticity",
     "plot_router_health",
     "plot_routing_scores",
+    "plot_step_costs",
     "plot_subpopulations",
     "plot_training_history",
     "plot_type_maps",
