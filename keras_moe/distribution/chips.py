@@ -84,18 +84,18 @@ CHIPS = {
         ),
         Chip(
             # 1600 Gbit/s over four links.
-            "tpu_v5e", 197e12, 16e9, 819e9, 4, 50e9, 2,
-            "Google Cloud, TPU v5e: 197 TFLOP/s, 16 GB, 819 GB/s, 1600 Gbit/s",
+            "tpu_v5e", 197e12, 16 * 2**30, 819e9, 4, 50e9, 2,
+            "Google Cloud, TPU v5e: 197 TFLOP/s, 16 GiB, 819 GB/s, 1600 Gbit/s",
         ),
         Chip(
             # 4800 Gbit/s over six links.
-            "tpu_v5p", 459e12, 95e9, 2765e9, 6, 100e9, 3,
-            "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GB, 2765 GB/s, 4800 Gbit/s",
+            "tpu_v5p", 459e12, 95 * 2**30, 2765e9, 6, 100e9, 3,
+            "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GiB, 2765 GB/s, 4800 Gbit/s",
         ),
         Chip(
             # 800 GB/s over four links, both directions counted.
-            "tpu_v6e", 918e12, 32e9, 1638e9, 4, 100e9, 2,
-            "Google Cloud, TPU v6e: 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s",
+            "tpu_v6e", 918e12, 32 * 2**30, 1638e9, 4, 100e9, 2,
+            "Google Cloud, TPU v6e: 918 TFLOP/s, 32 GiB, 1638 GB/s, 800 GB/s",
         ),
         Chip(
             # 1200 GB/s over six links, both directions counted.

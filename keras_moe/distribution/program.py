@@ -162,7 +162,7 @@ def _sources(text):
         path = tables["FileNames"][file].strip('"')
         _, found, inside = path.rpartition("keras_moe/")
         # The planner itself is the outermost.
-        within = found and not inside.startswith("distribution/")
+        within = found and not inside.startswith(("distribution/", "cli/"))
         places[number] = f"{inside}:{line}" if within else None
     sources = {}
     frames = tables["StackFrames"]

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
         return compile(lowered)
 
     monkeypatch.setattr(on_this_machine, "_compile", narrow)
-    with pytest.raises(distribution.DoesNotFit, match="batch_size=8.*4.50 more"):
+    with pytest.raises(distribution.DoesNotFit, match=r"batch_size=8.*4\.50 more"):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
     tried.clear()
     found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, fit=True)
