@@ -79,6 +79,10 @@ def files(tmp_path_factory):
         (f"estimate {HUGE} --set num_expert=4", "num_experts"),
         (f"estimate {HUGE} --set chip=h200", "chip='h200', which --chip sets"),
         (f"estimate {HUGE} --expert-parallel batch", "expert_parallel=256"),
+        ("estimate vit_b16 --batch-size 8", "--devices or --compile"),
+        (f"estimate {HUGE} --fit", "no --fit without --compile; received: True"),
+        (f"estimate {HUGE} --compile v5e:4x4", "no --devices with --compile"),
+        ("estimate vit_b16 --batch-size 8 --compile v5e:4x5", "'v5e:4x4'"),
         # deduplicate
         ("deduplicate --data digits --split dev", "split='dev'"),
         ("deduplicate --data folder:nowhere", "'nowhere'"),

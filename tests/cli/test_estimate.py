@@ -53,3 +53,33 @@ def test_the_chosen_layout_and_all_others(tables_and_json):
 def test_a_dense_model_has_one_layout(plan):
     dense = ("vit_b16", "--devices", 6, "--batch-size", 12)
     assert "experts over 1, heads over 2" in plan(*dense, "--model-parallel", 2)[1]
+
+
+def test_what_the_compiler_finds(tables_and_json, monkeypatch, tmp_path):
+    asked = []
+
+    def compiled_costs(*arguments, **options):
+        asked.append((arguments, options))
+        return distribution.CompiledCosts(
+            "vmoe_b16", "v5e:2x2", 4, "train", 64, {"weights": 2**30}, 2**34, 2e12,
+            1e12, {"experts": 0.25, "collectives": 0.75}, 0.5, {"all-to-all": (4, 1e9)},
+            [{"part": "experts", "operation": "moe/dot", "source": None, "seconds": 1}],
+            2, {"rematerialize": True}, 9.0,
+        )  # fmt: skip
+
+    monkeypatch.setattr(distribution, "compiled_costs", compiled_costs)
+    figure = tmp_path / "costs.png"
+    output, values = tables_and_json(
+        "estimate", "vmoe_b16", "--compile", "v5e:2x2", "--batch-size", 64, "--fit",
+        "--model-parallel", 2, "--set", "num_layers=2", "--figure", figure,
+    )  # fmt: skip
+    assert asked[0] == (
+        ("vmoe_b16", "v5e:2x2", 64, "train", None, 2),
+        {"num_classes": None, "fit": True, "num_layers": 2},
+    )
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    for text in ("1.00", "250.00", "25%", "750.00", "50%", "moe/dot", "2 grouped"):
+        assert text in output
+    assert "rematerialize=True" in output
+    assert values["memory_bytes"] == 2**30
+    assert values["step_seconds"] == [0.75, 1.0]

@@ -154,8 +154,10 @@ def test_memory_and_rates(on_this_machine):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize("preset", ["clip_emoji", "limoe_emoji", "moepp_digits"])
-@pytest.mark.parametrize("step", ["train", "predict"])
+@pytest.mark.parametrize(
+    ("preset", "step"),
+    [("clip_emoji", "train"), ("limoe_emoji", "predict"), ("moepp_digits", "predict")],
+)
 def test_every_kind_of_model(on_this_machine, preset, step):
     found = distribution.compiled_costs(preset, "v5e:1x1", 4, step)
     assert found.name == preset
