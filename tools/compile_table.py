@@ -1,4 +1,4 @@
-"""Compiles every kind of model for TPUs that are not there, and prints a table.
+"""Compiles every kind of model for TPUs, without a TPU, and prints a table.
 
     KERAS_BACKEND=jax python -m tools.compile_table
     KERAS_BACKEND=jax python -m tools.compile_table --topologies v6e:2x2 --rows soft
@@ -22,7 +22,7 @@ ROWS = {
     **{router: ("vmoe_s32", {"router": router}) for router in routers.ROUTERS},
     "softmax_token_choice, dropless": ("vmoe_s32", {"dropless": True}),
     "softmax_token_choice, einsum": ("vmoe_s32", {"dispatcher": "einsum"}),
-    "Soft MoE": ("soft_moe_s16", {}),
+    "Soft MoE": ("soft_moe_s16", {"moe_layers": [1]}),
     "MoE++": ("moepp_vit_s32", {}),
     "muMoE, CP": ("mumoe_vit_s16_cp", {}),
     "muMoE, TR": ("mumoe_vit_s16_tr", {}),

@@ -48,16 +48,17 @@ OWN = {
     "step": "--step",
     "fit": "--fit",
 }
+# Policies of models, by the dtype of their activations.
+POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 # What only arithmetic takes, with its defaults.
 ARITHMETIC = {
     "chip": "tpu_v4",
     "devices": None,
     "optimizer": "adam",
-    "dtype": "bfloat16",
     "utilization": 0.4,
     "text_tokens": 0,
 }
-# The same of the compiler.
+# The compiler's options, with their defaults.
 COMPILER = {"step": "train", "fit": False, "figure": None}
 
 
@@ -108,7 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="If the step does not fit, rematerialise, and then halve the batch.",
     )
     group.add_argument(
-        "--figure", type=Path, metavar="FILE.png", help="Draw memory and time there."
+        "--figure",
+        type=Path,
+        metavar="FILE.png",
+        help="Save a chart of memory and time to this file.",
     )
 
 
@@ -138,6 +142,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
 
 def compiled(args: argparse.Namespace, console: Any) -> Result:
     """The costs that the compiler finds."""
+    if args.figure is not None:
+        args.figure.parent.mkdir(parents=True, exist_ok=True)
     with console.status(f"compiling {args.preset} for {args.compile}"):
         found = keras_moe.distribution.compiled_costs(
             args.preset,
@@ -146,6 +152,7 @@ def compiled(args: argparse.Namespace, console: Any) -> Result:
             args.step,
             args.expert_parallel,
             args.model_parallel,
+            dtype=POLICIES.get(args.dtype, args.dtype),
             num_classes=args.num_classes,
             fit=args.fit,
             **model_overrides(args.set, OWN),

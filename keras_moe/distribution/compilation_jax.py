@@ -1,4 +1,4 @@
-"""Compiles a model's step for TPUs that are not there, by JAX and libtpu."""
+"""Compiles a model's step for TPUs without a TPU, by JAX and libtpu."""
 
 import contextlib
 import importlib.util
@@ -27,17 +27,23 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # How much of a chip the compiler needs and has, in its error.
-TOO_LARGE = re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm")
+TOO_LARGE = (
+    re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm"),
+    re.compile(r"\(([\d.]+)([MG])\) exceeds available HBM \(([\d.]+)([MG])\)"),
+)
 UNITS = {"M": 2**-10, "G": 1}
 
 
 @contextlib.contextmanager
-def without_xla_flags() -> Iterator[None]:
-    """Hides flags of XLA on CPUs and GPUs, over which libtpu ends the process."""
+def alone() -> Iterator[None]:
+    """Hides the user's distribution, and flags of XLA that make libtpu abort."""
     flags = os.environ.pop("XLA_FLAGS", None)
+    distribution = keras.distribution.distribution()
+    keras.distribution.set_distribution(None)
     try:
         yield
     finally:
+        keras.distribution.set_distribution(distribution)
         if flags is not None:
             os.environ["XLA_FLAGS"] = flags
 
@@ -50,8 +56,10 @@ def topology_devices(topology: str) -> list:
         )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # As on real chips, where both cores of a v4 are one device.
+    options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
     try:
-        return list(topologies.get_topology_desc(topology, "tpu").devices)
+        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except Exception as error:
         raise RuntimeError(
             "Expected a libtpu of JAX's version, and no other process that holds its "
@@ -108,13 +116,14 @@ def _lower(model, distribution, step, batch_size):
         for variable in model.variables:
             take_layout(variable)
         if trains:
-            model.optimizer.build(model.trainable_variables)
+            _build_optimizer(model)
     groups = {
         "weights": [model.trainable_variables, model.non_trainable_variables],
         "optimizer": [],
     }
     if trains:
-        data = (inputs, *map(of_data, _labels(model)))
+        labels = model.label_spec()
+        data = (inputs,) if labels is None else (inputs, of_data(labels))
         build_metrics(model, data)
         groups["optimizer"] = [model.optimizer.variables, model.metrics_variables]
     else:
@@ -137,10 +146,15 @@ def _lower(model, distribution, step, batch_size):
     return lowered, sizes, _device_bytes(data)
 
 
-def _labels(model):
-    """The symbolic labels of a task's training step, in a list; [] for pairs."""
-    spec = getattr(model, "label_spec", lambda: None)()
-    return [] if spec is None else [spec]
+def _build_optimizer(model):
+    try:
+        model.optimizer.build(model.trainable_variables)
+    except ValueError as error:
+        # Keras's Adafactor computes initial values.
+        raise ValueError(
+            "Expected an optimizer whose state begins with an initializer, such as "
+            f"AdamW; received: optimizer={type(model.optimizer).__name__}"
+        ) from error
 
 
 def _device_bytes(specs):
@@ -165,10 +179,10 @@ def _compile(lowered):
 
 def explained(error: Exception) -> Exception:
     """The compiler's error, or `DoesNotFit` with the GiB that it needs and has."""
-    found = TOO_LARGE.search(str(error))
-    if found is None:
-        return error
-    return DoesNotFit(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))
+    for pattern in TOO_LARGE:
+        if found := pattern.search(str(error)):
+            return DoesNotFit(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))
+    return error
 
 
 def _memory(analysis, state, batch):
@@ -177,6 +191,7 @@ def _memory(analysis, state, batch):
     return {
         **state,
         "batch": batch,
+        "padding": analysis.argument_size_in_bytes - sum(state.values()) - batch,
         "activations and gradients": analysis.temp_size_in_bytes + new_outputs,
         "program": analysis.generated_code_size_in_bytes,
     }

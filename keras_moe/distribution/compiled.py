@@ -1,4 +1,4 @@
-"""Costs of a step as the TPU compiler sees them, without a TPU.
+"""Costs of a step by the TPU compiler, without a TPU.
 
 libtpu compiles for any topology on a CPU, and its program says what it needs: memory,
 cycles of each operation, and what is sent between chips. Needs JAX.
@@ -21,14 +21,14 @@ from keras_moe.models.source import resolve
 STEPS = ("train", "predict")
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-# Names of libtpu, and for each generation the chip and the FLOPs of a device in a cycle
-# of its matrix units.
+# By libtpu's names: the chip, FLOPs of a device in a cycle of its matrix units, the
+# GiB that the compiler fills, and the shapes.
 GENERATIONS = {
-    "v4": ("tpu_v4", 2**17, CUBES),
-    "v5e": ("tpu_v5e", 2**17, FLAT),
-    "v5p": ("tpu_v5p", 2**18, ("1x1x1", *CUBES)),
-    "v6e": ("tpu_v6e", 2**19, FLAT),
-    "tpu7x": ("tpu_7x", 2**19, CUBES),
+    "v4": ("tpu_v4", 2**18, 30.75, CUBES),
+    "v5e": ("tpu_v5e", 2**17, 15.75, FLAT),
+    "v5p": ("tpu_v5p", 2**18, 95.73, ("1x1x1", *CUBES)),
+    "v6e": ("tpu_v6e", 2**19, 31.24, FLAT),
+    "tpu7x": ("tpu_7x", 2**19, 94.74, CUBES),
 }
 TOPOLOGIES = tuple(
     f"{name}:{shape}" for name, (*_, shapes) in GENERATIONS.items() for shape in shapes
@@ -41,11 +41,11 @@ class CompiledCosts(NamedTuple):
     Attributes:
         name: name of the model.
         topology: name of the topology.
-        num_devices: number of devices; a TPU v4 or 7x chip has two.
+        num_devices: number of devices; a TPU 7x chip has two.
         step: `"train"` or `"predict"`.
         batch_size: global batch size.
         memory: dict from part to bytes on one device: `"weights"`, `"optimizer"`,
-            `"batch"`, `"activations and gradients"` and `"program"`.
+            `"batch"`, `"padding"`, `"activations and gradients"` and `"program"`.
         capacity: bytes of memory of one device.
         flops: FLOPs of one device, as the program runs them.
         model_flops: FLOPs of one device without repetition and padding: those of
@@ -53,11 +53,13 @@ class CompiledCosts(NamedTuple):
         seconds: dict from part to seconds: `"experts"`, `"dispatch"`, `"router"`,
             `"attention"`, `"MLPs"`, `"optimizer"`, `"other"` and `"collectives"`; the
             last may overlap the others.
-        utilization: `model_flops` over the peak FLOPs of a step.
+        utilization: `model_flops` over the peak FLOPs of a step; None if `seconds` is
+            not complete.
         collectives: dict from kind to the number and bytes of one device's results.
-        operations: the ten longest operations, a dict each.
-        num_untimed: number of grouped matmuls (experts without a capacity), of whose
-            time the compiler has no estimate: `seconds` lacks it.
+        operations: the ten longest operations, those of all blocks together, a dict
+            each.
+        num_untimed: number of grouped matmuls (experts without a capacity). The
+            compiler's estimate for them is wrong, so that `seconds` leaves them out.
         changes: dict of arguments that `fit=True` changed.
         compile_seconds: time that compilation took.
 
@@ -78,7 +80,7 @@ class CompiledCosts(NamedTuple):
     flops: float
     model_flops: float
     seconds: dict
-    utilization: float
+    utilization: float | None
     collectives: dict
     operations: list
     num_untimed: int
@@ -113,29 +115,30 @@ class CompiledCosts(NamedTuple):
         total = {
             "step, sending while computing": (f"{1e3 * fastest:.2f}", ""),
             "step, one after the other": (f"{1e3 * slowest:.2f}", ""),
-            "model FLOPs utilisation": ("", f"{self.utilization:.0%}"),
+            "model FLOPs utilisation": ("", percentage(self.utilization)),
         }
         sent = {
             kind: (str(number), f"{size / 1e9:.3f}")
             for kind, (number, size) in self.collectives.items()
         }
-        lines = [
-            (x["part"], x["operation"], x["source"] or "", f"{1e3 * x['seconds']:.2f}")
+        longest = {
+            f"{x['part']}: {x['operation']}": (
+                x["source"] or "",
+                str(x["runs"]),
+                f"{1e3 * x['seconds']:.2f}",
+            )
             for x in self.operations
-        ]
-        for shown in (
+        }
+        tables = [
             f"{self.name}, a {self.step} step of {self.batch_size:,} on "
             f"{self.topology} ({self.num_devices} devices)",
             _table("memory of a device", ("GiB",), gib, verdict),
             _table("time of a step", ("ms", "share"), times, total),
-            *(
-                [_table("collectives on a device", ("number", "GB"), sent)]
-                if sent
-                else []
-            ),
-            _longest(lines),
-            *self._remarks(),
-        ):
+        ]
+        if sent:
+            tables.append(_table("collectives on a device", ("number", "GB"), sent))
+        tables.append(_table("longest operations", ("source", "runs", "ms"), longest))
+        for shown in (*tables, *self._remarks()):
             console.print(shown, highlight=False, soft_wrap=isinstance(shown, str))
 
     def _remarks(self):
@@ -145,13 +148,18 @@ class CompiledCosts(NamedTuple):
             yield f"It fits with {changes}."
         if self.num_untimed:
             yield (
-                f"The time lacks {self.num_untimed} grouped matmuls of experts without "
-                "a capacity, for which the compiler has no estimate."
+                f"The time does not include {self.num_untimed} grouped matmuls of "
+                "experts without a capacity: the compiler's estimate for them is wrong."
             )
         yield (
             f"The compiler's estimates, made in {self.compile_seconds:.0f} s; nothing "
             "ran on a TPU."
         )
+
+
+def percentage(utilization: float | None) -> str:
+    """A utilisation as text."""
+    return "unknown" if utilization is None else f"{utilization:.0%}"
 
 
 def _table(title, columns, rows, last=None):
@@ -166,14 +174,6 @@ def _table(title, columns, rows, last=None):
     return table
 
 
-def _longest(lines):
-    table = Table("part", "operation", "source", title="longest operations")
-    table.add_column("ms", justify="right")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
 def compiled_costs(
     model_or_preset: Any,
     topology: str,
@@ -181,7 +181,7 @@ def compiled_costs(
     step: str = "train",
     expert_parallel: Any = None,
     model_parallel: int = 1,
-    dtype: str = "mixed_bfloat16",
+    dtype: str | None = None,
     num_classes: int | None = None,
     fit: bool = False,
     **overrides: Any,
@@ -201,7 +201,7 @@ def compiled_costs(
         step: `"train"` or `"predict"`.
         expert_parallel: as in `auto`.
         model_parallel: as in `auto`.
-        dtype: dtype policy of a preset.
+        dtype: dtype policy of a preset; defaults to `"mixed_bfloat16"`.
         num_classes: number of classes of a new head. Defaults to 1000 where a backbone
             gets a classifier.
         fit: whether to try again what does not fit: a preset with `rematerialize=True`,
@@ -226,13 +226,15 @@ def compiled_costs(
     check_backend()
     is_model = isinstance(model_or_preset, keras.Model)
     if not is_model:
-        overrides["dtype"] = dtype
+        overrides["dtype"] = dtype or "mixed_bfloat16"
+    elif dtype is not None:
+        raise ValueError(f"Expected no dtype with a model; received: dtype={dtype!r}")
     if num_classes is not None:
         overrides["num_classes"] = num_classes
     from keras_moe.distribution import compilation_jax
 
     changes = {}
-    with compilation_jax.without_xla_flags():
+    with compilation_jax.alone():
         devices = compilation_jax.topology_devices(topology)
         while True:
             arguments = {**overrides, **changes}
@@ -251,7 +253,12 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    raise _too_large(*error.args, name, topology, size) from error
+                    remedy = "rematerialize=True, " * (
+                        change == {"rematerialize": True}
+                    )
+                    raise _too_large(
+                        *error.args, name, topology, size, remedy
+                    ) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
 
@@ -260,25 +267,29 @@ def _too_large(needed, capacity, name, topology, batch_size):
     return DoesNotFit(
         f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
         f"received: {name} with batch_size={batch_size}, which needs {needed:.2f} GiB, "
-        f"{needed - capacity:.2f} more. rematerialize=True, more devices, a smaller "
-        "batch or a larger expert_parallel need less"
+        f"{needed - capacity:.2f} more. It needs less with more devices, a smaller "
+        "batch or, in training, rematerialize=True"
     )
 
 
 def _costs(name, topology, num_devices, step, batch_size, flops, compiled, changes):
     """Reads the costs of a compiled program."""
     generation, _, shape = topology.partition(":")
-    chip_name, flops_per_cycle, _ = GENERATIONS[generation]
-    chip = CHIPS[chip_name]
-    # A device may be a part of a chip.
-    share = num_devices / math.prod(map(int, shape.split("x")))
+    chip_name, flops_per_cycle, capacity, _ = GENERATIONS[generation]
+    chip, num_chips = CHIPS[chip_name], math.prod(map(int, shape.split("x")))
+    # A device may be half a chip.
+    share = num_devices / num_chips
     peak = chip.peak_flops / share
     program = Program(compiled.text, compiled.optimizer)
     cycle = flops_per_cycle / peak
     seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
     collectives = program.collectives()
-    sending = _sending_seconds(collectives, chip, num_devices)
+    sending = share * _sending_seconds(collectives, chip, num_chips)
     model_flops = (3 if step == "train" else 1) * flops * batch_size / num_devices
+    num_untimed = program.num_untimed()
+    utilization = model_flops / (peak * max(sum(seconds.values()), sending))
+    if num_untimed:
+        utilization = None
     return CompiledCosts(
         name,
         topology,
@@ -286,14 +297,14 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
         step,
         batch_size,
         compiled.memory,
-        chip.memory / share,
+        capacity * 2**30,
         compiled.flops,
         model_flops,
         {**seconds, "collectives": sending},
-        model_flops / (peak * max(sum(seconds.values()), sending)),
+        utilization,
         collectives,
         [{**x._asdict(), "seconds": cycle * x.cycles} for x in program.longest(10)],
-        program.num_untimed(),
+        num_untimed,
         changes,
         compiled.seconds,
     )
@@ -319,18 +330,28 @@ def _abstract(source, step, overrides):
         return _parts(blueprint)
 
 
-def _parts(blueprint, compiled_like=None):
-    model = blueprint.build_abstract(compiled_like)
+def _parts(blueprint, own=None):
+    model = blueprint.build_abstract(own)
+    if own is not None:
+        trained = {variable.path for variable in own.trainable_variables}
+        for variable in model.trainable_variables:
+            variable.trainable = variable.path in trained
+            trained.discard(variable.path)
+        if trained:
+            raise ValueError(
+                "Expected a model without LoRA; received: one with other weights to "
+                f"train, such as {min(trained)}"
+            )
     return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
 
 
-def _sending_seconds(collectives, chip, devices):
+def _sending_seconds(collectives, chip, num_chips):
     """Time of all collectives at the bandwidth of the links, one after the other."""
     seconds = 0.0
     for kind, (_, size) in collectives.items():
         rate = chip.bandwidth
         if kind == "all-to-all":
-            rate = chip.all_to_all_bandwidth(devices)
+            rate = chip.all_to_all_bandwidth(num_chips)
         # A ring sends the data of an all-reduce twice.
         seconds += (2 if kind == "all-reduce" else 1) * size / rate
     return seconds

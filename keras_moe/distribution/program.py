@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 # Parts of a model by what the names of their operations contain, the first that fits.
 PARTS = {
-    "experts": "/experts/",
-    "router": "/router/",
+    "experts": "/experts/|/moe/(hidden|output)/",
+    "router": "/router/|/moe/gate/",
     "dispatch": "/moe/",
     "attention": "/attention/",
-    "MLPs": "/mlp/",
+    "MLPs": "mlp/",
 }
 COLLECTIVES = (
     "all-to-all",
@@ -23,7 +23,9 @@ COLLECTIVES = (
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 INSTRUCTION = re.compile(r"  (?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
-CALLED = re.compile(r"(body|condition|\w+_computation|calls)=%?([\w.\-]+)")
+CALLED = re.compile(r"(body|condition|true_computation|calls)=%?([\w.\-]+)")
+# A fusion of an all-reduce and a slice.
+SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 # The compiler counts all tiles of a grouped matmul for every group.
 UNTIMED = "ragged_dot"
@@ -34,15 +36,16 @@ ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
 class DoesNotFit(ValueError):
-    """The compiler found a step too large for a device's memory."""
+    """A step needs more memory than a device has."""
 
 
 class Operation(NamedTuple):
-    """An operation of a program with the cycles of all its runs in a step."""
+    """An operation, alike in all blocks, with its runs in a step and their cycles."""
 
     part: str
     operation: str
     source: str | None
+    runs: int
     cycles: int
 
 
@@ -69,8 +72,8 @@ class Program:
             if cycles and UNTIMED not in name:
                 frame = FRAME.search(line)
                 source = self._sources.get(int(frame[1])) if frame else None
-                runs = times * int(cycles[1])
-                found.append(Operation(self._part(name), _short(name), source, runs))
+                operation = (self._part(name), _short(name), source)
+                found.append(Operation(*operation, times, times * int(cycles[1])))
         return found
 
     def num_untimed(self) -> int:
@@ -82,8 +85,15 @@ class Program:
         )
 
     def longest(self, number: int) -> list[Operation]:
-        """The operations with the most cycles."""
-        return sorted(self.operations(), key=lambda x: -x.cycles)[:number]
+        """The operations with the most cycles, those of all blocks together."""
+        runs, cycles = Counter(), Counter()
+        for *operation, times, count in self.operations():
+            runs[tuple(operation)] += times
+            cycles[tuple(operation)] += count
+        return [
+            Operation(*operation, runs[operation], count)
+            for operation, count in cycles.most_common(number)
+        ]
 
     def cycles_by_part(self) -> dict[str, int]:
         """Cycles of each part that has some, the largest first."""
@@ -95,20 +105,33 @@ class Program:
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Number of runs, and bytes of their results on one device, by kind."""
         numbers, sizes = Counter(), Counter()
-        for _, match, times in self._lines():
+        for line, match, times in self._lines():
             kind = match[3].removesuffix("-start")
-            if kind in COLLECTIVES:
-                result = match[2]
-                if match[3] != kind and kind == "all-gather":
-                    # A tuple of the argument and the result.
-                    result = result.partition(", ")[2]
-                numbers[kind] += times
-                sizes[kind] += times * _bytes(result)
+            arrays = _arrays(match[2])
+            if scatter := SCATTER.search(line):
+                # Its ring sends the array before the slice.
+                kind = "reduce-scatter"
+                inside = map(INSTRUCTION.match, self._computations[scatter[1]])
+                arrays = [
+                    size
+                    for x in inside
+                    if x and x[3] == "all-reduce"
+                    for size in _arrays(x[2])
+                ]
+            elif kind not in COLLECTIVES:
+                continue
+            elif kind == "all-gather" and kind != match[3]:
+                # The arguments, and the results.
+                arrays = arrays[len(arrays) // 2 :]
+            elif kind == "collective-permute" and kind != match[3]:
+                arrays = arrays[1:2]
+            numbers[kind] += times
+            sizes[kind] += times * sum(arrays)
         return {kind: (numbers[kind], sizes[kind]) for kind in numbers}
 
     def _part(self, name):
-        for part, content in PARTS.items():
-            if content in name:
+        for part, pattern in PARTS.items():
+            if re.search(pattern, name):
                 return part
         if self._optimizer is not None and f"/{self._optimizer}/" in name:
             return "optimizer"
@@ -167,10 +190,9 @@ def _sources(text):
     sources = {}
     frames = tables["StackFrames"]
     for number in frames:
-        frame, seen = number, set()
+        frame = number
         # The innermost frame within the library, if any.
-        while frame in frames and frame not in seen:
-            seen.add(frame)
+        while frame in frames:
             place, parent = re.findall(r"=(\d+)", frames[frame])
             if places[place]:
                 sources[int(number)] = places[place]
@@ -185,8 +207,9 @@ def _short(name):
     return "/".join(name.split("/")[-3:])
 
 
-def _bytes(result):
-    return sum(
+def _arrays(result):
+    """Bytes of each array in the type of a result."""
+    return [
         BYTES.get(dtype, 4) * math.prod(int(x) for x in shape.split(",") if x)
         for dtype, shape in ARRAY.findall(re.sub(r"\{[^{}]*\}", "", result))
-    )
+    ]

@@ -380,9 +380,10 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return ["accuracy"]
 
     def label_spec(self) -> keras.KerasTensor:
-        if self.multi_label:
-            return keras.KerasTensor((None, self.num_classes), "float32")
-        return keras.KerasTensor((None,), "int32")
+        loss = getattr(self, "loss", None)
+        if "sparse" in str(getattr(loss, "name", loss)):
+            return keras.KerasTensor((None,), "int32")
+        return keras.KerasTensor((None, self.num_classes), "float32")
 
     def check_labels(self, labels: Any) -> None:
         check_labels(labels, self.num_classes, getattr(self, "loss", None))

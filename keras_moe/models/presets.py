@@ -65,7 +65,7 @@ def abstract(
 
     It takes no memory, whatever its size: for counting, for layouts, and for compiling
     its steps (`keras_moe.distribution.compiled_costs`). Calling it on symbolic tensors
-    works; anything that reads a weight is a ValueError.
+    works; weights can be neither read nor assigned. A task is compiled as by default.
 
     Args:
         preset: as in `from_preset`, or a model of this library. No weights are read.

@@ -325,8 +325,9 @@ class Blueprint:
             # Its optimizer has numbers, which have values.
             settings = {}
             if compiled_like is not None and compiled_like.compiled:
-                config = compiled_like.get_compile_config()
-                settings = keras.saving.deserialize_keras_object(config)
+                config = keras.optimizers.serialize(compiled_like.optimizer)
+                optimizer = keras.optimizers.deserialize(config)
+                settings = {"optimizer": optimizer, "loss": compiled_like.loss}
             model.compile(**settings)
         return model
 

@@ -63,7 +63,8 @@ def test_what_the_compiler_finds(tables_and_json, monkeypatch, tmp_path):
         return distribution.CompiledCosts(
             "vmoe_b16", "v5e:2x2", 4, "train", 64, {"weights": 2**30}, 2**34, 2e12,
             1e12, {"experts": 0.25, "collectives": 0.75}, 0.5, {"all-to-all": (4, 1e9)},
-            [{"part": "experts", "operation": "moe/dot", "source": None, "seconds": 1}],
+            [{"part": "experts", "operation": "moe/dot", "source": None, "runs": 32,
+              "seconds": 1}],
             2, {"rematerialize": True}, 9.0,
         )  # fmt: skip
 
@@ -75,7 +76,12 @@ def test_what_the_compiler_finds(tables_and_json, monkeypatch, tmp_path):
     )  # fmt: skip
     assert asked[0] == (
         ("vmoe_b16", "v5e:2x2", 64, "train", None, 2),
-        {"num_classes": None, "fit": True, "num_layers": 2},
+        {
+            "dtype": "mixed_bfloat16",
+            "num_classes": None,
+            "fit": True,
+            "num_layers": 2,
+        },
     )
     assert figure.read_bytes().startswith(b"\x89PNG")
     for text in ("1.00", "250.00", "25%", "750.00", "50%", "moe/dot", "2 grouped"):

@@ -1,4 +1,4 @@
-"""Costs that a compiler finds for devices that are not there."""
+"""Costs by the compiler of devices, without the devices."""
 
 import importlib.util
 import json
@@ -43,6 +43,12 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general" stack_frame_id=3}},
 {CYCLES % 5}
 }}
 
+%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {{
+  %p.3 = f32[8]{{0}} parameter(0)
+  %q = f32[8]{{0}} all-reduce(%p.3), to_apply=%sum
+  ROOT %z = f32[2]{{0}} dynamic-slice(%q)
+}}
+
 %condition (p: f32[8]) -> pred[] {{
   ROOT %c = pred[] compare(%p, %p), direction=LT, {CYCLES % 2}
 }}
@@ -54,6 +60,9 @@ backend_config={{"known_trip_count":{{"n":"3"}}}}
   %s = bf16[4,8]{{1,0:T(8,128)(2,1)}} all-to-all(%a), dimensions={{0}}
   %g = (bf16[2,8]{{1,0}}, bf16[4,8]{{1,0}}) all-gather-start(%a), dimensions={{0}}
   %r = (f32[], f32[16]) all-reduce(%a, %w), to_apply=%sum
+  %p.2 = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}, u32[], u32[]) \
+collective-permute-start(%a), source_target_pairs={{{{0,1}}}}
+  %t = f32[2]{{0}} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
   %d = f32[8]{{0}} fusion(%w), calls=%inside, \
 metadata={{op_name="jit(train_step)/adam_w/sub" stack_frame_id=1}}, {CYCLES % 7}
   ROOT %u = f32[8]{{0}} fusion(%d), calls=%inside, \
@@ -92,14 +101,16 @@ def test_a_program_by_hand():
     # Three rounds of the loop; the condition's cycles count once, for a round.
     assert program.cycles_by_part() == {"experts": 15, "optimizer": 7, "other": 2}
     first, second, _ = program.longest(10)
-    assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 15)
+    assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 3, 15)
     # The planner's own frame is no source.
-    assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 7)
+    assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 1, 7)
     assert program.num_untimed() == 1
     assert program.collectives() == {
         "all-to-all": (1, 64),
         "all-gather": (1, 64),
         "all-reduce": (1, 68),
+        "collective-permute": (1, 64),
+        "reduce-scatter": (1, 32),
     }
     assert "optimizer" not in Program(PROGRAM).cycles_by_part()
 
@@ -108,6 +119,8 @@ def test_a_program_by_hand():
 def test_a_compiler_says_how_much_is_too_much(compilation):
     error = RuntimeError("RESOURCE_EXHAUSTED: Used 45.25G of 15.75G hbm. Exceeded")
     assert compilation.explained(error).args == (45.25, 15.75)
+    error = RuntimeError("temporaries (54.50G) exceeds available HBM (512.0M)")
+    assert compilation.explained(error).args == (54.5, 0.5)
     other = RuntimeError("INTERNAL")
     assert compilation.explained(other) is other
 
@@ -174,8 +187,30 @@ def test_a_model_of_ones_own(on_this_machine):
     # Plain gradient descent has no moments.
     assert found.memory["optimizer"] < 100
     assert [variable.path for variable in model.optimizer.variables] == before
+    # Frozen weights have no moments, and one-hot labels are as wide as the classes.
+    model.backbone.trainable = False
+    one_hot = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="adam", loss=lambda y, x: one_hot(y, x))
+    found = distribution.compiled_costs(model, "v5e:1x1", 8)
+    head = 8 * sum(map(size, model.trainable_variables))
+    assert 0 < found.memory["optimizer"] - head < 100
+    assert found.memory["batch"] == 4 * 8 * (16 * 16 + 10)
+    model.backbone.enable_lora(2)
+    with pytest.raises(ValueError, match=r"without LoRA.*lora"):
+        distribution.compiled_costs(model, "v5e:1x1", 8)
+    with pytest.raises(ValueError, match="dtype='float32'"):
+        distribution.compiled_costs(model, "v5e:1x1", 8, dtype="float32")
     with pytest.raises(ValueError, match="a ViTBackbone"):
         distribution.compiled_costs(model.backbone, "v5e:1x1", 8)
+
+
+@pytest.mark.every_backend
+def test_a_distribution_of_the_user_stays(on_this_machine):
+    devices = keras.distribution.list_devices()[:1]
+    mine = distribution.auto("vmoe_digits", devices)
+    with mine.scope():
+        assert distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8).num_devices == 1
+        assert keras.distribution.distribution() is mine
 
 
 @pytest.mark.every_backend

@@ -75,12 +75,15 @@ def plot_step_costs(
     ... )
     >>> figure = plots.plot_step_costs(costs, "costs.png")
     """
+    utilization = "unknown"
+    if costs.utilization is not None:
+        utilization = f"{costs.utilization:.0%}"
     free = costs.capacity - costs.memory_bytes
     panels = {
         f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
             name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
         },
-        f"time of a step, ms (model FLOPs utilisation {costs.utilization:.0%})": {
+        f"time of a step, ms (model FLOPs utilisation {utilization})": {
             name: 1e3 * seconds for name, seconds in costs.seconds.items()
         },
     }
