@@ -9,7 +9,6 @@ from keras_moe.distribution.compiled import (
 )
 from keras_moe.distribution.costs import Costs, costs
 from keras_moe.distribution.layouts import Layouts, layouts
-from keras_moe.distribution.program import DoesNotFit
 
 __all__ = [
     "CHIPS",
@@ -17,7 +16,6 @@ __all__ = [
     "Chip",
     "CompiledCosts",
     "Costs",
-    "DoesNotFit",
     "Layouts",
     "auto",
     "compiled_costs",

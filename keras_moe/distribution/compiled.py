@@ -210,7 +210,7 @@ def compiled_costs(
 
     Raises:
         ImportError: libtpu is not installed.
-        DoesNotFit: the step needs more memory than a device has. A ValueError.
+        ValueError: the step needs more memory than a device has.
 
     Example:
 
@@ -253,12 +253,7 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    remedy = "rematerialize=True, " * (
-                        change == {"rematerialize": True}
-                    )
-                    raise _too_large(
-                        *error.args, name, topology, size, remedy
-                    ) from error
+                    raise _too_large(*error.args, name, topology, size) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
 

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from keras_moe import distribution, models
-from keras_moe.distribution.program import Program
+from keras_moe.distribution.program import DoesNotFit, Program
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
 PROGRAM = f"""HloModule jit_train_step
@@ -220,11 +220,11 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
     def narrow(lowered):
         tried.append(lowered.in_avals[0][1][0].shape[0])
         if len(tried) < 3:
-            raise distribution.DoesNotFit(20.0, 15.5)
+            raise DoesNotFit(20.0, 15.5)
         return compile(lowered)
 
     monkeypatch.setattr(on_this_machine, "_compile", narrow)
-    with pytest.raises(distribution.DoesNotFit, match=r"batch_size=8.*4\.50 more"):
+    with pytest.raises(DoesNotFit, match=r"batch_size=8.*4\.50 more"):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
     tried.clear()
     found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, fit=True)
