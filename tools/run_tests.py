@@ -147,10 +147,11 @@ def main(argv: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as compiled,
         ThreadPoolExecutor(max(args.jobs, 1)) as pool,
     ):
-        # The whole suite comes first, in parts, since it takes longest.
+        # The whole suite in parts, between the others: no process is idle at the end.
         whole = "torch" if "torch" in args.backends else args.backends[0]
+        others = [backend for backend in args.backends if backend != whole]
         running = []
-        for backend in sorted(args.backends, key=lambda x: x != whole):
+        for backend in (*others[:1], whole, *others[1:]):
             is_whole = backend == whole and not args.fast
             # Keras on TensorFlow keeps memory after each training: a third of the suite
             # takes more than 12 GB.
