@@ -221,10 +221,9 @@ def _placeholder(path, shape, dtype=None):
     return keras.ops.zeros(shape, dtype)
 
 
-def take_layout(variable: keras.Variable) -> Any:
+def take_layout(variable: keras.Variable) -> None:
     """Gives a variable without a value its layout in the current distribution."""
     variable._initialize_layout()
-    return variable._layout
 
 
 def variable_layout(variable: keras.Variable) -> Any:

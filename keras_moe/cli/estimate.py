@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset(parser)
     parser.add_argument(
         "--chip",
-        default="tpu_v4",
+        default=ARITHMETIC["chip"],
         help="The kind of device: tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e, tpu_7x, h100, "
         "h200 or b200.",
     )
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     parser.add_argument(
         "--optimizer",
-        default="adam",
+        default=ARITHMETIC["optimizer"],
         help="The optimizer: sgd, momentum, adam or adafactor.",
     )
     parser.add_argument(
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--utilization",
         type=positive,
-        default=0.4,
+        default=ARITHMETIC["utilization"],
         help="The share of the chip's peak FLOPs that the model reaches.",
     )
     add_count(parser, "--text-tokens", "The text tokens with each image.", 0, 0)
@@ -101,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "v5p:2x4x4, v6e:8x8.",
     )
     group.add_argument(
-        "--step", default="train", help="The step to compile: train or predict."
+        "--step",
+        default=COMPILER["step"],
+        help="The step to compile: train or predict.",
     )
     group.add_argument(
         "--fit",

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import keras
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe.checks import argument_names, check_integer, check_one_of
 from keras_moe.distribution.auto import auto, check_backend
 from keras_moe.distribution.chips import CHIPS
+from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
 from keras_moe.distribution.program import DoesNotFit, Program
 from keras_moe.models import registry
 from keras_moe.models.source import resolve
@@ -99,24 +99,32 @@ class CompiledCosts(NamedTuple):
         computing = sum(self.seconds.values()) - sending
         return max(computing, sending), computing + sending
 
+    @property
+    def heading(self) -> str:
+        """What was compiled, in a line."""
+        return (
+            f"{self.name}, {self.step} step of {self.batch_size:,} on {self.topology}"
+        )
+
+    @property
+    def utilization_text(self) -> str:
+        """The utilisation in percent, or that it is unknown."""
+        known = self.utilization is not None
+        return f"{self.utilization:.0%}" if known else "unknown"
+
     def print(self, console: Console | None = None) -> None:
         """Prints memory, time, collectives and the longest operations as tables."""
         console = console or Console()
-        fastest, slowest = self.step_seconds
-        gib = {name: f"{size / 2**30:.2f}" for name, size in self.memory.items()}
-        verdict = {
-            "all": f"{self.memory_bytes / 2**30:.2f}",
-            "the device": f"{self.capacity / 2**30:.2f}",
-        }
+        slowest = self.step_seconds[1]
         times = {
             part: (f"{1e3 * seconds:.2f}", f"{seconds / slowest:.0%}")
             for part, seconds in self.seconds.items()
         }
         total = {
-            "step, sending while computing": (f"{1e3 * fastest:.2f}", ""),
-            "step, one after the other": (f"{1e3 * slowest:.2f}", ""),
-            "model FLOPs utilisation": ("", percentage(self.utilization)),
+            name: (f"{1e3 * seconds:.2f}", "")
+            for name, seconds in zip(STEP_NAMES, self.step_seconds)
         }
+        total["model FLOPs utilisation"] = ("", self.utilization_text)
         sent = {
             kind: (str(number), f"{size / 1e9:.3f}")
             for kind, (number, size) in self.collectives.items()
@@ -129,17 +137,18 @@ class CompiledCosts(NamedTuple):
             )
             for x in self.operations
         }
-        tables = [
-            f"{self.name}, a {self.step} step of {self.batch_size:,} on "
-            f"{self.topology} ({self.num_devices} devices)",
-            _table("memory of a device", ("GiB",), gib, verdict),
-            _table("time of a step", ("ms", "share"), times, total),
+        shown = [
+            f"{self.heading} ({self.num_devices} devices)",
+            memory_table(self.memory, {"the device": self.capacity}),
+            numbers_table("time of a step", ("part", "ms", "share"), times, total),
         ]
         if sent:
-            tables.append(_table("collectives on a device", ("number", "GB"), sent))
-        tables.append(_table("longest operations", ("source", "runs", "ms"), longest))
-        for shown in (*tables, *self._remarks()):
-            console.print(shown, highlight=False, soft_wrap=isinstance(shown, str))
+            columns = ("kind", "number", "GB")
+            shown.append(numbers_table("collectives on a device", columns, sent))
+        columns = ("operation", "source", "runs", "ms")
+        shown.append(numbers_table("longest operations", columns, longest))
+        for each in (*shown, *self._remarks()):
+            console.print(each, highlight=False, soft_wrap=isinstance(each, str))
 
     def _remarks(self):
         """What a reader of the tables must know."""
@@ -155,23 +164,6 @@ class CompiledCosts(NamedTuple):
             f"The compiler's estimates, made in {self.compile_seconds:.0f} s; nothing "
             "ran on a TPU."
         )
-
-
-def percentage(utilization: float | None) -> str:
-    """A utilisation as text."""
-    return "unknown" if utilization is None else f"{utilization:.0%}"
-
-
-def _table(title, columns, rows, last=None):
-    """A table of one or several numbers by name, the last rows apart."""
-    table = Table("", title=title)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for part in (rows, last or {}):
-        for name, values in part.items():
-            table.add_row(name, *((values,) if isinstance(values, str) else values))
-        table.add_section()
-    return table
 
 
 def compiled_costs(

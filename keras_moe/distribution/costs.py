@@ -33,6 +33,8 @@ PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
 # float32 logits, noisy logits and gates of a router.
 ROUTING_BYTES = 3 * 4
 ALL_TO_ALL = "all-to-all (tokens)"
+# The rows of `step_seconds`.
+STEP_NAMES = "step, sending while computing", "step, one after the other"
 
 
 class Costs(NamedTuple):
@@ -100,36 +102,58 @@ class Costs(NamedTuple):
             style="bold",
             highlight=False,
         )
-        memory = Table("part", title="memory of a device")
-        memory.add_column("GiB", justify="right")
-        for part, size in self.memory.items():
-            memory.add_row(part, f"{size / 2**30:.2f}")
-        memory.add_section()
-        memory.add_row("all", f"{self.memory_bytes / 2**30:.2f}")
         verdict = "fits" if self.fits else "does not fit"
-        memory.add_row(f"the chip ({verdict})", f"{self.chip.memory / 2**30:.2f}")
-        console.print(memory)
+        capacity = {f"the chip ({verdict})": self.chip.memory}
+        console.print(memory_table(self.memory, capacity))
         title = f"a step of {self.batch_size:,} images, on a device"
-        step = Table("what", title=title)
-        for column in ("amount", "at", "ms"):
-            step.add_column(column, justify="right")
         peak = self.chip.peak_flops * self.utilization / 1e12
-        step.add_row(
-            "compute",
-            f"{self.flops / 1e12:,.2f} TFLOP",
-            f"{peak:,.0f} TFLOP/s ({self.utilization:.0%} of peak)",
-            f"{1e3 * self.seconds['compute']:,.1f}",
-        )
+        rows = {
+            "compute": (
+                f"{self.flops / 1e12:,.2f} TFLOP",
+                f"{peak:,.0f} TFLOP/s ({self.utilization:.0%} of peak)",
+                f"{1e3 * self.seconds['compute']:,.1f}",
+            )
+        }
         for name, size in self.traffic.items():
             seconds = self.seconds[name]
             rate = f"{size / seconds / 1e9:,.0f} GB/s" if seconds else ""
-            step.add_row(name, f"{size / 1e9:,.3f} GB", rate, f"{1e3 * seconds:,.1f}")
-        step.add_section()
-        names = "step, sending while computing", "step, one after the other"
-        for name, seconds in zip(names, self.step_seconds):
-            rate = f"{self.batch_size / seconds:,.0f} images/s"
-            step.add_row(name, "", rate, f"{1e3 * seconds:,.1f}")
-        console.print(step)
+            rows[name] = f"{size / 1e9:,.3f} GB", rate, f"{1e3 * seconds:,.1f}"
+        steps = {
+            name: (
+                "",
+                f"{self.batch_size / seconds:,.0f} images/s",
+                f"{1e3 * seconds:,.1f}",
+            )
+            for name, seconds in zip(STEP_NAMES, self.step_seconds)
+        }
+        console.print(numbers_table(title, ("what", "amount", "at", "ms"), rows, steps))
+
+
+def memory_table(memory: dict[str, int], capacity: dict[str, float]) -> Table:
+    """Memory by part, their sum, and what a device has by what it is called."""
+    last = {"all": sum(memory.values()), **capacity}
+    rows, last = (
+        {name: (f"{size / 2**30:.2f}",) for name, size in sizes.items()}
+        for sizes in (memory, last)
+    )
+    return numbers_table("memory of a device", ("part", "GiB"), rows, last)
+
+
+def numbers_table(
+    title: str,
+    columns: tuple[str, ...],
+    rows: dict[str, tuple],
+    last: dict | None = None,
+) -> Table:
+    """Numbers by name under the first column's heading, the last rows apart."""
+    table = Table(columns[0], title=title)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for part in (rows, last or {}):
+        for name, values in part.items():
+            table.add_row(name, *values)
+        table.add_section()
+    return table
 
 
 def costs(

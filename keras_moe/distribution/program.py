@@ -1,5 +1,6 @@
 """Reads the text of a program that XLA compiled: cycles, sources and collectives."""
 
+import functools
 import math
 import re
 from collections import Counter
@@ -62,6 +63,7 @@ class Program:
         self._computations, self._entry = _computations(text)
         self._sources = _sources(text)
 
+    @functools.cached_property
     def operations(self) -> list[Operation]:
         """All operations with estimated cycles; grouped matmuls have no true ones."""
         found = []
@@ -87,7 +89,7 @@ class Program:
     def longest(self, number: int) -> list[Operation]:
         """The operations with the most cycles, those of all blocks together."""
         runs, cycles = Counter(), Counter()
-        for *operation, times, count in self.operations():
+        for *operation, times, count in self.operations:
             runs[tuple(operation)] += times
             cycles[tuple(operation)] += count
         return [
@@ -98,7 +100,7 @@ class Program:
     def cycles_by_part(self) -> dict[str, int]:
         """Cycles of each part that has some, the largest first."""
         cycles = Counter()
-        for each in self.operations():
+        for each in self.operations:
             cycles[each.part] += each.cycles
         return dict(cycles.most_common())
 

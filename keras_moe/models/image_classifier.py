@@ -17,7 +17,7 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.layers import LayerNorm
-from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.adaptation import new_head_dtype, quantized_head
 from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.classifier_head import (
@@ -380,8 +380,8 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return ["accuracy"]
 
     def label_spec(self) -> keras.KerasTensor:
-        loss = getattr(self, "loss", None)
-        if "sparse" in str(getattr(loss, "name", loss)):
+        sparse = (_SPARSE, SparseSigmoidCrossentropy)
+        if isinstance(self.loss, sparse) or "sparse" in str(self.loss):
             return keras.KerasTensor((None,), "int32")
         return keras.KerasTensor((None, self.num_classes), "float32")
 

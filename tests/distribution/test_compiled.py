@@ -181,11 +181,14 @@ def test_every_kind_of_model(on_this_machine, preset, step):
 @pytest.mark.every_backend
 def test_a_model_of_ones_own(on_this_machine):
     model = models.from_preset("vmoe_digits")
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=model.loss)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, name="mine")
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
     before = [variable.path for variable in model.optimizer.variables]
     found = distribution.compiled_costs(model, "v5e:1x1", 8)
     # Plain gradient descent has no moments.
     assert found.memory["optimizer"] < 100
+    # One number for the class of an image.
+    assert found.memory["batch"] == 4 * 8 * (16 * 16 + 1)
     assert [variable.path for variable in model.optimizer.variables] == before
     # Frozen weights have no moments, and one-hot labels are as wide as the classes.
     model.backbone.trainable = False

@@ -75,15 +75,12 @@ def plot_step_costs(
     ... )
     >>> figure = plots.plot_step_costs(costs, "costs.png")
     """
-    utilization = "unknown"
-    if costs.utilization is not None:
-        utilization = f"{costs.utilization:.0%}"
     free = costs.capacity - costs.memory_bytes
     panels = {
         f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
             name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
         },
-        f"time of a step, ms (model FLOPs utilisation {utilization})": {
+        f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})": {
             name: 1e3 * seconds for name, seconds in costs.seconds.items()
         },
     }
@@ -98,10 +95,7 @@ def plot_step_costs(
         axis.margins(x=0.18)
         axis.set_title(label, fontsize=9)
         axis.tick_params(labelsize=8)
-    if title is None:
-        title = f"{costs.name}, {costs.step} step of {costs.batch_size:,}"
-        title += f" on {costs.topology}"
-    return save_figure(figure, path, title)
+    return save_figure(figure, path, costs.heading if title is None else title)
 
 
 def plot_router_health(
