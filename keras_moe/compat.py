@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -192,6 +193,17 @@ def restored(variables: list) -> Iterator[list[np.ndarray]]:
     finally:
         for variable, value in zip(variables, kept):
             variable.assign(value)
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restores Python's and NumPy's random states, of which Keras draws seeds."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @contextlib.contextmanager

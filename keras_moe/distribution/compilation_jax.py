@@ -1,13 +1,14 @@
-"""Compiles a model's step for TPUs without a TPU, by JAX and libtpu."""
+"""Compiles a model's step for TPUs and GPUs without having one, by JAX's plugins."""
 
 import contextlib
-import importlib.util
+import importlib
 import math
 import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,28 @@ import jax
 import keras
 from jax.experimental import topologies
 
-from keras_moe.compat import build_metrics, take_layout, variables_without_values
+from keras_moe.compat import (
+    build_metrics,
+    kept_random_states,
+    take_layout,
+    variables_without_values,
+)
 from keras_moe.distribution.program import DoesNotFit
 
-# What libtpu asks a TPU's host for. Without a TPU it needs no lock.
 ENVIRONMENT = {
+    # What libtpu asks a TPU's host for. Without a TPU it needs no lock.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # To compile takes none of CUDA's libraries.
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+# Distributions of the compilers, and what installs them.
+EXTRAS = {"libtpu": "tpu-plan", "jax-cuda13-plugin": "cuda-plan"}
+# Autotuning needs a GPU, and what Triton does without it takes memory of its own.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 # How much of a chip the compiler needs and has, in its error.
 TOO_LARGE = (
     re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm"),
@@ -36,42 +48,94 @@ UNITS = {"M": 2**-10, "G": 1}
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Hides the user's distribution, and flags of XLA that make libtpu abort."""
-    flags = os.environ.pop("XLA_FLAGS", None)
+    """Keeps the user's distribution, environment and random states as they are.
+
+    XLA's flags are hidden, since compilers abort over those that they do not know.
+    """
     distribution = keras.distribution.distribution()
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "XLA_FLAGS")}
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("XLA_FLAGS", None)
     keras.distribution.set_distribution(None)
     try:
-        yield
+        with kept_random_states():
+            yield
     finally:
         keras.distribution.set_distribution(distribution)
-        if flags is not None:
-            os.environ["XLA_FLAGS"] = flags
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def topology_devices(topology: str) -> list:
     """The devices of a topology, which can be compiled for, and no more."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            "Expected libtpu, the compiler of TPUs: pip install 'keras-moe[tpu-plan]'"
-        )
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # As on real chips, where both cores of a v4 are one device.
-    options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+    name, _, shape = topology.partition(":")
+    description = Path(__file__).with_name(f"{name}.txtpb")
+    if description.exists():
+        _check_installed("jax-cuda13-plugin")
+        options = {
+            "topology_name": "",
+            "platform": "cuda",
+            # Slices, hosts of a slice and GPUs of a host.
+            "topology": f"1x{shape}" if "x" in shape else f"1x1x{shape}",
+            "target_config": description.read_text(encoding="utf-8"),
+        }
+        return _devices("jax-cuda13-plugin", options)
+    _check_installed("libtpu")
+    options = {"topology_name": topology, "platform": "tpu"}
+    if name == "v4":
+        # As on real chips, where both cores are one device.
+        options["chip_config_name"] = "megacore"
+    return _devices("libtpu", options)
+
+
+def _check_installed(package):
     try:
-        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
-    except Exception as error:
-        raise RuntimeError(
-            "Expected a libtpu of JAX's version, and no other process that holds its "
-            f"lock; received: jax {jax.__version__}, {' '.join(str(error).split())}"
+        metadata.version(package)
+    except metadata.PackageNotFoundError as error:
+        raise ImportError(
+            f"Expected {package}, which compiles: pip install "
+            f"'keras-moe[{EXTRAS[package]}]'"
         ) from error
+
+
+def _devices(package, options):
+    try:
+        try:
+            found = topologies.get_topology_desc(**options)
+        except NotImplementedError:
+            # JAX looked for its plugins before, and left this one out for want of CUDA.
+            importlib.import_module("jax_plugins.xla_cuda13").initialize()
+            found = topologies.get_topology_desc(**options)
+        return list(found.devices)
+    except Exception as error:
+        raise _no_compiler(package, " ".join(str(error).split())) from error
+
+
+def _no_compiler(package, message):
+    """The compiler's error in plain words: another process, or another version."""
+    if "already in use" in message or "lockfile" in message:
+        return RuntimeError(
+            "Expected no other process with libtpu while ALLOW_MULTIPLE_LIBTPU_LOAD="
+            f"{os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD']}; received: {message}"
+        )
+    # Such as "libtpu==0.0.42.*; extra == 'tpu'".
+    wanted = [x.partition(";")[0] for x in metadata.requires("jax")]
+    wanted = min((x for x in wanted if x.startswith(package)), key=len, default=package)
+    versions = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", package)]
+    return RuntimeError(
+        f"Expected a {package} of JAX's version: pip install '{wanted}'; received: "
+        f"{', '.join(versions)}: {message}"
+    )
 
 
 class CompiledStep(NamedTuple):
     """A compiled step: its program's text, and what the compiler says of it."""
 
     text: str
-    flops: float
+    flops: float | None
     memory: dict
     optimizer: str | None
     seconds: float
@@ -83,10 +147,11 @@ def compile_step(
     """Compiles a step of a compiled model of `models.abstract` under a distribution."""
     lowered, state, batch = _lower(model, distribution, step, batch_size)
     start = time.perf_counter()
-    compiled, text = _compile(lowered)
+    platform = distribution.device_mesh.devices.flat[0].platform
+    compiled, text = _compile(lowered, platform)
     return CompiledStep(
         text,
-        compiled.cost_analysis()["flops"],
+        (compiled.cost_analysis() or {}).get("flops"),
         _memory(compiled.memory_analysis(), state, batch),
         getattr(getattr(model, "optimizer", None), "name", None),
         time.perf_counter() - start,
@@ -164,8 +229,11 @@ def _device_bytes(specs):
     )
 
 
-def _compile(lowered):
+def _compile(lowered, platform):
     """The compiled step, and its program as the compiler prints it."""
+    if platform != "tpu":
+        compiled = lowered.compile(compiler_options=UNTUNED)
+        return compiled, compiled.as_text()
     # JAX itself cannot print all programs for v5p and v6e.
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}

@@ -1,7 +1,8 @@
-"""Costs of a step by the TPU compiler, without a TPU.
+"""Costs of a step by the compiler of TPUs or GPUs, without one.
 
 libtpu compiles for any topology on a CPU, and its program says what it needs: memory,
-cycles of each operation, and what is sent between chips. Needs JAX.
+cycles of each operation, and what is sent between chips. JAX's CUDA plugin does the
+same for GPUs, without cycles. Needs JAX.
 """
 
 import math
@@ -21,14 +22,17 @@ from keras_moe.models.source import resolve
 STEPS = ("train", "predict")
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
 # By libtpu's names: the chip, FLOPs of a device in a cycle of its matrix units, the
-# GiB that the compiler fills, and the shapes.
+# GiB that the compiler fills, and the shapes. GPUs have no cycles, the memory of their
+# description (a .txtpb file here), and hosts x GPUs.
 GENERATIONS = {
     "v4": ("tpu_v4", 2**18, 30.75, CUBES),
     "v5e": ("tpu_v5e", 2**17, 15.75, FLAT),
     "v5p": ("tpu_v5p", 2**18, 95.73, ("1x1x1", *CUBES)),
     "v6e": ("tpu_v6e", 2**19, 31.24, FLAT),
     "tpu7x": ("tpu_7x", 2**19, 94.74, CUBES),
+    "h200": ("h200", None, 141.0, HOSTS),
 }
 TOPOLOGIES = tuple(
     f"{name}:{shape}" for name, (*_, shapes) in GENERATIONS.items() for shape in shapes
@@ -47,21 +51,24 @@ class CompiledCosts(NamedTuple):
         memory: dict from part to bytes on one device: `"weights"`, `"optimizer"`,
             `"batch"`, `"padding"`, `"activations and gradients"` and `"program"`.
         capacity: bytes of memory of one device.
-        flops: FLOPs of one device, as the program runs them.
+        flops: FLOPs of one device, as the program runs them; on GPUs those of products
+            of matrices.
         model_flops: FLOPs of one device without repetition and padding: those of
             `describe`, times three in training.
         seconds: dict from part to seconds: `"experts"`, `"dispatch"`, `"router"`,
             `"attention"`, `"MLPs"`, `"optimizer"`, `"other"` and `"collectives"`; the
-            last may overlap the others.
+            last may overlap the others. None for GPUs, whose compiler has no times.
         utilization: `model_flops` over the peak FLOPs of a step; None if `seconds` is
             not complete.
         collectives: dict from kind to the number and bytes of one device's results.
         operations: the ten longest operations, those of all blocks together, a dict
-            each.
+            each; empty for GPUs.
         num_untimed: number of grouped matmuls (experts without a capacity). The
             compiler's estimate for them is wrong, so that `seconds` leaves them out.
         changes: dict of arguments that `fit=True` changed.
         compile_seconds: time that compilation took.
+        num_open_loops: number of loops that end by their data, whose time is that of
+            one round.
 
     Example:
 
@@ -79,13 +86,14 @@ class CompiledCosts(NamedTuple):
     capacity: float
     flops: float
     model_flops: float
-    seconds: dict
+    seconds: dict | None
     utilization: float | None
     collectives: dict
     operations: list
     num_untimed: int
     changes: dict
     compile_seconds: float
+    num_open_loops: int = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -93,8 +101,10 @@ class CompiledCosts(NamedTuple):
         return sum(self.memory.values())
 
     @property
-    def step_seconds(self) -> tuple[float, float]:
+    def step_seconds(self) -> tuple[float, float] | None:
         """Time of a step with and without communication overlapping compute."""
+        if self.seconds is None:
+            return None
         sending = self.seconds["collectives"]
         computing = sum(self.seconds.values()) - sending
         return max(computing, sending), computing + sending
@@ -115,6 +125,25 @@ class CompiledCosts(NamedTuple):
     def print(self, console: Console | None = None) -> None:
         """Prints memory, time, collectives and the longest operations as tables."""
         console = console or Console()
+        sent = {
+            kind: (str(number), f"{size / 1e9:.3f}")
+            for kind, (number, size) in self.collectives.items()
+        }
+        shown = [
+            f"{self.heading} ({self.num_devices} devices)",
+            memory_table(self.memory, {"the device": self.capacity}),
+        ]
+        if self.seconds is not None:
+            shown.append(self._time_table())
+        if sent:
+            columns = ("kind", "number", "GB")
+            shown.append(numbers_table("collectives on a device", columns, sent))
+        if self.operations:
+            shown.append(self._operations_table())
+        for each in (*shown, *self._remarks()):
+            console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+
+    def _time_table(self):
         slowest = self.step_seconds[1]
         times = {
             part: (f"{1e3 * seconds:.2f}", f"{seconds / slowest:.0%}")
@@ -125,10 +154,9 @@ class CompiledCosts(NamedTuple):
             for name, seconds in zip(STEP_NAMES, self.step_seconds)
         }
         total["model FLOPs utilisation"] = ("", self.utilization_text)
-        sent = {
-            kind: (str(number), f"{size / 1e9:.3f}")
-            for kind, (number, size) in self.collectives.items()
-        }
+        return numbers_table("time of a step", ("part", "ms", "share"), times, total)
+
+    def _operations_table(self):
         longest = {
             f"{x['part']}: {x['operation']}": (
                 x["source"] or "",
@@ -137,18 +165,8 @@ class CompiledCosts(NamedTuple):
             )
             for x in self.operations
         }
-        shown = [
-            f"{self.heading} ({self.num_devices} devices)",
-            memory_table(self.memory, {"the device": self.capacity}),
-            numbers_table("time of a step", ("part", "ms", "share"), times, total),
-        ]
-        if sent:
-            columns = ("kind", "number", "GB")
-            shown.append(numbers_table("collectives on a device", columns, sent))
         columns = ("operation", "source", "runs", "ms")
-        shown.append(numbers_table("longest operations", columns, longest))
-        for each in (*shown, *self._remarks()):
-            console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+        return numbers_table("longest operations", columns, longest)
 
     def _remarks(self):
         """What a reader of the tables must know."""
@@ -160,9 +178,21 @@ class CompiledCosts(NamedTuple):
                 f"The time does not include {self.num_untimed} grouped matmuls of "
                 "experts without a capacity: the compiler's estimate for them is wrong."
             )
+        if self.num_open_loops:
+            yield (
+                f"The time has one round of each of {self.num_open_loops} loops that "
+                "end by their data."
+            )
+        if self.seconds is None:
+            yield (
+                f"A device runs {self.flops / 1e12:.3g} TFLOP; the model needs "
+                f"{self.model_flops / 1e12:.3g}. The time is unknown: this compiler "
+                "has no estimate."
+            )
+        device = "TPU" if self.seconds is not None else "GPU"
         yield (
             f"The compiler's estimates, made in {self.compile_seconds:.0f} s; nothing "
-            "ran on a TPU."
+            f"ran on a {device}."
         )
 
 
@@ -178,17 +208,19 @@ def compiled_costs(
     fit: bool = False,
     **overrides: Any,
 ) -> CompiledCosts:
-    """Compiles a step for TPUs under a layout of `auto`, and returns its costs.
+    """Compiles a step for TPUs or GPUs under a layout of `auto`, and returns its costs.
 
-    No TPU is needed and no weights are allocated. It takes seconds for a few blocks,
+    No device is needed and no weights are allocated. It takes seconds for a few blocks,
     minutes for a deep model. The numbers are the compiler's: memory is what it will
     reserve, time is its model of each operation (sorts and gathers have none), and the
-    time of collectives is their bytes over the links' bandwidth.
+    time of collectives is their bytes over the links' bandwidth. For GPUs there are
+    memory, FLOPs and collectives, and no times.
 
     Args:
         model_or_preset: as in `auto`. A compiled model is measured with its own
             optimizer and loss; a backbone gets its first registered task.
-        topology: generation and shape, such as `"v5e:4x4"` or `"v5p:2x4x4"`.
+        topology: generation and shape, such as `"v5e:4x4"` or `"v5p:2x4x4"`; for GPUs
+            their number, `"h200:8"`, or hosts and GPUs of each, `"h200:2x8"`.
         batch_size: global batch size.
         step: `"train"` or `"predict"`.
         expert_parallel: as in `auto`.
@@ -201,7 +233,8 @@ def compiled_costs(
         **overrides: arguments of the model that differ from the preset.
 
     Raises:
-        ImportError: libtpu is not installed.
+        ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed.
+        RuntimeError: another process holds libtpu, or it is not of JAX's version.
         ValueError: the step needs more memory than a device has.
 
     Example:
@@ -210,9 +243,9 @@ def compiled_costs(
     >>> distribution.compiled_costs("vmoe_b16", "v5e:3x3", 256)
     Traceback (most recent call last):
     ...
-    ValueError: Expected topology to be one of ...; received: topology='v5e:3x3'...
+    ValueError: Expected ... v5e: 1x1, 2x2, ...; received: topology='v5e:3x3'
     """
-    check_one_of("topology", topology, TOPOLOGIES)
+    _check_topology(topology)
     check_one_of("step", step, STEPS)
     check_integer("batch_size", batch_size)
     check_backend()
@@ -226,6 +259,7 @@ def compiled_costs(
     from keras_moe.distribution import compilation_jax
 
     changes = {}
+    _, _, capacity, _ = GENERATIONS[topology.partition(":")[0]]
     with compilation_jax.alone():
         devices = compilation_jax.topology_devices(topology)
         while True:
@@ -235,27 +269,46 @@ def compiled_costs(
             layouts = auto(model, devices, expert_parallel, model_parallel, size)
             try:
                 compiled = compilation_jax.compile_step(model, layouts, size, step)
+                needed = sum(compiled.memory.values()) / 2**30
+                if needed > capacity:
+                    raise DoesNotFit(needed, capacity)
                 break
             except DoesNotFit as error:
-                may_rematerialize = step == "train" and not is_model
-                if may_rematerialize and not arguments.get("rematerialize"):
+                kept = step == "train" and not arguments.get("rematerialize")
+                if kept and not is_model:
                     change = {"rematerialize": True}
                 elif size % (2 * len(devices) // model_parallel) == 0:
                     change = {"batch_size": size // 2}
                 else:
                     change = None
                 if not fit or change is None:
-                    raise _too_large(*error.args, name, topology, size) from error
+                    message = _too_large(*error.args, name, topology, size, kept)
+                    raise DoesNotFit(message) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
 
 
-def _too_large(needed, capacity, name, topology, batch_size):
-    return DoesNotFit(
+def _check_topology(topology):
+    if topology in TOPOLOGIES:
+        return
+    generation, _, _ = str(topology).partition(":")
+    if generation in GENERATIONS:
+        allowed = f"a shape of {generation}: {', '.join(GENERATIONS[generation][-1])}"
+    else:
+        allowed = (
+            f"a generation, one of {', '.join(GENERATIONS)}, and a shape, such as "
+            "v5e:4x4 or h200:8"
+        )
+    raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
+
+
+def _too_large(needed, capacity, name, topology, size, keeps_activations):
+    more = ", with rematerialize=True" if keeps_activations else ""
+    return (
         f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
-        f"received: {name} with batch_size={batch_size}, which needs {needed:.2f} GiB, "
-        f"{needed - capacity:.2f} more. It needs less with more devices, a smaller "
-        "batch or, in training, rematerialize=True"
+        f"received: {name} with batch_size={size}, which needs {needed:.2f} GiB, "
+        f"{needed - capacity:.2f} more. It needs less with a smaller batch{more} "
+        "(fit=True tries) or with more devices"
     )
 
 
@@ -264,19 +317,24 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
     generation, _, shape = topology.partition(":")
     chip_name, flops_per_cycle, capacity, _ = GENERATIONS[generation]
     chip, num_chips = CHIPS[chip_name], math.prod(map(int, shape.split("x")))
-    # A device may be half a chip.
-    share = num_devices / num_chips
-    peak = chip.peak_flops / share
     program = Program(compiled.text, compiled.optimizer)
-    cycle = flops_per_cycle / peak
-    seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
-    collectives = program.collectives()
-    sending = share * _sending_seconds(collectives, chip, num_chips)
     model_flops = (3 if step == "train" else 1) * flops * batch_size / num_devices
-    num_untimed = program.num_untimed()
-    utilization = model_flops / (peak * max(sum(seconds.values()), sending))
-    if num_untimed:
-        utilization = None
+    seconds = utilization = None
+    operations = []
+    if flops_per_cycle is not None:
+        # A device may be half a chip.
+        share = num_devices / num_chips
+        peak = chip.peak_flops / share
+        cycle = flops_per_cycle / peak
+        seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
+        sending = share * _sending_seconds(program.transfers(), chip, num_chips, share)
+        if not program.num_untimed():
+            longer = max(sum(seconds.values()), sending)
+            utilization = model_flops / (peak * longer)
+        seconds["collectives"] = sending
+        operations = [
+            {**x._asdict(), "seconds": cycle * x.cycles} for x in program.longest(10)
+        ]
     return CompiledCosts(
         name,
         topology,
@@ -285,15 +343,16 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
         batch_size,
         compiled.memory,
         capacity * 2**30,
-        compiled.flops,
+        program.matmul_flops() if compiled.flops is None else compiled.flops,
         model_flops,
-        {**seconds, "collectives": sending},
+        seconds,
         utilization,
-        collectives,
-        [{**x._asdict(), "seconds": cycle * x.cycles} for x in program.longest(10)],
-        num_untimed,
+        program.collectives(),
+        operations,
+        program.num_untimed(),
         changes,
         compiled.seconds,
+        program.num_open_loops(),
     )
 
 
@@ -332,13 +391,14 @@ def _parts(blueprint, own=None):
     return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
 
 
-def _sending_seconds(collectives, chip, num_chips):
+def _sending_seconds(transfers, chip, num_chips, devices_per_chip):
     """Time of all collectives at the bandwidth of the links, one after the other."""
     seconds = 0.0
-    for kind, (_, size) in collectives.items():
+    for kind, group, times, size in transfers:
         rate = chip.bandwidth
         if kind == "all-to-all":
-            rate = chip.all_to_all_bandwidth(num_chips)
+            chips = math.ceil(group / devices_per_chip) or num_chips
+            rate = chip.all_to_all_bandwidth(chips, num_chips)
         # A ring sends the data of an all-reduce twice.
-        seconds += (2 if kind == "all-reduce" else 1) * size / rate
+        seconds += (2 if kind == "all-reduce" else 1) * times * size / rate
     return seconds

@@ -33,6 +33,8 @@ PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
 # float32 logits, noisy logits and gates of a router.
 ROUTING_BYTES = 3 * 4
 ALL_TO_ALL = "all-to-all (tokens)"
+# Weights that are not autocast, so that their gradients are float32.
+FLOAT32_GRADIENTS = re.compile(r"(.*/)?(router|\w*norm)/.*")
 # The rows of `step_seconds`.
 STEP_NAMES = "step, sending while computing", "step, one after the other"
 
@@ -179,8 +181,8 @@ def costs(
 
     Traffic: tokens travel to experts and back, again in the backward pass, and once
     more with `rematerialize`. With experts split over n devices, a device sends (n - 1)
-    / n of its slots; an all-reduce of float32 gradients over n devices sends 2 (n - 1)
-    / n of their bytes.
+    / n of its slots; an all-reduce of gradients (in `dtype`, those of routers and norms
+    in float32) over n devices sends 2 (n - 1) / n of their bytes.
 
     Time: forward FLOPs as counted by `describe`, times three (blocks: times four with
     `rematerialize`), at `utilization` of the peak; traffic at the links' bandwidth
@@ -204,8 +206,8 @@ def costs(
         load_weights: as in `auto`.
         **overrides: arguments of the model that differ from the preset.
 
-    Reference: *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
-        Recomputation in Large Transformer Models*, equation 1.
+    Reference: *GShard*, section 3; *Megatron-LM*, section 3;
+        *Reducing Activation Recomputation in Large Transformer Models*, equation 1.
 
     Example:
 
@@ -240,7 +242,7 @@ def costs(
     )
     shares = _shares(towers, texts, batch_size, layouts, itemsize)
     rematerialize = any(share.block.rematerialize for share in shares)
-    weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer])
+    weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
     memory = _memory(weights, optimizer, shares, rematerialize)
     traffic = _traffic(shares, weights, model_parallel, rematerialize)
     flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
@@ -358,7 +360,7 @@ class _DeviceWeights(NamedTuple):
     expert_devices: int
 
 
-def _device_weights(towers, model, layouts, state_of_shape):
+def _device_weights(towers, model, layouts, state_of_shape, itemsize):
     # Block weights, which a layout may split, by path; all others as one vector.
     shapes = {}
     for tower in towers:
@@ -383,7 +385,8 @@ def _device_weights(towers, model, layouts, state_of_shape):
         if "/experts/" in path:
             expert_devices = dealt
         same_weights = layouts.mesh[BATCH] // dealt
-        summed_bytes += 4 * math.prod(local) * _ring(same_weights)
+        size = 4 if FLOAT32_GRADIENTS.fullmatch(path) else itemsize
+        summed_bytes += size * math.prod(local) * _ring(same_weights)
     return _DeviceWeights(parameters, state_bytes, summed_bytes, expert_devices)
 
 

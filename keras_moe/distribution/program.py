@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # Parts of a model by what the names of their operations contain, the first that fits.
@@ -28,6 +29,19 @@ CALLED = re.compile(r"(body|condition|true_computation|calls)=%?([\w.\-]+)")
 # A fusion of an all-reduce and a slice.
 SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+# A condition that compares a counter with the only number in it.
+LIMIT = re.compile(r" [su]32\[\]\S* constant\((\d+)\)")
+COUNTS = re.compile(r"ROOT .* compare\(.*direction=LT")
+# Devices that exchange data with each other, in one of three forms: a list of groups;
+# their number and size; axes of a mesh, and those within a group.
+GROUPS = re.compile(
+    r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[(.*?)\].*?\{(.*?)\})"
+)
+AXIS = re.compile(r"('\w+')(?:=|:\(\d+\))(\d+)")
+# Products of matrices; the second form is NVIDIA's library.
+CONTRACTED = re.compile(
+    r'(?:dot|custom-call)\(%([\w.\-]+).*?lhs_contracting_dim(?:ension)?s"?[:=][{\[]([\d,"]*)'
+)
 # The compiler counts all tiles of a grouped matmul for every group.
 UNTIMED = "ragged_dot"
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -86,6 +100,26 @@ class Program:
             if UNTIMED in line and match[3] in ("fusion", "custom-call")
         )
 
+    def num_open_loops(self) -> int:
+        """Number of loops of unknown length, whose bodies count once."""
+        return sum(
+            match[3] == "while" and self._trips(line) is None
+            for line, match, _ in self._lines()
+        )
+
+    def matmul_flops(self) -> int:
+        """FLOPs of the products of matrices outside fusions."""
+        shapes, flops = {}, 0
+        for line, match, times in self._lines():
+            shapes[match[1]], *_ = ARRAY.findall(match[2]) or [(None, "")]
+            if product := CONTRACTED.search(line):
+                (_, left), (_, result) = shapes[product[1]], shapes[match[1]]
+                sizes = [int(size) for size in left.split(",")]
+                axes = [int(axis) for axis in re.findall(r"\d+", product[2])]
+                contracted = math.prod(sizes[axis] for axis in axes)
+                flops += 2 * times * contracted * _count(result)
+        return flops
+
     def longest(self, number: int) -> list[Operation]:
         """The operations with the most cycles, those of all blocks together."""
         runs, cycles = Counter(), Counter()
@@ -107,9 +141,18 @@ class Program:
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Number of runs, and bytes of their results on one device, by kind."""
         numbers, sizes = Counter(), Counter()
+        for kind, _, times, size in self.transfers():
+            numbers[kind] += times
+            sizes[kind] += times * size
+        return {kind: (numbers[kind], sizes[kind]) for kind in numbers}
+
+    def transfers(self) -> Iterator[tuple[str, int, int, int]]:
+        """Kind, devices in a group (0 for all), runs and bytes of each collective."""
         for line, match, times in self._lines():
             kind = match[3].removesuffix("-start")
-            arrays = _arrays(match[2])
+            # Without what only the hardware reads.
+            arrays = _arrays(match[2].replace("u32[]", ""))
+            group = _group_size(line)
             if scatter := SCATTER.search(line):
                 # Its ring sends the array before the slice.
                 kind = "reduce-scatter"
@@ -122,14 +165,13 @@ class Program:
                 ]
             elif kind not in COLLECTIVES:
                 continue
-            elif kind == "all-gather" and kind != match[3]:
-                # The arguments, and the results.
-                arrays = arrays[len(arrays) // 2 :]
-            elif kind == "collective-permute" and kind != match[3]:
-                arrays = arrays[1:2]
-            numbers[kind] += times
-            sizes[kind] += times * sum(arrays)
-        return {kind: (numbers[kind], sizes[kind]) for kind in numbers}
+            else:
+                if kind != match[3] and kind != "all-reduce":
+                    # The arguments, and the results.
+                    arrays = arrays[len(arrays) // 2 :]
+                if kind == "reduce-scatter":
+                    arrays = arrays * max(group, 1)
+            yield kind, group, times, sum(arrays)
 
     def _part(self, name):
         for part, pattern in PARTS.items():
@@ -152,11 +194,22 @@ class Program:
                 # The operations of a fusion are in its own cycles.
                 if match[3] == "fusion":
                     continue
-                trips = TRIPS.search(line)
+                trips = self._trips(line) or 1
                 for role, called in CALLED.findall(line):
-                    runs = int(trips[1]) if trips and role == "body" else 1
+                    runs = trips if role == "body" else 1
                     if called in self._computations:
                         waiting.append((called, times * runs))
+
+    def _trips(self, line):
+        """Rounds of a loop, if the compiler or its condition tells them."""
+        if trips := TRIPS.search(line):
+            return int(trips[1])
+        condition = dict(CALLED.findall(line)).get("condition")
+        lines = self._computations.get(condition, [])
+        limits = [found[1] for x in lines if (found := LIMIT.search(x))]
+        if len(limits) == 1 and any(map(COUNTS.search, lines)):
+            return int(limits[0])
+        return None
 
 
 def _computations(text):
@@ -209,9 +262,30 @@ def _short(name):
     return "/".join(name.split("/")[-3:])
 
 
+def _group_size(line):
+    """Devices in a group of a collective; 0 if it names none."""
+    found = GROUPS.search(line)
+    if found is None:
+        return 0
+    listed, size, axes, inside = found.groups()
+    if size:
+        return int(size)
+    if listed:
+        return listed.count(",") + 1
+    sizes = dict(AXIS.findall(axes or ""))
+    # An axis of a group may be a part of the mesh's: 'axis':(before)size.
+    parts = dict(AXIS.findall(inside or ""))
+    names = re.findall(r"'\w+'", inside or "")
+    return math.prod(int(parts.get(name) or sizes[name]) for name in names)
+
+
+def _count(shape):
+    return math.prod(int(x) for x in shape.split(",") if x)
+
+
 def _arrays(result):
     """Bytes of each array in the type of a result."""
     return [
-        BYTES.get(dtype, 4) * math.prod(int(x) for x in shape.split(",") if x)
+        BYTES.get(dtype, 4) * _count(shape)
         for dtype, shape in ARRAY.findall(re.sub(r"\{[^{}]*\}", "", result))
     ]

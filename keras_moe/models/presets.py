@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from keras_moe.compat import kept_random_states
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.description import Description
@@ -83,7 +84,7 @@ def abstract(
     (None, 1000)
     """
     options = {"task": task, "load_weights": load_weights}
-    with resolve(preset, overrides, **options) as blueprint:
+    with kept_random_states(), resolve(preset, overrides, **options) as blueprint:
         return blueprint.build_abstract()
 
 

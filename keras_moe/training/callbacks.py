@@ -3,17 +3,20 @@
 import contextlib
 import math
 import os
-import random
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of
-from keras_moe.compat import moving_averages, own_variables, restored
+from keras_moe.compat import (
+    kept_random_states,
+    moving_averages,
+    own_variables,
+    restored,
+)
 
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
@@ -142,13 +145,8 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     variables = [*model.non_trainable_variables, *model.metrics_variables]
-    states = random.getstate(), np.random.get_state()
-    try:
-        with restored(variables):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with kept_random_states(), restored(variables):
+        yield
 
 
 @contextlib.contextmanager
