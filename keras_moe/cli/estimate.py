@@ -4,8 +4,9 @@ This is arithmetic: no device is needed, and nothing is allocated. Without
 --expert-parallel, all layouts that the numbers allow are compared, and the one that
 splits the experts most is shown in detail.
 
-With --compile, the TPU compiler itself says what a step needs, in a minute or more. It
-needs JAX and libtpu (the extra tpu-plan), and no TPU.
+With --compile, the devices' compiler itself says what a step needs, in a minute or
+more. It needs JAX with libtpu (the extra tpu-plan) or its CUDA plugin (the extra
+cuda-plan), and no device.
 """
 
 import argparse
@@ -30,7 +31,8 @@ keras-moe estimate vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 keras-moe estimate vmoe_h14 --chip h200 --devices 8 --batch-size 512
 keras-moe estimate vmoe_l16 --chip tpu_v5e --devices 64 --batch-size 4096 \
 --expert-parallel 32 --set rematerialize=true
-keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024 --figure costs.png"""
+keras-moe estimate vmoe_b16 --compile v5e:4x4 --batch-size 1024 --figure costs.png
+keras-moe estimate --recipe vmoe_s32_i1k --compile h200:8 --num-classes 1000"""
 # Arguments of `distribution.costs` and `compiled_costs`, and what sets them.
 OWN = {
     "model_or_preset": FIRST,
@@ -50,11 +52,13 @@ OWN = {
 }
 # Policies of models, by the dtype of their activations.
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+# Optimizers of recipes, by their state.
+STATES = {"adamw": "adam", "lamb": "adam", "vitg_adafactor": "adafactor"}
 # What only arithmetic takes, with its defaults.
 ARITHMETIC = {
     "chip": "tpu_v4",
     "devices": None,
-    "optimizer": "adam",
+    "optimizer": None,
     "utilization": 0.4,
     "text_tokens": 0,
 }
@@ -63,7 +67,12 @@ COMPILER = {"step": "train", "fit": False, "figure": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset(parser)
+    add_preset(parser, nargs="?")
+    parser.add_argument(
+        "--recipe",
+        help="A recipe instead of the model: a name, or a TOML or JSON file. It sets "
+        "the model, its arguments and type, the optimizer and the batch of a step.",
+    )
     parser.add_argument(
         "--chip",
         default=ARITHMETIC["chip"],
@@ -72,17 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_count(parser, "--devices", "The number of devices.")
     batch = "The number of examples in a step, on all devices together."
-    add_count(parser, "--batch-size", batch, required=True)
+    add_count(parser, "--batch-size", batch)
     add_layout(parser)
     parser.add_argument(
         "--optimizer",
-        default=ARITHMETIC["optimizer"],
-        help="The optimizer: sgd, momentum, adam or adafactor.",
+        help="The optimizer: sgd, momentum, adam (the default) or adafactor.",
     )
     parser.add_argument(
         "--dtype",
-        default="bfloat16",
-        help="The type of the activations: bfloat16, float16 or float32.",
+        help="The type of the activations: bfloat16 (the default), float16 or float32.",
     )
     parser.add_argument(
         "--utilization",
@@ -97,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile",
         metavar="TOPOLOGY",
-        help="Compile for these TPUs instead of --chip and --devices: v5e:4x4, "
-        "v5p:2x4x4, v6e:8x8.",
+        help="Compile for these devices instead of --chip and --devices: v5e:4x4, "
+        "v5p:2x4x4, v6e:8x8, h200:8.",
     )
     group.add_argument(
         "--step",
@@ -126,8 +133,17 @@ def run(args: argparse.Namespace, console: Any) -> Result:
                 f"Expected no --{name.replace('_', '-')} with"
                 f"{'' if compiles else 'out'} --compile; received: {value!r}"
             )
+    if (args.preset is None) == (args.recipe is None):
+        raise ValueError(
+            "Expected a model or --recipe; received: "
+            f"{'neither' if args.recipe is None else 'both'}"
+        )
+    recipe = None if args.recipe is None else take_recipe(args)
+    if args.batch_size is None:
+        raise ValueError("Expected --batch-size with a model; received: none")
+    args.dtype, args.optimizer = args.dtype or "bfloat16", args.optimizer or "adam"
     if compiles:
-        return compiled(args, console)
+        return compiled(args, recipe, console)
     if args.devices is None:
         raise ValueError("Expected --devices or --compile; received: neither")
     if args.expert_parallel is not None:
@@ -142,22 +158,56 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     )
 
 
-def compiled(args: argparse.Namespace, console: Any) -> Result:
+def take_recipe(args: argparse.Namespace) -> Any:
+    """Sets the arguments that a recipe has, and returns it."""
+    overrides = {
+        f"model.{name}": value for name, value in model_overrides(args.set, OWN).items()
+    }
+    if args.dtype is not None:
+        overrides["model.dtype"] = POLICIES.get(args.dtype, args.dtype)
+    recipe = keras_moe.training.load_recipe(args.recipe).replace(**overrides)
+    model, optimizer = recipe.model, recipe.optimizer
+    args.preset = model.preset
+    args.set = [("load_weights", model.load_weights), *model.overrides.items()]
+    args.dtype = model.dtype.removeprefix("mixed_")
+    if args.optimizer is None:
+        has_moment = optimizer.name == "sgd" and optimizer.options.get("momentum")
+        name = "momentum" if has_moment else optimizer.name
+        args.optimizer = STATES.get(name, name)
+    if args.batch_size is None:
+        parts = optimizer.gradient_accumulation_steps
+        args.batch_size = recipe.data.batch_size // parts
+    if args.num_classes is None:
+        try:
+            args.num_classes = recipe.num_classes()
+        except OSError as error:
+            raise ValueError(
+                "Expected --num-classes with a recipe whose data is not here; "
+                f"received: {recipe.data.source!r} ({error})"
+            ) from error
+    return recipe
+
+
+def compiled(args: argparse.Namespace, recipe: Any, console: Any) -> Result:
     """The costs that the compiler finds."""
     if args.figure is not None:
         args.figure.parent.mkdir(parents=True, exist_ok=True)
+    if recipe is None:
+        model, options = args.preset, model_overrides(args.set, OWN)
+        options["dtype"] = POLICIES.get(args.dtype, args.dtype)
+        options["num_classes"] = args.num_classes
+    else:
+        model, options = recipe.abstract_model(args.num_classes), {}
     with console.status(f"compiling {args.preset} for {args.compile}"):
         found = keras_moe.distribution.compiled_costs(
-            args.preset,
+            model,
             args.compile,
             args.batch_size,
             args.step,
             args.expert_parallel,
             args.model_parallel,
-            dtype=POLICIES.get(args.dtype, args.dtype),
-            num_classes=args.num_classes,
             fit=args.fit,
-            **model_overrides(args.set, OWN),
+            **options,
         )
     if args.figure is not None:
         from keras_moe.analysis import plots

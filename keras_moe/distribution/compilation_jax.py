@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import keras
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from keras_moe.compat import (
     build_metrics,
@@ -58,10 +59,14 @@ def alone() -> Iterator[None]:
         os.environ.setdefault(name, value)
     os.environ.pop("XLA_FLAGS", None)
     keras.distribution.set_distribution(None)
+    # A program from the cache is not printed.
+    cached = jax.config.jax_enable_compilation_cache
+    _enable_cache(False)
     try:
         with kept_random_states():
             yield
     finally:
+        _enable_cache(cached)
         keras.distribution.set_distribution(distribution)
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -147,7 +152,7 @@ def compile_step(
     """Compiles a step of a compiled model of `models.abstract` under a distribution."""
     lowered, state, batch = _lower(model, distribution, step, batch_size)
     start = time.perf_counter()
-    platform = distribution.device_mesh.devices.flat[0].platform
+    platform = distribution.device_mesh.backend_mesh.devices.flat[0].platform
     compiled, text = _compile(lowered, platform)
     return CompiledStep(
         text,
@@ -263,3 +268,15 @@ def _memory(analysis, state, batch):
         "activations and gradients": analysis.temp_size_in_bytes + new_outputs,
         "program": analysis.generated_code_size_in_bytes,
     }
+
+
+def use_cache(folder: str) -> None:
+    """Keeps programs that take a second or more to compile for later processes."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    _enable_cache(True)
+
+
+def _enable_cache(enabled):
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    # Otherwise JAX decides once, at a process's first compilation.
+    compilation_cache.reset_cache()

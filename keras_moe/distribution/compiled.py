@@ -218,7 +218,8 @@ def compiled_costs(
 
     Args:
         model_or_preset: as in `auto`. A compiled model is measured with its own
-            optimizer and loss; a backbone gets its first registered task.
+            optimizer and loss, and so is that of `Recipe.abstract_model`; a backbone
+            gets its first registered task.
         topology: generation and shape, such as `"v5e:4x4"` or `"v5p:2x4x4"`; for GPUs
             their number, `"h200:8"`, or hosts and GPUs of each, `"h200:2x8"`.
         batch_size: global batch size.
@@ -385,8 +386,8 @@ def _parts(blueprint, own=None):
             trained.discard(variable.path)
         if trained:
             raise ValueError(
-                "Expected a model without LoRA; received: one with other weights to "
-                f"train, such as {min(trained)}"
+                "Expected a model as its config describes it; received: one with other "
+                f"weights to train, such as {min(trained)}"
             )
     return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
 

@@ -318,9 +318,12 @@ class Blueprint:
     def build_abstract(self, compiled_like: Any = None) -> keras.Model:
         """Creates the model with weights that have shapes, and no values."""
         with self._explained(), variables_without_values(), skip_init():
-            model = self.backbone.from_config(self.config)
+            model = backbone = self.backbone.from_config(self.config)
             if self.task is not None:
                 model = self.task(model, **{**self.task_config, "compile": False})
+            adapted = getattr(compiled_like, "backbone", compiled_like)
+            if rank := getattr(adapted, "_adapter_rank", None):
+                backbone.enable_lora(rank, adapted._lora_names)
         if self.task is not None:
             # Its optimizer has numbers, which have values.
             settings = {}

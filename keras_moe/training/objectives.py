@@ -81,10 +81,14 @@ class Objective(Section):
         return {}
 
     def new_model(
-        self, config: ModelConfig, num_classes: int | None, seed: int
+        self,
+        config: ModelConfig,
+        num_classes: int | None,
+        seed: int,
+        make: Callable[..., keras.Model] = models.from_preset,
     ) -> keras.Model:
-        """Returns an uncompiled model."""
-        return models.from_preset(
+        """Returns an uncompiled model, made by `make`."""
+        return make(
             config.preset,
             dtype=config.dtype,
             load_weights=config.load_weights,

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_moe import models
 from keras_moe.checks import LARGEST_SEED, check_integer, check_string, nearest
 from keras_moe.files import shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
@@ -50,6 +51,8 @@ class Recipe:
         description: a one-line description.
         reference: source of the published settings.
         notes: deviations from the reference.
+        compilation_cache: folder in which JAX keeps compiled programs, so that the next
+            run starts without compiling; it changes no result. None for no cache.
 
     Example:
 
@@ -75,6 +78,7 @@ class Recipe:
     description: str = ""
     reference: str = ""
     notes: str = ""
+    compilation_cache: str | None = None
 
     def __post_init__(self):
         for name in ("name", "description", "reference", "notes"):
@@ -83,6 +87,8 @@ class Recipe:
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"
             )
+        if self.compilation_cache is not None:
+            check_string("compilation_cache", self.compilation_cache)
         check_integer("seed", self.seed, 0, LARGEST_SEED)
         objective = self.objective
         if not isinstance(objective, Objective):
@@ -188,6 +194,18 @@ class Recipe:
     def new_model(self, num_classes: int | None) -> keras.Model:
         """Returns the objective's model, not yet compiled."""
         return self.objective.new_model(self.model, num_classes, self.seed)
+
+    def abstract_model(self, num_classes: int | None) -> keras.Model:
+        """Returns the compiled model without values, as `keras_moe.models.abstract`.
+
+        `keras_moe.distribution.compiled_costs` compiles its step for other devices.
+        """
+        model = self.objective.new_model(
+            self.model, num_classes, self.seed, models.abstract
+        )
+        # Learning rates follow from the length of an epoch, and costs do not.
+        self.compile(model, steps_per_epoch=10**6)
+        return model
 
     def prepare(
         self,

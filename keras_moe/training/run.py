@@ -116,6 +116,8 @@ def train(
     >>> sorted(train(recipe, verbose=0).history)
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
+    if recipe.compilation_cache is not None:
+        _use_cache(recipe.compilation_cache)
     best = recipe.schedule.best
     if checkpoint_dir is None:
         if best is not None or branch_from is not None:
@@ -150,6 +152,18 @@ def train(
             may_differ=_EXTENDABLE if extend else (),
         )
         return _trained(run, checkpoint, callbacks, verbose)
+
+
+def _use_cache(folder):
+    if keras.backend.backend() != "jax":
+        raise ValueError(
+            "Expected the JAX backend, the only one that keeps compiled programs; "
+            f"received: compilation_cache={folder!r}, "
+            f"backend={keras.backend.backend()!r}"
+        )
+    from keras_moe.distribution.compilation_jax import use_cache
+
+    use_cache(os.path.expanduser(folder))
 
 
 class _Run:
@@ -204,7 +218,7 @@ class _Run:
         """Returns all that a run depends on, images left out as unreadable included."""
         recipe = self.recipe
         settings = recipe.settings()
-        for name in ("description", "reference", "notes"):
+        for name in ("description", "reference", "notes", "compilation_cache"):
             del settings[name]
         if self.own_datasets is not None:
             return settings

@@ -1,15 +1,20 @@
 """Costs by the compiler of devices, without the devices."""
 
-import importlib.util
 import json
 import math
+import os
+import random
+from importlib import metadata
 
 import keras
+import numpy as np
 import pytest
 
-from keras_moe import distribution, models
+from keras_moe import distribution, models, training
+from keras_moe.distribution.compiled import GENERATIONS
 from keras_moe.distribution.program import DoesNotFit, Program
 
+SMALL = {"num_layers": 1, "moe_layers": [0], "load_weights": False}
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
 PROGRAM = f"""HloModule jit_train_step
 
@@ -53,18 +58,32 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general" stack_frame_id=3}},
   ROOT %c = pred[] compare(%p, %p), direction=LT, {CYCLES % 2}
 }}
 
+%until (p: f32[8]) -> pred[] {{
+  %limit = s32[] constant(4)
+  ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}}
+
 ENTRY %main (a: bf16[4,8]) -> f32[8] {{
   %a = bf16[4,8]{{1,0:T(8,128)(2,1)}} parameter(0)
   %w = f32[8]{{0}} while(%a), condition=%condition, body=%body, \
 backend_config={{"known_trip_count":{{"n":"3"}}}}
-  %s = bf16[4,8]{{1,0:T(8,128)(2,1)}} all-to-all(%a), dimensions={{0}}
+  %w.2 = f32[8]{{0}} while(%w), condition=%until, body=%body
+  %w.3 = f32[8]{{0}} while(%w.2), condition=%condition, body=%body
+  %s = bf16[4,8]{{1,0:T(8,128)(2,1)}} all-to-all(%a), dimensions={{0}}, \
+replica_groups=mesh['x'=2,'y'=8], device_ids=([8,2]T(1,0)) {{'x','y':(2)4}}
+  %s.2 = ((bf16[4,8]{{1,0}}), bf16[4,8]{{1,0}}) all-to-all-start(%a), \
+replica_groups=[4,2]<=[8]
   %g = (bf16[2,8]{{1,0}}, bf16[4,8]{{1,0}}) all-gather-start(%a), dimensions={{0}}
-  %r = (f32[], f32[16]) all-reduce(%a, %w), to_apply=%sum
+  %r = (f32[], f32[16]) all-reduce(%a, %w), replica_groups={{{{0,1,2}},{{3,4,5}}}}, \
+to_apply=%sum
   %p.2 = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}, u32[], u32[]) \
 collective-permute-start(%a), source_target_pairs={{{{0,1}}}}
   %t = f32[2]{{0}} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
   %d = f32[8]{{0}} fusion(%w), calls=%inside, \
 metadata={{op_name="jit(train_step)/adam_w/sub" stack_frame_id=1}}, {CYCLES % 7}
+  %m = (bf16[4,6]{{1,0}}, s8[64]{{0}}) custom-call(%a, %d), backend_config={{\
+"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}
+  %m.2 = f32[2,3]{{1,0}} dot(%a, %d), lhs_batch_dims={{}}, lhs_contracting_dims={{0,1}}
   ROOT %u = f32[8]{{0}} fusion(%d), calls=%inside, \
 metadata={{op_name="block_1/moe/experts/ragged_dot_general" stack_frame_id=2}}, \
 {CYCLES % 9000}
@@ -87,7 +106,7 @@ def on_this_machine(compilation, monkeypatch):
     devices = keras.distribution.list_devices()[:1]
     monkeypatch.setattr(compilation, "topology_devices", lambda _: devices)
 
-    def compile(lowered):
+    def compile(lowered, platform):
         program = lowered.compile()
         return program, program.as_text()
 
@@ -98,20 +117,27 @@ def on_this_machine(compilation, monkeypatch):
 
 def test_a_program_by_hand():
     program = Program(PROGRAM, "adam_w")
-    # Three rounds of the loop; the condition's cycles count once, for a round.
-    assert program.cycles_by_part() == {"experts": 15, "optimizer": 7, "other": 2}
+    # Three rounds of the first loop, four of the second by its condition, and one of
+    # the third; the condition's cycles count once, for a round.
+    assert program.num_open_loops() == 1
+    assert program.cycles_by_part() == {"experts": 40, "optimizer": 7, "other": 4}
     first, second, _ = program.longest(10)
-    assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 3, 15)
+    assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 8, 40)
     # The planner's own frame is no source.
     assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 1, 7)
     assert program.num_untimed() == 1
     assert program.collectives() == {
-        "all-to-all": (1, 64),
+        "all-to-all": (2, 128),
         "all-gather": (1, 64),
         "all-reduce": (1, 68),
         "collective-permute": (1, 64),
         "reduce-scatter": (1, 32),
     }
+    groups = {kind: group for kind, group, *_ in program.transfers()}
+    assert groups["all-reduce"] == 3
+    assert [x[1] for x in program.transfers() if x[0] == "all-to-all"] == [8, 2]
+    # (4, 8) x (8, 6), and all of the first operand with each of six columns.
+    assert program.matmul_flops() == 2 * 4 * 8 * 6 + 2 * 32 * 6
     assert "optimizer" not in Program(PROGRAM).cycles_by_part()
 
 
@@ -128,7 +154,8 @@ def test_a_compiler_says_how_much_is_too_much(compilation):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("vmoe_b16", "v5e:4x5", 256), "'v5e:4x4'"),
+        (("vmoe_b16", "v5e:4x5", 256), "shape of v5e: 1x1, 2x2.*'v5e:4x5'"),
+        (("vmoe_b16", "h100:8", 256), "one of v4, v5e.*h200.*'h100:8'"),
         (("vmoe_b16", "v5e:4x4", 0), "batch_size=0"),
         (("vmoe_b16", "v5e:4x4", 256, "generate"), "step='generate'"),
     ],
@@ -138,11 +165,56 @@ def test_bad_arguments(arguments, message):
         distribution.compiled_costs(*arguments)
 
 
-def test_what_is_not_there_is_named(monkeypatch):
-    message = "JAX backend|tpu-plan"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises((ImportError, ValueError), match=message):
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("topology", "extra"), [("v5e:1x1", "tpu-plan"), ("h200:8", "cuda-plan")]
+)
+def test_what_is_not_there_is_named(monkeypatch, topology, extra):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises((ImportError, ValueError), match=f"JAX backend|{extra}"):
+        distribution.compiled_costs("vmoe_digits", topology, 8)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "Internal error when accessing libtpu multi-process lockfile.",
+            "no other pro",
+        ),
+        (
+            "The TPU is already in use by process with pid 3.",
+            "no other process.* pid 3",
+        ),
+        (
+            "PJRT version",
+            r"pip install 'libtpu==[\d.*]+'; .*jaxlib \S+, libtpu 0.9: PJ",
+        ),
+    ],
+)
+def test_a_compiler_that_does_not_start(compilation, monkeypatch, error, message):
+    def fails(**options):
+        raise RuntimeError(error)
+
+    version = metadata.version
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "0.9" if name == "libtpu" else version(name)
+    )
+    monkeypatch.setattr(compilation.topologies, "get_topology_desc", fails)
+    with pytest.raises(RuntimeError, match=message):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
+
+
+@pytest.mark.every_backend
+def test_a_batch_that_devices_cannot_share(compilation, monkeypatch):
+    devices = keras.distribution.list_devices()[:1] * 4
+    monkeypatch.setattr(compilation, "topology_devices", lambda _: devices)
+    with pytest.raises(ValueError, match="batch_size=6"):
+        distribution.compiled_costs("vmoe_digits", "v5e:2x2", 6)
 
 
 def size(variable):
@@ -198,33 +270,117 @@ def test_a_model_of_ones_own(on_this_machine):
     head = 8 * sum(map(size, model.trainable_variables))
     assert 0 < found.memory["optimizer"] - head < 100
     assert found.memory["batch"] == 4 * 8 * (16 * 16 + 10)
-    model.backbone.enable_lora(2)
-    with pytest.raises(ValueError, match=r"without LoRA.*lora"):
-        distribution.compiled_costs(model, "v5e:1x1", 8)
+    model.backbone.enable_lora(2, ["query", "experts"])
+    trained = 8 * sum(map(size, model.trainable_variables))
+    found = distribution.compiled_costs(model, "v5e:1x1", 8)
+    assert trained > head
+    assert 0 < found.memory["optimizer"] - trained < 100
     with pytest.raises(ValueError, match="dtype='float32'"):
         distribution.compiled_costs(model, "v5e:1x1", 8, dtype="float32")
     with pytest.raises(ValueError, match="a ViTBackbone"):
         distribution.compiled_costs(model.backbone, "v5e:1x1", 8)
+    found = distribution.compiled_costs(model.backbone, "v5e:1x1", 8, "predict")
+    assert found.memory["weights"] > 4 * model.backbone.count_params() - 100
+    with pytest.raises(ValueError, match="received: Sequential"):
+        distribution.compiled_costs(keras.Sequential([model]), "v5e:1x1", 8)
+
+
+class Regression(models.ViTImageClassifier):
+    """A task of one's own, with a loss of its own."""
+
+    backbone_cls = models.ViTBackbone
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean((y - y_pred) ** 2)
 
 
 @pytest.mark.every_backend
-def test_a_distribution_of_the_user_stays(on_this_machine):
+def test_a_subclass_of_ones_own(on_this_machine):
+    backbone = models.from_preset("vmoe_digits", task="backbone", **SMALL)
+    model = Regression(backbone, num_classes=3, compile=False)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    found = distribution.compiled_costs(model, "v5e:1x1", 8)
+    assert found.memory["batch"] == 4 * 8 * (16 * 16 + 3)
+    moment = 4 * sum(map(size, model.trainable_variables))
+    assert 0 <= found.memory["optimizer"] - moment < 100
+
+
+@pytest.mark.every_backend
+def test_a_recipe(on_this_machine):
+    changes = {
+        "model": {**SMALL, "dtype": "mixed_bfloat16"},
+        "optimizer": {
+            "name": "sgd",
+            "gradient_accumulation_steps": 2,
+            "ema_momentum": None,
+        },
+    }
+    recipe = training.load_recipe("vmoe_digits", **changes)
+    model = recipe.abstract_model(num_classes=10)
+    found = distribution.compiled_costs(model, "v5e:1x1", 8)
+    # The gradients of the first half of a batch.
+    summed = 4 * sum(map(size, model.trainable_variables))
+    assert 0 < found.memory["optimizer"] - summed < 100
+    assert found.model_flops == 3 * 8 * sum(x.flops for x in model.describe().parts)
+
+
+@pytest.mark.every_backend
+def test_gpus_have_no_times(on_this_machine, monkeypatch, capsys, tmp_path):
+    from keras_moe.analysis import plots
+
+    compile, compiled = on_this_machine._compile, []
+
+    def kept(*arguments):
+        compiled[:] = compile(*arguments)
+        return compiled
+
+    monkeypatch.setattr(on_this_machine, "_compile", kept)
+    found = distribution.compiled_costs("vmoe_digits", "h200:1", 8, **SMALL)
+    assert found.capacity == 141 * 2**30
+    assert (found.seconds, found.step_seconds, found.utilization) == (None,) * 3
+    assert found.operations == []
+    found.print()
+    output = capsys.readouterr().out
+    assert "time is unknown" in output
+    assert "nothing ran on a GPU" in output
+    assert "time of a step" not in output
+    plots.plot_step_costs(found, tmp_path / "costs.png")
+    # Their compiler leaves it to the caller to compare.
+    *rest, shapes = GENERATIONS["h200"]
+    monkeypatch.setitem(GENERATIONS, "h200", (*rest[:2], 0.001, shapes))
+    monkeypatch.setattr(on_this_machine, "_compile", lambda *_: compiled)
+    message = r"0\.00 GiB.*batch_size=8.*rematerialize=True"
+    with pytest.raises(DoesNotFit, match=message):
+        distribution.compiled_costs("vmoe_digits", "h200:1", 8, **SMALL)
+
+
+@pytest.mark.every_backend
+def test_what_the_user_has_stays(on_this_machine):
     devices = keras.distribution.list_devices()[:1]
     mine = distribution.auto("vmoe_digits", devices)
+
+    def states():
+        _, keys, *rest = np.random.get_state()
+        return random.getstate(), keys.tolist(), rest, dict(os.environ)
+
     with mine.scope():
-        assert distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8).num_devices == 1
+        before = states()
+        found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, **SMALL)
+        models.abstract("vmoe_digits")
+        assert found.num_devices == 1
         assert keras.distribution.distribution() is mine
+        assert states() == before
 
 
 @pytest.mark.every_backend
 def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
     compile, tried = on_this_machine._compile, []
 
-    def narrow(lowered):
+    def narrow(lowered, platform):
         tried.append(lowered.in_avals[0][1][0].shape[0])
         if len(tried) < 3:
             raise DoesNotFit(20.0, 15.5)
-        return compile(lowered)
+        return compile(lowered, platform)
 
     monkeypatch.setattr(on_this_machine, "_compile", narrow)
     with pytest.raises(DoesNotFit, match=r"batch_size=8.*4\.50 more"):
@@ -249,3 +405,15 @@ def test_libtpu_compiles_what_it_plans(compilation, capfd):
     assert 0 < found.utilization < 1
     found.print()
     assert "nothing ran on a TPU" in capfd.readouterr().out
+
+
+@pytest.mark.every_backend
+def test_the_cuda_plugin_compiles_what_it_plans(compilation):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs the extra cuda-plan")
+    sizes = {"num_layers": 2, "num_experts": 4, "num_classes": 8}
+    found = distribution.compiled_costs("vmoe_s32", "h200:4", 32, **sizes)
+    # To the experts and back, and the same for the gradient.
+    assert found.collectives["all-to-all"][0] >= 4
+    # Rows are padded.
+    assert found.model_flops < found.flops < 1.1 * found.model_flops
+    assert found.memory["activations and gradients"] > 0

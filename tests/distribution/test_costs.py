@@ -39,7 +39,8 @@ def test_counts_by_hand():
     # One group of 20 tokens: 4 experts of 10 slots, in bfloat16, there and back, twice.
     assert actual.traffic["all-to-all (tokens)"] == 4 * (40 * 8 * 2) * 3 // 4
     assert actual.all_to_all_bytes == 4 * actual.traffic["all-to-all (tokens)"]
-    shared = 4 * (model.parameters - 4 * expert)
+    # The router and two norms are float32, all else bfloat16.
+    shared = 2 * (model.parameters - 4 * expert) + 2 * (8 * 4 + 4 * 8)
     assert actual.traffic["all-reduce (gradients)"] == shared * 2 * 3 // 4
     assert actual.traffic["all-reduce (heads, hidden units)"] == 0
     assert actual.flops == 3 * sum(part.flops for part in model.parts) * 2

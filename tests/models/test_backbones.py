@@ -11,7 +11,6 @@ from keras_moe.layers import MoEConfig, resize_patch_kernel, resize_positions
 from keras_moe.models import MixerBackbone, ViTBackbone
 from keras_moe.models.registry import builtin_presets
 from tests.small_models import flat_config, images, with_weights
-from tests.symbolic import symbolic_model
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -35,14 +34,11 @@ MAKERS = {
 # The presets
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="PyTorch alone has weights of no memory"
-)
 @pytest.mark.parametrize("preset", sorted(builtin_presets()))
 def test_every_preset_builds_and_describe_counts_it(preset):
     is_classifier = "Classifier" in builtin_presets()[preset]["task"]
     task = {"num_classes": 1000} if is_classifier else {"task": "contrastive"}
-    model = symbolic_model(lambda: models.from_preset(preset, **task))
+    model = models.abstract(preset, **task)
     arguments = {"num_classes": 1000} if is_classifier else {}
     description = models.describe(preset, **arguments)
     count = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)

@@ -8,7 +8,6 @@ from keras_moe import distribution, models
 from keras_moe.models import TextBackbone
 from tests.pair_models import MOE, TEXT
 from tests.small_models import with_weights
-from tests.symbolic import symbolic_model
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -136,11 +135,8 @@ def test_it_is_described_and_laid_out(kwargs):
     assert any("experts" in rule for rule in rules.weights) == ("moe_layers" in kwargs)
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="PyTorch alone has weights of no memory"
-)
 def test_the_defaults_are_the_text_tower_of_clip():
-    model = symbolic_model(lambda: TextBackbone(projection_dim=512))
+    model = models.Blueprint(TextBackbone, {"projection_dim": 512}).build_abstract()
     # The published number of the text tower with its projection.
     assert sum(int(np.prod(w.shape)) for w in model.weights) == 63_428_096
     described = models.describe(model)

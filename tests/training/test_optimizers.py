@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.models import from_preset
+from keras_moe.models import abstract
 from keras_moe.training.optimizers import OPTIMIZERS, group_factors
-from tests.symbolic import symbolic_model
 from tests.training.runs import assert_same_variables
 
 to_numpy = keras.ops.convert_to_numpy
@@ -56,7 +55,7 @@ ALL = {"experts", "router", "head", "kernels", "rest"}
     ],
 )
 def test_names_of_groups(preset, arguments, names):
-    model = symbolic_model(lambda: from_preset(preset, num_classes=3, **arguments))
+    model = abstract(preset, num_classes=3, **arguments)
     paths = [weight.path for weight in model.trainable_variables]
 
     def of(name):

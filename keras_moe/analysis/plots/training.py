@@ -59,7 +59,7 @@ def plot_training_history(
 def plot_step_costs(
     costs: Any, path: str | os.PathLike | None = None, title: str | None = None
 ) -> Any:
-    """Plots the memory and the time of a step by part.
+    """Plots the memory of a step by part, and its time where it is known.
 
     Args:
         costs: `keras_moe.distribution.CompiledCosts`.
@@ -80,12 +80,13 @@ def plot_step_costs(
         f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
             name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
         },
-        f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})": {
-            name: 1e3 * seconds for name, seconds in costs.seconds.items()
-        },
     }
-    figure = new_figure(figsize=(9, 3.6), dpi=110)
-    for axis, (label, parts) in zip(figure.subplots(1, 2), panels.items()):
+    if costs.seconds is not None:
+        label = f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})"
+        panels[label] = {name: 1e3 * x for name, x in costs.seconds.items()}
+    figure = new_figure(figsize=(4.5 * len(panels), 3.6), dpi=110)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (label, parts) in zip(axes, panels.items()):
         names, values = list(parts), list(parts.values())
         colors = ["0.8" if name == "free" else "tab:blue" for name in names]
         axis.barh(names, values, color=colors)
