@@ -1,16 +1,18 @@
-"""Compiles every kind of model for TPUs, without a TPU, and prints a table.
+"""Compiles every kind of model for devices that are not there, and prints a table.
 
-    KERAS_BACKEND=jax python -m tools.compile_table
-    KERAS_BACKEND=jax python -m tools.compile_table --topologies v6e:2x2 --rows soft
+    KERAS_BACKEND=jax python -m tools.compile_table table.json
+    KERAS_BACKEND=jax python -m tools.compile_table table.json --topologies h200:4
 
 Each row is two blocks of one model, one training step and one prediction for each
-topology, 16 images. Results go to a JSON file, from which a second run continues. It
-needs libtpu (the extra tpu-plan) and half a minute for each program.
+topology, 16 images. A second run with the same file compiles what is missing or failed.
+It needs libtpu (the extra tpu-plan) or, for GPUs, JAX's CUDA plugin (the extra
+cuda-plan), and half a minute for each program.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from keras_moe import distribution, routers
@@ -33,21 +35,21 @@ ROWS = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, metavar="FILE.json")
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=ROWS)
     parser.add_argument("--topologies", nargs="+", default=["v5e:2x2", "v6e:2x2"])
     parser.add_argument("--steps", nargs="+", default=["train", "predict"])
-    parser.add_argument("--output", type=Path, default=Path("compile_table.json"))
-    args = parser.parse_args()
-    results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    args = parser.parse_args(arguments)
+    results = json.loads(args.results.read_text()) if args.results.exists() else {}
     for row in args.rows:
         for topology in args.topologies:
             for step in args.steps:
                 key = f"{row} | {topology} | {step}"
-                if key not in results:
+                if "error" in results.get(key, {"error": None}):
                     results[key] = result(row, topology, step)
-                    write_json(args.output, results)
+                    write_json(args.results, results)
                 print(key, results[key], file=sys.stderr)
     print(as_markdown(results))
 
@@ -61,8 +63,9 @@ def result(row: str, topology: str, step: str) -> dict:
         )
     except Exception as error:
         return {"error": " ".join(str(error).split())[:300]}
+    times = costs.step_seconds
     return {
-        "ms": round(1e3 * costs.step_seconds[1], 2),
+        "ms": None if times is None else round(1e3 * times[1], 2),
         "GiB": round(costs.memory_bytes / 2**30, 2),
         "untimed": costs.num_untimed,
     }
@@ -85,7 +88,10 @@ def cell(found: dict | None) -> str:
         return ""
     if "error" in found:
         return "no"
-    return f"{found['ms']} ms{'+' if found['untimed'] else ''}, {found['GiB']} GiB"
+    memory = f"{found['GiB']} GiB"
+    if found["ms"] is None:
+        return memory
+    return f"{found['ms']} ms{'+' if found['untimed'] else ''}, {memory}"
 
 
 if __name__ == "__main__":

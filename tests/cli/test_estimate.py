@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_moe import distribution
+from keras_moe import distribution, training
 
 
 @pytest.fixture
@@ -10,6 +10,13 @@ def plan(program):
     return lambda *arguments: program("estimate", *arguments)
 
 
+FOUND = distribution.CompiledCosts(
+    "vmoe_b16", "v5e:2x2", 4, "train", 64, {"weights": 2**30}, 2**34, 2e12, 1e12,
+    {"experts": 0.25, "collectives": 0.75}, 0.5, {"all-to-all": (4, 1e9)},
+    [{"part": "experts", "operation": "moe/dot", "source": None, "runs": 32,
+      "seconds": 1}],
+    2, {"rematerialize": True}, 9.0, 3,
+)  # fmt: skip
 HUGE = ("vmoe_h14", "--devices", 256, "--batch-size", 4096)
 
 
@@ -60,13 +67,7 @@ def test_what_the_compiler_finds(tables_and_json, monkeypatch, tmp_path):
 
     def compiled_costs(*arguments, **options):
         asked.append((arguments, options))
-        return distribution.CompiledCosts(
-            "vmoe_b16", "v5e:2x2", 4, "train", 64, {"weights": 2**30}, 2**34, 2e12,
-            1e12, {"experts": 0.25, "collectives": 0.75}, 0.5, {"all-to-all": (4, 1e9)},
-            [{"part": "experts", "operation": "moe/dot", "source": None, "runs": 32,
-              "seconds": 1}],
-            2, {"rematerialize": True}, 9.0,
-        )  # fmt: skip
+        return FOUND
 
     monkeypatch.setattr(distribution, "compiled_costs", compiled_costs)
     figure = tmp_path / "costs.png"
@@ -84,8 +85,44 @@ def test_what_the_compiler_finds(tables_and_json, monkeypatch, tmp_path):
         },
     )
     assert figure.read_bytes().startswith(b"\x89PNG")
-    for text in ("1.00", "250.00", "25%", "750.00", "50%", "moe/dot", "2 grouped"):
+    for text in (
+        "1.00",
+        "250.00",
+        "25%",
+        "750.00",
+        "50%",
+        "moe/dot",
+        "2 grouped",
+        "3 loops",
+    ):
         assert text in output
     assert "rematerialize=True" in output
     assert values["memory_bytes"] == 2**30
     assert values["step_seconds"] == [0.75, 1.0]
+
+
+def test_a_recipe_sets_the_arguments(tables_and_json, monkeypatch):
+    recipe = ("--recipe", "vmoe_digits", "--set", "num_layers=2")
+    _, values = tables_and_json("estimate", *recipe, "--devices", 4)
+    settings = training.load_recipe("vmoe_digits", **{"model.num_layers": 2})
+    batch = settings.data.batch_size // settings.optimizer.gradient_accumulation_steps
+    expected = distribution.costs(
+        "vmoe_digits", 4, batch, optimizer="adafactor", num_classes=10, dtype="float32",
+        expert_parallel=4, **settings.model.overrides,
+        load_weights=settings.model.load_weights,
+    )  # fmt: skip
+    assert values["costs"]["memory"] == expected.memory
+
+    asked = []
+
+    def compiled_costs(*arguments, **options):
+        asked.append((arguments, options))
+        return FOUND
+
+    monkeypatch.setattr(distribution, "compiled_costs", compiled_costs)
+    tables_and_json("estimate", *recipe, "--compile", "v5e:1x1", "--batch-size", 4)
+    (model, *arguments), options = asked[0]
+    assert arguments == ["v5e:1x1", 4, "train", None, 1]
+    assert options == {"fit": False}
+    assert model.backbone.get_config()["num_layers"] == 2
+    assert model.optimizer.name == "vitg_adafactor"
