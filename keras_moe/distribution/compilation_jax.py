@@ -122,7 +122,7 @@ def _devices(package, options):
 def _no_compiler(package, message):
     """The compiler's error in plain words: another process, or another version."""
     if "already in use" in message or "lockfile" in message:
-        return RuntimeError(
+        return OSError(
             "Expected no other process with libtpu while ALLOW_MULTIPLE_LIBTPU_LOAD="
             f"{os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD']}; received: {message}"
         )
@@ -130,7 +130,7 @@ def _no_compiler(package, message):
     wanted = [x.partition(";")[0] for x in metadata.requires("jax")]
     wanted = min((x for x in wanted if x.startswith(package)), key=len, default=package)
     versions = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", package)]
-    return RuntimeError(
+    return ImportError(
         f"Expected a {package} of JAX's version: pip install '{wanted}'; received: "
         f"{', '.join(versions)}: {message}"
     )

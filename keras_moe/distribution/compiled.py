@@ -234,8 +234,9 @@ def compiled_costs(
         **overrides: arguments of the model that differ from the preset.
 
     Raises:
-        ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed.
-        RuntimeError: another process holds libtpu, or it is not of JAX's version.
+        ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed, or not
+            of JAX's version.
+        OSError: another process holds libtpu.
         ValueError: the step needs more memory than a device has.
 
     Example:

@@ -180,23 +180,14 @@ def test_what_is_not_there_is_named(monkeypatch, topology, extra):
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("kind", "error", "message"),
     [
-        (
-            "Internal error when accessing libtpu multi-process lockfile.",
-            "no other pro",
-        ),
-        (
-            "The TPU is already in use by process with pid 3.",
-            "no other process.* pid 3",
-        ),
-        (
-            "PJRT version",
-            r"pip install 'libtpu==[\d.*]+'; .*jaxlib \S+, libtpu 0.9: PJ",
-        ),
+        (OSError, "Internal error when accessing libtpu lockfile.", "no other process"),
+        (OSError, "The TPU is already in use by process 3.", "no other process.* 3"),
+        (ImportError, "PJRT", r"pip install 'libtpu==.*jaxlib \S+, libtpu 0.9: PJRT"),
     ],
 )
-def test_a_compiler_that_does_not_start(compilation, monkeypatch, error, message):
+def test_a_compiler_that_does_not_start(compilation, monkeypatch, kind, error, message):
     def fails(**options):
         raise RuntimeError(error)
 
@@ -205,7 +196,7 @@ def test_a_compiler_that_does_not_start(compilation, monkeypatch, error, message
         metadata, "version", lambda name: "0.9" if name == "libtpu" else version(name)
     )
     monkeypatch.setattr(compilation.topologies, "get_topology_desc", fails)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(kind, match=message):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
 
 
@@ -414,6 +405,5 @@ def test_the_cuda_plugin_compiles_what_it_plans(compilation):
     found = distribution.compiled_costs("vmoe_s32", "h200:4", 32, **sizes)
     # To the experts and back, and the same for the gradient.
     assert found.collectives["all-to-all"][0] >= 4
-    # Rows are padded.
-    assert found.model_flops < found.flops < 1.1 * found.model_flops
+    assert 0.9 < found.flops / found.model_flops < 1.1
     assert found.memory["activations and gradients"] > 0
