@@ -236,22 +236,26 @@ def _device_bytes(specs):
 
 def _compile(lowered, platform):
     """The compiled step, and its program as the compiler prints it."""
-    if platform != "tpu":
-        compiled = lowered.compile(compiler_options=UNTUNED)
-        return compiled, compiled.as_text()
-    # JAX itself cannot print all programs for v5p and v6e.
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        try:
+    try:
+        if platform != "tpu":
+            compiled = lowered.compile(compiler_options=UNTUNED)
+            return compiled, compiled.as_text()
+        # JAX itself cannot print all programs for v5p and v6e.
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             compiled = lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise explained(error) from error
-        (path,) = Path(folder).glob("*.after_codegen.txt")
-        return compiled, path.read_text(encoding="utf-8")
+            (path,) = Path(folder).glob("*.after_codegen.txt")
+            return compiled, path.read_text(encoding="utf-8")
+    except jax.errors.JaxRuntimeError as error:
+        package = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
+        raise explained(error, package) from error
 
 
-def explained(error: Exception) -> Exception:
+def explained(error: Exception, package: str) -> Exception:
     """The compiler's error, or `DoesNotFit` with the GiB that it needs and has."""
+    if "StableHLO" in str(error):
+        # An older compiler does not read JAX's programs.
+        return _no_compiler(package, " ".join(str(error).split()))
     for pattern in TOO_LARGE:
         if found := pattern.search(str(error)):
             return DoesNotFit(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))

@@ -144,11 +144,13 @@ def test_a_program_by_hand():
 @pytest.mark.every_backend
 def test_a_compiler_says_how_much_is_too_much(compilation):
     error = RuntimeError("RESOURCE_EXHAUSTED: Used 45.25G of 15.75G hbm. Exceeded")
-    assert compilation.explained(error).args == (45.25, 15.75)
+    assert compilation.explained(error, "x").args == (45.25, 15.75)
     error = RuntimeError("temporaries (54.50G) exceeds available HBM (512.0M)")
-    assert compilation.explained(error).args == (54.5, 0.5)
+    assert compilation.explained(error, "x").args == (54.5, 0.5)
     other = RuntimeError("INTERNAL")
-    assert compilation.explained(other) is other
+    assert compilation.explained(other, "x") is other
+    error = RuntimeError("INVALID_ARGUMENT: Failed to upgrade versioned StableHLO.")
+    assert "pip install 'jaxlib<=" in str(compilation.explained(error, "jaxlib"))
 
 
 @pytest.mark.parametrize(
