@@ -92,6 +92,16 @@ def add_command(commands: Any, module: ModuleType) -> None:
     module.add_arguments(parser)
     interrupted = getattr(module, "INTERRUPTED", "Interrupted.")
     parser.set_defaults(command=module, interrupted=interrupted)
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE",
+        help="Import your own modules first, from this folder or installed: what they "
+        "register (routers, backbones, losses, presets) can then be named.",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json",

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.checks import import_extra
 from keras_moe.cli.arguments import (
     RESUMES,
     Result,
@@ -311,6 +310,8 @@ def wandb_log(project: str, recipe: Any, folder: Path) -> Any:
 
 
 def import_wandb() -> Any:
+    from keras_moe.checks import import_extra
+
     message = "Expected the package wandb with --wandb; pip install wandb"
     wandb = import_extra("wandb", message)
     importlib.import_module("wandb.integration.keras")
