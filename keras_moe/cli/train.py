@@ -38,6 +38,7 @@ from keras_moe.cli.devices import (
 )
 
 EXAMPLES = """\
+keras-moe train --list
 keras-moe train mumoe_digits
 keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
 keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
@@ -50,7 +51,13 @@ INTERRUPTED = RESUMES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="The recipe: a name, or a TOML or JSON file."
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="The recipe: a name, or a TOML or JSON file.",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="List the recipes that ship with keras_moe."
     )
     add_preset(
         parser,
@@ -132,6 +139,13 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     from keras_moe.files import write_json
 
     begin = time.perf_counter()
+    if args.list == bool(args.recipe):
+        raise ValueError(
+            f"Expected a recipe, or --list alone; received: recipe={args.recipe!r}, "
+            f"--list={args.list}"
+        )
+    if args.list:
+        return listed()
     check_options(args)
     start_processes(args)
     recipe = branch(args, load_recipe(args))
@@ -167,6 +181,17 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     if report:
         rows["report"] = report.page
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
+
+
+def listed() -> Result:
+    """A row for each recipe."""
+    from rich.table import Table
+
+    recipes = keras_moe.training.list_recipes()
+    table = Table("recipe", "what it trains")
+    for name, description in recipes.items():
+        table.add_row(name, description)
+    return Result(recipes, (table,))
 
 
 def check_options(args: argparse.Namespace) -> None:

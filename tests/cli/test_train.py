@@ -6,7 +6,7 @@ import types
 import keras
 import pytest
 
-from keras_moe import models
+from keras_moe import models, training
 
 SMALL = (
     "image_shape=[8,8,1]",
@@ -110,6 +110,14 @@ def test_one_command_trains_and_saves(
     status, _, errors = train(*again, "schedule.epochs=3")
     assert status == 2
     assert "schedule.epochs=3 (there 2)" in errors
+
+
+def test_recipes_are_listed(train):
+    status, output, _ = train("--list", "--json")
+    assert (status, json.loads(output)) == (0, training.list_recipes())
+    for arguments in ((), ("mumoe_digits", "--list")):
+        status, _, errors = train(*arguments)
+        assert (status, "a recipe, or --list alone" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
