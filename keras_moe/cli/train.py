@@ -40,6 +40,7 @@ from keras_moe.cli.devices import (
 EXAMPLES = """\
 keras-moe train --list
 keras-moe train mumoe_digits
+keras-moe train finetune --data folder:PHOTOS --preset vmoe_digits
 keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
 keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
 keras-moe train mumoe_clip_b32 --data folder:photos
@@ -180,6 +181,9 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     }
     if report:
         rows["report"] = report.page
+    if hasattr(trained.model, "classify"):
+        preset = json.dumps(str(folder / "preset"))
+        rows["use it"] = f"from_preset({preset}).classify(photo)"
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
 
 

@@ -1,9 +1,11 @@
 import json
+import re
 import shutil
 import sys
 import types
 
 import keras
+import numpy as np
 import pytest
 
 from keras_moe import models, training
@@ -110,6 +112,25 @@ def test_one_command_trains_and_saves(
     status, _, errors = train(*again, "schedule.epochs=3")
     assert status == 2
     assert "schedule.epochs=3 (there 2)" in errors
+
+
+def test_your_own_photos_in_one_command(train, tmp_path):
+    for number, name in enumerate(("cat", "dog") * 5):
+        (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((20, 24, 3), 200 * (number % 2))
+        keras.utils.save_img(
+            tmp_path / "photos" / name / f"{number}.png", pixels, scale=False
+        )
+    status, output, errors = train(
+        "finetune", "--data", f"folder:{tmp_path / 'photos'}",
+        "--preset", "vmoe_digits", "--output", tmp_path / "run",
+        "--recipe-set", "data.batch_size=8", "schedule.epochs=2",
+    )  # fmt: skip
+    assert status == 0, errors
+    line = re.search(r"use it +from_preset\((.*)\)\.classify\(photo\)", output)
+    model = models.from_preset(json.loads(line[1]))
+    photo = keras.utils.load_img(tmp_path / "photos" / "cat" / "0.png")
+    assert {x.name for x in model.classify(np.asarray(photo))} == {"cat", "dog"}
 
 
 def test_recipes_are_listed(train):
