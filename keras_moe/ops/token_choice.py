@@ -274,15 +274,29 @@ def dropless_token_choice(
     group_sizes = bounds[1:] - bounds[:-1]
     choice = keys % num_rows
     row_tokens = ops.floor_divide(choice, num_selected_experts)
-    token_rows = ops.scatter_update(
-        ops.zeros_like(row), ops.expand_dims(choice, -1), row
-    )
-    token_rows = ops.reshape(token_rows, ops.shape(experts))
+    token_rows = ops.reshape(_invert(choice), ops.shape(experts))
     if routed is not None:
         row_tokens = ops.where(row < bounds[-1], row_tokens, -1)
         token_rows = ops.where(routed, token_rows, -1)
     plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
     return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+
+
+def _invert(permutation):
+    """The form of `invert` that is fast on the device."""
+    if keras.backend.backend() != "jax":
+        return invert(permutation)
+    from keras_moe.ops.kernels import token_queues_jax
+
+    return token_queues_jax.invert(permutation, other=invert)
+
+
+def invert(permutation: Any) -> Any:
+    """The index (R,) of each number from 0 on in a permutation of them, int32."""
+    index = ops.arange(ops.shape(permutation)[0], dtype="int32")
+    return ops.scatter_update(
+        ops.zeros_like(index), ops.expand_dims(permutation, -1), index
+    )
 
 
 def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):

@@ -54,22 +54,20 @@ def _flat(owners, num_tokens):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _add_up(rows, owners, num_tokens, dtype):
-    rows = jnp.where(owners[..., None] >= 0, rows, jnp.zeros_like(rows))
-    scatter = functools.partial(by_scatter, num_tokens=num_tokens)
+    def scatter(rows, owners):
+        return by_scatter(rows, owners, num_tokens).astype(dtype)
+
+    def matmul(rows, owners):
+        return by_matmul(rows, owners, num_tokens).astype(dtype)
+
     if dtype != "bfloat16" or num_tokens > MOST_TOKENS:
-        return scatter(rows, owners).astype(dtype)
-    matmul = functools.partial(by_matmul, num_tokens=num_tokens)
-    sums = lax.platform_dependent(
-        rows,
-        owners,
-        tpu=lambda *inputs: matmul(*inputs).astype(dtype),
-        default=lambda *inputs: scatter(*inputs).astype(dtype),
-    )
-    return sums
+        return scatter(rows, owners)
+    return lax.platform_dependent(rows, owners, tpu=matmul, default=scatter)
 
 
 def by_scatter(rows, owners, num_tokens):
     num_groups, _, dim = rows.shape
+    rows = jnp.where(owners[..., None] >= 0, rows, jnp.zeros_like(rows))
     total = jnp.zeros((num_groups * num_tokens, dim), rows.dtype)
     total = total.at[jnp.ravel(_flat(owners, num_tokens))].add(
         jnp.reshape(rows, (-1, dim))
@@ -79,6 +77,7 @@ def by_scatter(rows, owners, num_tokens):
 
 def by_matmul(rows, owners, num_tokens):
     """Adds up rows that are rounded to bfloat16, in float32."""
+    # Empty slots count 0 times: their rows, of experts' zeros, are finite.
     is_owner = owners[..., None] == jnp.arange(num_tokens, dtype="int32")
     return jnp.einsum(
         "gns,gnd->gsd",

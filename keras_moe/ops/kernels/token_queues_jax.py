@@ -18,6 +18,10 @@ from jax import lax
 MOST_PAIRS = 2**24
 # Whole numbers up to this are exact in bfloat16.
 BASE = 256
+# Rows up to which this costs less than a scatter; two digits count them.
+MOST_ROWS = 2**15
+# The width of a TPU's registers.
+LANES = 128
 
 
 def fill_slots(
@@ -69,12 +73,41 @@ def by_counting(experts, rank, num_experts, num_slotted, capacity):
 
     place = position[..., None] == jnp.arange(capacity, dtype="int32")
     # Tokens are counted from 1, since an empty slot gets 0.
-    digits = jnp.stack(jnp.divmod(index + 1, BASE), axis=1).astype("bfloat16")
+    digits = _digits(index + 1)
     tokens = one_hot[..., None, :num_slotted] * digits[:, None, :, None]
     high, low = jnp.moveaxis(
         _product("gskde,gskc->gdec", tokens, place.astype("bfloat16")), 1, 0
     )
     return (BASE * high + low).astype("int32") - 1, position
+
+
+def invert(permutation: jax.Array, other: Callable) -> jax.Array:
+    """`token_choice.invert`; `other` does the same on other platforms."""
+    size = permutation.shape[0]
+    if not isinstance(size, int) or size > MOST_ROWS:
+        return other(permutation)
+    return _invert_by_platform(permutation, other)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _invert_by_platform(permutation, other):
+    return lax.platform_dependent(permutation, tpu=invert_by_matmul, default=other)
+
+
+def invert_by_matmul(permutation):
+    """Multiplies indices by one-hots of the row and the column where each belongs."""
+    size = permutation.shape[0]
+    row, column = jnp.divmod(permutation[:, None], LANES)
+    is_row = row == jnp.arange(-(-size // LANES), dtype="int32")
+    is_column = column == jnp.arange(LANES, dtype="int32")
+    digits = _digits(jnp.arange(size, dtype="int32"))
+    numbers = is_row.astype("bfloat16")[:, None] * digits[..., None]
+    high, low = _product("ndr,nc->drc", numbers, is_column.astype("bfloat16"))
+    return jnp.ravel(BASE * high + low)[:size].astype("int32")
+
+
+def _digits(numbers):
+    return jnp.stack(jnp.divmod(numbers, BASE), axis=1).astype("bfloat16")
 
 
 def _product(equation, x, y):
