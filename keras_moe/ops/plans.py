@@ -310,7 +310,10 @@ class SlotPlan(NamedTuple):
         return vmap_groups(gather, tokens, *self)
 
     def combine(self, outputs: Any) -> Any:
-        """Adds each slot's output to its token; see `RoutingPlan.combine`."""
+        """Adds each slot's output to its token; see `RoutingPlan.combine`.
+
+        TPUs round the weighted outputs to bfloat16 before the sum if these have it.
+        """
         outputs = _check("outputs", outputs, self.slot_tokens.shape)
 
         def scatter(outputs, *fields):
