@@ -461,6 +461,43 @@ def test_matmuls_on_accelerators_and_in_graphs(kind):
 
 
 @on_torch
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_used"),
+    [
+        ("bfloat16", (9, 0), True),
+        ("bfloat16", (7, 5), False),
+        ("float16", (9, 0), False),
+        ("float32", (9, 0), False),
+    ],
+)
+def test_the_kernel_of_gpus_without_a_gpu(monkeypatch, dtype, capability, is_used):
+    """The products of both passes, as CUDA's kernel checks shapes and layouts."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from keras_moe.ops.kernels import grouped_torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    # Fake tensors have no address.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    options = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    with FakeTensorMode():
+        rows, cotangent = (torch.empty(ROWS, size, **options) for size in (D, H))
+        kernels = torch.empty(len(SIZES), D, H, **options)
+        assert grouped_torch.kernel_is_valid(rows, kernels) == is_used
+        if not is_used:
+            return
+        ends = torch.empty(len(SIZES), dtype=torch.int32, device="cuda")
+        for x, y, shape in (
+            (rows, kernels, cotangent.shape),
+            (cotangent, kernels.mT, rows.shape),
+            (rows.mT, cotangent, kernels.shape),
+        ):
+            product = torch.nn.functional.grouped_mm(x, y, offs=ends)
+            assert (product.shape, product.dtype) == (shape, rows.dtype)
+
+
+@on_torch
 def test_frozen_weights_and_no_gradient_on_pytorch():
     import torch
 
