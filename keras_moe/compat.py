@@ -258,22 +258,20 @@ def get_file(preset: str, name: str) -> str:
     from keras_hub.src.utils import preset_utils
 
     if preset.startswith("hf://"):
-        _check_reachable(preset, name)
+        _check_reachable(preset_utils.huggingface_hub, preset, name)
     return preset_utils.get_file(preset, name)
 
 
-def _check_reachable(preset, name):
+def _check_reachable(hub, preset, name):
     """Raises ConnectionError at once, where the download would try for a minute."""
-    import huggingface_hub
-    from huggingface_hub import constants, errors
-
+    constants, errors = hub.constants, hub.errors
     repository = preset.removeprefix("hf://")
     is_cached = False
     try:
-        is_cached = huggingface_hub.try_to_load_from_cache(repository, name) is not None
+        is_cached = hub.try_to_load_from_cache(repository, name) is not None
         if not is_cached and not constants.HF_HUB_OFFLINE:
-            url = huggingface_hub.hf_hub_url(repository, name)
-            huggingface_hub.get_hf_file_metadata(url, timeout=10)
+            url = hub.hf_hub_url(repository, name)
+            hub.get_hf_file_metadata(url, timeout=10)
     except (errors.HfHubHTTPError, errors.HFValidationError):
         # An answer, which the download explains.
         pass
