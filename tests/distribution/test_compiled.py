@@ -247,7 +247,7 @@ def test_every_kind_of_model(on_this_machine, preset, step):
 
 @pytest.mark.every_backend
 def test_a_model_of_ones_own(on_this_machine):
-    model = models.from_preset("vmoe_digits")
+    model = models.from_preset("vmoe_digits", num_classes=10, **SMALL)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, name="mine")
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
     before = [variable.path for variable in model.optimizer.variables]
