@@ -2,7 +2,8 @@
 
 The plan has the inverse index, and on CPUs autodiff's scatters cost several gathers.
 
-Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden.
+Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden; G groups, S
+group_size, N slots of a group.
 """
 
 from typing import Any
@@ -95,3 +96,50 @@ def _rows_or_zeros(table, rows):
     """float32 rows of the table, zeros for -1: a row without readers may be NaN."""
     chosen = ops.cast(take(table, ops.maximum(rows, 0)), "float32")
     return ops.where((rows >= 0)[:, None], chosen, 0.0)
+
+
+def gather_slots(tokens: Any, owners: Any) -> Any:
+    """The token (G, N, D) of each slot, zeros where `owners` (G, N) is -1.
+
+    A token may be in the slots of all experts: the gradient is `add_slots`.
+    """
+    kernels = _slot_kernels(tokens, owners)
+    if kernels is not None:
+        return kernels.gather(tokens, owners)
+    flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
+    inputs = take(flat, _flat_owners(owners, ops.shape(tokens)[1]))
+    return ops.where((owners >= 0)[..., None], inputs, ops.zeros_like(inputs))
+
+
+def add_slots(rows: Any, owners: Any, num_tokens: Any, dtype: Any) -> Any:
+    """The sum (G, S, D) of each token's float32 rows (G, N, D), cast to the dtype."""
+    dtype = keras.backend.standardize_dtype(dtype)
+    kernels = _slot_kernels(rows, owners, num_tokens)
+    if kernels is not None:
+        return kernels.add_up(rows, owners, num_tokens, dtype)
+    rows = ops.where((owners >= 0)[..., None], rows, 0.0)
+    num_groups, dim = ops.shape(rows)[0], rows.shape[-1]
+    # PyTorch's `segment_sum` would cost ten times as much.
+    total = ops.scatter_update(
+        ops.zeros((num_groups * num_tokens, dim), "float32"),
+        ops.reshape(_flat_owners(owners, num_tokens), (-1, 1)),
+        ops.reshape(rows, (-1, dim)),
+        reduction="add",
+    )
+    return ops.cast(ops.reshape(total, (num_groups, num_tokens, dim)), dtype)
+
+
+def _slot_kernels(rows, owners, num_tokens=0):
+    """JAX's own functions, which need known sizes, or None."""
+    sizes = (*rows.shape, *owners.shape, num_tokens)
+    if keras.backend.backend() != "jax" or not all(isinstance(x, int) for x in sizes):
+        return None
+    from keras_moe.ops.kernels import slot_rows_jax
+
+    return slot_rows_jax
+
+
+def _flat_owners(owners, num_tokens):
+    """The token in each slot, counted over all groups, 0 if empty."""
+    first = ops.arange(ops.shape(owners)[0], dtype="int32") * num_tokens
+    return ops.where(owners >= 0, owners + first[:, None], 0)

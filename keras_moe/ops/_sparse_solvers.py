@@ -6,6 +6,7 @@ side (experts or tokens), m the other side.
 
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_moe.ops.primitives import max_along, min_along, top_values
@@ -295,7 +296,7 @@ class ExpertDual:
             )
             some_stiffness = _sampled(stiffness, self.index, 2)
             some = some_curved, some_mixed, some_slope, some_stiffness
-        change = -ops.solve(_curvature(*some) / self.some_count, gradient)
+        change = -_solve(_curvature(*some) / self.some_count, gradient)
         offset_step = change[:, : self.num_experts]
         level_step = change[:, self.num_experts :]
         # Adding one number to all of a and o changes nothing.
@@ -310,6 +311,16 @@ class ExpertDual:
         potential = potential + ops.clip(moved / width, -4.0, 4.0) * width
         level = ops.maximum(level + level_step, -20.0 * width)
         return potential, offset + offset_step, level
+
+
+def _solve(matrices, columns):
+    """Solves symmetric positive definite systems."""
+    if keras.backend.backend() != "jax":
+        # Other backends' Cholesky factors raise an error for NaN.
+        return ops.solve(matrices, columns)
+    from keras_moe.ops.kernels import positive_definite_jax
+
+    return positive_definite_jax.solve(matrices, columns)
 
 
 def _curvature(curved, mixed, slope, stiffness):
@@ -352,9 +363,7 @@ def newton_of_tokens(values: Any, mass: Any, max_nonzeros: Any, iterations: int)
             plan = None
         curvature = _curvature_of_tokens(*sample, plan, potential, width, max_nonzeros)
         damping = 1e-2 * ops.sum(curvature * ops.eye(num_experts), axis=2) + 1e-6
-        change = -ops.solve(
-            curvature + _diagonal(damping), ops.swapaxes(gradient, 1, 2)
-        )
+        change = -_solve(curvature + _diagonal(damping), ops.swapaxes(gradient, 1, 2))
         change = ops.swapaxes(change, 1, 2)
         change = change - ops.mean(change, axis=2, keepdims=True)
         longest = max_along(ops.abs(change), axis=2, keepdims=True)

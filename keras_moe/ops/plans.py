@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_moe.checks import fits_shape
-from keras_moe.ops._rows import combine_rows, gather_rows
-from keras_moe.ops.primitives import take, vmap_groups
+from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
+from keras_moe.ops.primitives import vmap_groups
 
 
 class Routing(NamedTuple):
@@ -304,35 +304,26 @@ class SlotPlan(NamedTuple):
 
         def gather(tokens, *fields):
             plan = SlotPlan(*fields)
-            # A token may be in the slots of all experts: the gradient is a scatter.
-            flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
-            inputs = take(flat, plan._flat_tokens())
-            is_filled = plan.slot_tokens >= 0
-            return ops.where(is_filled[..., None], inputs, ops.zeros_like(inputs))
+            inputs = gather_slots(tokens, plan._owners())
+            return ops.reshape(inputs, (*ops.shape(plan.slot_tokens), tokens.shape[-1]))
 
         return vmap_groups(gather, tokens, *self)
 
     def combine(self, outputs: Any) -> Any:
-        """Adds each slot's output to its token; see `RoutingPlan.combine`."""
+        """Adds each slot's output to its token; see `RoutingPlan.combine`.
+
+        TPUs round the weighted outputs to bfloat16 before the sum if these have it.
+        """
         outputs = _check("outputs", outputs, self.slot_tokens.shape)
 
         def scatter(outputs, *fields):
             # From the slots' side: a token has up to E of them, mostly none.
             plan = SlotPlan(*fields)
-            num_groups, num_tokens, _ = ops.shape(plan.token_slots)
-            dim = outputs.shape[-1]
             weighted = plan.slot_weights[..., None] * ops.cast(outputs, "float32")
-            is_filled = plan.slot_tokens >= 0
-            weighted = ops.where(is_filled[..., None], weighted, 0.0)
-            # PyTorch's `segment_sum` would cost ten times as much.
-            total = ops.scatter_update(
-                ops.zeros((num_groups * num_tokens, dim), "float32"),
-                ops.reshape(plan._flat_tokens(), (-1, 1)),
-                ops.reshape(weighted, (-1, dim)),
-                reduction="add",
-            )
-            total = ops.reshape(total, (num_groups, num_tokens, dim))
-            return ops.cast(total, outputs.dtype)
+            owners = plan._owners()
+            weighted = ops.reshape(weighted, (*ops.shape(owners), outputs.shape[-1]))
+            num_tokens = ops.shape(plan.token_slots)[1]
+            return add_slots(weighted, owners, num_tokens, outputs.dtype)
 
         return vmap_groups(scatter, outputs, *self)
 
@@ -356,10 +347,10 @@ class SlotPlan(NamedTuple):
         weights = ops.reshape(ops.take_along_axis(flat, slots, axis=1), shape)
         return ops.cast(is_served, "float32"), ops.where(is_served, weights, 0.0)
 
-    def _flat_tokens(self):
-        """The token in each slot, counted over all groups, (G, E, C), 0 if empty."""
-        num_tokens = ops.shape(self.token_slots)[1]
-        return ops.maximum(_over_groups(self.slot_tokens, num_tokens), 0)
+    def _owners(self):
+        """The token in each slot of a group, (G, E x C), -1 where empty."""
+        num_groups, *slots = ops.shape(self.slot_tokens)
+        return ops.reshape(self.slot_tokens, (num_groups, math.prod(slots)))
 
 
 class RaggedPlan(NamedTuple):

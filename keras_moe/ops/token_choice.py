@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, R rows.
 
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops
 
 from keras_moe.checks import (
@@ -79,7 +80,7 @@ def token_choice(
     gates = ops.convert_to_tensor(gates)
     check_affinity(affinity, gates, capacity, mask)
     _check(affinity, num_selected_experts, normalize_gates, in_place_experts)
-    _, num_tokens, num_experts = ops.shape(affinity)
+    num_experts = affinity.shape[-1]
     num_slotted = num_experts - in_place_experts
 
     experts, weights = top_experts(affinity, gates, num_selected_experts)
@@ -88,23 +89,17 @@ def token_choice(
         # Others queue for an expert after the last, without slots.
         experts = ops.where(routed, experts, num_experts)
 
-    order = _order(priority, affinity, num_selected_experts)
-    queues = _sorted_queues(experts, order, num_experts + 1)
-    slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
-
-    # From tokens to slots: each key writes its slot at its token and choice.
-    queue = ops.floor_divide(queues.keys, num_selected_experts * num_tokens)
-    position = ops.arange(ops.shape(queues.keys)[0], dtype="int32")
-    position = position - take(queues.starts, queue)
-    expert = queue % (num_experts + 1)
-    kept = (position < capacity) & (expert < num_slotted)
-    slot = ops.where(kept, expert * capacity + position, -1)
+    rank = _rank(priority, affinity, num_selected_experts)
+    slot_tokens, position = _fill_slots(
+        experts, rank, num_experts + 1, num_slotted, capacity
+    )
+    kept = (position < capacity) & (experts < num_slotted)
+    token_slots = ops.where(kept, experts * capacity + position, -1)
     if in_place_experts:
-        kept = (expert >= num_slotted) & (expert < num_experts)
+        kept = (experts >= num_slotted) & (experts < num_experts)
         if in_place_capacity is not None:
             kept = kept & (position < in_place_capacity)
-        slot = ops.where(kept, _IN_PLACE, slot)
-    token_slots = _scatter_to_choices(queues, queue, slot)
+        token_slots = ops.where(kept, _IN_PLACE, token_slots)
     if not in_place_experts:
         combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
         return RoutingPlan(slot_tokens, token_slots, combine_weights)
@@ -115,6 +110,34 @@ def token_choice(
     )
     chosen = ops.where(in_place, experts - num_slotted, -1)
     return HeterogeneousPlan(plan, *one_hot_choices(chosen, weights, in_place_experts))
+
+
+def _fill_slots(experts, rank, *sizes):
+    """The form of `fill_slots` that is fast on the device."""
+    if keras.backend.backend() != "jax":
+        return fill_slots(experts, rank, *sizes)
+    from keras_moe.ops.kernels import token_queues_jax
+
+    return token_queues_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
+
+
+def fill_slots(
+    experts: Any, rank: Any, num_experts: Any, num_slotted: Any, capacity: Any
+) -> tuple[Any, Any]:
+    """The token in each slot (G, E, C), and each choice's place in its queue (G, S, K).
+
+    Queues go by choice, then by `rank` (G, S) if it is not None, then by token. The
+    first experts have slots; `experts` are int32 (G, S, K).
+    """
+    order = None if rank is None else ops.cast(ops.argsort(rank, axis=-1), "int32")
+    queues = _sorted_queues(experts, order, num_experts)
+    slot_tokens = _tokens_of_slots(queues, num_slotted, capacity)
+    # From tokens to slots: each key writes its place at its token and choice.
+    _, num_tokens, num_choices = queues.shape
+    queue = ops.floor_divide(queues.keys, num_choices * num_tokens)
+    position = ops.arange(ops.shape(queues.keys)[0], dtype="int32")
+    position = position - take(queues.starts, queue)
+    return slot_tokens, _scatter_to_choices(queues, queue, position)
 
 
 class _Queues(NamedTuple):
@@ -251,15 +274,29 @@ def dropless_token_choice(
     group_sizes = bounds[1:] - bounds[:-1]
     choice = keys % num_rows
     row_tokens = ops.floor_divide(choice, num_selected_experts)
-    token_rows = ops.scatter_update(
-        ops.zeros_like(row), ops.expand_dims(choice, -1), row
-    )
-    token_rows = ops.reshape(token_rows, ops.shape(experts))
+    token_rows = ops.reshape(_invert(choice), ops.shape(experts))
     if routed is not None:
         row_tokens = ops.where(row < bounds[-1], row_tokens, -1)
         token_rows = ops.where(routed, token_rows, -1)
     plan = RaggedPlan(row_tokens, token_rows, weights, experts, group_sizes)
     return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+
+
+def _invert(permutation):
+    """The form of `invert` that is fast on the device."""
+    if keras.backend.backend() != "jax":
+        return invert(permutation)
+    from keras_moe.ops.kernels import token_queues_jax
+
+    return token_queues_jax.invert(permutation, other=invert)
+
+
+def invert(permutation: Any) -> Any:
+    """The index (R,) of each number from 0 on in a permutation of them, int32."""
+    index = ops.arange(ops.shape(permutation)[0], dtype="int32")
+    return ops.scatter_update(
+        ops.zeros_like(index), ops.expand_dims(permutation, -1), index
+    )
 
 
 def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):
@@ -336,8 +373,8 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     return one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
 
 
-def _order(priority, affinity, num_selected_experts):
-    """The tokens (G, S) in the order in which they are served; None as they stand."""
+def _rank(priority, affinity, num_selected_experts):
+    """Numbers (G, S), the smallest of which is served first; None as they stand."""
     if priority is not None and not isinstance(priority, str):
         rank = ops.convert_to_tensor(priority)
         if not fits_shape(rank.shape, affinity.shape[:2]):
@@ -353,7 +390,7 @@ def _order(priority, affinity, num_selected_experts):
     else:
         _, chosen = top_experts(affinity, affinity, num_selected_experts)
         rank = -ops.sum(chosen, axis=-1)
-    return ops.cast(ops.argsort(ops.stop_gradient(rank), axis=-1), "int32")
+    return ops.stop_gradient(rank)
 
 
 def _check_range(num_groups, num_queues, queue_size):
