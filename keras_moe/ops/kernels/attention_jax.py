@@ -50,17 +50,20 @@ def _forward(scale, query, key, value, mask):
     weights = weights.astype(value.dtype)
     total = jnp.sum(weights, axis=-1, dtype="float32").swapaxes(1, 2)[..., None]
     outputs = (_product("bhnm,bmhd->bnhd", weights, value) / total).astype(value.dtype)
-    return outputs, (query, key, value, weights, total, outputs)
+    return outputs, (query, key, value, mask, weights, total, outputs)
 
 
 def _backward(scale, residuals, upstream):
-    query, key, value, weights, total, outputs = residuals
+    query, key, value, mask, weights, total, outputs = residuals
     upstream = upstream / total
     along = jnp.sum(upstream * outputs, axis=-1).swapaxes(1, 2)[..., None]
     upstream = upstream.astype(value.dtype)
     dvalue = _product("bhnm,bnhd->bmhd", weights, upstream)
     dlogits = _product("bnhd,bmhd->bhnm", upstream, value) - along
     dlogits = (scale * weights * dlogits).astype(query.dtype)
+    if mask is not None:
+        # A row without any key has weights, and no gradient.
+        dlogits = jnp.where(mask, dlogits, jnp.zeros_like(dlogits))
     dquery = _product("bhnm,bmhd->bnhd", dlogits, key)
     dkey = _product("bhnm,bnhd->bmhd", dlogits, query)
     gradients = (dquery, dkey, dvalue)
