@@ -4,6 +4,9 @@ Axes: R rows, E experts, D hidden, H mlp.
 """
 
 import functools
+import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -264,13 +267,26 @@ def test_nothing_to_do(kind, num_rows):
     assert tuple(outputs.shape) == (num_rows, 0)
 
 
+def other_matmuls(name):
+    """The grouped matmuls of TPUs, or those of GPUs as Pallas interprets them."""
+    from keras_moe.ops.kernels import grouped_jax, grouped_pallas
+
+    if name == "ragged_dot":
+        return grouped_jax.RAGGED
+    matmuls = grouped_pallas.forward, grouped_pallas.backward
+    return [functools.partial(function, interpret=True) for function in matmuls]
+
+
+each_other_platform = pytest.mark.parametrize("name", ["ragged_dot", "pallas"])
+
+
 @pytest.mark.every_backend
 @on_jax
-def test_ragged_dot_of_matmuls():
-    # Platforms other than CPUs take this kernel.
+@each_other_platform
+def test_matmuls_of_other_platforms(name):
     import jax
 
-    from keras_moe.ops.kernels import block_loops, grouped_jax
+    from keras_moe.ops.kernels import block_loops
 
     (rows, kernels), cotangent = example(ROWS, len(SIZES), "matmul")
     sizes = np.array(SIZES, "int32")
@@ -280,7 +296,7 @@ def test_ragged_dot_of_matmuls():
             *jax.jit(backward)(rows, kernels, sizes, cotangent),
         )
         for forward, backward in (
-            (grouped_jax.ragged_forward, grouped_jax.ragged_backward),
+            other_matmuls(name),
             (block_loops.matmul_forward, block_loops.matmul_backward),
         )
     )
@@ -289,16 +305,16 @@ def test_ragged_dot_of_matmuls():
 
 @pytest.mark.every_backend
 @on_jax
+@each_other_platform
 @pytest.mark.parametrize("kind", ["mlp", "gated, no bias"])
-def test_ragged_dot_of_mlps(kind):
-    # Platforms other than CPUs take this kernel.
+def test_mlps_of_other_platforms(name, kind):
     import jax
 
     from keras_moe.ops.kernels import block_loops, grouped_jax
 
     names, activation = WEIGHTS[kind]
     (rows, *weights), cotangent = example(ROWS, len(SIZES), kind)
-    rows[sum(SIZES) :] = np.nan
+    rows[sum(SIZES) :] = cotangent[sum(SIZES) :] = np.nan
     weights = dict.fromkeys(block_loops.Weights._fields) | dict(zip(names, weights))
     weights, sizes = block_loops.Weights(**weights), np.array(SIZES, "int32")
 
@@ -308,14 +324,95 @@ def test_ragged_dot_of_mlps(kind):
         return [outputs, *jax.tree.leaves(gradients)]
 
     loops = functools.partial(block_loops.mlp_backward, vjp=jax.vjp)
+    composed = grouped_jax.composed_forward, grouped_jax.composed_backward
+    matmuls = other_matmuls(name)
     actual, expected = (
         jax.jit(functools.partial(run, *functions))(rows, sizes, weights, cotangent)
         for functions in (
-            (grouped_jax.composed_forward, grouped_jax.composed_backward),
+            [functools.partial(function, matmuls=matmuls) for function in composed],
             (block_loops.mlp_forward, loops),
         )
     )
     assert_close(actual, expected, 1e-4, 1e-4)
+
+
+@pytest.mark.every_backend
+@on_jax
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_the_gpu_kernel(dtype):
+    # Several blocks of rows, of columns and of what is summed, none of them full.
+    forward, backward = other_matmuls("pallas")
+    sizes, num_rows, dim, width = (150, 0, 128, 5), 300, 136, 260
+    rows, kernels = normal(0, num_rows, dim), normal(1, len(sizes), dim, width)
+    cotangent, owned = normal(2, num_rows, width), sum(sizes)
+    rows, kernels, cotangent = (
+        keras.ops.cast(rounded(x), dtype) for x in (rows, kernels, cotangent)
+    )
+    # Neither rows of nobody nor those of other experts are read.
+    rows = rows.at[owned:].set(np.nan).at[40].set(np.nan)
+    cotangent = cotangent.at[owned:].set(np.inf).at[41].set(np.nan)
+    group_sizes = np.array(sizes, "int32")
+    actual = [forward(rows, kernels, group_sizes)]
+    actual += backward(rows, kernels, group_sizes, cotangent)
+    assert {str(x.dtype) for x in actual} == {dtype}
+    outputs, row_gradients, kernel_gradients = map(
+        keras.ops.convert_to_numpy, (keras.ops.cast(x, "float32") for x in actual)
+    )
+    x, w, dy = (
+        np.array(keras.ops.cast(x, "float32")) for x in (rows, kernels, cotangent)
+    )
+    rtol = 2**-8 if dtype == "bfloat16" else 1e-5
+    start = 0
+    for expert, size in enumerate(sizes):
+        own = slice(start, start + size)
+        start += size
+        for result, expected in (
+            (outputs[own], x[own] @ w[expert]),
+            (row_gradients[own], dy[own] @ w[expert].T),
+            (kernel_gradients[expert], x[own].T @ dy[own]),
+        ):
+            assert_same(np.isnan(result), np.isnan(expected))
+            result, expected = np.nan_to_num(result), np.nan_to_num(expected)
+            assert_close(result, expected, rtol, 100 * rtol)
+    assert_same(outputs[owned:], 0)
+    assert_same(row_gradients[owned:], 0)
+
+
+@pytest.mark.every_backend
+@on_jax
+def test_the_gpu_kernel_compiles_without_a_gpu():
+    pytest.importorskip("jax_cuda13_plugin", reason="needs JAX's CUDA plugin")
+    completed = subprocess.run(
+        [sys.executable, "-m", "tests.ops.grouped_on_h200"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"KERAS_BACKEND": "jax"},
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    dropless, rows = map(int, completed.stdout.split()[-2:])
+    # XLA's own form has all rows for each of the eight experts.
+    assert dropless < 4 * rows
+
+
+@pytest.mark.every_backend
+@on_jax
+@pytest.mark.parametrize("kind", ["matmul", "no bias"])
+def test_forward_over_reverse_mode(kind):
+    import jax
+
+    arrays, cotangent = example(6, 3, kind)
+
+    def gradients(function):
+        def loss(inputs):
+            outputs = named(function, kind, keras.activations.silu)((3, 0, 2), *inputs)
+            return keras.ops.sum(outputs**2 * cotangent)
+
+        return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])(arrays)
+
+    name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
+    functions = [getattr(grouped, f"{name}{end}") for end in ("", "_reference")]
+    assert_close(*map(gradients, functions), 1e-4, 1e-3)
 
 
 @pytest.mark.every_backend
@@ -361,6 +458,43 @@ def test_matmuls_on_accelerators_and_in_graphs(kind):
         for function in (grouped_torch.mlp_with_matmuls, grouped_torch.mlp_with_loop)
     )
     assert_equal(actual, expected, names)
+
+
+@on_torch
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_used"),
+    [
+        ("bfloat16", (9, 0), True),
+        ("bfloat16", (7, 5), False),
+        ("float16", (9, 0), False),
+        ("float32", (9, 0), False),
+    ],
+)
+def test_the_kernel_of_gpus_without_a_gpu(monkeypatch, dtype, capability, is_used):
+    """The products of both passes, as CUDA's kernel checks shapes and layouts."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from keras_moe.ops.kernels import grouped_torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    # Fake tensors have no address.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    options = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    with FakeTensorMode():
+        rows, cotangent = (torch.empty(ROWS, size, **options) for size in (D, H))
+        kernels = torch.empty(len(SIZES), D, H, **options)
+        assert grouped_torch.kernel_is_valid(rows, kernels) == is_used
+        if not is_used:
+            return
+        ends = torch.empty(len(SIZES), dtype=torch.int32, device="cuda")
+        for x, y, shape in (
+            (rows, kernels, cotangent.shape),
+            (cotangent, kernels.mT, rows.shape),
+            (rows.mT, cotangent, kernels.shape),
+        ):
+            product = torch.nn.functional.grouped_mm(x, y, offs=ends)
+            assert (product.shape, product.dtype) == (shape, rows.dtype)
 
 
 @on_torch

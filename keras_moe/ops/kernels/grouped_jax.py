@@ -1,4 +1,4 @@
-"""Grouped matmul and MLP on JAX: block loops on CPUs, `lax.ragged_dot` elsewhere.
+"""Grouped matmul and MLP on JAX: loops, a GPU kernel, or `lax.ragged_dot` on TPUs.
 
 Axes: R rows, E experts, D hidden, H mlp.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moe.ops.kernels import block_loops
+from keras_moe.ops.kernels import block_loops, grouped_pallas
 from keras_moe.ops.kernels.block_loops import Weights, activate
 
 # (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
@@ -37,32 +37,62 @@ def ragged_backward(rows, kernels, group_sizes, upstream):
     )
 
 
+RAGGED = ragged_forward, ragged_backward
+
+
+def _differentiable(kernel, ragged):
+    """A Pallas kernel, which has no derivative, with that of `ragged_dot`."""
+    kernel = jax.custom_jvp(kernel)
+
+    @kernel.defjvp
+    def _(primals, tangents):
+        return kernel(*primals), jax.jvp(ragged, primals, tangents)[1]
+
+    return kernel
+
+
+PALLAS = (
+    _differentiable(grouped_pallas.forward, ragged_forward),
+    _differentiable(grouped_pallas.backward, ragged_backward),
+)
+
+
+def _by_platform(loops, composed, rows, *arguments):
+    """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls.
+
+    On CPUs and GPUs `ragged_dot` computes every expert on every row.
+    """
+    # Both need a number of rows, which a symbolic dimension is not.
+    if not isinstance(rows.shape[0], int):
+        return composed(RAGGED)(rows, *arguments)
+    platforms = {"cpu": loops}
+    if str(rows.dtype) in grouped_pallas.DTYPES:
+        platforms["cuda"] = composed(PALLAS)
+    return lax.platform_dependent(
+        rows, *arguments, **platforms, default=composed(RAGGED)
+    )
+
+
 @jax.jit
 def _matmul_forward(rows, kernels, group_sizes):
-    # Block loops need a number, which a symbolic dimension is not.
-    if not isinstance(rows.shape[0], int):
-        return ragged_forward(rows, kernels, group_sizes)
-    # On CPUs ragged_dot computes every expert on every row.
-    return lax.platform_dependent(
+    return _by_platform(
+        block_loops.matmul_forward,
+        lambda matmuls: matmuls[0],
         rows,
         kernels,
         group_sizes,
-        cpu=block_loops.matmul_forward,
-        default=ragged_forward,
     )
 
 
 @jax.jit
 def _matmul_backward(rows, kernels, group_sizes, upstream):
-    if not isinstance(rows.shape[0], int):
-        return ragged_backward(rows, kernels, group_sizes, upstream)
-    return lax.platform_dependent(
+    return _by_platform(
+        block_loops.matmul_backward,
+        lambda matmuls: matmuls[1],
         rows,
         kernels,
         group_sizes,
         upstream,
-        cpu=block_loops.matmul_backward,
-        default=ragged_backward,
     )
 
 
@@ -86,17 +116,18 @@ def _owners(rows, group_sizes):
     return row < ends[-1], owner
 
 
-def composed_forward(rows, group_sizes, weights, activation, keep):
+def composed_forward(rows, group_sizes, weights, activation, keep, matmuls=RAGGED):
     """`block_loops.mlp_forward` by a grouped matmul for each layer."""
+    matmul, _ = matmuls
     own, owner = _owners(rows, group_sizes)
     index = jnp.argmax(owner, axis=1)
 
     def linear(name, x):
-        outputs = ragged_forward(x, getattr(weights, f"{name}_kernel"), group_sizes)
+        outputs = matmul(x, getattr(weights, f"{name}_kernel"), group_sizes)
         bias = getattr(weights, f"{name}_bias")
         return outputs if bias is None else outputs + bias[index]
 
-    # The kernel for these platforms may read the rows of no expert.
+    # `ragged_dot` may read the rows of no expert.
     rows = jnp.where(own, rows, 0)
     names = ("hidden",) if weights.gate_kernel is None else ("hidden", "gate")
     kept = tuple(linear(name, rows) for name in names)
@@ -104,13 +135,16 @@ def composed_forward(rows, group_sizes, weights, activation, keep):
     return jnp.where(own, outputs, 0), kept if keep else ()
 
 
-def composed_backward(rows, group_sizes, weights, activation, kept, upstream):
+def composed_backward(
+    rows, group_sizes, weights, activation, kept, upstream, matmuls=RAGGED
+):
     """`block_loops.mlp_backward` by grouped matmuls."""
+    _, matmul_gradients = matmuls
     own, owner = _owners(rows, group_sizes)
     gradients = {}
 
     def linear(name, x, upstream):
-        dx, gradients[f"{name}_kernel"] = ragged_backward(
+        dx, gradients[f"{name}_kernel"] = matmul_gradients(
             x, getattr(weights, f"{name}_kernel"), group_sizes, upstream
         )
         # A scatter would add in any order; this matmul is small beside the others.
@@ -135,31 +169,32 @@ def composed_backward(rows, group_sizes, weights, activation, kept, upstream):
 
 @functools.partial(jax.jit, static_argnames=("activation", "keep"))
 def _mlp_forward(rows, group_sizes, weights, activation, keep):
-    composed = functools.partial(composed_forward, activation=activation, keep=keep)
-    # Loops need a number, which a symbolic dimension is not.
-    if not isinstance(rows.shape[0], int):
-        return composed(rows, group_sizes, weights)
-    # On CPUs ragged_dot computes every expert on every row.
-    loops = functools.partial(block_loops.mlp_forward, activation=activation, keep=keep)
-    return lax.platform_dependent(
-        rows, group_sizes, weights, cpu=loops, default=composed
+    options = {"activation": activation, "keep": keep}
+    return _by_platform(
+        functools.partial(block_loops.mlp_forward, **options),
+        lambda matmuls: functools.partial(composed_forward, matmuls=matmuls, **options),
+        rows,
+        group_sizes,
+        weights,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("activation",))
 def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
-    def composed(rows, group_sizes, weights, kept, upstream):
-        return composed_backward(rows, group_sizes, weights, activation, kept, upstream)
-
     def loops(rows, group_sizes, weights, kept, upstream):
         return block_loops.mlp_backward(
             rows, group_sizes, weights, activation, kept, upstream, jax.vjp
         )
 
-    arguments = (rows, group_sizes, weights, kept, upstream)
-    if not isinstance(rows.shape[0], int):
-        return composed(*arguments)
-    return lax.platform_dependent(*arguments, cpu=loops, default=composed)
+    def composed(matmuls):
+        def run(rows, group_sizes, weights, kept, upstream):
+            return composed_backward(
+                rows, group_sizes, weights, activation, kept, upstream, matmuls
+            )
+
+        return run
+
+    return _by_platform(loops, composed, rows, group_sizes, weights, kept, upstream)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -93,7 +93,10 @@ def mlp_with_matmuls(activation, group_sizes, rows, output_kernel, output_bias, 
 
     def linear(x, kernels, biases):
         outputs = grouped_matmul(x, kernels, group_sizes)
-        return outputs if biases is None else outputs + biases[owner]
+        if biases is None:
+            return outputs
+        # On GPUs the gradient of an index adds the rows of an expert one by one.
+        return outputs + torch.nn.functional.embedding(owner, biases)
 
     hidden = [linear(rows, *layer) for layer in _pairs(first)]
     outputs = linear(_between(activation, hidden), output_kernel, output_bias)
