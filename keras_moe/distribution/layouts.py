@@ -44,8 +44,8 @@ EXPERT_WEIGHTS = {
 }
 # All-to-all between the tokens' devices and the experts' devices.
 EXPERT_ACTIVATIONS = {
-    "experts/slots/(input|output)": (EXPERT, REPLICA, None, None),  # (E, G, C, D)
-    "experts/slots/(dispatched|returned)": (None, BATCH, None, None),
+    "experts/slots/(input|output)": (REPLICA, EXPERT, None, None),  # (G, E, C, D)
+    "experts/slots/(dispatched|returned)": (BATCH, None, None, None),
     # Keep the residual stream in place while routing gathers and sorts.
     "feed_forward_norm/output": (BATCH, None, None),
     "stochastic_depth/output": (BATCH, None, None),

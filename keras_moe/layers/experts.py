@@ -125,22 +125,20 @@ class Experts(ExpertKernels):
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
-        # Experts first, still on the tokens' devices: what the all-to-all then moves is
-        # contiguous, and TPUs copy it less often.
-        x = ops.transpose(inputs, (1, 0, 2, 3))
         # All-to-all from the tokens' devices to the experts'. Both layouts are fixed,
         # here and below, or the forward or backward pass would gather all tokens.
-        x = with_layout(x, f"{self.path}/slots/dispatched")
+        x = with_layout(inputs, f"{self.path}/slots/dispatched")
         x = with_layout(x, f"{self.path}/slots/input")
         # One batched matmul per linear map, over the slots of all groups.
+        x = ops.transpose(x, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
         x = self._mlp(
             x, ops.matmul, lambda weight: ops.expand_dims(weight, 1), training
         )
         x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
+        x = ops.transpose(x, (1, 0, 2, 3))
         x = with_layout(x, f"{self.path}/slots/output")
-        x = with_layout(x, f"{self.path}/slots/returned")
-        return ops.transpose(x, (1, 0, 2, 3))
+        return with_layout(x, f"{self.path}/slots/returned")
 
     def _call_rows(self, rows, group_sizes, training):
         drops = training and self.seed_generator is not None
