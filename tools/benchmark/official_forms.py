@@ -229,14 +229,15 @@ class Pair(nn.Module):
 
 
 def lower(model: Any, devices: list, batch_size: int, image_shape: tuple) -> Any:
-    """A lowered training step with AdamW; groups and experts over the devices."""
+    """A lowered step of AdamW and clipping; groups and experts over the devices."""
     import optax
 
     mesh = jax.make_mesh((len(devices),), ("experts",), devices=devices,
                          axis_types=(jax.sharding.AxisType.Auto,))  # fmt: skip
     everywhere = jax.NamedSharding(mesh, PartitionSpec())
     split = jax.NamedSharding(mesh, PartitionSpec("experts"))
-    optimizer = optax.adamw(1e-3)
+    # As this library's models are compiled, and the papers' were.
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def initial(images):
         keys = {"params": jax.random.key(0), "noise": jax.random.key(1)}
