@@ -150,10 +150,10 @@ def compile_step(
     model: keras.Model, distribution: Any, batch_size: int, step: str
 ) -> CompiledStep:
     """Compiles a step of a compiled model of `models.abstract` under a distribution."""
-    lowered, state, batch = _lower(model, distribution, step, batch_size)
+    lowered, state, batch = lower_step(model, distribution, step, batch_size)
     start = time.perf_counter()
     platform = distribution.device_mesh.backend_mesh.devices.flat[0].platform
-    compiled, text = _compile(lowered, platform)
+    compiled, text = compile_lowered(lowered, platform)
     return CompiledStep(
         text,
         (compiled.cost_analysis() or {}).get("flops"),
@@ -163,7 +163,7 @@ def compile_step(
     )
 
 
-def _lower(model, distribution, step, batch_size):
+def lower_step(model, distribution, step, batch_size):
     """The traced step, and the bytes of its state and batch on one device."""
     backbone = getattr(model, "backbone", model)
 
@@ -234,7 +234,7 @@ def _device_bytes(specs):
     )
 
 
-def _compile(lowered, platform):
+def compile_lowered(lowered, platform):
     """The compiled step, and its program as the compiler prints it."""
     try:
         if platform != "tpu":

@@ -19,7 +19,7 @@ from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
-from keras_moe.ops.nn import attend
+from keras_moe.ops.nn import attend, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -165,7 +165,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
         attends_directly = (
-            keras.backend.backend() == "torch"
+            has_own_attention(query)
             and self.dropout == 0.0
             and not return_attention_scores
             # Otherwise the user has chosen a kernel, and Keras obeys.

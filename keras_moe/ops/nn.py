@@ -30,17 +30,31 @@ def gelu_tanh_reference(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
 
+def has_own_attention(query: Any) -> bool:
+    """Whether `attend` has a kernel: on PyTorch, and in bfloat16 on TPUs."""
+    if keras.backend.backend() == "jax":
+        from keras_moe.ops.kernels import attention_jax
+
+        return attention_jax.is_valid(query)
+    return keras.backend.backend() == "torch"
+
+
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
     """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
 
-    A boolean mask broadcasts to (B, h, N, M). `torch.compile` cannot read Keras's form.
+    A boolean mask broadcasts to (B, h, N, M). `torch.compile` cannot read Keras's form,
+    which keeps more than it needs on TPUs.
     """
-    if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import nn_torch
+    if not has_own_attention(query):
+        return attend_reference(query, key, value, scale, mask)
+    query, key, value = map(ops.convert_to_tensor, (query, key, value))
+    if keras.backend.backend() == "jax":
+        from keras_moe.ops.kernels import attention_jax
 
-        query, key, value = map(ops.convert_to_tensor, (query, key, value))
-        return nn_torch.attend(query, key, value, scale, mask)
-    return attend_reference(query, key, value, scale, mask)
+        return attention_jax.attend(query, key, value, scale, mask)
+    from keras_moe.ops.kernels import nn_torch
+
+    return nn_torch.attend(query, key, value, scale, mask)
 
 
 def attend_reference(

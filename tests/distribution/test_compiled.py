@@ -110,7 +110,7 @@ def on_this_machine(compilation, monkeypatch):
         program = lowered.compile()
         return program, program.as_text()
 
-    monkeypatch.setattr(compilation, "_compile", compile)
+    monkeypatch.setattr(compilation, "compile_lowered", compile)
     monkeypatch.setattr(Program, "cycles_by_part", lambda _: {"experts": 1_503_000})
     return compilation
 
@@ -323,13 +323,13 @@ def test_a_recipe(on_this_machine):
 def test_gpus_have_no_times(on_this_machine, monkeypatch, capsys, tmp_path):
     from keras_moe.analysis import plots
 
-    compile, compiled = on_this_machine._compile, []
+    compile, compiled = on_this_machine.compile_lowered, []
 
     def kept(*arguments):
         compiled[:] = compile(*arguments)
         return compiled
 
-    monkeypatch.setattr(on_this_machine, "_compile", kept)
+    monkeypatch.setattr(on_this_machine, "compile_lowered", kept)
     found = distribution.compiled_costs("vmoe_digits", "h200:1", 8, **SMALL)
     assert found.capacity == 141 * 2**30
     assert (found.seconds, found.step_seconds, found.utilization) == (None,) * 3
@@ -343,7 +343,7 @@ def test_gpus_have_no_times(on_this_machine, monkeypatch, capsys, tmp_path):
     # Their compiler leaves it to the caller to compare.
     *rest, shapes = GENERATIONS["h200"]
     monkeypatch.setitem(GENERATIONS, "h200", (*rest[:2], 0.001, shapes))
-    monkeypatch.setattr(on_this_machine, "_compile", lambda *_: compiled)
+    monkeypatch.setattr(on_this_machine, "compile_lowered", lambda *_: compiled)
     message = r"0\.00 GiB.*batch_size=8.*rematerialize=True"
     with pytest.raises(DoesNotFit, match=message):
         distribution.compiled_costs("vmoe_digits", "h200:1", 8, **SMALL)
@@ -369,7 +369,7 @@ def test_what_the_user_has_stays(on_this_machine):
 
 @pytest.mark.every_backend
 def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
-    compile, tried = on_this_machine._compile, []
+    compile, tried = on_this_machine.compile_lowered, []
 
     def narrow(lowered, platform):
         tried.append(lowered.in_avals[0][1][0].shape[0])
@@ -377,7 +377,7 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
             raise DoesNotFit(20.0, 15.5)
         return compile(lowered, platform)
 
-    monkeypatch.setattr(on_this_machine, "_compile", narrow)
+    monkeypatch.setattr(on_this_machine, "compile_lowered", narrow)
     with pytest.raises(DoesNotFit, match=r"batch_size=8.*4\.50 more"):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
     tried.clear()
