@@ -354,9 +354,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             stop_token_ids = None if end is None else [end]
         if stop_token_ids is not None:
             stop_token_ids = tuple(int(token) for token in stop_token_ids)
-        prompts = (
-            inputs if isinstance(inputs, dict) else self._prompts(inputs, max_length)
-        )
+        prompts = inputs
+        if not isinstance(inputs, dict):
+            max_length = max_length or self.backbone.max_length
+            prompts = self._prompts(inputs, max_length)
         prompts = self._checked_prompts(prompts, max_length)
         outputs = self.make_generate_function()(prompts, stop_token_ids=stop_token_ids)
         outputs = {name: ops.convert_to_numpy(x) for name, x in outputs.items()}
@@ -371,10 +372,9 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
     def _prompts(self, texts, max_length):
         tokenizer = self._tokenizer()
         rows = tokenizer.prompts([texts] if isinstance(texts, str) else texts)
-        length = self.backbone.max_length if max_length is None else max_length
         longest = max((len(row) for row in rows), default=0)
         # Longer prompts are refused later, by their lengths.
-        return padded_rows(rows, max(length, longest), tokenizer.padding_id)
+        return padded_rows(rows, max(max_length, longest), tokenizer.padding_id)
 
     def _checked_prompts(self, prompts, max_length):
         """Prompts of the wanted length, as int32 arrays."""

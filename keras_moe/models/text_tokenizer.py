@@ -16,7 +16,11 @@ import sentencepiece
 from keras_moe.checks import argument_names, check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
-from keras_moe.models.byte_pairs import clip_byte_pairs, trained_byte_pairs
+from keras_moe.models.byte_pairs import (
+    END_OF_WORD,
+    clip_byte_pairs,
+    trained_byte_pairs,
+)
 from keras_moe.models.preset_folder import (
     TOKENIZER,
     add_tokenizer_checksums,
@@ -236,10 +240,16 @@ class TextTokenizer:
     def texts(self, rows: Any) -> list[str]:
         """Returns the texts of lists of ids, without special tokens."""
         special = (self.start_id, self.end_id)
-        return [
-            self.tokenizer.detokenize([int(x) for x in row if x not in special])
-            for row in rows
-        ]
+        return [self._joined([int(x) for x in row if x not in special]) for row in rows]
+
+    def _joined(self, ids):
+        """The text of ids; KerasHub would join CLIP's words without spaces."""
+        words = [[]]
+        for id in ids:
+            words[-1].append(id)
+            if self.tokenizer.id_to_token(id).endswith(END_OF_WORD):
+                words.append([])
+        return " ".join(self.tokenizer.detokenize(word) for word in words if word)
 
     def _tokenized(self, texts):
         lower = [x.lower() for x in texts] if self.lower_case else texts
