@@ -95,7 +95,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
     >>> model.score(texts).shape
     (2,)
     >>> model.compile(sampler="greedy")
-    >>> model.generate("one", max_length=4).startswith("one")
+    >>> model.generate("one", max_length=8).startswith("one")
     True
     """
 
