@@ -244,7 +244,8 @@ def test_fit_then_generate(tmp_path):
     words = ["one", "two", "three", "four", "five", "six", "seven"]
     texts = [" ".join(words[i : i + 5]) for i in range(3)] * 8
     tokenizer = TextTokenizer.trained(texts, 560, max_length=8)
-    backbone = decoder("moepp", vocabulary_size=560, hidden_dim=32, mlp_dim=32)
+    sizes = {"vocabulary_size": 560, "hidden_dim": 32, "num_layers": 1}
+    backbone = decoder("moepp", **sizes, mlp_dim=32)
     model = CausalLM(backbone, tokenizer)
     model.compile(keras.optimizers.Adam(3e-2), sampler="greedy")
     history = model.fit(texts, epochs=12, batch_size=8, verbose=0).history
