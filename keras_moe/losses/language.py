@@ -1,9 +1,11 @@
 """The loss of language models. Axes: B batch, N tokens, D hidden, V vocabulary."""
 
+import functools
 from typing import Any
 
-import keras
 from keras import ops
+
+from keras_moe.ops.primitives import custom_gradient
 
 
 def token_log_likelihoods(
@@ -35,21 +37,76 @@ def token_log_likelihoods(
     length = tokens.shape[1]
     # TensorFlow may not know the length while it traces.
     if length is None or length <= chunk_size:
-        return _log_likelihoods(tokens, kernel, targets)
-    function = keras.remat(_log_likelihoods)
-    parts = [
-        function(
-            tokens[:, start : start + chunk_size],
-            kernel,
-            targets[:, start : start + chunk_size],
-        )
-        for start in range(0, length, chunk_size)
-    ]
-    return ops.concatenate(parts, axis=1)
+        return logit_log_likelihoods(ops.matmul(tokens, kernel), targets)
+    padding = -length % chunk_size
+    tokens = ops.pad(tokens, [[0, 0], [0, padding], [0, 0]])
+    targets = ops.pad(targets, [[0, 0], [0, padding]], constant_values=-1)
+    # Ids as floats, since JAX's gradients have no place for integers.
+    targets = ops.cast(targets, "float32")
+    values = custom_gradient(
+        functools.partial(_forward, chunk_size=chunk_size),
+        functools.partial(_backward, chunk_size=chunk_size),
+        tokens,
+        kernel,
+        targets,
+    )
+    return values[:, :length]
 
 
-def _log_likelihoods(tokens, kernel, targets):
-    return logit_log_likelihoods(ops.matmul(tokens, kernel), targets)
+def _forward(tokens, kernel, targets, chunk_size):
+    """The log-likelihoods, chunk by chunk in a loop; autodiff would keep all logits."""
+    chunks = (_chunks(tokens, chunk_size), _chunks(targets, chunk_size))
+
+    def add_chunk(i, values):
+        x, ids = (ops.take(chunk, i, axis=0) for chunk in chunks)
+        return _write(values, i, logit_log_likelihoods(ops.matmul(x, kernel), ids))
+
+    values = ops.zeros_like(chunks[1])
+    values = ops.fori_loop(0, values.shape[0], add_chunk, values)
+    return _joined(values), (tokens, kernel, targets)
+
+
+def _backward(residuals, upstream, chunk_size):
+    """With the logits z = x W, the gradient in z is (one_hot(target) - softmax(z))."""
+    tokens, kernel, targets = residuals
+    vocabulary_size = kernel.shape[1]
+    chunks = tuple(_chunks(x, chunk_size) for x in (tokens, targets, upstream))
+
+    def add_chunk(i, gradients):
+        changes, total = gradients
+        x, ids, upstream = (ops.take(chunk, i, axis=0) for chunk in chunks)
+        logits = ops.cast(ops.matmul(x, kernel), "float32")
+        ids = ops.cast(ids, "int32")
+        own = ops.cast(ids[..., None] == ops.arange(vocabulary_size), "float32")
+        weights = ops.where(ids >= 0, upstream, 0.0)
+        change = weights[..., None] * (own - ops.softmax(logits, axis=-1))
+        change = ops.cast(change, x.dtype)
+        changes = _write(changes, i, ops.matmul(change, ops.transpose(kernel)))
+        own_total = ops.einsum("bnd,bnv->dv", x, change)
+        return changes, total + ops.cast(own_total, "float32")
+
+    gradients = ops.zeros_like(chunks[0]), ops.zeros(kernel.shape, "float32")
+    number = chunks[0].shape[0]
+    changes, total = ops.fori_loop(0, number, add_chunk, gradients)
+    return _joined(changes), ops.cast(total, kernel.dtype), None
+
+
+def _write(chunks, i, chunk):
+    begin = (i, *([0] * len(chunk.shape)))
+    return ops.slice_update(chunks, begin, ops.expand_dims(chunk, 0))
+
+
+def _chunks(x, size):
+    """(B, N, ...) as (N / size, B, size, ...)."""
+    batch, length, *rest = ops.shape(x)
+    return ops.moveaxis(ops.reshape(x, (batch, length // size, size, *rest)), 1, 0)
+
+
+def _joined(chunks):
+    """Inverts `_chunks`."""
+    number, _, size, *rest = chunks.shape
+    x = ops.moveaxis(chunks, 0, 1)
+    return ops.reshape(x, (ops.shape(x)[0], number * size, *rest))
 
 
 def logit_log_likelihoods(logits: Any, targets: Any) -> Any:

@@ -183,7 +183,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         if isinstance(x, str) or _is_list_of(x, str):
             x = pack(self._tokenizer().documents(x), self.max_length, padding_id)
         elif is_id_array(x):
-            x = {"token_ids": x, "padding_mask": np.ones(x.shape, "int32")}
+            x = padded_rows(x, x.shape[1])
         elif _is_list_of(x, (list, tuple, np.ndarray)):
             x = pack(x, self.max_length, padding_id)
         if not isinstance(x, dict) or TARGETS in x:
@@ -262,6 +262,11 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             )
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        if not isinstance(inputs, dict):
+            raise ValueError(
+                "Expected a dict of token_ids and padding_mask; received: inputs of "
+                f"{type(inputs).__name__}"
+            )
         targets = inputs.get(TARGETS)
         inputs = {name: x for name, x in inputs.items() if name != TARGETS}
         if targets is None and not training:
@@ -315,13 +320,16 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         """Returns the log-likelihood of each sequence, given its first token.
 
         Args:
-            inputs: texts, or a dict of `"token_ids"` and `"padding_mask"`.
+            inputs: texts, lists or an array of ids, or a dict of `"token_ids"` and
+                `"padding_mask"`.
             per_token: whether to return one number per token.
             batch_size: sequences per batch.
 
         Returns: float32 (B,), or (B, N) with 0 for first tokens and padding.
         """
-        if not isinstance(inputs, dict):
+        if is_id_array(inputs) or _is_list_of(inputs, (list, tuple, np.ndarray)):
+            inputs = padded_rows(inputs, max(len(row) for row in inputs))
+        elif not isinstance(inputs, dict):
             inputs = self._tokenizer()(inputs)
         inputs = self.training_inputs(inputs)
         values = self.predict(inputs, batch_size=batch_size, verbose=0)
