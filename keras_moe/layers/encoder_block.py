@@ -218,7 +218,7 @@ class EncoderBlock(Layer):
         training: bool | None = None,
     ) -> Any:
         outputs = self._run((tokens,), mask, {}, boundaries, mixer_arguments, training)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs if "cache" in (mixer_arguments or {}) else outputs[0]
 
     def _normed(self, tokens):
         """The feed-forward layer's input."""

@@ -8,6 +8,7 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import CausalAttention, CausalMask
+from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
 DOCUMENTS = np.array([[1, 1, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1]], "int32")
@@ -79,15 +80,19 @@ def test_groups_share_their_keys():
 @pytest.mark.every_backend
 def test_the_cache_gives_what_the_whole_sequence_gives():
     layer = attention(use_bias=True)
-    mask, positions = CausalMask()(DOCUMENTS)
-    whole = ops.convert_to_numpy(layer(tokens(), mask, positions))
+    layer.build((2, 6, 8))
+
+    @compiled
+    def step(x, cache=None, start=0):
+        mask, positions = CausalMask()(DOCUMENTS, start=start, num_queries=x.shape[1])
+        arguments = {} if cache is None else {"cache": cache, "start": start}
+        return layer(x, mask, positions, **arguments)
+
+    whole = ops.convert_to_numpy(step(tokens()))
     shape = layer.cache_shape(2, 6)
     cache, parts = (np.zeros(shape, "float32"), np.zeros(shape, "float32")), []
     for start, end in ((0, 3), (3, 4), (4, 6)):
-        mask, positions = CausalMask()(DOCUMENTS, start=start, num_queries=end - start)
-        part, cache = layer(
-            tokens()[:, start:end], mask, positions, cache=cache, start=start
-        )
+        part, cache = step(tokens()[:, start:end], cache, start)
         parts.append(ops.convert_to_numpy(part))
     assert_close(np.concatenate(parts, axis=1), whole, 1e-5, 1e-6)
 

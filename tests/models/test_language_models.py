@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe import models
+from keras_moe import distribution, models
 from keras_moe.losses import logit_log_likelihoods, token_log_likelihoods
 from keras_moe.models import CausalLM, DecoderBackbone, TextTokenizer, pack
+from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 from tests.refusals import check_refused
 from tests.small_models import with_weights
@@ -131,11 +132,24 @@ def test_decoding_equals_the_whole_sequence(kind):
     mask[0, :3] = 0
     expected = model.predict(inputs(mask=mask), verbose=0)
     cache = backbone.empty_cache(mask)
-    for start, end in ((0, 4), (4, 6), (6, 8)):
-        tokens, cache = backbone.call_with_cache(IDS[:, start:end], cache, start)
+    step = compiled(backbone.call_with_cache)
+    for start, end in ((0, 4), (4, 5), (5, 6), (6, 8)):
+        tokens, cache = step(IDS[:, start:end], cache, start)
         received = ops.convert_to_numpy(backbone.logits(tokens))
         real = mask[:, start:end] > 0
         assert_close(received[real], expected[:, start:end][real], 1e-4, 1e-5)
+
+
+def test_costs_on_many_devices():
+    costs = distribution.costs("moepp_lm_0.6b", 8, batch_size=64)
+    assert costs.memory["activations"] > 0
+    rules = distribution.layouts("moepp_lm_0.6b", 8, model_parallel=2)
+    name = "(.*/)?attention/(query|key|value)/kernel"
+    assert rules.weights[name] == (None, "model", None)
+    with pytest.raises(ValueError, match="num_key_value_heads=3"):
+        distribution.layouts(
+            "moepp_lm_0.6b", 8, model_parallel=2, num_key_value_heads=3
+        )
 
 
 def test_only_chosen_experts_are_computed_for_few_tokens(monkeypatch):

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from keras_moe import models
 from keras_moe.models.conversion._moepp import moepp_spec
 from tests import golden
+from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
@@ -157,19 +158,20 @@ def test_cached_decoding():
     arrays, config = golden.load(CASES[0])
     model, _ = language_model(arrays, config)
     backbone, ids, first = model.backbone, ids_of(arrays), config["prefill"]
+    call = compiled(backbone.call_with_cache)
     for name, mask in (
         ("decode", np.ones_like(ids)),
         ("decode_left_pad", arrays["inputs/left_pad/attention_mask"]),
     ):
         cache = backbone.empty_cache(mask)
-        tokens, cache = backbone.call_with_cache(ids[:, :first], cache, 0)
+        tokens, cache = call(ids[:, :first], cache, 0)
         real = mask[:, :first] > 0
         received = to_numpy(backbone.logits(tokens))
         expected = arrays[f"outputs/{name}/prefill_logits"]
         assert_close(received[real], expected[real], 1e-4, 3e-5)
         for step, expected in enumerate(arrays[f"outputs/{name}/step_logits"], first):
             one = ids[:, step : step + 1]
-            tokens, cache = backbone.call_with_cache(one, cache, step)
+            tokens, cache = call(one, cache, step)
             assert_close(backbone.logits(tokens)[:, 0], expected, 1e-4, 3e-5)
         if name == "decode":
             for i in range(config["model_config"]["num_hidden_layers"]):
