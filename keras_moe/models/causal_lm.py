@@ -64,8 +64,8 @@ class Perplexity(keras.metrics.Mean):
 class CausalLM(MoETask, keras_hub.models.CausalLM):
     """A `DecoderBackbone` that is trained on next tokens and generates text.
 
-    `fit` takes texts, lists of token ids or an array of them, which it packs into rows
-    of `max_length` tokens; or a dict of `"token_ids"` and `"padding_mask"`, see
+    `fit` takes texts or lists of token ids, which it packs into rows of `max_length`
+    tokens; an array of ids (B, N); or a dict of `"token_ids"` and `"padding_mask"`, see
     `DecoderBackbone`, and optionally `"targets"` (B, N), -1 for positions without a
     loss. By default each token's target is the next one of its document.
 
