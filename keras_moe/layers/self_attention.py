@@ -195,10 +195,10 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         shapes = {}
         for name in ("query", "key", "value"):
             shapes[f"{name}/kernel"] = (dim, *heads)
-            if self._use_bias:
+            if self.use_bias:
                 shapes[f"{name}/bias"] = heads
         shapes["attention_output/kernel"] = (*heads, dim)
-        if self._use_bias:
+        if self.use_bias:
             shapes["attention_output/bias"] = (dim,)
         if self.query_key_norm:
             for norm in (self.query_norm, self.key_norm):
