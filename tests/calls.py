@@ -8,6 +8,15 @@ import keras
 _PROGRAMS = weakref.WeakKeyDictionary()
 
 
+def compiled(function):
+    """The function as one program on JAX, which would compile each op for itself."""
+    if keras.backend.backend() != "jax":
+        return function
+    import jax
+
+    return jax.jit(function)
+
+
 def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwargs):
     """The layer's outputs. On JAX op by op would compile each op for each shape.
 

@@ -11,7 +11,7 @@ from keras import tree
 
 def training_gradients(
     layer: keras.layers.Layer,
-    inputs: np.ndarray,
+    inputs: Any,
     loss: Callable[[Any], Any] | None = None,
     training: bool = True,
     **kwargs: Any,
@@ -20,7 +20,7 @@ def training_gradients(
 
     Args:
         layer: a built layer or model.
-        inputs: its input.
+        inputs: its input, or a dict of inputs.
         loss: function from outputs to a scalar; None weighs every float output at
             random.
         training: passed to the layer.
@@ -69,7 +69,7 @@ def _tensorflow(layer, inputs, loss, kwargs):
 
     weights = [v.value for v in layer.trainable_variables]
     with tf.GradientTape() as tape:
-        outputs = layer(tf.convert_to_tensor(inputs), **kwargs)
+        outputs = layer(tree.map_structure(tf.convert_to_tensor, inputs), **kwargs)
         total = loss(outputs) + sum(layer.losses)
     gradients = tape.gradient(
         total, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
@@ -81,7 +81,8 @@ def _torch(layer, inputs, loss, kwargs):
     import torch
 
     weights = [v.value for v in layer.trainable_variables]
-    outputs = layer(keras.ops.convert_to_tensor(inputs), **kwargs)
+    inputs = tree.map_structure(keras.ops.convert_to_tensor, inputs)
+    outputs = layer(inputs, **kwargs)
     total = loss(outputs) + sum(layer.losses)
     gradients = torch.autograd.grad(total, weights, allow_unused=True)
     return [

@@ -246,6 +246,12 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
             f"block={block!r}, expert={expert}"
         )
     steered = model.copy()
-    offset = moe_block(steered, block).feed_forward_norm.beta
+    norm = moe_block(steered, block).feed_forward_norm
+    offset = getattr(norm, "beta", None)
+    if offset is None:
+        raise ValueError(
+            "Expected a block with a layer norm that has an offset before its experts; "
+            f"received: block={block!r} with {norm!r}"
+        )
     offset.assign(ops.convert_to_numpy(offset.value) + strength * centres[expert])
     return steered

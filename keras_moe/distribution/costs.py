@@ -13,7 +13,7 @@ from rich.table import Table
 from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
-from keras_moe.layers import MLP, MoE, SelfAttention
+from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
 from keras_moe.models.source import resolve
 from keras_moe.ops.cost import under
 
@@ -459,19 +459,20 @@ class BlockShare(NamedTuple):
         split, dim = self.model_parallel, self.dim
         mixer, feed_forward = self.block.token_mixer, self.block.feed_forward
         for part in (mixer, feed_forward):
-            if not isinstance(part, (SelfAttention, MLP, MoE)):
+            if not isinstance(part, (SelfAttention, CausalAttention, MLP, MoE)):
                 raise ValueError(
                     "Expected blocks of attention, MLPs and MoE layers; received: "
                     f"{type(part).__name__}"
                 )
         numbers = PER_TOKEN * dim * self.tokens
-        if isinstance(mixer, SelfAttention):
+        if isinstance(mixer, (SelfAttention, CausalAttention)):
             pairs = self.images * sum(length**2 for length in self.sequences)
             numbers += PER_PAIR * mixer.num_heads * pairs // split
         else:
             numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * self.images // split
         if isinstance(feed_forward, MLP):
-            numbers += PER_HIDDEN_UNIT * feed_forward.mlp_dim * self.tokens // split
+            hidden = (PER_HIDDEN_UNIT + feed_forward.gated) * feed_forward.mlp_dim
+            numbers += hidden * self.tokens // split
             return numbers * self.itemsize
         slots, experts = self.slots, feed_forward.experts
         hidden = (PER_HIDDEN_UNIT + experts.gated) * experts.mlp_dim

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from keras_moe.checks import check_integer
-from keras_moe.layers import MLP, MoE, SelfAttention
+from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
 from keras_moe.models.source import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
@@ -26,12 +26,12 @@ ATTENTION_ACTIVATIONS = {
 }
 # Also matches a Mixer's token MLPs, whose second axis is the tokens.
 MLP_WEIGHTS = {
-    "{mlp}/hidden/kernel": (None, MODEL),
-    "{mlp}/hidden/bias": (MODEL,),
+    "{mlp}/(hidden|gate)/kernel": (None, MODEL),
+    "{mlp}/(hidden|gate)/bias": (MODEL,),
     "{mlp}/output/kernel": (MODEL, None),
 }
 MLP_ACTIVATIONS = {
-    "{mlp}/hidden/output": (BATCH, None, MODEL),
+    "{mlp}/(hidden|gate)/output": (BATCH, None, MODEL),
     "{mlp}/output": (BATCH, None, None),
 }
 # Includes the weights of LoRA and int8.
@@ -181,7 +181,7 @@ def _parts(blocks):
     """Returns the layers that can be split, with their kinds."""
     parts = []
     for block in blocks:
-        if isinstance(block.token_mixer, SelfAttention):
+        if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
             parts.append(("attention", block.token_mixer))
         elif isinstance(block.token_mixer, MLP):
             parts.append(("token_mlp", block.token_mixer))
@@ -217,7 +217,10 @@ def _check_model_parallel(model_parallel, parts):
             f"received: model_parallel={model_parallel}"
         )
     for kind, part in parts:
-        name = "num_heads" if kind == "attention" else "mlp_dim"
+        name = "mlp_dim"
+        if kind == "attention":
+            grouped = isinstance(part, CausalAttention)
+            name = "num_key_value_heads" if grouped else "num_heads"
         if (size := getattr(part, name)) % model_parallel:
             raise ValueError(
                 f"Expected model_parallel to divide {name} of the {kind}; received: "

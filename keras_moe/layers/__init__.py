@@ -1,6 +1,7 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
+from keras_moe.layers.causal_attention import CausalAttention, CausalMask
 from keras_moe.layers.encoder_block import EncoderBlock, LayerScale, MoEEncoderBlock
 from keras_moe.layers.encoder_spec import EncoderConfig, EncoderSpec
 from keras_moe.layers.expert_kernels import PerExpert
@@ -12,7 +13,7 @@ from keras_moe.layers.moe_config import MoEConfig, resolve_moe_layers
 from keras_moe.layers.multilinear_experts import ExpertCoefficients, MultilinearExperts
 from keras_moe.layers.mumoe import MuMoE, MuMoEBlock, TokenMuMoE
 from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config
-from keras_moe.layers.normalization import LayerNorm
+from keras_moe.layers.normalization import LayerNorm, RMSNorm
 from keras_moe.layers.patch_embedding import (
     ClassToken,
     PatchEmbedding,
@@ -26,12 +27,18 @@ from keras_moe.layers.position_embedding import (
     sincos_table,
 )
 from keras_moe.layers.self_attention import SelfAttention
-from keras_moe.layers.text_embedding import TextPositions, TokenEmbedding
+from keras_moe.layers.text_embedding import (
+    ReversibleTokenEmbedding,
+    TextPositions,
+    TokenEmbedding,
+)
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 
 __all__ = [
     "MLP",
     "AttentionPooling",
+    "CausalAttention",
+    "CausalMask",
     "ClassToken",
     "EncoderBlock",
     "EncoderConfig",
@@ -52,6 +59,8 @@ __all__ = [
     "PatchEmbedding",
     "PerExpert",
     "PositionEmbedding",
+    "RMSNorm",
+    "ReversibleTokenEmbedding",
     "SelfAttention",
     "TextPositions",
     "TokenEmbedding",

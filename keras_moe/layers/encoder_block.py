@@ -13,7 +13,7 @@ from keras_moe.checks import check_bool, check_dropout, check_positive, check_se
 from keras_moe.compat import get_keras_mask
 from keras_moe.layers.inner_call import dropped_out, inner_call
 from keras_moe.layers.layer import Layer, build_once, layer_argument
-from keras_moe.layers.normalization import LayerNorm
+from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.rematerialization import rematerialized
 
 # Added to a block's seed for stochastic depth, so that dropout and depth draw
@@ -76,6 +76,10 @@ class EncoderBlock(Layer):
         stochastic_depth: probability of dropping a residual branch for an example.
         layer_scale_initial_value: initial value of a `LayerScale` on both branches, or
             None.
+        norm: `"layer"` or `"rms"` normalisation.
+        use_bias: whether layer norms have offsets.
+        feed_forward_norm: whether the feed-forward layer's input is normalised. In
+            muMoE's GPT-2 the gate reads it as it is, and the experts have a norm.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -83,6 +87,8 @@ class EncoderBlock(Layer):
         mask: boolean (B, N), False for padding; only with attention.
         modality_ids: integers (B, N); ignored by a dense block.
         boundaries: positions that cut examples into runs; attention is within a run.
+        mixer_arguments: dict of further arguments of the token mixer. With a `"cache"`
+            the mixer's new cache is the block's last output.
         training: whether dropout and stochastic depth apply.
 
     Output shape: (B, N, D).
@@ -109,6 +115,9 @@ class EncoderBlock(Layer):
         rematerialize: bool = False,
         stochastic_depth: float = 0.0,
         layer_scale_initial_value: float | None = None,
+        norm: str = "layer",
+        use_bias: bool = True,
+        feed_forward_norm: bool = True,
         **kwargs,
     ):
         # Tokens are cast in `call`; an MoE block's `previous_logits` stay float32.
@@ -123,12 +132,16 @@ class EncoderBlock(Layer):
         self.seed = check_seed("seed", seed)
         self.rematerialize = check_bool("rematerialize", rematerialize)
         self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
-        self.mixer_norm = LayerNorm(
-            layer_norm_epsilon, dtype=self.dtype_policy, name="mixer_norm"
-        )
-        self.feed_forward_norm = LayerNorm(
-            layer_norm_epsilon, dtype=self.dtype_policy, name="feed_forward_norm"
-        )
+        self.norm, self.use_bias = norm, check_bool("use_bias", use_bias)
+        names = ["mixer_norm"]
+        self.feed_forward_norm = None
+        if check_bool("feed_forward_norm", feed_forward_norm):
+            names.append("feed_forward_norm")
+        for name in names:
+            layer = norm_layer(
+                norm, layer_norm_epsilon, use_bias, dtype=self.dtype_policy, name=name
+            )
+            setattr(self, name, layer)
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
@@ -154,18 +167,21 @@ class EncoderBlock(Layer):
         for part in self.parts(input_shape):
             build_once(part, input_shape)
 
-    def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
-        """Mixes the tokens; returns them and the mixer's routing records (0 or 1)."""
+    def _mix(
+        self, tokens, training, mask=None, ablated=None, boundaries=(), arguments=None
+    ):
+        """Mixes the tokens; also returns the mixer's record or cache, if any."""
         x, records = inner_call(self.mixer_norm, tokens), ()
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
         elif boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
-            arguments = {"training": training, **_present(mask=mask)}
+            arguments = {"training": training, **_present(mask=mask)} | (
+                arguments or {}
+            )
             x = inner_call(self.token_mixer, x, **arguments)
-            if self.mixes_by_experts:
-                x, *records = x
+            x, *records = x if isinstance(x, tuple) else (x,)
         x = dropped_out(self.dropout_layer, x, training)
         tokens = self._residual(tokens, x, self.mixer_scale, training)
         return tokens, tuple(records)
@@ -198,16 +214,26 @@ class EncoderBlock(Layer):
         mask: Any = None,
         modality_ids: Any = None,
         boundaries: tuple[int, ...] = (),
+        mixer_arguments: dict | None = None,
         training: bool | None = None,
     ) -> Any:
-        return self._run((tokens,), mask, {}, boundaries, training)[0]
+        outputs = self._run((tokens,), mask, {}, boundaries, mixer_arguments, training)
+        return outputs if "cache" in (mixer_arguments or {}) else outputs[0]
 
-    def _run(self, inputs, mask, arguments, boundaries, training):
+    def _normed(self, tokens):
+        """The feed-forward layer's input."""
+        if self.feed_forward_norm is None:
+            return tokens
+        return inner_call(self.feed_forward_norm, tokens)
+
+    def _run(self, inputs, mask, arguments, boundaries, mixer_arguments, training):
         """The tokens and the routing records, for tokens and maybe previous logits."""
 
         def run(tokens, previous_logits=None):
-            tokens, mixer_records = self._mix(tokens, training, mask, None, boundaries)
-            x = inner_call(self.feed_forward_norm, tokens)
+            tokens, mixer_records = self._mix(
+                tokens, training, mask, None, boundaries, mixer_arguments
+            )
+            x = self._normed(tokens)
             residual = _present(previous_logits=previous_logits)
             x = inner_call(
                 self.feed_forward, x, training=training, **arguments, **residual
@@ -223,7 +249,13 @@ class EncoderBlock(Layer):
         return run(*inputs)
 
     def compute_output_spec(
-        self, tokens, mask=None, modality_ids=None, boundaries=(), training=None
+        self,
+        tokens,
+        mask=None,
+        modality_ids=None,
+        boundaries=(),
+        mixer_arguments=None,
+        training=None,
     ):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
@@ -237,6 +269,11 @@ class EncoderBlock(Layer):
             self.feed_forward_scale,
         )
         return {part: shape for part in parts if part is not None}
+
+    def get_config(self):
+        has_norm = self.feed_forward_norm is not None
+        # The layer has the name of the argument, and its own config.
+        return {**super().get_config(), "feed_forward_norm": has_norm}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -254,6 +291,7 @@ class MoEEncoderBlock(EncoderBlock):
         mask: boolean (B, N), False for padding, neither attended to nor routed.
         modality_ids: integers (B, N), the tokens' modalities.
         boundaries: as in `EncoderBlock`; all tokens are still routed together.
+        mixer_arguments: as in `EncoderBlock`.
         training: whether dropout and stochastic depth apply.
 
     Output shape: `(tokens, Routing)`, tokens (B, N, D). With `TokenMuMoE` there is a
@@ -278,6 +316,7 @@ class MoEEncoderBlock(EncoderBlock):
         mask: Any = None,
         modality_ids: Any = None,
         boundaries: tuple[int, ...] = (),
+        mixer_arguments: dict | None = None,
         training: bool | None = None,
     ) -> tuple:
         if mask is None:
@@ -285,13 +324,13 @@ class MoEEncoderBlock(EncoderBlock):
             mask = get_keras_mask(tokens)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         arguments = _present(mask=mask, modality_ids=modality_ids)
-        return self._run(inputs, mask, arguments, boundaries, training)
+        return self._run(inputs, mask, arguments, boundaries, mixer_arguments, training)
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
         """Output without each example's expert (B, L); `mixer`: of the token mixer."""
         tokens = ops.cast(tokens, self.compute_dtype)
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
-        x = inner_call(self.feed_forward_norm, tokens)
+        x = self._normed(tokens)
         if mixer:
             x, _ = inner_call(self.feed_forward, x, training=False)
         else:
@@ -305,6 +344,7 @@ class MoEEncoderBlock(EncoderBlock):
         mask=None,
         modality_ids=None,
         boundaries=(),
+        mixer_arguments=None,
         training=None,
     ):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)

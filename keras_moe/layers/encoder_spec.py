@@ -10,11 +10,19 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_dropout, check_integer, check_positive, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_one_of,
+    check_positive,
+    check_seed,
+)
 from keras_moe.layers import activations
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.mumoe_config import moe_config
+from keras_moe.layers.normalization import NORMS
 
 # Random sites per block: dropout, token mixer, feed-forward layer, router.
 _SITES = 4
@@ -33,6 +41,10 @@ class EncoderConfig:
         stochastic_depth: drop rate of the last block; rates grow linearly from 0.
         layer_norm_epsilon: epsilon of all normalisations.
         layer_scale_initial_value: initial value of each `LayerScale`; None for none.
+        norm: `"layer"` or `"rms"` normalisation in the blocks and after them.
+        gated_mlp: whether dense feed-forward layers are gated, as in LLaMA.
+        use_bias: whether attention, dense MLPs and the blocks' layer norms have biases.
+            Experts have `expert_use_bias`.
         moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
         rematerialize: whether the backward pass recomputes the blocks, to save memory.
         seed: seed of noise and dropout. Weights use Keras's global seed.
@@ -52,6 +64,9 @@ class EncoderConfig:
     stochastic_depth: float = 0.0
     layer_norm_epsilon: float = 1e-6
     layer_scale_initial_value: float | None = None
+    norm: str = "layer"
+    gated_mlp: bool = False
+    use_bias: bool = True
     moe: Any = None
     rematerialize: bool = False
     seed: int | None = None
@@ -71,6 +86,9 @@ class EncoderConfig:
         check_dropout("stochastic_depth", self.stochastic_depth)
         check_positive("layer_norm_epsilon", self.layer_norm_epsilon)
         check_seed("seed", self.seed)
+        check_one_of("norm", self.norm, NORMS)
+        for name in ("gated_mlp", "use_bias"):
+            check_bool(name, getattr(self, name))
 
     def _set(self, **values):
         """Sets fields of the frozen dataclass; for `__post_init__` only."""
@@ -123,6 +141,8 @@ class EncoderSpec(EncoderConfig):
             self.activation,
             self.dropout_rate,
             self.seed_of(index, 2),
+            gated=self.gated_mlp,
+            use_bias=self.use_bias,
             dtype=self.dtype,
             name="mlp",
         )
@@ -146,6 +166,10 @@ class EncoderSpec(EncoderConfig):
                 rematerialize=self.rematerialize,
                 stochastic_depth=index * depth_step,
                 layer_scale_initial_value=self.layer_scale_initial_value,
+                norm=self.norm,
+                use_bias=self.use_bias,
+                feed_forward_norm=not hasattr(feed_forward, "router")
+                or getattr(self.moe, "block_norm", True),
                 dtype=self.dtype,
                 name=f"block_{index}",
             )

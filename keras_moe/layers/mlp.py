@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_dropout, check_integer, check_seed
+from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
 from keras_moe.layers.inner_call import dropped_out, fused_bias, inner_call
 from keras_moe.layers.layer import Layer
@@ -17,14 +17,20 @@ from keras_moe.ops.initializers import FastInitializer
 class MLP(Layer):
     """Two dense layers, D to H to D, with an activation between them.
 
+    With `gated=True` it is `output(activation(gate(x)) * hidden(x))`, as in LLaMA.
+
     Args:
         mlp_dim: H, hidden size.
         activation: `"gelu_tanh"` as in the JAX models, or any Keras activation.
         dropout: dropout rate after each layer.
         seed: seed of the dropout.
+        gated: whether a second layer of size H gates the first.
+        use_bias: whether the dense layers have biases.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Output shape: (..., D), like the input.
+
+    Reference: *GLU Variants Improve Transformer*, for gated layers.
 
     Example:
 
@@ -40,9 +46,13 @@ class MLP(Layer):
         activation: Any = "gelu_tanh",
         dropout: float = 0.0,
         seed: int | None = None,
+        gated: bool = False,
+        use_bias: bool = True,
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.gated = check_bool("gated", gated)
+        self.use_bias = check_bool("use_bias", use_bias)
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
@@ -57,6 +67,7 @@ class MLP(Layer):
         def dense(units, name):
             layer = keras.layers.Dense(
                 units,
+                use_bias=self.use_bias,
                 kernel_initializer=FastInitializer("glorot_uniform"),
                 bias_initializer=small,
                 dtype=self.dtype_policy,
@@ -66,11 +77,18 @@ class MLP(Layer):
 
         self.hidden = dense(self.mlp_dim, "hidden")
         self.hidden.build(input_shape)
+        if self.gated:
+            self.gate = dense(self.mlp_dim, "gate")
+            self.gate.build(input_shape)
         self.output_dense = dense(input_shape[-1], "output")
         self.output_dense.build((*input_shape[:-1], self.mlp_dim))
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
-        x = self.activation(inner_call(self.hidden, tokens))
+        x = inner_call(self.hidden, tokens)
+        if self.gated:
+            x = self.activation(inner_call(self.gate, tokens)) * x
+        else:
+            x = self.activation(x)
         x = dropped_out(self.dropout_layer, x, training)
         x = inner_call(self.output_dense, x)
         return dropped_out(self.dropout_layer, x, training)
@@ -80,16 +98,19 @@ class MLP(Layer):
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         _, dim = shape
-        return {
-            "hidden/kernel": (dim, self.mlp_dim),
-            "hidden/bias": (self.mlp_dim,),
-            "output/kernel": (self.mlp_dim, dim),
-            "output/bias": (dim,),
-        }
+        sizes = {"hidden": (dim, self.mlp_dim), "output": (self.mlp_dim, dim)}
+        if self.gated:
+            sizes["gate"] = sizes["hidden"]
+        shapes = {}
+        for name, (inputs, units) in sizes.items():
+            shapes[f"{name}/kernel"] = (inputs, units)
+            if self.use_bias:
+                shapes[f"{name}/bias"] = (units,)
+        return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
         num_tokens, dim = shape
-        flops = 4 * num_tokens * dim * self.mlp_dim
+        flops = (6 if self.gated else 4) * num_tokens * dim * self.mlp_dim
         return Cost.all_active(self.weight_shapes(shape), flops)
 
 

@@ -17,6 +17,7 @@ from keras_moe.checks import (
     check_bool,
     check_integer,
     check_one_of,
+    check_positive,
 )
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
@@ -28,6 +29,8 @@ from keras_moe.routers.router import Router, router_arguments
 
 # A default that depends on the router or the blocks.
 AUTO = "auto"
+# Gating residuals even in the first MoE block.
+EVERY = "every_block"
 # Router arguments that come from the encoder or from other fields of the config.
 _NOT_OF_ROUTER = (
     "num_experts",
@@ -113,10 +116,13 @@ class MoEConfig(BlockConfig):
             `"auto"`.
         gating_residual: whether MoE++'s router adds a map of the previous MoE block's
             logits; `"auto"` is True with zero-computation experts in several blocks.
+            `"every_block"` gives the first one a map, too, which is never used: the
+            released code has it.
         gated_experts: whether experts are gated. MoE++ uses SwiGLU: True, with
             `expert_use_bias=False` and `expert_activation="silu"`.
         expert_use_bias: whether the experts' layers have biases.
         expert_activation: activation of the experts; None for the encoder's.
+        input_scale: factor on the experts' input; K in the released MoE++ code.
         pruning: None, or a dict written by `keras_moe.analysis.prune_experts`.
 
     Reference: *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in
@@ -148,6 +154,7 @@ class MoEConfig(BlockConfig):
     gated_experts: bool = False
     expert_use_bias: bool = True
     expert_activation: Any = None
+    input_scale: float = 1.0
     pruning: dict | None = None
 
     def __post_init__(self):
@@ -156,8 +163,10 @@ class MoEConfig(BlockConfig):
             self._set(**{name: checked})
         for name in ("gated_experts", "expert_use_bias"):
             check_bool(name, getattr(self, name))
+        check_positive("input_scale", self.input_scale)
         for name in ("gating_residual", "shared_expert_initialization"):
-            if getattr(self, name) != AUTO:
+            named = (AUTO, EVERY) if name == "gating_residual" else (AUTO,)
+            if getattr(self, name) not in named:
                 check_bool(name, getattr(self, name))
         router = self.router
         if isinstance(router, Router):
@@ -203,7 +212,7 @@ class MoEConfig(BlockConfig):
     def _router_defaults(self, name):
         """The router's class and the defaults of arguments that can be set."""
         cls, named = class_for_types(
-            name, self.expert_types, self.gating_residual is True
+            name, self.expert_types, self.gating_residual in (True, EVERY)
         )
         defaults = {**router_arguments(cls), **named}
         return cls, {k: v for k, v in defaults.items() if k not in _NOT_OF_ROUTER}
@@ -261,7 +270,7 @@ class MoEConfig(BlockConfig):
     def _moe(self, encoder, index, residual, is_first):
         arguments = {"seed": encoder.seed_of(index, 3)}
         if residual:
-            arguments["gating_residual"] = not is_first
+            arguments["gating_residual"] = residual == EVERY or not is_first
         router = routers.get(self.router, self.expert_types, **arguments)
         pruning = self.pruning or {"kept_experts": {}}
         kept = pruning["kept_experts"].get(f"block_{index}")
@@ -294,6 +303,7 @@ class MoEConfig(BlockConfig):
             group_size=group_size,
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
+            input_scale=self.input_scale,
             dtype=encoder.dtype,
             name="moe",
         )

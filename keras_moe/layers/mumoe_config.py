@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.moe_config import (
     BlockConfig,
@@ -49,6 +49,8 @@ class MuMoEConfig(BlockConfig):
         gate_normalization: `normalization` of `keras_moe.layers.ExpertCoefficients`.
         expert_use_bias: whether the experts have biases.
         expert_noise: see `keras_moe.layers.MultilinearExperts`.
+        block_norm: whether the gate reads tokens normalised by the block. If False, it
+            reads them as they are, as in the released GPT-2 with `input_norm=True`.
 
     Reference: *Multilinear Mixture of Experts*, section 4.3.
 
@@ -71,9 +73,11 @@ class MuMoEConfig(BlockConfig):
     gate_normalization: str | None = "batch"
     expert_use_bias: bool = True
     expert_noise: float = 1.0
+    block_norm: bool = True
 
     def __post_init__(self):
         check_integer("expert_mlp_dim", self.expert_mlp_dim, optional=True)
+        check_bool("block_norm", self.block_norm)
         # The layer validates and standardises the arguments.
         checked = self._block(1, "gelu", None).get_config()
         values = {field: checked[name] for field, name in _BLOCK_ARGUMENTS.items()}

@@ -1,12 +1,14 @@
-"""Layer normalisation with a closed-form gradient."""
+"""Layer normalisation with a closed-form gradient, and RMS normalisation."""
 
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_moe.checks import check_positive
+from keras_moe.checks import check_one_of, check_positive
 from keras_moe.layers.layer import Layer
+
+NORMS = ("layer", "rms")
 
 
 def _normalize(x, gamma, beta, epsilon):
@@ -97,3 +99,60 @@ class LayerNorm(Layer):
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         names = ("gamma", "beta") if self.center else ("gamma",)
         return dict.fromkeys(names, (shape[-1],))
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class RMSNorm(Layer):
+    """Root mean square normalisation over the last axis, in float32 under every policy.
+
+    Args:
+        epsilon: added to the mean square; 1e-6 in LLaMA.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Output shape: (..., D), like the input, in the compute dtype.
+
+    Reference: *Root Mean Square Layer Normalization*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import RMSNorm
+    >>> x = RMSNorm()(np.array([[3.0, 4.0, 0.0, 0.0]], "float32"))
+    >>> [round(float(value), 3) for value in x[0]]
+    [1.2, 1.6, 0.0, 0.0]
+    """
+
+    def __init__(self, epsilon: float = 1e-6, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = check_positive("epsilon", epsilon)
+        # Half-precision inputs are cast in `call`.
+        self.autocast = False
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(
+            name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
+        )
+
+    def call(self, inputs: Any) -> Any:
+        scale = ops.cast(self.scale, "float32")
+        outputs = ops.rms_normalization(
+            ops.cast(inputs, "float32"), scale, axis=-1, epsilon=self.epsilon
+        )
+        return ops.cast(outputs, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        return {"scale": (shape[-1],)}
+
+
+def norm_layer(
+    norm: str, epsilon: float, use_bias: bool = True, **kwargs: Any
+) -> LayerNorm | RMSNorm:
+    """Creates a `"layer"` or `"rms"` norm; `use_bias` is for the former."""
+    check_one_of("norm", norm, NORMS)
+    if norm == "rms":
+        return RMSNorm(epsilon, **kwargs)
+    return LayerNorm(epsilon, center=use_bias, **kwargs)

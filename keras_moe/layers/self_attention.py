@@ -195,9 +195,11 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         shapes = {}
         for name in ("query", "key", "value"):
             shapes[f"{name}/kernel"] = (dim, *heads)
-            shapes[f"{name}/bias"] = heads
+            if self.use_bias:
+                shapes[f"{name}/bias"] = heads
         shapes["attention_output/kernel"] = (*heads, dim)
-        shapes["attention_output/bias"] = (dim,)
+        if self.use_bias:
+            shapes["attention_output/bias"] = (dim,)
         if self.query_key_norm:
             for norm in (self.query_norm, self.key_norm):
                 in_head = norm.weight_shapes((num_tokens, self.key_dim))

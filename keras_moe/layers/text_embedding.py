@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_initializer, check_integer
+from keras_moe.checks import check_bool, check_initializer, check_integer
 from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
 
@@ -83,6 +83,83 @@ class TokenEmbedding(keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
+class ReversibleTokenEmbedding(keras.layers.ReversibleEmbedding):
+    """Token embeddings that also turn tokens into logits, with `reverse=True`.
+
+    Args:
+        vocabulary_size: V.
+        hidden_dim: D.
+        tied: whether the logits' matrix is that of the embeddings.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Input shape: (B, N), integers from 0 to V - 1; in reverse (B, N, D).
+
+    Output shape: (B, N, D); in reverse (B, N, V).
+
+    Reference: *Using the Output Embedding to Improve Language Models*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import ReversibleTokenEmbedding
+    >>> layer = ReversibleTokenEmbedding(vocabulary_size=10, hidden_dim=8)
+    >>> tokens = layer(np.array([[3, 1, 4]]))
+    >>> tuple(layer(tokens, reverse=True).shape)
+    (1, 3, 10)
+    """
+
+    def __init__(
+        self, vocabulary_size: int, hidden_dim: int, tied: bool = True, **kwargs
+    ):
+        super().__init__(
+            check_integer("vocabulary_size", vocabulary_size),
+            check_integer("hidden_dim", hidden_dim),
+            tie_weights=check_bool("tied", tied),
+            embeddings_initializer=keras.initializers.RandomNormal(stddev=0.02),
+            **kwargs,
+        )
+        self.supports_masking = True
+
+    def logit_kernel(self) -> Any:
+        """The matrix (D, V) from tokens to logits."""
+        if self.tie_weights:
+            return ops.transpose(ops.convert_to_tensor(self.embeddings))
+        return ops.convert_to_tensor(self.reverse_embeddings)
+
+    def load_own_variables(self, store):
+        names = ["embeddings"] + ["reverse_embeddings"] * (not self.tie_weights)
+        expected = {
+            str(i): tuple(getattr(self, name).shape) for i, name in enumerate(names)
+        }
+        received = {name: tuple(store[name].shape) for name in store.keys()}  # noqa: SIM118
+        if self.quantization_mode is None and received != expected:
+            raise ValueError(
+                "Expected token embeddings of a model with the same vocabulary: "
+                f"vocabulary_size={self.input_dim}, tied={self.tie_weights}, of shapes "
+                f"{[*expected.values()]}; received: {[*received.values()]}"
+            )
+        super().load_own_variables(store)
+
+    def weight_shapes(self, shape: tuple[int]) -> dict[str, tuple]:
+        shapes = {"embeddings": (self.input_dim, self.output_dim)}
+        if not self.tie_weights:
+            shapes["reverse_embeddings"] = (self.output_dim, self.input_dim)
+        return shapes
+
+    def cost(self, shape: tuple[int]) -> Cost:
+        return Cost.all_active(self.weight_shapes(shape))
+
+    def get_config(self):
+        config = keras.layers.Layer.get_config(self)
+        return {
+            **config,
+            "vocabulary_size": self.input_dim,
+            "hidden_dim": self.output_dim,
+            "tied": self.tie_weights,
+        }
+
+
+@keras.saving.register_keras_serializable("keras_moe")
 class TextPositions(Layer):
     """Adds a learned position embedding to each token of a text.
 
@@ -91,6 +168,10 @@ class TextPositions(Layer):
     Args:
         max_length: largest number of tokens.
         **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        positions: integers (B, N); None for 0 to N - 1.
 
     Output shape: (B, N, D), like the input; N is at most `max_length`.
 
@@ -119,13 +200,20 @@ class TextPositions(Layer):
             initializer=keras.initializers.RandomNormal(stddev=0.01),
         )
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Any, positions: Any = None) -> Any:
         self._check_length(tokens.shape)
         embedding = ops.convert_to_tensor(self.embedding)
+        if positions is not None:
+            rows = ops.take(embedding[0], positions, axis=0)
+            return tokens + ops.cast(rows, tokens.dtype)
         num_tokens = tokens.shape[1]
         if num_tokens is None:
             num_tokens = ops.shape(tokens)[1]
         return tokens + ops.cast(embedding[:, :num_tokens], tokens.dtype)
+
+    def compute_output_spec(self, tokens, positions=None):
+        self._check_length(tokens.shape)
+        return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
         self._check_length(input_shape)

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, losses of classification heads and of pairs."""
+"""Auxiliary losses of routers; losses of classifiers, pairs and language models."""
 
 from keras_moe.losses.auxiliary import (
     LIMOE_LOSSES,
@@ -23,6 +23,11 @@ from keras_moe.losses.contrastive import (
     count_duplicate_pairs,
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
+)
+from keras_moe.losses.language import (
+    logit_log_likelihoods,
+    next_tokens,
+    token_log_likelihoods,
 )
 from keras_moe.losses.router_losses import (
     global_entropy_loss,
@@ -59,11 +64,14 @@ __all__ = [
     "load_balance_loss",
     "load_loss",
     "local_entropy_loss",
+    "logit_log_likelihoods",
     "merged_entropy_loss",
     "mutual_information_loss",
+    "next_tokens",
     "router_z_loss",
     "serialize",
     "sigmoid_contrastive_loss",
     "softmax_contrastive_loss",
     "target_entropy_loss",
+    "token_log_likelihoods",
 ]

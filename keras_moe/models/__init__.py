@@ -17,17 +17,20 @@ with loaded_on_demand(
 
 from keras_moe.models.backbone import ImageBackbone, MoEBackbone
 from keras_moe.models.backbone_config import ImageConfig, TransformerConfig
+from keras_moe.models.causal_lm import CausalLM, Perplexity
 from keras_moe.models.clip import CLIPBackbone
 from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
 from keras_moe.models.contrastive_model import ContrastiveModel
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.conversion.export import export_weights
+from keras_moe.models.decoder import DecoderBackbone
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ClassProbability, ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
+from keras_moe.models.packing import pack
 from keras_moe.models.presets import (
     abstract,
     convert,
@@ -54,11 +57,13 @@ __all__ = [
     "Blueprint",
     "CLIPBackbone",
     "CardResult",
+    "CausalLM",
     "ClassProbability",
     "ContrastiveAccuracy",
     "ContrastiveModel",
     "ConversionReport",
     "ConvertedWeight",
+    "DecoderBackbone",
     "Description",
     "ImageBackbone",
     "ImageClassifier",
@@ -71,6 +76,7 @@ __all__ = [
     "MoETask",
     "ModelCard",
     "Part",
+    "Perplexity",
     "TextBackbone",
     "TextTokenizer",
     "Tower",
@@ -86,6 +92,7 @@ __all__ = [
     "from_preset",
     "image_tower",
     "list_presets",
+    "pack",
     "register_backbone",
     "register_presets",
     "register_task",

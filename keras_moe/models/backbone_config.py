@@ -51,6 +51,7 @@ class TransformerConfig(EncoderConfig):
             # With the block's seed both dropouts would drop the same positions.
             seed=spec.seed_of(index, 1),
             causal=causal,
+            use_bias=self.use_bias,
             dtype=spec.dtype,
             name="attention",
         )
@@ -81,23 +82,35 @@ class ImageConfig(EncoderConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenIdsConfig(EncoderConfig):
-    """Arguments of a text encoder.
+class VocabularyConfig(EncoderConfig):
+    """Arguments of whatever reads token ids.
 
     Args:
         vocabulary_size: V, the number of token ids.
         max_length: maximum text length N, special tokens included.
-        mask_padding: whether padding is excluded from attention, routing and pooling.
     """
 
     vocabulary_size: int = 49408
     max_length: int = 77
-    mask_padding: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         for name in ("vocabulary_size", "max_length"):
             self._set(**{name: check_integer(name, getattr(self, name))})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenIdsConfig(VocabularyConfig):
+    """Arguments of a text encoder.
+
+    Args:
+        mask_padding: whether padding is excluded from attention, routing and pooling.
+    """
+
+    mask_padding: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
         check_bool("mask_padding", self.mask_padding)
 
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from keras_moe.checks import check_integer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
-_END_OF_WORD = "</w>"
+END_OF_WORD = "</w>"
 # Bytes, bytes at the end of a word, two special tokens.
 _BASE = 514
 # OpenAI's file has more merges than CLIP uses.
@@ -57,7 +57,7 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
 def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePairs:
     """Trains a vocabulary like CLIP's on captions."""
     size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_END_OF_WORD))
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     tokenizer.normalizer = normalizers.Sequence(
         [
             normalizers.NFC(),
@@ -75,10 +75,10 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         vocab_size=size,
         show_progress=False,
         initial_alphabet=_bytes(),
-        end_of_word_suffix=_END_OF_WORD,
+        end_of_word_suffix=END_OF_WORD,
         # Break ties between equal counts by token id. The trainer numbers word-final
         # bytes in hash map order, which differs between processes.
-        special_tokens=[byte + _END_OF_WORD for byte in _bytes()],
+        special_tokens=[byte + END_OF_WORD for byte in _bytes()],
     )
     tokenizer.train_from_iterator(captions, trainer)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
@@ -111,7 +111,7 @@ def _from_folder(path):
 
 
 def _byte_pairs(merges, source):
-    tokens = [*_bytes(), *(byte + _END_OF_WORD for byte in _bytes())]
+    tokens = [*_bytes(), *(byte + END_OF_WORD for byte in _bytes())]
     tokens += ["".join(merge.split()) for merge in merges]
     tokens += [START, END]
     return _checked({x: index for index, x in enumerate(tokens)}, merges, source)
@@ -128,7 +128,7 @@ def _checked(vocabulary, merges, source):
                 f"one; received: {merge!r}"
             )
         merged.add("".join(pair))
-    others = {*_bytes(), *(byte + _END_OF_WORD for byte in _bytes()), START, END}
+    others = {*_bytes(), *(byte + END_OF_WORD for byte in _bytes()), START, END}
     missing = sorted(vocabulary.keys() - merged - others)
     is_unique = len(set(vocabulary.values())) == len(vocabulary)
     if missing or not is_unique or not vocabulary.keys() >= {START, END}:

@@ -321,14 +321,6 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 outputs.append(predict_batch(encoder, part, size))
         return np.concatenate(outputs)
 
-    def save_assets(self, dir_path: str) -> None:
-        if isinstance(self.preprocessor, TextTokenizer):
-            self.preprocessor.tokenizer.save_assets(dir_path)
-
-    def load_assets(self, dir_path: str) -> None:
-        if isinstance(self.preprocessor, TextTokenizer):
-            self.preprocessor.tokenizer.load_assets(dir_path)
-
     def get_config(self):
         preprocessor = self.image_preprocessor
         if preprocessor is not None:

@@ -59,6 +59,7 @@ class MixerConfig(ImageConfig):
             self.activation,
             self.dropout_rate,
             seed=spec.seed_of(index, 1),
+            use_bias=self.use_bias,
             dtype=spec.dtype,
             name="token_mlp",
         )

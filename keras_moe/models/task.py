@@ -14,6 +14,7 @@ from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
 from keras_moe.models.source import ModelSource, TaskConfig
+from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.models.weights_file import checked_weights, save_weights
 
 
@@ -202,6 +203,14 @@ class MoETask(MoEModel):
         skipped = _not_the_head(self)
         with checked_weights(filepath):
             keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
+
+    def save_assets(self, dir_path: str) -> None:
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.save_assets(dir_path)
+
+    def load_assets(self, dir_path: str) -> None:
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.load_assets(dir_path)
 
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None

@@ -16,7 +16,11 @@ import sentencepiece
 from keras_moe.checks import argument_names, check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
-from keras_moe.models.byte_pairs import clip_byte_pairs, trained_byte_pairs
+from keras_moe.models.byte_pairs import (
+    END_OF_WORD,
+    clip_byte_pairs,
+    trained_byte_pairs,
+)
 from keras_moe.models.preset_folder import (
     TOKENIZER,
     add_tokenizer_checksums,
@@ -201,9 +205,7 @@ class TextTokenizer:
         token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
         mask = np.zeros(token_ids.shape, bool)
         num_truncated = 0
-        lower = [x.lower() for x in captions] if self.lower_case else captions
-        tokenized = self.tokenizer.tokenize(lower) if captions else []
-        for row, ids in enumerate(tokenized):
+        for row, ids in enumerate(self._tokenized(captions)):
             ids, is_truncated = self._framed(ids)
             if not ids:
                 raise ValueError(
@@ -223,6 +225,35 @@ class TextTokenizer:
         self.num_captions += len(captions)
         self.num_truncated += num_truncated
         return {"token_ids": token_ids, "padding_mask": mask}
+
+    def documents(self, texts: Any) -> list[list[int]]:
+        """Returns the ids of whole texts with start and end tokens, for `pack`."""
+        texts = _strings([texts] if isinstance(texts, str) else texts)
+        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
+        return [[*start, *ids, *end] for ids in self._tokenized(texts)]
+
+    def prompts(self, texts: Any) -> list[list[int]]:
+        """Returns the ids of texts with start tokens, for `CausalLM.generate`."""
+        start = [] if self.start_id is None else [self.start_id]
+        return [[*start, *ids] for ids in self._tokenized(_strings(texts))]
+
+    def texts(self, rows: Any) -> list[str]:
+        """Returns the texts of lists of ids, without special tokens."""
+        special = (self.start_id, self.end_id)
+        return [self._joined([int(x) for x in row if x not in special]) for row in rows]
+
+    def _joined(self, ids):
+        """The text of ids; KerasHub would join CLIP's words without spaces."""
+        words = [[]]
+        for id in ids:
+            words[-1].append(id)
+            if self.tokenizer.id_to_token(id).endswith(END_OF_WORD):
+                words.append([])
+        return " ".join(self.tokenizer.detokenize(word) for word in words if word)
+
+    def _tokenized(self, texts):
+        lower = [x.lower() for x in texts] if self.lower_case else texts
+        return self.tokenizer.tokenize(lower) if texts else []
 
     def tokens(self, token_ids: Any) -> list[list[str]]:
         """Returns the readable string of each token id (B, N), as B lists.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
 from keras_moe.checks import check_one_of
 from keras_moe.layers import (
@@ -20,6 +21,7 @@ from keras_moe.layers import (
     TextPositions,
     TokenEmbedding,
 )
+from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbone_config import ImageConfig, TokenIdsConfig
 from keras_moe.models.description import Part
@@ -34,11 +36,13 @@ class TowerOutputs(NamedTuple):
         tokens: (B, N, D), after the final norm if there is one.
         routing: dict from the name of a block or token mixer to `Routing`.
         block_tokens: dict from block name to the tokens after it, (B, N, D).
+        caches: dict from block name to its new cache, if it had one.
     """
 
     tokens: Any
     routing: dict
     block_tokens: dict
+    caches: dict = {}
 
 
 class Tower(NamedTuple):
@@ -81,6 +85,8 @@ class Tower(NamedTuple):
         mask: Any = None,
         modality_ids: Any = None,
         boundaries: tuple[int, ...] = (),
+        mixer_arguments: dict | None = None,
+        caches: dict | None = None,
     ) -> TowerOutputs:
         """Applies the blocks and the final norm to embedded tokens.
 
@@ -89,25 +95,36 @@ class Tower(NamedTuple):
             mask: optional booleans (B, N), False for padding.
             modality_ids: optional integers (B, N).
             boundaries: positions that cut examples into runs; attention is within runs.
+            mixer_arguments: further arguments of all token mixers.
+            caches: dict from block name to the cache of its token mixer.
         """
         x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)
-        routing, block_tokens, logits = {}, {}, None
+        routing, block_tokens, new_caches, logits = {}, {}, {}, None
         for block in self.blocks:
-            if isinstance(block, MoEEncoderBlock):
-                has_residual = block.feed_forward.router.gating_residual
-                residual = {"previous_logits": logits} if has_residual else {}
-                x, routing[block.name], *mixer_records = block(x, **residual, **fixed)
+            arguments = dict(mixer_arguments or {})
+            if caches is not None:
+                arguments["cache"] = caches[block.name]
+            own = {"mixer_arguments": arguments} if arguments else {}
+            is_moe = isinstance(block, MoEEncoderBlock)
+            if is_moe and block.feed_forward.router.gating_residual:
+                own["previous_logits"] = (
+                    _no_logits(x, block) if logits is None else (logits)
+                )
+            outputs = block(x, **own, **fixed)
+            x, *records = outputs if isinstance(outputs, tuple) else (outputs,)
+            if caches is not None:
+                new_caches[block.name] = records.pop()
+            if is_moe:
+                routing[block.name], *mixer_records = records
                 for record in mixer_records:
                     routing[f"{block.name}/token_mixer"] = record
                 logits = routing[block.name].logits
-            else:
-                x = block(x, **fixed)
             block_tokens[block.name] = x
         outputs = x if self.final_norm is None else self.final_norm(x)
-        return TowerOutputs(outputs, routing, block_tokens)
+        return TowerOutputs(outputs, routing, block_tokens, new_caches)
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
@@ -130,6 +147,12 @@ class Tower(NamedTuple):
                 Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
             )
         return parts, *shape
+
+
+def _no_logits(tokens, block):
+    """Zeros, the previous logits of a first block that has a map of them."""
+    zeros = ops.cast(ops.zeros_like(tokens[..., :1]), "float32")
+    return ops.repeat(zeros, block.feed_forward.router.num_experts, axis=-1)
 
 
 def image_tower(
@@ -240,9 +263,15 @@ def embedding_dropout(config: EncoderConfig, dtype: Any) -> keras.layers.Dropout
     )
 
 
-def final_norm_layer(config: EncoderConfig, dtype: Any) -> LayerNorm:
+def final_norm_layer(config: EncoderConfig, dtype: Any) -> keras.layers.Layer:
     """Creates the norm after the last block, unbuilt."""
-    return LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="final_norm")
+    return norm_layer(
+        config.norm,
+        config.layer_norm_epsilon,
+        config.use_bias,
+        dtype=dtype,
+        name="final_norm",
+    )
 
 
 def embedding_projection(

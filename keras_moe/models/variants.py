@@ -37,6 +37,8 @@ _CLIP = (
     "Learning Transferable Visual Models From Natural Language Supervision, Table 20"
 )
 _SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.py"
+_MOEPP = "MoE++, Table 2"
+_GPT2 = "muMoE, experiments/nanoGPT/model.py"
 _EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
 _DIGITS = "keras_moe: trains on 8 x 8 digits in about a minute"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
@@ -66,6 +68,10 @@ VARIANTS = {
     "siglip/So400m": Variant(
         1152, 27, 16, 4304, "Getting ViT in Shape, Table 1; big_vision models/vit.py"
     ),
+    # H of each expert.
+    "moepp_lm/0.6B": Variant(768, 12, 12, 2048, _MOEPP),
+    "moepp_lm/7B": Variant(1536, 24, 16, 4096, _MOEPP),
+    "gpt2/S": Variant(768, 12, 12, 3072, _GPT2),
     "emoji/Ti": Variant(64, 4, 4, 192, _EMOJI),
     "emoji/S": Variant(96, 4, 4, 192, _EMOJI),
     "digits/Ti": Variant(64, 4, 4, 128, _DIGITS),

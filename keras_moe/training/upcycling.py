@@ -17,6 +17,7 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.compat import flatten_layers
+from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
@@ -190,6 +191,11 @@ def _check_dense(model, towers):
             f"{sparse}"
         )
     for layer in flatten_layers(model):
+        if isinstance(layer, MLP) and (layer.gated or not layer.use_bias):
+            raise ValueError(
+                "Expected MLPs with biases and without gates; received: "
+                f"{layer.path!r} with gated={layer.gated}, use_bias={layer.use_bias}"
+            )
         has_lora = getattr(layer, "lora_enabled", False)
         if has_lora or layer.quantization_mode:
             raise ValueError(

@@ -302,6 +302,13 @@ def test_steering_adds_the_centre_before_the_experts(router):
     assert len(steered.weights) == len(model.weights)
 
 
+def test_steering_needs_an_offset():
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "norm": "rms"}
+    model = with_weights(models.ViTBackbone.from_config(sizes))
+    with pytest.raises(ValueError, match=r"offset.*block='block_0' with <RMSNorm"):
+        analysis.steer_expert(model, "block_0", expert=2)
+
+
 def test_an_interrupted_intervention_leaves_the_model_whole():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.compile()

@@ -48,7 +48,7 @@ def test_a_part_of_the_list(tables_and_json):
 
 def test_the_table_of_the_zoo_is_true(listed):
     zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", zoo, re.M))
     assert set(rows) == set(models.list_presets())
     for name, row in rows.items():
         costs = listed[1][name]

@@ -27,6 +27,7 @@ def moe(router, **options):
 LAYERS = {
     "LayerScale": layers.LayerScale,
     "MLP": lambda: layers.MLP(16),
+    "gated MLP without biases": lambda: layers.MLP(16, gated=True, use_bias=False),
     "TokenMLP": lambda: layers.TokenMLP(16),
     "Experts": lambda: layers.Experts(E, 16),
     "gated Experts": lambda: layers.Experts(E, 16, gated=True),
@@ -64,6 +65,16 @@ LAYERS = {
     "SelfAttention with normalised queries": lambda: layers.SelfAttention(
         **ATTENTION, query_key_norm=True, query_key_norm_bias=True
     ),
+    "SelfAttention without biases": lambda: layers.SelfAttention(
+        **ATTENTION, use_bias=False
+    ),
+    "CausalAttention": lambda: layers.CausalAttention(**ATTENTION),
+    "grouped CausalAttention": lambda: layers.CausalAttention(
+        **ATTENTION, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
+    ),
+    "EncoderBlock of one RMS norm": lambda: layers.EncoderBlock(
+        layers.TokenMLP(5), layers.MLP(16), norm="rms", feed_forward_norm=False
+    ),
     "EncoderBlock": lambda: layers.EncoderBlock(
         layers.SelfAttention(**ATTENTION), layers.MLP(16)
     ),
@@ -82,10 +93,14 @@ LAYERS = {
     "learned PositionEmbedding": lambda: layers.PositionEmbedding((2, 3)),
     "fixed PositionEmbedding": lambda: layers.PositionEmbedding((2, 3), kind="sincos"),
     "LayerNorm": layers.LayerNorm,
+    "RMSNorm": layers.RMSNorm,
     "LayerNorm without offset": lambda: layers.LayerNorm(center=False),
     "TokenPooling": lambda: layers.TokenPooling("average"),
     "AttentionPooling": lambda: layers.AttentionPooling(2, 16, query_key_norm=True),
     "TokenEmbedding": lambda: layers.TokenEmbedding(20, D),
+    "ReversibleTokenEmbedding": lambda: layers.ReversibleTokenEmbedding(
+        20, D, tied=False
+    ),
     "TextPositions": lambda: layers.TextPositions(9),
     "MaskedPooling": lambda: layers.MaskedPooling("average"),
     "LogitScale": lambda: layers.LogitScale(bias=-1.0),
@@ -135,6 +150,8 @@ def test_every_layer_has_its_costs():
         for cls in public
         if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
+    # It has no weights, and returns a mask.
+    public -= {layers.CausalMask}
     # Base classes, and the adversary of a training run, which is part of no model.
     public -= {routers.Router, routers.SparseRouter}
     assert {type(layer()) for layer in LAYERS.values()} == public

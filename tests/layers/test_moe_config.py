@@ -51,6 +51,7 @@ NOT_DEFAULT = {
     "gated_experts": True,
     "expert_use_bias": False,
     "expert_activation": "silu",
+    "input_scale": 2.0,
     "pruning": {
         "method": "router_pred_skip",
         "kept_experts": {"block_1": [0, 2]},
@@ -69,6 +70,7 @@ MUMOE_NOT_DEFAULT = {
     "gate_normalization": None,
     "expert_use_bias": False,
     "expert_noise": 0.5,
+    "block_norm": False,
 }
 
 

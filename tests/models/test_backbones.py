@@ -37,7 +37,9 @@ MAKERS = {
 @pytest.mark.parametrize("preset", sorted(builtin_presets()))
 def test_every_preset_builds_and_describe_counts_it(preset):
     is_classifier = "Classifier" in builtin_presets()[preset]["task"]
-    task = {"num_classes": 1000} if is_classifier else {"task": "contrastive"}
+    is_language = builtin_presets()[preset]["task"] == "CausalLM"
+    task = {"task": "causal_lm" if is_language else "contrastive"}
+    task = {"num_classes": 1000} if is_classifier else task
     model = models.abstract(preset, **task)
     arguments = {"num_classes": 1000} if is_classifier else {}
     description = models.describe(preset, **arguments)
@@ -82,6 +84,9 @@ BLOCKS = {
     "stochastic_depth": 0.2,
     "layer_norm_epsilon": 1e-5,
     "layer_scale_initial_value": 0.1,
+    "norm": "rms",
+    "gated_mlp": True,
+    "use_bias": False,
     "rematerialize": True,
     "seed": 7,
     "name": "mine",

@@ -23,6 +23,7 @@ MAKERS = {
         **{**IMAGES, **SIZES, "token_mlp_dim": 6, **kw}
     ),
     "text": lambda **kw: models.TextBackbone(**{**TEXTS, **SIZES, **HEADS, **kw}),
+    "decoder": lambda **kw: models.DecoderBackbone(**{**TEXTS, **SIZES, **HEADS, **kw}),
     "limoe": lambda **kw: models.LIMoEBackbone(
         **{**IMAGES, **TEXTS, **SIZES, **HEADS, "projection_dim": 4, **kw}
     ),
@@ -86,6 +87,23 @@ def test_layer_scale_trains_beside_stochastic_depth_and_is_saved(tmp_path):
     loaded = models.from_preset(tmp_path / "preset")
     for weight, saved in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(to_numpy(weight), to_numpy(saved))
+
+
+# Norms, gates and biases
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_backbone_takes_norms_gates_and_no_biases(kind):
+    options = {"norm": "rms", "gated_mlp": True, "use_bias": False}
+    backbone = MAKERS[kind](**options, moe={**MOE, "expert_use_bias": False})
+    paths = [weight.path for weight in backbone.weights if "block_" in weight.path]
+    assert any(path.endswith("mlp/gate/kernel") for path in paths)
+    assert any(path.endswith("feed_forward_norm/scale") for path in paths)
+    assert not [path for path in paths if path.endswith(("bias", "beta"))]
+    again = type(backbone).from_config(backbone.get_config())
+    assert [w.path for w in again.weights] == [w.path for w in backbone.weights]
+    count = sum(int(np.prod(w.shape)) for w in backbone.trainable_weights)
+    assert backbone.describe().parameters == count
 
 
 # Stochastic depth

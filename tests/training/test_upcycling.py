@@ -264,6 +264,19 @@ def test_vision_models_of_keras_hub_are_upcycled(make):
             training.upcycle(model, carry_optimizer=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gated_mlp": True}, "gated=True"), ({"use_bias": False}, "use_bias=False")],
+)
+def test_other_dense_mlps_are_refused(options, message):
+    backbone = models.ViTBackbone(
+        image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2, num_heads=2,
+        mlp_dim=16, **options,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        training.upcycle(backbone, num_experts=2)
+
+
 def compiled(**kwargs):
     model = MAKERS["vit"]()
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), **kwargs})

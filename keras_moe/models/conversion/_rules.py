@@ -101,6 +101,51 @@ class Matrix(Vector):
 
 
 @dataclass(frozen=True)
+class ExpertMatrix(Matrix):
+    """A PyTorch kernel to experts in another order; `square` also from experts.
+
+    `order[e]` is the tensor's index of this library's expert e.
+    """
+
+    order: tuple[int, ...] = ()
+    square: bool = False
+
+    def make(self, read, target):
+        return self._ordered(super().make(read, target), np.array(self.order))
+
+    def tensor(self, value):
+        return super().tensor(self._ordered(value, np.argsort(self.order)))
+
+    def _ordered(self, value, order):
+        return value[order][:, order] if self.square else value[:, order]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A weight of all experts, from a PyTorch kernel or vector of each.
+
+    With `parts`, kernels hold several layers' outputs, of which this is `part`.
+    """
+
+    names: tuple[str, ...]
+    part: int = 0
+    parts: int = 1
+
+    def shapes(self, target: tuple) -> dict[str, tuple]:
+        *inputs, outputs = target[1:]
+        return dict.fromkeys(self.names, (self.parts * outputs, *inputs))
+
+    def make(self, read: Callable, target: tuple) -> np.ndarray:
+        return np.stack(
+            [np.split(read(name), self.parts)[self.part].T for name in self.names]
+        )
+
+    def tensors(self, value: np.ndarray) -> dict[str, np.ndarray]:
+        """Inverts `make`: returns the tensors, or the parts of them."""
+        return {name: own.T for name, own in zip(self.names, value, strict=True)}
+
+
+@dataclass(frozen=True)
 class PatchKernel(Direct):
     """The patch convolution, with the image normalisation folded in.
 
@@ -245,8 +290,13 @@ def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict
                     "tensor for it; received other values"
                 )
             continue
-        (name,) = rule.names
-        parts.setdefault(name, {})[getattr(rule, "part", 0)] = rule.tensor(value)
+        if isinstance(rule, Stacked):
+            tensors = rule.tensors(value)
+        else:
+            (name,) = rule.names
+            tensors = {name: rule.tensor(value)}
+        for name, tensor in tensors.items():
+            parts.setdefault(name, {})[getattr(rule, "part", 0)] = tensor
     return {
         name: np.ascontiguousarray(np.concatenate([pieces[i] for i in sorted(pieces)]))
         for name, pieces in parts.items()

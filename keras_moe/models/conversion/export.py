@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from keras_moe.checks import check_one_of
 from keras_moe.files import staged_folder, write_bytes, write_json
-from keras_moe.models.conversion import _dinov2, _openclip, _transformers
+from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS
@@ -34,18 +34,22 @@ _FORMATS = {
         "open_clip_model.safetensors",
         _openclip.CONFIG_NAME,
     ),
+    "moe_plus_plus": (_moepp.moepp_files, "model.safetensors", _moepp.CONFIG_NAME),
 }
+# Bytes of a file; more are split over several, with an index.
+_SHARD = 5 * 10**9
 # From this library's activation names to transformers'.
 _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
 def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
-    """Writes a model so that transformers or OpenCLIP can load it.
+    """Writes a model so that transformers, OpenCLIP or MoE++'s code can load it.
 
     `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
     `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` can load image-text
-    models with its own image towers. Weights are float32, in one `.safetensors` file
-    with a config. The tokenizer is not exported.
+    models with its own image towers; `moe_plus_plus`, the released code of MoE++'s
+    language models, a `DecoderBackbone` with its kind of experts. Weights are float32,
+    in `.safetensors` files of up to 5 GB with a config. The tokenizer is not exported.
 
     Converted weights round-trip bit for bit. The exception is CLIP's image
     normalisation, which is folded into the patch embedding: kernels that were half
@@ -54,8 +58,9 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     embeddings.
 
     Args:
-        model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, or a task with one.
-        library: `"transformers"` or `"open_clip"`.
+        model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, `DecoderBackbone`, or a
+            task with one.
+        library: `"transformers"`, `"open_clip"` or `"moe_plus_plus"`.
         folder: a new or empty folder, or an earlier export, whose weights and configs
             are replaced once the new files are complete.
 
@@ -83,8 +88,21 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     """
     check_one_of("library", library, tuple(_FORMATS))
     files_of, weights_name, config_name = _FORMATS[library]
-    tensors, files = files_of(ExportedModel.of(model))
-    own = {weights_name, *files}
+    exported = ExportedModel.of(model)
+    is_decoder = "positions" in getattr(exported.towers.get("text"), "config", {})
+    if is_decoder != (library == "moe_plus_plus"):
+        raise ValueError(
+            "Expected library='moe_plus_plus' for a DecoderBackbone and for no other "
+            f"model; received: library={library!r} for {type(model).__name__}"
+        )
+    tensors, files = files_of(exported)
+    shards = _shards(tensors, weights_name)
+    if len(shards) > 1:
+        files[f"{weights_name}.index.json"] = {
+            "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
+            "weight_map": {k: name for name, part in shards.items() for k in part},
+        }
+    own = {weights_name, f"{weights_name}.index.json", *files, *shards}
     with staged_folder(
         folder,
         "export",
@@ -94,9 +112,28 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
         ),
         lambda path: path.name in own,
     ) as staging:
-        write_bytes(staging / weights_name, save(tensors, {"format": "pt"}))
+        for name, part in shards.items():
+            write_bytes(staging / name, save(part, {"format": "pt"}))
         for name, content in files.items():
             write_json(staging / name, content)
+
+
+def _shards(tensors, weights_name):
+    """Splits tensors over files; returns them by the files' names."""
+    groups, size = [{}], 0
+    for name, value in tensors.items():
+        if groups[-1] and size + value.nbytes > _SHARD:
+            groups.append({})
+            size = 0
+        groups[-1][name] = value
+        size += value.nbytes
+    if len(groups) == 1:
+        return {weights_name: tensors}
+    stem, count = weights_name.removesuffix(".safetensors"), len(groups)
+    return {
+        f"{stem}-{number:05d}-of-{count:05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
 
 
 class ExportedTower(NamedTuple):
@@ -199,17 +236,19 @@ class ExportedModel(NamedTuple):
         """Splits a model into its towers."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
-        if not names & {"CLIPBackbone", "TextBackbone", "ViTBackbone"}:
+        texts = {"TextBackbone", "DecoderBackbone"}
+        if not names & {"CLIPBackbone", "ViTBackbone", *texts}:
             raise ValueError(
-                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone or a task "
-                f"around one; received: {type(backbone).__name__}"
+                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone, a "
+                "DecoderBackbone or a task around one; received: "
+                f"{type(backbone).__name__}"
             )
         values, config = _values(model), backbone.get_config()
         preprocessor = getattr(model, "image_preprocessor", None)
         if "CLIPBackbone" in names:
             towers = _pair_towers(config, values, preprocessor)
             return cls(towers, _below(values, "logit_scale/"), preprocessor)
-        if "TextBackbone" in names:
+        if names & texts:
             return cls({"text": ExportedTower(config, values)}, {})
         pooling = size = None
         if model is not backbone:

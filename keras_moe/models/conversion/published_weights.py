@@ -28,6 +28,7 @@ _LICENCES = {
     "(timm)": f"{_PER_MODEL} (mostly Apache-2.0)",
     "(OpenCLIP)": f"{_PER_MODEL} (OpenAI's: MIT)",
     "(transformers)": f"{_PER_MODEL} (OpenAI's: MIT)",
+    "(SkyworkAI)": _PER_MODEL,
     "(KerasHub)": f"{_PER_MODEL} (per preset)",
 }
 

@@ -11,7 +11,7 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.models.conversion import _dinov2, _openclip, _transformers
+from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import CLASSES, WITH_PRESETS, keras_hub_spec
@@ -90,12 +90,13 @@ def open_source(
             google_spec(file, name, overrides, tower)
             or timm_spec(file, config, overrides)
             or _dinov2.dinov2_spec(file, config, overrides)
+            or _moepp.moepp_spec(file, config, overrides)
             or _clip_spec(file, config, overrides, tower)
         )
         if spec is None:
             raise ValueError(
                 "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
-                f"SigLIP or DINOv2; received: {len(file)} tensors such as "
+                f"SigLIP, DINOv2 or MoE++; received: {len(file)} tensors such as "
                 f"{sorted(file)[:3]} in {file.path}"
             )
     except BaseException:
@@ -193,7 +194,11 @@ def _folder_kind(folder):
         package, _, name = str(config["registered_name"]).rpartition(">")
         names = [cls.__name__ for cls in CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
-    model_types = *_transformers.MODEL_TYPES, *_dinov2.MODEL_TYPES
+    model_types = (
+        *_transformers.MODEL_TYPES,
+        *_dinov2.MODEL_TYPES,
+        *_moepp.MODEL_TYPES,
+    )
     if {"vision_config", "architecture"} & config.keys():
         return "folder"
     if config.get("model_type") in model_types or _has(folder, _openclip.CONFIG_NAME):

@@ -1,0 +1,273 @@
+"""Converts MoE++'s released language models, in both directions.
+
+Axes: D hidden, H mlp, E experts, J constant experts. The release orders experts FFN,
+constant, copy, zero; here they are FFN, zero, copy, constant.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._rules import (
+    Direct,
+    ExpertMatrix,
+    Matrix,
+    Stacked,
+    tensors_of,
+)
+from keras_moe.models.conversion._spec import (
+    ConversionSpec,
+    numbered,
+    required,
+    usual_heads,
+)
+
+CONFIG_NAME = "config.json"
+MODEL_TYPES = ("MoE++",)
+_LAYERS = "model.layers."
+_GATE, _EXPERTS = "mlp.moe.gate.", "mlp.moe.experts.experts."
+# Constants of the released code: K, and one zero and one copy expert.
+_SELECTED, _ZERO, _COPY, _CONSTANT = 2, 1, 1, 2
+_BUFFER = "rotary_emb.inv_freq"
+
+
+def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
+    """Returns the spec of a MoE++ language model; None for other names."""
+    first = f"{_LAYERS}0."
+    if f"{first}{_GATE}gate_map.weight" not in file:
+        return None
+    vocabulary_size, dim = required(file, "model.embed_tokens.weight", 2)
+    total = required(file, f"{first}{_GATE}gate_map.weight", 2)[0]
+    pattern = re.compile(rf"{re.escape(first + _EXPERTS)}\d+\.constant")
+    constants = sum(bool(pattern.fullmatch(name)) for name in file)
+    sizes = {
+        "hidden_size": dim,
+        "num_hidden_layers": numbered(file, _LAYERS),
+        "vocab_size": vocabulary_size,
+        "intermediate_size": required(file, f"{first}{_EXPERTS}0.down_proj.weight", 2)[
+            1
+        ],
+        "num_experts": [total],
+        "moe_expert_interval": 1,
+        "tie_word_embeddings": "lm_head.weight" not in file,
+    }
+    if config.get("tie_word_embeddings"):
+        # A tied matrix may be in the file twice.
+        sizes["tie_word_embeddings"] = True
+    _configs.agree(file, config, CONFIG_NAME, **sizes)
+    key_size = required(file, f"{first}self_attn.k_proj.weight", 2)[0]
+    heads = config.get("num_attention_heads") or overrides.get("num_heads")
+    heads = heads or usual_heads(dim, file.path)
+    arguments = {
+        "vocabulary_size": vocabulary_size,
+        "max_length": config.get("max_position_embeddings", 2048),
+        "hidden_dim": dim,
+        "num_layers": sizes["num_hidden_layers"],
+        "num_heads": heads,
+        "num_key_value_heads": key_size * heads // dim,
+        "mlp_dim": sizes["intermediate_size"],
+        "layer_norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "tied_embeddings": sizes["tie_word_embeddings"],
+        "positions": "rotary",
+        "norm": "rms",
+        "use_bias": False,
+        "activation": "silu",
+        **_rope(config),
+        "moe": _experts(file, config, total, constants),
+    }
+    left = {name: "a table of positions" for name in file if name.endswith(_BUFFER)}
+    if arguments["tied_embeddings"]:
+        left["lm_head.weight"] = "tied to the embeddings"
+    return ConversionSpec(
+        "MoE++ (SkyworkAI)",
+        "DecoderBackbone",
+        arguments,
+        moepp_rules(arguments),
+        {},
+        left,
+    )
+
+
+def _rope(config):
+    """Arguments of the rotary positions."""
+    theta, scaling = config.get("rope_theta", 10000.0), config.get("rope_scaling") or {}
+    kind, factor = scaling.get("type"), scaling.get("factor", 1.0)
+    if kind not in (None, "linear", "ntk"):
+        raise ValueError(
+            "Expected rope_scaling of type 'linear' or 'ntk', or none, since a base "
+            "that grows with the text makes cached keys wrong; received: "
+            f"rope_scaling={scaling}"
+        )
+    if kind == "ntk":
+        theta, factor = theta * factor, 1.0
+    return {"rope_theta": float(theta), "rope_scaling": float(factor)}
+
+
+def _experts(file, config, total, constants):
+    """Fields of `MoEConfig`."""
+    is_mixtral = config.get("moe_use_mixtral_gating", False)
+    is_scaled = not (is_mixtral or config.get("moe_feature_no_mul_topk", False))
+    router = {
+        "name": "softmax_token_choice",
+        "num_selected_experts": _SELECTED,
+        # Gates are normalised after the zero expert's share is removed, or kept.
+        "normalize_gates": "before",
+        "zero_gates": "keep" if is_mixtral else "remove",
+    }
+    hidden = f"{_LAYERS}0.{_GATE}wg.0.weight"
+    if hidden in file:
+        router["gate_hidden_dim"] = required(file, hidden, 2)[0]
+    if config.get("moe_use_logits_norm", False):
+        router["logits_norm_std"] = float(config.get("moe_gate_norm_std", 1.0))
+    return {
+        "moe_layers": "every_1",
+        "num_experts": total - _ZERO - _COPY - constants,
+        "zero_experts": _ZERO,
+        "copy_experts": _COPY,
+        "constant_experts": constants,
+        "gating_residual": "every_block",
+        "gated_experts": True,
+        "expert_use_bias": False,
+        "expert_activation": "silu",
+        "input_scale": float(_SELECTED) if is_scaled else 1.0,
+        "router": router,
+    }
+
+
+def moepp_rules(arguments: dict) -> dict:
+    """Rules of all weights; `arguments` are those of the backbone."""
+    moe = arguments["moe"]
+    ffn, constants = moe["num_experts"], moe["constant_experts"]
+    first = ffn + constants
+    order = (*range(ffn), first + 1, first, *range(ffn, first))
+    router = moe["router"] if isinstance(moe["router"], dict) else {}
+    rules = {
+        "token_embedding/embeddings": Direct("model.embed_tokens.weight"),
+        "final_norm/scale": Direct("model.norm.weight"),
+    }
+    if not arguments["tied_embeddings"]:
+        rules["token_embedding/reverse_embeddings"] = Matrix("lm_head.weight")
+    for i in range(arguments["num_layers"]):
+        block, path = f"{_LAYERS}{i}.", f"block_{i}"
+        gate, moe_path = f"{block}{_GATE}", f"{path}/moe"
+        attention = f"{block}self_attn."
+        rules[f"{path}/mixer_norm/scale"] = Direct(f"{block}input_layernorm.weight")
+        rules[f"{path}/feed_forward_norm/scale"] = Direct(
+            f"{block}post_attention_layernorm.weight"
+        )
+        for name in ("query", "key", "value"):
+            rules[f"{path}/attention/{name}/kernel"] = Matrix(
+                f"{attention}{name[0]}_proj.weight"
+            )
+        rules[f"{path}/attention/attention_output/kernel"] = Matrix(
+            f"{attention}o_proj.weight", inputs=2
+        )
+        kernel = "wg.weight"
+        if router.get("gate_hidden_dim"):
+            kernel = "wg.2.weight"
+            rules[f"{moe_path}/router/hidden_kernel"] = Matrix(f"{gate}wg.0.weight")
+        rules[f"{moe_path}/router/kernel"] = ExpertMatrix(
+            f"{gate}{kernel}", order=order
+        )
+        rules[f"{moe_path}/router/residual_kernel"] = ExpertMatrix(
+            f"{gate}gate_map.weight", order=order, square=True
+        )
+
+        def each(name, experts, block=block, **part):
+            names = (f"{block}{_EXPERTS}{expert}.{name}" for expert in experts)
+            return Stacked(tuple(names), **part)
+
+        experts, constant = range(ffn), range(ffn, first)
+        # One matrix holds the gate and the hidden layer.
+        for part, name in enumerate(("gate", "hidden")):
+            rules[f"{moe_path}/experts/{name}_kernel"] = each(
+                "up_proj.weight", experts, part=part, parts=2
+            )
+        rules[f"{moe_path}/experts/output_kernel"] = each("down_proj.weight", experts)
+        if constants:
+            in_place = f"{moe_path}/zero_computation_experts"
+            rules[f"{in_place}/kernel"] = each("wg.weight", constant)
+            rules[f"{in_place}/vector"] = each("constant", constant)
+    return rules
+
+
+# Export
+
+
+def moepp_files(model: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns the tensors and JSON files of an `ExportedModel`."""
+    tower = model.towers["text"]
+    config, kind = tower.config, "MoE++'s released code"
+    moe = config["moe"] or {}
+    router = moe.get("router")
+    router = router if isinstance(router, dict) else {}
+    received = {**config, **moe, **router}
+    zero_gates = received.get("zero_gates", "keep")
+    wanted = {
+        "norm": "rms",
+        "positions": "rotary",
+        "use_bias": False,
+        "query_key_norm": False,
+        "layer_scale_initial_value": None,
+        "zero_experts": _ZERO,
+        "copy_experts": _COPY,
+        "constant_experts": _CONSTANT,
+        "gating_residual": "every_block",
+        "gated_experts": True,
+        "expert_use_bias": False,
+        "normalize_gates": "before",
+        "num_selected_experts": _SELECTED,
+        "pruning": None,
+    }
+    if zero_gates == "keep":
+        # Mixtral's gates, of which the code does not scale the input.
+        wanted["input_scale"] = 1.0
+    received.setdefault("num_selected_experts", _SELECTED)
+    received["activation"] = received.get("expert_activation") or config["activation"]
+    for name, value in {**wanted, "activation": "silu"}.items():
+        if received.get(name) != value:
+            raise ValueError(
+                f"Expected {name}={value!r} for {kind}; received: "
+                f"{name}={received.get(name)!r}"
+            )
+    if received["input_scale"] not in (1.0, _SELECTED):
+        raise ValueError(
+            f"Expected input_scale=1.0 or {_SELECTED} for {kind}; received: "
+            f"input_scale={received['input_scale']}"
+        )
+    total = moe["num_experts"] + _ZERO + _COPY + _CONSTANT
+    hidden = router.get("gate_hidden_dim")
+    if hidden not in (None, 8 * total):
+        raise ValueError(
+            f"Expected gate_hidden_dim=None or 8 * {total} experts for {kind}; "
+            f"received: gate_hidden_dim={hidden}"
+        )
+    content = {
+        "architectures": ["MoeForCausalLM"],
+        "model_type": MODEL_TYPES[0],
+        "hidden_act": "silu",
+        "hidden_size": config["hidden_dim"],
+        "intermediate_size": moe["expert_mlp_dim"] or config["mlp_dim"],
+        "max_position_embeddings": config["max_length"],
+        "num_attention_heads": config["num_heads"],
+        "num_key_value_heads": config["num_key_value_heads"] or config["num_heads"],
+        "num_hidden_layers": config["num_layers"],
+        "num_experts": [total],
+        "moe_expert_interval": 1,
+        "moe_2layer_gate": hidden is not None,
+        "moe_use_mixtral_gating": zero_gates == "keep",
+        "moe_feature_no_mul_topk": received["input_scale"] == 1.0,
+        "moe_use_logits_norm": router.get("logits_norm_std") is not None,
+        "moe_gate_norm_std": router.get("logits_norm_std") or 1.0,
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "rope_theta": config["rope_theta"],
+        "rope_scaling": None,
+        "tie_word_embeddings": config["tied_embeddings"],
+        "vocab_size": config["vocabulary_size"],
+        "torch_dtype": "float32",
+    }
+    if config["rope_scaling"] != 1:
+        content["rope_scaling"] = {"type": "linear", "factor": config["rope_scaling"]}
+    return tensors_of(moepp_rules(config), tower.values, kind), {CONFIG_NAME: content}

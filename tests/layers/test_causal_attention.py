@@ -1,0 +1,125 @@
+"""Causal attention: masks, grouped queries and the cache."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import CausalAttention, CausalMask
+from tests.calls import compiled
+from tests.compare import assert_close, assert_same
+
+DOCUMENTS = np.array([[1, 1, 2, 2, 2, 0], [0, 0, 1, 1, 1, 1]], "int32")
+
+
+def attention(**kwargs):
+    options = {
+        "num_heads": 4,
+        "key_dim": 2,
+        "num_key_value_heads": 2,
+        "use_bias": False,
+        "seed": 4,
+        "query_key_norm": "layer",
+        "query_key_norm_bias": True,
+        "layer_norm_epsilon": 1e-5,
+    }
+    return CausalAttention(**{**options, **kwargs})
+
+
+def tokens(seed=0):
+    return np.random.default_rng(seed).normal(size=(2, 6, 8)).astype("float32")
+
+
+@pytest.mark.every_backend
+def test_documents_and_padding_are_apart():
+    mask, positions = CausalMask()(DOCUMENTS)
+    row, column = np.arange(6)[:, None], np.arange(6)
+    same = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS[:, None] > 0)
+    expected = (same & (row >= column)) | (row == column)
+    assert_same(mask, expected)
+    assert_same(positions, [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]])
+    later, at = CausalMask()(DOCUMENTS, start=3, num_queries=2)
+    assert_same(later, expected[:, 3:5])
+    assert_same(at, ops.convert_to_numpy(positions)[:, 3:5])
+
+
+@pytest.mark.every_backend
+def test_groups_share_their_keys():
+    """The same as attention whose keys and values are repeated by hand."""
+    grouped, full = (
+        attention(query_key_norm=None),
+        attention(num_key_value_heads=None, query_key_norm=None),
+    )
+    mask, positions = CausalMask()(DOCUMENTS)
+    for layer in (grouped, full):
+        layer.build((2, 6, 8))
+    for name in ("query_dense", "key_dense", "value_dense", "output_dense"):
+        kernel = ops.convert_to_numpy(getattr(grouped, name).kernel)
+        if name in ("key_dense", "value_dense"):
+            kernel = np.repeat(kernel, 2, axis=1)
+        getattr(full, name).kernel.assign(kernel)
+    received = grouped(tokens(), mask, positions)
+    assert_close(received, full(tokens(), mask, positions), 1e-5, 1e-6)
+    # Two heads by hand.
+    x = tokens()
+    query, key, value = (
+        np.einsum("bnd,dhk->bnhk", x, ops.convert_to_numpy(dense.kernel))
+        for dense in (full.query_dense, full.key_dense, full.value_dense)
+    )
+    scores = np.einsum("bnhk,bmhk->bhnm", query, key) / np.sqrt(2)
+    scores = np.where(ops.convert_to_numpy(mask)[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed = np.einsum("bhnm,bmhk->bnhk", weights, value)
+    kernel = ops.convert_to_numpy(full.output_dense.kernel)
+    assert_close(received, np.einsum("bnhk,hkd->bnd", mixed, kernel), 1e-4, 1e-5)
+
+
+@pytest.mark.every_backend
+def test_the_cache_gives_what_the_whole_sequence_gives():
+    layer = attention(use_bias=True)
+    layer.build((2, 6, 8))
+
+    @compiled
+    def step(x, cache=None, start=0):
+        mask, positions = CausalMask()(DOCUMENTS, start=start, num_queries=x.shape[1])
+        arguments = {} if cache is None else {"cache": cache, "start": start}
+        return layer(x, mask, positions, **arguments)
+
+    whole = ops.convert_to_numpy(step(tokens()))
+    shape = layer.cache_shape(2, 6)
+    cache, parts = (np.zeros(shape, "float32"), np.zeros(shape, "float32")), []
+    for start, end in ((0, 3), (3, 4), (4, 6)):
+        part, cache = step(tokens()[:, start:end], cache, start)
+        parts.append(ops.convert_to_numpy(part))
+    assert_close(np.concatenate(parts, axis=1), whole, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16"])
+def test_policies_costs_and_config(policy):
+    layer = attention(dropout=0.3, dtype=policy)
+    mask, positions = CausalMask()(DOCUMENTS)
+    outputs = layer(tokens(), mask, positions, training=True)
+    assert (
+        keras.backend.standardize_dtype(outputs.dtype)
+        == keras.dtype_policies.get(policy).compute_dtype
+    )
+    assert np.isfinite(ops.convert_to_numpy(ops.cast(outputs, "float32"))).all()
+    shapes = {w.path.partition("/")[2]: tuple(w.shape) for w in layer.trainable_weights}
+    assert layer.weight_shapes((6, 8)) == shapes
+    # Projections of 4 + 2 + 2 + 4 heads, and both products of all pairs.
+    assert layer.cost((6, 8)).flops == 2 * 6 * 8 * 12 * 2 + 4 * 6 * 6 * 8
+    config = json.loads(json.dumps(layer.get_config()))
+    again = CausalAttention.from_config(config)
+    assert json.loads(json.dumps(again.get_config())) == config
+    # Dropout drops.
+    plain = ops.convert_to_numpy(ops.cast(layer(tokens(), mask, positions), "float32"))
+    dropped = ops.convert_to_numpy(ops.cast(outputs, "float32"))
+    assert np.abs(plain - dropped).max() > 1e-3
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="num_key_value_heads=3"):
+        attention(num_key_value_heads=3)
