@@ -161,10 +161,9 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
         )
         for layers, moe_layers in ((2, [1]), (3, [2]), (3, [1, 2]))
     )
-    model = models.abstract(preset)
-    num_moe = len(getattr(model, "backbone", model).routing)
-    parts = models.describe(model).parts
-    num_dense = sum("block_" in part.name for part in parts) - num_moe
+    blocks = [x.kind for x in models.describe(preset).parts if "block_" in x.name]
+    num_dense = blocks.count("dense")
+    num_moe = len(blocks) - num_dense
 
     def of_all(one, dense, moe):
         return one + (num_dense - 1) * (dense - one) + (num_moe - 1) * (moe - one)
