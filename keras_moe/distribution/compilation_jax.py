@@ -122,7 +122,7 @@ def _devices(package, options):
 def _no_compiler(package, message):
     """The compiler's error in plain words: another process, or another version."""
     if "already in use" in message or "lockfile" in message:
-        return RuntimeError(
+        return OSError(
             "Expected no other process with libtpu while ALLOW_MULTIPLE_LIBTPU_LOAD="
             f"{os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD']}; received: {message}"
         )
@@ -130,7 +130,7 @@ def _no_compiler(package, message):
     wanted = [x.partition(";")[0] for x in metadata.requires("jax")]
     wanted = min((x for x in wanted if x.startswith(package)), key=len, default=package)
     versions = [f"{x} {metadata.version(x)}" for x in ("jax", "jaxlib", package)]
-    return RuntimeError(
+    return ImportError(
         f"Expected a {package} of JAX's version: pip install '{wanted}'; received: "
         f"{', '.join(versions)}: {message}"
     )
@@ -236,22 +236,26 @@ def _device_bytes(specs):
 
 def _compile(lowered, platform):
     """The compiled step, and its program as the compiler prints it."""
-    if platform != "tpu":
-        compiled = lowered.compile(compiler_options=UNTUNED)
-        return compiled, compiled.as_text()
-    # JAX itself cannot print all programs for v5p and v6e.
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        try:
+    try:
+        if platform != "tpu":
+            compiled = lowered.compile(compiler_options=UNTUNED)
+            return compiled, compiled.as_text()
+        # JAX itself cannot print all programs for v5p and v6e.
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             compiled = lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise explained(error) from error
-        (path,) = Path(folder).glob("*.after_codegen.txt")
-        return compiled, path.read_text(encoding="utf-8")
+            (path,) = Path(folder).glob("*.after_codegen.txt")
+            return compiled, path.read_text(encoding="utf-8")
+    except jax.errors.JaxRuntimeError as error:
+        package = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
+        raise explained(error, package) from error
 
 
-def explained(error: Exception) -> Exception:
+def explained(error: Exception, package: str) -> Exception:
     """The compiler's error, or `DoesNotFit` with the GiB that it needs and has."""
+    if "StableHLO" in str(error):
+        # An older compiler does not read JAX's programs.
+        return _no_compiler(package, " ".join(str(error).split()))
     for pattern in TOO_LARGE:
         if found := pattern.search(str(error)):
             return DoesNotFit(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))

@@ -173,23 +173,24 @@ class CompiledCosts(NamedTuple):
         if self.changes:
             changes = ", ".join(f"{k}={v}" for k, v in self.changes.items())
             yield f"It fits with {changes}."
-        if self.num_untimed:
-            yield (
-                f"The time does not include {self.num_untimed} grouped matmuls of "
-                "experts without a capacity: the compiler's estimate for them is wrong."
-            )
-        if self.num_open_loops:
-            yield (
-                f"The time has one round of each of {self.num_open_loops} loops that "
-                "end by their data."
-            )
+        device = "TPU"
         if self.seconds is None:
+            device = "GPU"
             yield (
                 f"A device runs {self.flops / 1e12:.3g} TFLOP; the model needs "
                 f"{self.model_flops / 1e12:.3g}. The time is unknown: this compiler "
                 "has no estimate."
             )
-        device = "TPU" if self.seconds is not None else "GPU"
+        elif self.num_untimed:
+            yield (
+                f"The time does not include {self.num_untimed} grouped matmuls of "
+                "experts without a capacity: the compiler's estimate for them is wrong."
+            )
+        if self.seconds is not None and self.num_open_loops:
+            yield (
+                f"The time has one round of each of {self.num_open_loops} loops that "
+                "end by their data."
+            )
         yield (
             f"The compiler's estimates, made in {self.compile_seconds:.0f} s; nothing "
             f"ran on a {device}."
@@ -234,8 +235,9 @@ def compiled_costs(
         **overrides: arguments of the model that differ from the preset.
 
     Raises:
-        ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed.
-        RuntimeError: another process holds libtpu, or it is not of JAX's version.
+        ImportError: the compiler (libtpu, JAX's CUDA plugin) is not installed, or not
+            of JAX's version.
+        OSError: another process holds libtpu.
         ValueError: the step needs more memory than a device has.
 
     Example:

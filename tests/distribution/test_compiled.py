@@ -144,11 +144,15 @@ def test_a_program_by_hand():
 @pytest.mark.every_backend
 def test_a_compiler_says_how_much_is_too_much(compilation):
     error = RuntimeError("RESOURCE_EXHAUSTED: Used 45.25G of 15.75G hbm. Exceeded")
-    assert compilation.explained(error).args == (45.25, 15.75)
+    assert compilation.explained(error, "x").args == (45.25, 15.75)
     error = RuntimeError("temporaries (54.50G) exceeds available HBM (512.0M)")
-    assert compilation.explained(error).args == (54.5, 0.5)
+    assert compilation.explained(error, "x").args == (54.5, 0.5)
     other = RuntimeError("INTERNAL")
-    assert compilation.explained(other) is other
+    assert compilation.explained(other, "x") is other
+    error = RuntimeError("INVALID_ARGUMENT: Failed to upgrade versioned StableHLO.")
+    assert "of JAX's version: pip install 'jaxlib" in str(
+        compilation.explained(error, "jaxlib")
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,23 +184,14 @@ def test_what_is_not_there_is_named(monkeypatch, topology, extra):
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("kind", "error", "message"),
     [
-        (
-            "Internal error when accessing libtpu multi-process lockfile.",
-            "no other pro",
-        ),
-        (
-            "The TPU is already in use by process with pid 3.",
-            "no other process.* pid 3",
-        ),
-        (
-            "PJRT version",
-            r"pip install 'libtpu==[\d.*]+'; .*jaxlib \S+, libtpu 0.9: PJ",
-        ),
+        (OSError, "Internal error when accessing libtpu lockfile.", "no other process"),
+        (OSError, "The TPU is already in use by process 3.", "no other process.* 3"),
+        (ImportError, "PJRT", r"pip install 'libtpu==.*jaxlib \S+, libtpu 0.9: PJRT"),
     ],
 )
-def test_a_compiler_that_does_not_start(compilation, monkeypatch, error, message):
+def test_a_compiler_that_does_not_start(compilation, monkeypatch, kind, error, message):
     def fails(**options):
         raise RuntimeError(error)
 
@@ -205,7 +200,7 @@ def test_a_compiler_that_does_not_start(compilation, monkeypatch, error, message
         metadata, "version", lambda name: "0.9" if name == "libtpu" else version(name)
     )
     monkeypatch.setattr(compilation.topologies, "get_topology_desc", fails)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(kind, match=message):
         distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
 
 
@@ -252,7 +247,7 @@ def test_every_kind_of_model(on_this_machine, preset, step):
 
 @pytest.mark.every_backend
 def test_a_model_of_ones_own(on_this_machine):
-    model = models.from_preset("vmoe_digits")
+    model = models.from_preset("vmoe_digits", num_classes=10, **SMALL)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, name="mine")
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
     before = [variable.path for variable in model.optimizer.variables]
@@ -414,6 +409,5 @@ def test_the_cuda_plugin_compiles_what_it_plans(compilation):
     found = distribution.compiled_costs("vmoe_s32", "h200:4", 32, **sizes)
     # To the experts and back, and the same for the gradient.
     assert found.collectives["all-to-all"][0] >= 4
-    # Rows are padded.
-    assert found.model_flops < found.flops < 1.1 * found.model_flops
+    assert 0.9 < found.flops / found.model_flops < 1.1
     assert found.memory["activations and gradients"] > 0
