@@ -87,7 +87,7 @@ $(TORCH_READY): $(CREATED)
 
 $(ALL): $(TORCH_READY) pyproject.toml
 	@echo "Installing keras_moe, three backends and the test tools (minutes, once)"
-	@$(PIP) --editable ".[all]"
+	@$(PIP) --editable ".[all,test]"
 	@# For CLIP's vocabulary alone: what it depends on would bring another PyTorch.
 	@$(PIP) --no-deps "open_clip_torch>=2.30,<4"
 	@touch $@

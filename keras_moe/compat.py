@@ -257,7 +257,36 @@ def get_file(preset: str, name: str) -> str:
 
     from keras_hub.src.utils import preset_utils
 
+    if preset.startswith("hf://"):
+        _check_reachable(preset, name)
     return preset_utils.get_file(preset, name)
+
+
+def _check_reachable(preset, name):
+    """Raises ConnectionError at once, where the download would try for a minute."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    repository = preset.removeprefix("hf://")
+    is_cached = False
+    try:
+        is_cached = huggingface_hub.try_to_load_from_cache(repository, name) is not None
+        if not is_cached and not constants.HF_HUB_OFFLINE:
+            url = huggingface_hub.hf_hub_url(repository, name)
+            huggingface_hub.get_hf_file_metadata(url, timeout=10)
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        # An answer, which the download explains.
+        pass
+    except Exception as error:
+        raise ConnectionError(
+            f"Expected to reach {constants.ENDPOINT} for {preset}; received: "
+            f"{type(error).__name__}: {error}. Files that were downloaded before can "
+            "be read with HF_HUB_OFFLINE=1"
+        ) from error
+    if constants.HF_HUB_OFFLINE and not is_cached:
+        raise FileNotFoundError(
+            f"Expected {name} of {preset} in the cache, since HF_HUB_OFFLINE is set"
+        )
 
 
 def check_file_exists(preset: str, name: str) -> bool:

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,11 @@ STDOUT = "-"
 RESUMES = "Interrupted: the same command resumes where it stopped."
 # What sets a positional argument, for the errors of `model_overrides`.
 FIRST = "the first argument"
+
+
+def verbosity() -> int:
+    """Keras's `verbose`: a bar on a terminal, a line for each epoch in a file."""
+    return 1 if sys.stdout.isatty() else 2
 
 
 class UsageError(ValueError):
@@ -86,6 +92,16 @@ def add_command(commands: Any, module: ModuleType) -> None:
     module.add_arguments(parser)
     interrupted = getattr(module, "INTERRUPTED", "Interrupted.")
     parser.set_defaults(command=module, interrupted=interrupted)
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE",
+        help="Import your own modules first, from this folder or installed: what they "
+        "register (routers, backbones, losses, presets) can then be named.",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json",

@@ -19,7 +19,8 @@ from keras_moe.cli.arguments import (
 EXAMPLES = """\
 keras-moe describe vmoe_b32
 keras-moe describe vmoe_h14 --num-classes 1000 --set image_shape=[384,384,3]
-keras-moe describe --list"""
+keras-moe describe --list
+keras-moe describe --list "vmoe_*16\""""
 OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 
@@ -28,32 +29,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--num-classes", "Count a head for this many classes, too.")
     add_overrides(parser)
     parser.add_argument(
-        "--list", action="store_true", help="List all built-in presets."
+        "--list",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="List the presets; with a pattern, those whose names have it.",
     )
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
     overrides = model_overrides(args.set, OWN)
-    if args.list == bool(args.preset or overrides):
+    if (args.list is not None) == bool(args.preset or overrides):
         raise ValueError(
             "Expected a preset, or --list alone; received: "
-            f"preset={args.preset!r}, --list={args.list}"
+            f"preset={args.preset!r}, --list={args.list!r}"
         )
-    if args.list:
-        return every_preset(args.num_classes)
+    if args.list is not None:
+        return listed(args.list, args.num_classes)
     description = keras_moe.models.describe(
         args.preset, num_classes=args.num_classes, **overrides
     )
     return Result(description.to_dict(), (description.print,))
 
 
-def every_preset(num_classes: int | None) -> Result:
-    """A row for each built-in preset."""
+def listed(pattern: str, num_classes: int | None) -> Result:
+    """A row for each preset whose name matches."""
     from rich.table import Table
 
     table = Table("preset", "parameters", "active", "GFLOPs", "what it is")
     rows = []
-    for name, line in keras_moe.models.list_presets().items():
+    for name, line in keras_moe.models.list_presets(pattern).items():
         costs = keras_moe.models.describe(name, num_classes=num_classes)
         table.add_row(
             name,

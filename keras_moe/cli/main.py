@@ -7,6 +7,7 @@ for a user's mistake, 1 for a bug, 130 after Ctrl-C, and 141 if stdout's reader 
 import argparse
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import sys
@@ -134,6 +135,7 @@ def run(args: argparse.Namespace) -> None:
     with to_people, warnings.catch_warnings():
         warnings.showwarning = show_warning
         import_keras()
+        import_own(args.imports)
         console = new_console()
         result = args.command.run(args, console)
         if result is None:
@@ -152,6 +154,22 @@ def run(args: argparse.Namespace) -> None:
         print(text, flush=True)
     else:
         write_text(args.json, text + "\n")
+
+
+def import_own(modules: list[str]) -> None:
+    """Imports the user's modules, which may be in the working directory."""
+    if not modules:
+        return
+    # Python leaves it out of the path of an installed program.
+    sys.path.insert(0, os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"Expected a module in {os.getcwd()} or an installed one; received: "
+                f"--import {module} ({error})"
+            ) from error
 
 
 def new_console() -> Any:

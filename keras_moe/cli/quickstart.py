@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import Result, add_count, add_run
+from keras_moe.cli.arguments import Result, add_count, add_run, verbosity
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -109,7 +109,7 @@ def train(model: Any, args: argparse.Namespace) -> None:
     steps = args.epochs * int(batches.cardinality())
     compile_with_cosine(model, steps, args.learning_rate)
     # The batches come shuffled.
-    model.fit(batches, epochs=args.epochs, shuffle=False)
+    model.fit(batches, epochs=args.epochs, shuffle=False, verbose=verbosity())
 
 
 def compile_with_cosine(model: Any, steps: int, learning_rate: float) -> None:

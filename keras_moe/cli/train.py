@@ -11,6 +11,7 @@ and with --report-examples `report`.
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import time
@@ -27,6 +28,7 @@ from keras_moe.cli.arguments import (
     add_overrides,
     add_preset,
     add_shots,
+    verbosity,
 )
 from keras_moe.cli.devices import (
     add_devices,
@@ -36,7 +38,9 @@ from keras_moe.cli.devices import (
 )
 
 EXAMPLES = """\
+keras-moe train --list
 keras-moe train mumoe_digits
+keras-moe train finetune --data folder:PHOTOS --preset vmoe_digits
 keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
 keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
 keras-moe train mumoe_clip_b32 --data folder:photos
@@ -48,7 +52,13 @@ INTERRUPTED = RESUMES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="The recipe: a name, or a TOML or JSON file."
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="The recipe: a name, or a TOML or JSON file.",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="List the recipes that ship with keras_moe."
     )
     add_preset(
         parser,
@@ -101,6 +111,11 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 def add_looks(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of evaluations during training."""
     group = parser.add_argument_group("evaluation during training")
+    group.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="Also log the run to this project of Weights & Biases.",
+    )
     for name, what, default in (
         ("--health-every", "looks at the routers", 1),
         ("--few-shot-every", "few-shot accuracies", 0),
@@ -125,15 +140,20 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     from keras_moe.files import write_json
 
     begin = time.perf_counter()
+    if args.list == bool(args.recipe):
+        raise ValueError(
+            f"Expected a recipe, or --list alone; received: recipe={args.recipe!r}, "
+            f"--list={args.list}"
+        )
+    if args.list:
+        return listed()
     check_options(args)
     start_processes(args)
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     process, _ = keras_moe.data.process_shard()
-    if process == 0:
-        console.print(settings_table(recipe))
-    trained, test = fit(args, recipe, folder)
+    trained, test = fit(args, recipe, folder, console)
     if process:
         return None
     # First, since everything else can be made again.
@@ -150,7 +170,7 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     report = write_report(args, recipe, trained, test, folder, console)
     if report and report.pictures:
         card = dataclasses.replace(card, picture=report.pictures[0])
-        card.write(trained.model, folder / "preset", recipe.name)
+        card.write(trained.model, folder / "preset", "preset")
     rows = {
         results["metric"]: f"{results['score']:.4f}",
         "parameters": f"{results['parameters']:,}",
@@ -161,7 +181,21 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     }
     if report:
         rows["report"] = report.page
+    if hasattr(trained.model, "classify"):
+        preset = json.dumps(str(folder / "preset"))
+        rows["use it"] = f"from_preset({preset}).classify(photo)"
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
+
+
+def listed() -> Result:
+    """A row for each recipe."""
+    from rich.table import Table
+
+    recipes = keras_moe.training.list_recipes()
+    table = Table("recipe", "what it trains")
+    for name, description in recipes.items():
+        table.add_row(name, description)
+    return Result(recipes, (table,))
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -175,6 +209,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.cooldown and not args.branch_from:
         raise ValueError("Expected --branch-from with --cooldown; received: none")
+    if args.wandb is not None:
+        import_wandb()
     if args.report_examples:
         from keras_moe.report.writing import import_jinja2
 
@@ -209,7 +245,9 @@ def branch(args: argparse.Namespace, recipe: Any) -> Any:
     return keras_moe.training.cooldown_branch(recipe, start, args.cooldown)
 
 
-def fit(args: argparse.Namespace, recipe: Any, folder: Path) -> tuple[Any, Any]:
+def fit(
+    args: argparse.Namespace, recipe: Any, folder: Path, console: Any
+) -> tuple[Any, Any]:
     """Trains on the devices that are asked for; also returns the test batches."""
     import keras
 
@@ -218,6 +256,9 @@ def fit(args: argparse.Namespace, recipe: Any, folder: Path) -> tuple[Any, Any]:
     test = []
 
     def callbacks(model, datasets):
+        # Not before, where an error would follow it.
+        if process == 0:
+            console.print(settings_table(recipe))
         test.append(datasets.test)
         return evaluations(args, recipe, folder, model, datasets)
 
@@ -238,7 +279,7 @@ def fit(args: argparse.Namespace, recipe: Any, folder: Path) -> tuple[Any, Any]:
         resume=not args.restart,
         branch_from=args.branch_from,
         extend=args.extend,
-        verbose="auto" if process == 0 else 0,
+        verbose=verbosity() if process == 0 else 0,
     )
     keras.distribution.set_distribution(None)
     if num_processes > 1 and process == 0:
@@ -260,17 +301,18 @@ def evaluations(
     from keras_moe.processes import gathered_batch
 
     training = keras_moe.training
-    callbacks = []
+    callbacks, board = [], None
+    if importlib.util.find_spec("tensorboardX") is not None:
+        board = folder / "tensorboard"
     if args.health_every and model.routing:
         # Each process has read a part.
         images, _ = gathered_batch(next(iter(datasets.test)))
-        has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
         callbacks.append(
             training.RouterHealth(
                 images,
                 every=args.health_every,
                 csv_path=folder / "router_health.csv",
-                tensorboard=folder / "tensorboard" if has_tensorboard else None,
+                tensorboard=board and board / "routers",
             )
         )
     if args.few_shot_every:
@@ -279,7 +321,30 @@ def evaluations(
     if args.retrieval_every:
         retrieval = {"retrieval": new_retrieval(args, recipe, model)}
         callbacks.append(training.PeriodicEvaluation(retrieval, args.retrieval_every))
+    # Last, when the others have added to the logs.
+    if board is not None:
+        callbacks.append(training.ScalarLog(board / "training"))
+    if args.wandb is not None and keras_moe.data.process_shard()[0] == 0:
+        callbacks.append(wandb_log(args.wandb, recipe, folder))
     return callbacks
+
+
+def wandb_log(project: str, recipe: Any, folder: Path) -> Any:
+    """Starts a run of Weights & Biases, and returns its callback for Keras."""
+    wandb = import_wandb()
+    wandb.init(
+        project=project, name=recipe.name, config=recipe.settings(), dir=str(folder)
+    )
+    return wandb.integration.keras.WandbMetricsLogger()
+
+
+def import_wandb() -> Any:
+    from keras_moe.checks import import_extra
+
+    message = "Expected the package wandb with --wandb; pip install wandb"
+    wandb = import_extra("wandb", message)
+    importlib.import_module("wandb.integration.keras")
+    return wandb
 
 
 def new_few_shot(args: argparse.Namespace, recipe: Any, model: Any) -> Any:
@@ -362,7 +427,7 @@ def write_report(
 def card_of(recipe: Any, trained: Any) -> Any:
     """The model card of the trained model: its recipe, data and score."""
     score = keras_moe.models.CardResult(
-        recipe.objective.monitor.metric,
+        recipe.objective.monitor.metric.removeprefix("val_"),
         trained.score,
         recipe.data.evaluated_source,
         recipe.data.test_split,
@@ -425,6 +490,6 @@ def settings_table(recipe: Any) -> Any:
     table = Table("setting", title=f"{recipe.name} on {keras.backend.backend()}")
     table.add_column("value", overflow="fold")
     for name, value in recipe.settings().items():
-        if name != "name" and value != "":
+        if name != "name" and value not in ("", None):
             table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     return table

@@ -1,6 +1,7 @@
 """Folders of images with classes or captions.
 
 PATH/split/class/name.jpg       one label per image, also in subfolders of a class
+PATH/class/name.jpg             the same without splits: a fifth of each class is "test"
 PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several labels
 PATH/split/captions.csv         a header with the columns "image" and "caption"
 PATH/split/captions.jsonl       {"image": "a.png", "caption": "a cat"}, or "captions"
@@ -17,6 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import numpy as np
 
 from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
@@ -36,12 +39,18 @@ from keras_moe.data.reading import decode_image, read_or_name
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")
 _IMAGE_NAMES = ("image", "file_name")
+# Splits of a folder without any, the seed that draws them, and the share of the second.
+DRAWN_SPLITS = ("train", "test")
+SPLIT_SEED = 0
+TEST_SHARE = 0.2
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
     root = Path(path)
     splits = folders_in(root)
+    if not _has_splits(root):
+        return Classes(len(splits), tuple(splits))
     if not any((root / split / LABELS).is_file() for split in splits):
         names = {name for split in splits for name in folders_in(root / split)}
         return Classes(len(names), tuple(sorted(names)))
@@ -57,10 +66,13 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
     import tensorflow as tf
 
     root = Path(path)
-    check_one_of("split", split, folders_in(root))
+    has_splits = _has_splits(root)
+    check_one_of("split", split, folders_in(root) if has_splits else DRAWN_SPLITS)
     classes = find_classes(path)
     several = classes.max_labels is not None
-    if several:
+    if not has_splits:
+        files = _drawn(root, split)
+    elif several:
         listed = _listed(root, split)
         files = [(root / split / file, names) for file, names in listed.items()]
     else:
@@ -71,7 +83,8 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
             f" in {root / split}/class/ or in {LABELS} of folder:{path}; received: "
             f"{len(files)} images, classes {[*classes.names]}"
         )
-    _report_others(root / split, {file for file, _ in files})
+    if has_splits:
+        _report_others(root / split, {file for file, _ in files})
     number = {name: index for index, name in enumerate(classes.names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
@@ -90,7 +103,9 @@ def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
 
     root = Path(path)
     files, missing = [], []
-    for split in folders_in(root):
+    if not _has_splits(root):
+        files = [file for file, _ in _files_of_classes(root)]
+    for split in folders_in(root) if _has_splits(root) else ():
         if (root / split / LABELS).is_file():
             files += [root / split / name for name in _listed(root, split, missing)]
         else:
@@ -99,6 +114,34 @@ def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
         raise ValueError(f"Expected images in a split of folder:{path}; received: none")
     labels = tf.zeros(len(files), "int32")
     return _labelled_files(files, labels, Classes(1)), missing
+
+
+def _has_splits(root: Path) -> bool:
+    """Whether the folders in a folder are splits, and not classes with images."""
+    for name in folders_in(root):
+        files = [x for x in (root / name).iterdir() if not x.name.startswith(".")]
+        names = {file.name for file in files}
+        if names & {LABELS, *CAPTIONS} or any(file.is_dir() for file in files):
+            continue
+        if any(file.suffix.lower() in image_suffixes() for file in files):
+            return False
+    return True
+
+
+def _drawn(root: Path, split: str) -> list[tuple[Path, list[str]]]:
+    """Returns the images of a split that is drawn from those of each class."""
+    chosen = []
+    for name in folders_in(root):
+        files = images_below(root / name, root)
+        order = np.random.default_rng(SPLIT_SEED).permutation(len(files))
+        number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
+        tests = set(order[:number].tolist())
+        chosen += [
+            (file, [name])
+            for index, file in enumerate(files)
+            if (index in tests) == (split == "test")
+        ]
+    return chosen
 
 
 def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:

@@ -220,7 +220,8 @@ def load(
             - `"folder:PATH"`: `PATH/split/class/name.png` (or jpg, bmp, gif; webp from
               TensorFlow 2.20 on), also in subfolders of a class; for several labels per
               image `PATH/split/labels.json`, such as
-              `{"name.png": ["cat", "animal"]}`.
+              `{"name.png": ["cat", "animal"]}`. In `PATH/class/name.png`, without
+              splits, a fifth of each class is the split `"test"`.
         split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
             of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
             a word in the names of TFRecord files, such as

@@ -214,6 +214,9 @@ class ContrastiveLoss(keras.losses.Loss):
     `fit` then takes `x` alone, or ids of images and captions as `y`. Padded pairs have
     `sample_weight` 0: the loss is the weighted mean over pairs.
 
+    A loss of your own overrides `call`, which returns a scalar or a loss for each pair,
+    (B,).
+
     Args:
         multi_positive: whether pairs with an equal id are positives, not negatives.
         chunk_size: number of texts whose logits are in memory at a time, None for all.
@@ -228,14 +231,21 @@ class ContrastiveLoss(keras.losses.Loss):
 
     Example:
 
-    >>> from keras_moe.losses import ContrastiveLoss, SigmoidContrastiveLoss
-    >>> isinstance(SigmoidContrastiveLoss(), ContrastiveLoss)
-    True
+    >>> import numpy as np
+    >>> from keras import ops
+    >>> from keras_moe.losses import ContrastiveLoss
+    >>> class Distance(ContrastiveLoss):
+    ...     def call(self, y_true, y_pred):
+    ...         images, texts = y_pred["image_embeddings"], y_pred["text_embeddings"]
+    ...         return ops.sum(ops.square(images - texts), axis=-1)
+    >>> x = np.eye(2, dtype="float32")
+    >>> outputs = {"image_embeddings": x, "text_embeddings": x[::-1]}
+    >>> float(Distance()(None, outputs, [1.0, 0.0]))
+    2.0
     """
 
-    # The function, the names of the logits' parameters in `y_pred`, and the name.
-    function: Callable[..., Any]
-    parameters: tuple[str, ...]
+    # What the loss reads of a model's logits, and its name.
+    parameters: tuple[str, ...] = ()
     default_name: str | None = None
 
     def __init__(
@@ -253,8 +263,33 @@ class ContrastiveLoss(keras.losses.Loss):
         self.similarity_dtype = similarity_dtype
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        # Keras would cast ids to float32, and weight padding only after it had been a
-        # negative.
+        # Keras would cast ids to float32.
+        return mean_over_pairs(self.call(y_true, y_pred), sample_weight)
+
+    def get_config(self):
+        return argument_values(self, keras.losses.Loss)
+
+
+def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
+    """The weighted mean of the pairs' losses (B,); a scalar is left as it is."""
+    losses = ops.convert_to_tensor(losses)
+    if len(losses.shape) == 0:
+        return losses
+    if sample_weight is None:
+        return ops.mean(losses)
+    weights = ops.cast(sample_weight, losses.dtype)
+    # A product would not do: the loss of padding may be NaN.
+    losses = ops.where(weights > 0, weights * losses, 0.0)
+    return ops.divide_no_nan(ops.sum(losses), ops.sum(weights))
+
+
+class _FunctionLoss(ContrastiveLoss):
+    """A loss by a function, which weighs the pairs."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        # Padding would be a negative before it was weighted.
         names = ("image_embeddings", "text_embeddings", *self.parameters)
         if self.multi_positive and not (isinstance(y_true, dict) and y_true):
             raise ValueError(
@@ -277,12 +312,9 @@ class ContrastiveLoss(keras.losses.Loss):
         """Further arguments of the function."""
         return {}
 
-    def get_config(self):
-        return argument_values(self, keras.losses.Loss)
-
 
 @keras.saving.register_keras_serializable("keras_moe")
-class SoftmaxContrastiveLoss(ContrastiveLoss):
+class SoftmaxContrastiveLoss(_FunctionLoss):
     """`softmax_contrastive_loss` to compile a model with; see `ContrastiveLoss`.
 
     Args:
@@ -312,7 +344,7 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class SigmoidContrastiveLoss(ContrastiveLoss):
+class SigmoidContrastiveLoss(_FunctionLoss):
     """`sigmoid_contrastive_loss` to compile a model with; see `ContrastiveLoss`.
 
     Args:

@@ -17,7 +17,7 @@ from keras_moe.losses import (
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
 )
-from keras_moe.losses.contrastive import IDS
+from keras_moe.losses.contrastive import IDS, mean_over_pairs
 from keras_moe.models.contrastive_metrics import (
     LossOfPairs,
     check_metrics,
@@ -144,18 +144,22 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     ) -> None:
         """Configures training; see `MoETask.compile`.
 
-        `loss` is a `keras_moe.losses.ContrastiveLoss`. `metrics` and `weighted_metrics`
-        read the output dict, like `ContrastiveAccuracy`; `"auto"` means none.
+        `loss` is a `keras_moe.losses.ContrastiveLoss`, or any Keras loss or function
+        of `(y_true, y_pred)`: the ids or None, and the dict of outputs with
+        `"logit_scale"`. It returns a scalar or a loss for each pair, (B,). `metrics`
+        and `weighted_metrics` read the output dict, like `ContrastiveAccuracy`;
+        `"auto"` means none.
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
-        if not isinstance(loss, ContrastiveLoss):
+        if not callable(loss):
             raise ValueError(
-                "Expected a ContrastiveLoss, such as SoftmaxContrastiveLoss(); "
-                f"received: loss={loss!r}"
+                "Expected a loss of (y_true, y_pred), such as "
+                f"SoftmaxContrastiveLoss(); received: loss={loss!r}"
             )
         names = self.backbone.logit_scale.parameter_names
-        if missing := [name for name in loss.parameters if name not in names]:
+        wanted = getattr(loss, "parameters", ())
+        if missing := [name for name in wanted if name not in names]:
             raise ValueError(
                 "Expected a model with all that the loss reads, such as "
                 f"temperature='siglip'; received: {type(loss).__name__} for a model "
@@ -207,7 +211,14 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     ) -> Any:
         """Returns the contrastive loss of a batch plus auxiliary losses."""
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
-        return sum(self.losses, self.loss(y, outputs, one_weight(sample_weight)))
+        weight = one_weight(sample_weight)
+        if isinstance(self.loss, ContrastiveLoss):
+            loss = self.loss(y, outputs, weight)
+        else:
+            is_keras_loss = isinstance(self.loss, keras.losses.Loss)
+            function = self.loss.call if is_keras_loss else self.loss
+            loss = mean_over_pairs(function(y, outputs), weight)
+        return sum(self.losses, loss)
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:

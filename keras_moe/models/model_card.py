@@ -108,9 +108,17 @@ class ModelCard:
         if self.picture is not None:
             picture = f"card{Path(self.picture).suffix.lower()}"
             shutil.copyfile(self.picture, folder / picture)
-        write_text(folder / CARD, self.text(model, self.name or name, picture))
+        # A path, since a bare name may be that of a built-in preset.
+        text = self.text(model, self.name or name, picture, f"./{name}")
+        write_text(folder / CARD, text)
 
-    def text(self, model: keras.Model, name: str, picture: str | None = None) -> str:
+    def text(
+        self,
+        model: keras.Model,
+        name: str,
+        picture: str | None = None,
+        source: str | None = None,
+    ) -> str:
         """Returns the card as Markdown with Hugging Face metadata."""
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
@@ -119,7 +127,7 @@ class ModelCard:
             or f"A `{type(model).__name__}` of keras_moe, for Keras on JAX, TensorFlow "
             "and PyTorch.",
             f"![{_line(self.picture_text)}]({picture})" if picture else "",
-            _usage(name),
+            _usage(source or name),
             "## Architecture",
             _table(("argument", "value"), _architecture(model)),
             "## Costs",
@@ -193,11 +201,12 @@ def write_card(
     (card or ModelCard()).write(model, folder, target.name)
 
 
-def _usage(name):
+def _usage(source):
+    source = json.dumps(source, ensure_ascii=False)
     return (
         "```python\nimport keras_moe\n\n"
-        f"model = keras_moe.models.from_preset({json.dumps(name, ensure_ascii=False)})"
-        "  # this folder or its handle\n"
+        f"model = keras_moe.models.from_preset({source})"
+        "  # this folder, or hf://USER/NAME\n"
         "```"
     )
 

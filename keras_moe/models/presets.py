@@ -1,5 +1,6 @@
 """Creates models by name: from presets, folders or published weights."""
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,29 @@ from keras_moe.models.description import Description
 from keras_moe.models.source import build, resolve
 
 
-def list_presets() -> dict[str, str]:
+def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, str]:
     """Returns a dict of presets, built-in and registered, with their descriptions.
+
+    Args:
+        pattern: part of the name, or a pattern such as `"vmoe_*16"`.
+        trained: True for presets with weights only, False for architectures only.
 
     Example:
 
     >>> from keras_moe import models
-    >>> presets = models.list_presets()
-    >>> "trained: accuracy" in presets["vmoe_digits"]
+    >>> list(models.list_presets("digits", trained=True))
+    ['moepp_digits', 'mumoe_digits', 'vmoe_digits']
+    >>> "trained: accuracy" in models.list_presets()["vmoe_digits"]
     True
-    >>> "trained" in presets["vmoe_b32"]
-    False
     """
-    return {name: registry.summary(x) for name, x in registry.presets().items()}
+    if not set(pattern) & set("*?["):
+        pattern = f"*{pattern}*"
+    return {
+        name: registry.summary(x)
+        for name, x in registry.presets().items()
+        if fnmatch.fnmatch(name, pattern)
+        and trained in (None, x["weights"] is not None)
+    }
 
 
 def from_preset(

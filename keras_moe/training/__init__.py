@@ -1,6 +1,6 @@
 """Training: recipes, runs, checkpoints, optimizers and sparse upcycling."""
 
-from keras_moe.training.callbacks import BestEpoch, EvaluateAverages
+from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, ScalarLog
 from keras_moe.training.checkpoints import (
     Checkpoint,
     find_checkpoint,
@@ -70,6 +70,7 @@ __all__ = [
     "Retrieval",
     "RouterHealth",
     "RunCheckpoint",
+    "ScalarLog",
     "ScheduleConfig",
     "Soup",
     "StopOnNonFinite",

@@ -3,20 +3,23 @@
 import contextlib
 import math
 import os
+import time
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe.checks import check_integer, check_one_of, import_extra
 from keras_moe.compat import (
     kept_random_states,
     moving_averages,
     own_variables,
     restored,
 )
+from keras_moe.processes import process_index
 
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
@@ -159,6 +162,78 @@ def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
             f"{os.fspath(path)} could not be written: {error}; the run goes on",
             stacklevel=4,
         )
+
+
+class EventFile:
+    """Writes scalars for TensorBoard at once; `SummaryWriter` may lose its queue."""
+
+    def __init__(self, folder: str | os.PathLike, first_step: int = 0):
+        tensorboardx = import_tensorboardx()
+        self._event = tensorboardx.proto.event_pb2.Event
+        self._scalar = tensorboardx.summary.scalar
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Names have a resolution of a second, and an existing file would be replaced.
+        suffix = f".{os.getpid()}.{time.time_ns() % 10**9}"
+        self._writer = tensorboardx.event_file_writer.EventsWriter(
+            str(folder / "events"), suffix
+        )
+        log = tensorboardx.proto.event_pb2.SessionLog
+        self._append(step=first_step, session_log=log(status=log.START))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Appends the scalars of a step, by tag."""
+        for tag, value in scalars.items():
+            self._append(step=step, summary=self._scalar(tag, value))
+        self._writer.flush()
+
+    def _append(self, **fields):
+        self._writer.write_event(self._event(wall_time=time.time(), **fields))
+
+
+def import_tensorboardx():
+    return import_extra(
+        "tensorboardX",
+        "Expected the package tensorboardX, which writes TensorBoard's files; "
+        'install it with pip install "keras_moe[tensorboard]"',
+    )
+
+
+class ScalarLog(ProgressCallback):
+    """Writes loss, metrics and the learning rate of each epoch for TensorBoard.
+
+    Args:
+        folder: folder for the events (needs tensorboardX).
+
+    Example:
+
+    >>> import tempfile
+    >>> from keras_moe import training
+    >>> folder = tempfile.mkdtemp()
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> log = training.ScalarLog(folder)
+    >>> _ = model.fit(np.ones((2, 1)), np.ones(2), verbose=0, callbacks=[log])
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        super().__init__()
+        import_tensorboardx()
+        self.folder = folder
+        self._events = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        if process_index():
+            return
+        rate = ops.convert_to_numpy(self.model.optimizer.learning_rate)
+        scalars = {**(logs or {}), "learning_rate": rate}
+        step, events = self.progress.step, self._events
+        self._events = None
+        with written_if_possible(self.folder):
+            # After a failure or another start, a new file hides the last one's rest.
+            events = events or EventFile(self.folder, step)
+            events.write(step, {name: float(x) for name, x in scalars.items()})
+            self._events = events
 
 
 class EvaluateAverages(keras.callbacks.Callback):

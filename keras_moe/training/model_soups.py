@@ -226,6 +226,12 @@ def cooldown_branch(
             f"Expected a decay among {OPEN_ENDED}, whose learning rates do not depend "
             f"on the run's length; received: decay={schedule.decay!r}"
         )
+    for name in ("warmup_steps", "cooldown_steps"):
+        if 0 < getattr(schedule, name) < 1:
+            raise ValueError(
+                "Expected a number of steps, since a share of the run would change "
+                f"with its length; received: {name}={getattr(schedule, name)!r}"
+            )
     last = float("inf") if schedule.steps is None else schedule.steps
     if not schedule.warmup_steps <= start_step <= last - schedule.cooldown_steps:
         raise ValueError(

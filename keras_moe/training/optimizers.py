@@ -1,5 +1,6 @@
 """Optimizers by name with parameter groups, and the recipe's `optimizer` section."""
 
+import collections
 import dataclasses
 import difflib
 import re
@@ -36,6 +37,11 @@ NAMED_GROUPS = {
     "kernels": r"(.*/)?([a-z]+_)?kernel(_\d+)?",
     "rest": r".*",
 }
+# A block, and what comes before the blocks.
+_BLOCK = re.compile(r"((?:.*/)?)block_(\d+)/.*")
+_EMBEDDING = re.compile(
+    r"((?:.*/)?)(?:[a-z_]*embedding[a-z_]*|[a-z_]*positions|class_token)/[^/]*"
+)
 
 
 class Factors(NamedTuple):
@@ -83,6 +89,24 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
     return [x or Factors() for x in factors]
 
 
+def layer_factors(decay: float, paths: Sequence[str]) -> list[float]:
+    """Returns decay^n for each weight, n blocks (or more, an embedding) from the end.
+
+    The last block has n = 1, and what follows it 0; each tower counts its own blocks.
+    """
+    depths = collections.Counter()
+    for block in filter(None, map(_BLOCK.fullmatch, paths)):
+        depths[block[1]] = max(depths[block[1]], int(block[2]) + 1)
+
+    def distance(path):
+        if block := _BLOCK.fullmatch(path):
+            return depths[block[1]] - int(block[2])
+        embedding = _EMBEDDING.fullmatch(path)
+        return depths[embedding[1]] + 1 if embedding else 0
+
+    return [decay ** distance(path) for path in paths]
+
+
 class ParameterGroups:
     """Mixin that adds parameter groups to a Keras optimizer; must be the first base."""
 
@@ -91,10 +115,12 @@ class ParameterGroups:
         *args: Any,
         groups: Sequence[dict] = (),
         peak_learning_rate: float | None = None,
+        layer_decay: float | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.groups = check_groups(groups)
+        self.layer_decay = check_positive("layer_decay", layer_decay, optional=True)
         check_positive("peak_learning_rate", peak_learning_rate, optional=True)
         self.peak_learning_rate = peak_learning_rate
         self._rate_scale = 1.0
@@ -104,6 +130,13 @@ class ParameterGroups:
             return
         paths = [getattr(variable, "path", variable.name) for variable in variables]
         self._factors = group_factors(self.groups, paths)
+        if self.layer_decay is not None:
+            self._factors = [
+                own._replace(learning_rate=own.learning_rate * factor)
+                for own, factor in zip(
+                    self._factors, layer_factors(self.layer_decay, paths)
+                )
+            ]
         super().build(variables)
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
@@ -167,8 +200,9 @@ class ParameterGroups:
 
     def get_config(self):
         groups = [dict(group) for group in self.groups]
-        own = {"groups": groups, "peak_learning_rate": self.peak_learning_rate}
-        return {**super().get_config(), **own}
+        names = ("peak_learning_rate", "layer_decay")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), "groups": groups, **own}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -204,8 +238,8 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         per_expert: regular expression for the full paths of weights (E, I, O) or (E, O)
             whose first axis is never factored.
         weight_decay: decoupled weight decay.
-        **kwargs: `groups` and `peak_learning_rate`, see `optimizer_class`, and the
-            arguments of all Keras optimizers.
+        **kwargs: `groups`, `layer_decay` and `peak_learning_rate`, see
+            `optimizer_class`, and the arguments of all Keras optimizers.
 
     Reference: *Scaling Vision Transformers*, section 3.4, and big_vision's
         `scale_by_adafactor`; *Adafactor*, algorithms 4 and 5; *LIMoE*, appendix A.
@@ -371,8 +405,8 @@ OPTIMIZERS = {
 def optimizer_class(name: str) -> type:
     """Returns an optimizer class with decoupled weight decay and parameter groups.
 
-    It has two additional arguments: `groups`, see `OptimizerConfig`, and
-    `peak_learning_rate`, which divides the weight decay.
+    It has three additional arguments: `groups` and `layer_decay`, see
+    `OptimizerConfig`, and `peak_learning_rate`, which divides the weight decay.
 
     Args:
         name: `"vitg_adafactor"`, or the name of a Keras optimizer, such as `"adamw"`.
@@ -404,6 +438,9 @@ class OptimizerConfig(Section):
             weights, such as `{"match": "head", "weight_decay": 10.0}`. `match` is a
             regular expression for full paths, or `"experts"`, `"router"`, `"head"`,
             `"kernels"` or `"rest"`. The first matching group applies.
+        layer_decay: factor between the learning rates of a block and of the next, such
+            as 0.75: the last block has it once, embeddings have it once more than the
+            first. None for one rate.
         gradient_clipping: maximum global norm of the gradients, or None.
         gradient_accumulation_steps: number of parts of a batch, to save memory. Tokens
             compete for experts, and router losses are computed, within each part.
@@ -424,6 +461,7 @@ class OptimizerConfig(Section):
     weight_decay: float = 0.0
     weight_decay_times: str = "learning_rate"
     groups: Sequence = ()
+    layer_decay: float | None = None
     gradient_clipping: float | None = 1.0
     gradient_accumulation_steps: int = 1
     ema_momentum: float | None = None
@@ -435,6 +473,7 @@ class OptimizerConfig(Section):
         times = ("learning_rate", "share_of_peak")
         check_one_of("weight_decay_times", self.weight_decay_times, times)
         check_groups(self.groups)
+        check_positive("layer_decay", self.layer_decay, optional=True)
         check_dropout("ema_momentum", self.ema_momentum or 0.0)
         super().__post_init__()
 
@@ -456,6 +495,7 @@ class OptimizerConfig(Section):
                 weight_decay=float(self.weight_decay),
                 peak_learning_rate=peak if by_share else None,
                 groups=self.groups,
+                layer_decay=self.layer_decay,
                 global_clipnorm=self.gradient_clipping,
                 # Keras rejects 1.
                 gradient_accumulation_steps=batches if batches > 1 else None,

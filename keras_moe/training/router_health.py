@@ -8,9 +8,7 @@ import csv
 import io
 import os
 import statistics
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -32,10 +30,15 @@ from keras_moe.analysis.usage import (
     masks_padding,
     merged_usage,
 )
-from keras_moe.checks import check_bool, check_integer, import_extra
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.files import write_text
 from keras_moe.processes import batch_devices, predict_batch, process_index
-from keras_moe.training.callbacks import PeriodicCallback, written_if_possible
+from keras_moe.training.callbacks import (
+    EventFile,
+    PeriodicCallback,
+    import_tensorboardx,
+    written_if_possible,
+)
 
 # Coverage for the metric `usage/experts` of `UsageRecorder`.
 _COVERED = 0.9
@@ -116,7 +119,7 @@ class RouterHealth(PeriodicCallback):
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         if tensorboard is not None:
-            _import_tensorboardx()
+            import_tensorboardx()
         self.min_entropy, self.max_share = min_entropy, max_share
         self.max_dead = max_dead
         self.layers = []
@@ -267,41 +270,6 @@ def _arrays(inputs, *others):
             f"received: lengths {sorted(lengths)}"
         )
     return arrays, lengths.pop()
-
-
-class EventFile:
-    """Writes scalars for TensorBoard at once; `SummaryWriter` may lose its queue."""
-
-    def __init__(self, folder: str | os.PathLike, first_step: int = 0):
-        tensorboardx = _import_tensorboardx()
-        self._event = tensorboardx.proto.event_pb2.Event
-        self._scalar = tensorboardx.summary.scalar
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Names have a resolution of a second, and an existing file would be replaced.
-        suffix = f".{os.getpid()}.{time.time_ns() % 10**9}"
-        self._writer = tensorboardx.event_file_writer.EventsWriter(
-            str(folder / "events"), suffix
-        )
-        log = tensorboardx.proto.event_pb2.SessionLog
-        self._append(step=first_step, session_log=log(status=log.START))
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Appends the scalars of a step, by tag."""
-        for tag, value in scalars.items():
-            self._append(step=step, summary=self._scalar(tag, value))
-        self._writer.flush()
-
-    def _append(self, **fields):
-        self._writer.write_event(self._event(wall_time=time.time(), **fields))
-
-
-def _import_tensorboardx():
-    return import_extra(
-        "tensorboardX",
-        "Expected the package tensorboardX, which writes TensorBoard's files; "
-        'install it with pip install "keras_moe[tensorboard]"',
-    )
 
 
 class UsageRecorder(PeriodicCallback):

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -247,6 +248,9 @@ def _trained(run, checkpoint, callbacks, verbose) -> Training:
             # As at the end of `fit`, averages replace the weights.
             run.model.optimizer.finalize_variable_values(run.model.trainable_weights)
             return _result(run, checkpoint, checkpoint.history)
+        if step and verbose:
+            epoch = step // run.steps_per_epoch + 1
+            print(f"Resuming at step {step:,}, in epoch {epoch}", file=sys.stderr)
     try:
         with data.reading_errors():
             history = _fit(run, checkpoint, step, callbacks, verbose)

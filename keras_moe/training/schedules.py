@@ -147,8 +147,8 @@ def _check_warmup(warmup_steps, total_steps):
     """Returns `warmup_steps` if steps remain for the decay."""
     if check_integer("warmup_steps", warmup_steps, minimum=0) >= total_steps:
         raise ValueError(
-            f"Expected a warm-up shorter than the run of {total_steps} steps; "
-            f"received: warmup_steps={warmup_steps}"
+            f"Expected a warm-up shorter than the run of {total_steps} steps, or in a "
+            f"recipe a share such as 0.1; received: warmup_steps={warmup_steps}"
         )
     return warmup_steps
 
@@ -179,11 +179,12 @@ class ScheduleConfig(Section):
         learning_rate: learning rate at the end of the warm-up.
         epochs: number of passes over the training data; None if `steps` is given.
         steps: number of steps, instead of `epochs`.
-        warmup_steps: number of steps in which the learning rate rises linearly from 0.
+        warmup_steps: number of steps in which the learning rate rises linearly from 0;
+            below 1, their share of the schedule.
         decay: `"cosine"`, `"linear"`, `"rsqrt"` or `"constant"`; see `warmup_schedule`.
         timescale: steps after the warm-up until `"rsqrt"` is at 0.71 of its peak.
         cooldown_steps: number of last steps in which `"rsqrt"` or `"constant"` falls
-            linearly to `final_learning_rate`.
+            linearly to `final_learning_rate`; below 1, their share of the schedule.
         final_learning_rate: learning rate after the last step of the schedule.
         schedule_steps: length of the schedule if the run is longer and continues with
             `final_learning_rate`; None for the entire run.
@@ -206,10 +207,10 @@ class ScheduleConfig(Section):
     learning_rate: float
     epochs: int | None = None
     steps: int | None = None
-    warmup_steps: int = 0
+    warmup_steps: float = 0
     decay: str = "cosine"
     timescale: int = 10_000
-    cooldown_steps: int = 0
+    cooldown_steps: float = 0
     final_learning_rate: float = 0.0
     schedule_steps: int | None = None
     monitor: str | None = None
@@ -227,7 +228,8 @@ class ScheduleConfig(Section):
         for name in ("timescale", length):
             check_integer(name, getattr(self, name))
         for name in ("warmup_steps", "cooldown_steps"):
-            check_integer(name, getattr(self, name), minimum=0)
+            if not 0 < check_not_negative(name, getattr(self, name)) < 1:
+                check_integer(name, getattr(self, name), minimum=0)
         check_not_negative("final_learning_rate", self.final_learning_rate)
         check_positive("learning_rate", self.learning_rate)
         _check_decay(self.decay, self.cooldown_steps, self.final_learning_rate)
@@ -282,8 +284,13 @@ class ScheduleConfig(Section):
             self.decay,
             self.learning_rate,
             steps,
-            self.warmup_steps,
+            self.number_of_steps("warmup_steps", steps),
             self.final_learning_rate,
             self.timescale,
-            self.cooldown_steps,
+            self.number_of_steps("cooldown_steps", steps),
         )
+
+    def number_of_steps(self, name: str, schedule_steps: int) -> int:
+        """Returns the steps of the warm-up or the cooldown in a schedule."""
+        steps = getattr(self, name)
+        return round(steps * schedule_steps) if 0 < steps < 1 else steps

@@ -61,7 +61,7 @@ def files(tmp_path_factory):
         ("estimate x --utilization nan", "above 0; received: nan"),
         ("deduplicate --data digits --max-distance -5", "received: -5"),
         ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
-        ("train", "RECIPE"),
+        ("train", "a recipe, or --list alone"),
         # describe
         ("describe vmoe_b33", "nearest: vmoe_b32"),
         ("describe", "Expected a preset, or --list alone"),

@@ -38,6 +38,14 @@ def test_the_list(listed):
     assert rows["vmoe_b32"]["gflops"] == expected.gflops
 
 
+def test_a_part_of_the_list(tables_and_json):
+    _, rows = tables_and_json("describe", "--list", "*_digits")
+    names = ["moepp_digits", "mumoe_digits", "vmoe_digits"]
+    assert [row["name"] for row in rows] == names == [*models.list_presets("_digits")]
+    assert not models.list_presets("_digits", trained=False)
+    assert {*names, "limoe_emoji"} == {*models.list_presets(trained=True)}
+
+
 def test_the_table_of_the_zoo_is_true(listed):
     zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))

@@ -246,3 +246,19 @@ def test_the_version(capsys):
         main(["--version"])
     assert end.value.code == 0
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_your_own_modules_are_imported_first(program, mistake, tmp_path, monkeypatch):
+    (tmp_path / "own_router.py").write_text(
+        "from keras_moe.routers import TokenChoiceRouter, register_router\n\n"
+        "@register_router('own_choice')\n"
+        "class OwnRouter(TokenChoiceRouter):\n"
+        "    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ("describe", "vmoe_digits", "--set", "router=own_choice", "--import")
+    assert "router='own_choice'" in mistake(*arguments[:-1])
+    status, _, errors = program(*arguments, "own_router")
+    assert status == 0, errors
+    assert "--import other (No module named 'other')" in mistake(*arguments, "other")

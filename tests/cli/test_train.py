@@ -1,10 +1,14 @@
 import json
+import re
 import shutil
+import sys
+import types
 
 import keras
+import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import models, training
 
 SMALL = (
     "image_shape=[8,8,1]",
@@ -77,6 +81,16 @@ def test_one_command_trains_and_saves(
     for name in ("training", "router_health"):
         picture = (tmp_path / "run" / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
+    (events,) = (tmp_path / "run" / "tensorboard" / "training").iterdir()
+    for tag in (b"loss", b"val_accuracy", b"few_shot/2_shot", b"learning_rate"):
+        assert tag in events.read_bytes()
+    # A line for each epoch, since the output is no terminal.
+    assert output.count("Epoch") == 2
+    assert "\r" not in output
+    card = (tmp_path / "run" / "preset" / "README.md").read_text(encoding="utf-8")
+    # Not the built-in preset of the recipe's name.
+    assert 'from_preset("./preset")' in card
+    assert "type: accuracy" in card
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert sorted(names) == ["step-00000004", "step-00000008", "step-00000010"]
     # The same command again has nothing to do; another recipe is another run.
@@ -100,6 +114,33 @@ def test_one_command_trains_and_saves(
     assert "schedule.epochs=3 (there 2)" in errors
 
 
+def test_your_own_photos_in_one_command(train, tmp_path):
+    for number, name in enumerate(("cat", "dog") * 5):
+        (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((20, 24, 3), 200 * (number % 2))
+        keras.utils.save_img(
+            tmp_path / "photos" / name / f"{number}.png", pixels, scale=False
+        )
+    status, output, errors = train(
+        "finetune", "--data", f"folder:{tmp_path / 'photos'}",
+        "--preset", "vmoe_digits", "--output", tmp_path / "run",
+        "--recipe-set", "data.batch_size=8", "schedule.epochs=2",
+    )  # fmt: skip
+    assert status == 0, errors
+    line = re.search(r"use it +from_preset\((.*)\)\.classify\(photo\)", output)
+    model = models.from_preset(json.loads(line[1]))
+    photo = keras.utils.load_img(tmp_path / "photos" / "cat" / "0.png")
+    assert {x.name for x in model.classify(np.asarray(photo))} == {"cat", "dog"}
+
+
+def test_recipes_are_listed(train):
+    status, output, _ = train("--list", "--json")
+    assert (status, json.loads(output)) == (0, training.list_recipes())
+    for arguments in ((), ("mumoe_digits", "--list")):
+        status, _, errors = train(*arguments)
+        assert (status, "a recipe, or --list alone" in errors) == (2, True)
+
+
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
 def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
     def stub(recipe, extend, **_):
@@ -114,8 +155,9 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
         "--recipe-set", "schedule.epochs=40", "schedule.patience=5",
         "schedule.best=restore",
     )  # fmt: skip
-    assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
-    assert "patience" in output
+    # No table of settings above a line of what is wrong.
+    assert (status, output) == (2, "")
+    assert errors == f"error: 40 5 restore {bool(flag)}\n"
 
 
 def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
@@ -127,3 +169,29 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert status == 130
     assert errors.count("\n") == 2
     assert "the same command resumes where it stopped" in errors
+
+
+def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
+    """By its own callback, which its package brings."""
+    logged = {}
+
+    class Logger(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logged[epoch] = set(logs)
+
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **options: logged.update(options)
+    wandb.integration = types.ModuleType("wandb.integration")
+    wandb.integration.keras = types.ModuleType("wandb.integration.keras")
+    wandb.integration.keras.WandbMetricsLogger = Logger
+    options = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
+    options += ("--recipe-set", "schedule.epochs=1", "schedule.warmup_steps=0")
+    status, _, errors = train(*options, "--wandb", "mine")
+    assert (status, "pip install wandb" in errors) == (2, True)
+    for module in (wandb, wandb.integration, wandb.integration.keras):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    status, _, errors = train(*options, "--wandb", "mine", "--health-every", 0)
+    assert status == 0, errors
+    assert logged["project"] == "mine"
+    assert logged["config"]["schedule.epochs"] == 1
+    assert {"loss", "val_accuracy"} <= logged[0]

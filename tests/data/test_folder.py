@@ -56,9 +56,30 @@ def test_classes_are_those_of_all_splits(tmp_path):
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(ValueError, match="received: 0 images"):
         load(source, "empty")
-    # The folder of a split is not that of a source.
     with pytest.raises(ValueError, match="Expected images in a split of folder:"):
-        find_corrupt_files(f"{source}/train")
+        find_corrupt_files(f"{source}/empty")
+
+
+def test_classes_without_splits_are_split(tmp_path):
+    """The same images in every process, with some of each class in each part."""
+    for number in range(24):
+        save(tmp_path / ("a" if number < 20 else "b") / f"{number}.png", number)
+    source, parts = f"folder:{tmp_path}", {}
+    assert class_names(source) == ("a", "b")
+    for split in ("train", "test"):
+        (batch,) = load(source, split, GREY, 32, shuffle=False).as_numpy_iterator()
+        parts[split] = levels(batch[0])
+        assert batch[1].tolist() == [int(x >= 20) for x in parts[split]]
+    assert sorted(parts["train"] + parts["test"]) == [*range(24)]
+    assert [sum(x < 20 for x in parts[split]) for split in parts] == [16, 4]
+    assert [sum(x >= 20 for x in parts[split]) for split in parts] == [3, 1]
+    with pytest.raises(ValueError, match=r"one of .'train', 'test'.*split='dev'"):
+        load(source, "dev")
+    assert not find_corrupt_files(source)
+    # With a folder in it, this is a split.
+    save(tmp_path / "b" / "c" / "9.png", 9)
+    (tmp_path / "a").rename(tmp_path / "b" / "a")
+    assert class_names(source) == ("a", "c")
 
 
 @pytest.mark.parametrize("augment", [None, "random_resized_crop"])

@@ -6,7 +6,12 @@ import pytest
 
 from keras_moe import models
 from keras_moe.layers import PatchEmbedding
-from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss, Temperature
+from keras_moe.losses import (
+    ContrastiveLoss,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
+    Temperature,
+)
 from tests.calls import call
 from tests.pair_models import (
     FOUR,
@@ -199,6 +204,37 @@ def test_padded_pairs_do_not_count():
     assert history["val_loss"][0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="for each of 4 pairs"):
         model.evaluate(FOUR, sample_weight=weights[:2])
+
+
+def distances(y_true, y_pred):
+    images, texts = y_pred["image_embeddings"], y_pred["text_embeddings"]
+    return y_pred["logit_scale"] * keras.ops.sum(keras.ops.square(images - texts), -1)
+
+
+class OwnLoss(ContrastiveLoss):
+    def call(self, y_true, y_pred):
+        return distances(y_true, y_pred)
+
+
+class KerasLoss(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return distances(y_true, y_pred)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("loss", [distances, OwnLoss(), KerasLoss()])
+def test_any_loss_of_the_outputs_trains(loss):
+    model = models.ContrastiveModel(with_weights(one_block("clip")))
+    embeddings = model.predict(PAIRS, verbose=0)
+    expected = float(keras.ops.exp(model.backbone.logit_scale.log_scale)) * np.mean(
+        np.sum((embeddings["image_embeddings"] - embeddings["text_embeddings"]) ** 2, 1)
+    )
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    weights = np.array([1.0, 1.0, 1.0, 0.0])
+    actual = model.evaluate(FOUR, sample_weight=weights, verbose=0)
+    assert actual == pytest.approx(expected, rel=1e-4)
+    model.fit(PAIRS, verbose=0)
+    assert model.evaluate(PAIRS, verbose=0) < expected
 
 
 @pytest.mark.every_backend

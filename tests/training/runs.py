@@ -98,10 +98,9 @@ def quick_run(folder, recipe, *callbacks, every=3, **options):
     return train(
         recipe,
         callbacks=callbacks,
-        verbose=0,
         checkpoint_dir=folder,
         checkpoint_every=every,
-        **options,
+        **{"verbose": 0, **options},
     )
 
 

@@ -189,7 +189,7 @@ def test_a_schedule_may_end_before_the_run():
     ("short", "long"),
     [({"decay": "rsqrt"}, {}), ({"final_learning_rate": 1e-3}, {"schedule_steps": 14})],
 )
-def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
+def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, capsys, short, long):
     short = {"epochs": 2, **short}
     run(tmp_path, recipe(**short))
     mine = recipe(**{**short, **long, "epochs": 3})
@@ -200,7 +200,9 @@ def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
         # Killed in between.
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, mine, Ends(5), extend=True)
-        actual = run(tmp_path, mine, extend=True)
+        actual = run(tmp_path, mine, extend=True, verbose=2)
+    # The newest checkpoint, of every third step, before the end at the 19th.
+    assert "Resuming at step 18, in epoch 3\n" in capsys.readouterr().err
     assert_same(actual, run(tmp_path / "longer", mine))
     assert len(actual.history["loss"]) == 3
     # It is its own recipe's now.

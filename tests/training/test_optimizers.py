@@ -10,7 +10,7 @@ import pytest
 
 from keras_moe import training
 from keras_moe.models import abstract
-from keras_moe.training.optimizers import OPTIMIZERS, group_factors
+from keras_moe.training.optimizers import OPTIMIZERS, group_factors, layer_factors
 from tests.training.runs import assert_same_variables
 
 to_numpy = keras.ops.convert_to_numpy
@@ -126,6 +126,36 @@ def test_groups_of_every_optimizer_are_that_optimizer(name):
     # And the last group stays.
     assert (to_numpy(together[3]) == 0.5).all()
     assert (to_numpy(together[0]) != 0.5).all()
+
+
+def test_layer_decay_by_hand():
+    """In each tower, embeddings have the lowest rate, and what follows blocks none."""
+    paths = {
+        "image/patch_embedding/kernel": 1 / 8,
+        "image/block_0/moe/router/kernel": 1 / 4,
+        "image/block_1/attention/query/kernel": 1 / 2,
+        "image/final_norm/gamma": 1,
+        "text/text_positions/embedding": 1 / 4,
+        "text/block_0/mlp/hidden/bias": 1 / 2,
+        "logit_scale/log_scale": 1,
+    }
+    variables = [keras.Variable(1.0, name=path.replace("/", "_")) for path in paths]
+    for variable, path in zip(variables, paths):
+        variable._path = path
+    sgd = training.optimizer_class("sgd")
+    groups = [{"match": "router", "learning_rate": 4.0}]
+    optimizer = sgd(1.0, layer_decay=0.5, groups=groups)
+    expected = [1 - rate for rate in paths.values()]
+    expected[1] = 0.0
+    assert apply(optimizer, variables, 1.0) == expected
+    assert sgd.from_config(optimizer.get_config()).layer_decay == 0.5
+    # The names that real models have.
+    for preset in ("vmoe_s32", "mixer_s16", "clip_b32"):
+        model = abstract(preset, num_layers=2)
+        rates = [x.path for x in model.trainable_variables]
+        rates = dict(zip(rates, layer_factors(0.5, rates)))
+        assert {rates[path] for path in rates if "embedding" in path} == {1 / 8}
+        assert {rates[path] for path in rates if "block_1/" in path} == {1 / 2}
 
 
 def test_without_groups_it_is_keras():
@@ -354,6 +384,22 @@ def test_constant_by_hand():
     )
     steady = training.warmup_schedule("constant", 0.6, 100)
     np.testing.assert_allclose(rates(steady, (0, 50, 100, 200)), 0.6, rtol=1e-6)
+
+
+def test_steps_as_shares_of_the_run():
+    schedule = training.ScheduleConfig(
+        learning_rate=0.6, epochs=5, warmup_steps=0.1, cooldown_steps=0.2,
+        decay="constant", final_learning_rate=0.2,
+    )  # fmt: skip
+    by_number = schedule.replace(warmup_steps=10, cooldown_steps=20)
+    steps = range(0, 120, 5)
+    np.testing.assert_array_equal(
+        rates(schedule.new_schedule(20), steps),
+        rates(by_number.new_schedule(20), steps),
+    )
+    for share in (1.5, -0.1):
+        with pytest.raises(ValueError, match=f"warmup_steps={share}"):
+            schedule.replace(warmup_steps=share)
 
 
 def test_long_runs_keep_their_digits():

@@ -150,9 +150,10 @@ def test_shipped_recipes_make_models(name):
     # The epochs of LAION are long.
     batches = 30_000
     settings, learning_rate = actual.schedule, actual.learning_rate(batches)
-    peak = float(learning_rate(settings.warmup_steps))
+    steps = actual.total_steps(batches)
+    peak = float(learning_rate(settings.number_of_steps("warmup_steps", steps)))
     assert peak == pytest.approx(settings.learning_rate)
-    last = float(learning_rate(actual.total_steps(batches)))
+    last = float(learning_rate(steps))
     assert last == pytest.approx(settings.final_learning_rate, abs=1e-9)
     build_steps(actual.data.augment, (32, 32, 3), actual.seed)
     preset, arguments = actual.model.preset, actual.model.overrides

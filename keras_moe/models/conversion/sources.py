@@ -214,6 +214,8 @@ def _folder_kind(folder):
 def _has(folder, name):
     try:
         return check_file_exists(folder, name)
+    except ConnectionError:
+        raise
     except (OSError, ValueError):
         return False
 
