@@ -1,21 +1,31 @@
-"""Compiles every kind of model for devices that are not there, and prints a table.
+"""Compiles models for devices that are not there, and prints tables.
 
-    KERAS_BACKEND=jax python -m tools.compile_table table.json
-    KERAS_BACKEND=jax python -m tools.compile_table table.json --topologies h200:4
+    KERAS_BACKEND=jax python -m tools.compile_table kinds.json
+    KERAS_BACKEND=jax python -m tools.compile_table kinds.json --topologies h200:4
+    KERAS_BACKEND=jax python -m tools.compile_table presets.json --rows presets
+    KERAS_BACKEND=jax python -m tools.compile_table layouts.json --rows layouts
 
-Each row is two blocks of one model, one training step and one prediction for each
-topology, 16 images. A second run with the same file compiles what is missing or failed.
-It needs libtpu (the extra tpu-plan) or, for GPUs, JAX's CUDA plugin (the extra
-cuda-plan), and half a minute for each program.
+A row of the first table is two blocks of a kind of model, or of a preset, one training
+step and one prediction for each topology, 16 images. A row of `layouts` is a training
+step of a whole model on many devices: two blocks are compiled, and three, and each
+block of the model costs what the third does.
+
+A second run with the same file compiles what is missing or failed. It needs libtpu (the
+extra tpu-plan) or, for GPUs, JAX's CUDA plugin (the extra cuda-plan), and half a minute
+for each program.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keras_moe import distribution, routers
+from keras_moe import distribution, models, routers
+from keras_moe.distribution.chips import CHIPS
+from keras_moe.distribution.compiled import GENERATIONS
 from keras_moe.files import write_json
 
 SIZES = {"num_layers": 2, "num_classes": 1000}
@@ -35,40 +45,184 @@ ROWS = {
 }
 
 
+# Model, topology, examples on a device, and arguments of `compiled_costs`.
+LAYOUTS = [
+    ("vmoe_h14", "v5e:4x4", 8, {"rematerialize": True}),
+    ("vmoe_h14", "v5e:8x8", 8, {}),
+    ("vmoe_h14", "v5e:8x8", 16, {"rematerialize": True}),
+    ("vmoe_h14", "v5e:8x8", 8, {"model_parallel": 2}),
+    ("vmoe_h14", "v5e:16x16", 8, {}),
+    ("vmoe_h14", "v5p:2x2x4", 32, {}),
+    ("vmoe_h14", "v5p:4x4x4", 32, {}),
+    ("vmoe_h14", "v5p:4x4x4", 32, {"model_parallel": 2}),
+    ("vmoe_h14", "v5p:8x8x8", 32, {}),
+    ("vmoe_h14", "v6e:4x4", 16, {}),
+    ("vmoe_h14", "v6e:8x8", 16, {}),
+    ("vmoe_h14", "v6e:16x16", 16, {}),
+    ("vmoe_h14", "tpu7x:2x2x4", 32, {}),
+    ("vmoe_h14", "tpu7x:4x4x4", 32, {}),
+    ("vmoe_h14", "h200:2x8", 32, {}),
+    ("vmoe_h14", "h200:8x8", 32, {}),
+    ("limoe_h14", "v5e:8x8", 8, {"rematerialize": True}),
+    ("limoe_h14", "v5p:4x4x4", 32, {}),
+    ("limoe_h14", "v6e:8x8", 8, {}),
+]
+# What a layout's table says of a step, as in `CompiledCosts.seconds`.
+PARTS = ("experts", "attention", "MLPs", "optimizer", "collectives")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, metavar="FILE.json")
-    parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=ROWS)
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=[*ROWS],
+        metavar="ROW",
+        help="kinds of models, names of presets, 'presets' for all, or 'layouts'",
+    )
     parser.add_argument("--topologies", nargs="+", default=["v5e:2x2", "v6e:2x2"])
     parser.add_argument("--steps", nargs="+", default=["train", "predict"])
     args = parser.parse_args(arguments)
+    if args.rows == ["layouts"]:
+        jobs = {layout_name(*layout): (whole, layout) for layout in LAYOUTS}
+    else:
+        rows = preset_rows() if args.rows == ["presets"] else args.rows
+        jobs = {
+            f"{row} | {topology} | {step}": (result, (row, topology, step))
+            for row in rows
+            for topology in args.topologies
+            for step in args.steps
+        }
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    for row in args.rows:
-        for topology in args.topologies:
-            for step in args.steps:
-                key = f"{row} | {topology} | {step}"
-                if "error" in results.get(key, {"error": None}):
-                    results[key] = result(row, topology, step)
-                    write_json(args.results, results)
-                print(key, results[key], file=sys.stderr)
-    print(as_markdown(results))
+    for key, (measure, job) in jobs.items():
+        if "error" in results.get(key, {"error": None}):
+            try:
+                results[key] = measure(*job)
+            except Exception as error:
+                results[key] = {"error": " ".join(str(error).split())[:300]}
+            write_json(args.results, results)
+        print(key, results[key], file=sys.stderr)
+    is_of_layouts = args.rows == ["layouts"]
+    print(layouts_as_markdown(results) if is_of_layouts else as_markdown(results))
+
+
+def preset_rows() -> list[str]:
+    """All presets, and those of token choice once more without a capacity."""
+    rows = []
+    for name in models.list_presets():
+        rows.append(name)
+        with contextlib.suppress(ValueError):
+            models.abstract(name, load_weights=False, dropless=True)
+            rows.append(f"{name}, dropless")
+    return rows
 
 
 def result(row: str, topology: str, step: str) -> dict:
-    """The milliseconds and GiB of a step on a device, or the compiler's error."""
-    preset, overrides = ROWS[row]
+    """The milliseconds and GiB of a step of two blocks on a device."""
+    name, _, dropless = row.partition(", ")
+    options = {"dropless": True} if dropless else {}
+    preset, overrides = ROWS.get(row, (name, options))
+    is_pair = name.startswith(("clip", "siglip", "limoe"))
+    sizes = {**SIZES, "num_classes": None} if is_pair else SIZES
+    arguments = (preset, topology, 16, step)
     try:
-        costs = distribution.compiled_costs(
-            preset, topology, 16, step, **{**SIZES, **overrides}
-        )
-    except Exception as error:
-        return {"error": " ".join(str(error).split())[:300]}
+        costs = distribution.compiled_costs(*arguments, **{**sizes, **overrides})
+    except ValueError as error:
+        if "moe_layers" not in str(error):
+            raise
+        # Not the last block of the deep model, but of these two.
+        overrides = {"moe_layers": [1], **overrides}
+        costs = distribution.compiled_costs(*arguments, **{**sizes, **overrides})
     times = costs.step_seconds
     return {
         "ms": None if times is None else round(1e3 * times[1], 2),
         "GiB": round(costs.memory_bytes / 2**30, 2),
         "untimed": costs.num_untimed,
     }
+
+
+def layout_name(preset: str, topology: str, examples: int, options: dict) -> str:
+    changes = "".join(f", {name}={value}" for name, value in options.items())
+    return f"{preset} | {topology} | {examples}{changes}"
+
+
+def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
+    """A training step of all blocks, by those of two, and of one more of each kind."""
+    devices = 2 if topology.startswith("tpu7x") else 1
+    devices *= math.prod(map(int, topology.partition(":")[2].split("x")))
+    options = {"num_classes": None if "limoe" in preset else 1000, **options}
+    one, dense, moe = (
+        distribution.compiled_costs(
+            preset,
+            topology,
+            examples * devices // options.get("model_parallel", 1),
+            **{**options, "num_layers": layers, "moe_layers": moe_layers},
+        )
+        for layers, moe_layers in ((2, [1]), (3, [2]), (3, [1, 2]))
+    )
+    blocks = [x.kind for x in models.describe(preset).parts if "block_" in x.name]
+    num_dense = blocks.count("dense")
+    num_moe = len(blocks) - num_dense
+
+    def of_all(one, dense, moe):
+        return one + (num_dense - 1) * (dense - one) + (num_moe - 1) * (moe - one)
+
+    def by_part(*dicts):
+        return {
+            name: of_all(*(x.get(name, 0) for x in dicts))
+            for name in dict.fromkeys(name for x in dicts for name in x)
+        }
+
+    memory = by_part(one.memory, dense.memory, moe.memory)
+    found = {
+        "devices": devices,
+        "batch": one.batch_size,
+        "GiB": round(sum(memory.values()) / 2**30, 1),
+        "of": round(one.capacity / 2**30, 1),
+    }
+    if one.seconds is None:
+        return found
+    seconds = by_part(one.seconds, dense.seconds, moe.seconds)
+    sending = seconds.pop("collectives")
+    computing = sum(seconds.values())
+    flops = of_all(one.model_flops, dense.model_flops, moe.model_flops)
+    chip = CHIPS[GENERATIONS[topology.partition(":")[0]][0]]
+    peak = chip.peak_flops / (2 if topology.startswith("tpu7x") else 1)
+    return {
+        **found,
+        "ms": {name: round(1e3 * x, 1) for name, x in seconds.items()}
+        | {"collectives": round(1e3 * sending, 1)},
+        "step": [
+            round(1e3 * max(computing, sending)),
+            round(1e3 * (computing + sending)),
+        ],
+        "utilization": round(flops / (peak * max(computing, sending)), 2),
+    }
+
+
+def layouts_as_markdown(results: dict) -> str:
+    """A row for each layout, with its memory and the time of each part."""
+    head = ("model", "devices", "batch", "options", "GiB, of", *PARTS, "other")
+    lines = [f"| {' | '.join((*head, 'step, ms', 'utilisation'))} |"]
+    lines.append("|---" * (len(head) + 2) + "|")
+    for key, found in results.items():
+        preset, topology, changes = key.split(" | ")
+        _, _, options = changes.partition(", ")
+        row = [f"`{preset}`", f"`{topology}`", "", options]
+        if "error" in found:
+            row += ["no", *[""] * (len(head) - 3)]
+        else:
+            row[2] = f"{found['batch']:,}"
+            row.append(f"{found['GiB']} of {found['of']}")
+            times = dict(found.get("ms", {}))
+            row += [str(times.pop(part, "")) for part in PARTS]
+            row.append(f"{sum(times.values()):.1f}" if times else "")
+            row.append(" to ".join(map(str, found.get("step", ()))))
+            share = found.get("utilization")
+            row.append("" if share is None else f"{share:.0%}")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def as_markdown(results: dict) -> str:
