@@ -27,9 +27,27 @@ OPTIMIZERS = {
     "adam": lambda shape: 8 * math.prod(shape),
     "adafactor": lambda shape: 2 * math.prod(shape) + 4 * _factored(shape),
 }
-# Numbers that a block keeps for the backward pass, per token and D, per attention
-# weight and per hidden unit.
-PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
+
+
+class Kept(NamedTuple):
+    """Numbers that a block keeps for the backward pass.
+
+    Per token and D, per pair of tokens and head, per hidden unit of an MLP or an expert
+    (one more with a gate), and per slot and D.
+    """
+
+    per_token: float
+    per_pair: float
+    per_hidden_unit: float
+    per_slot: float
+    # Keys are padded to a multiple of these.
+    lanes: int = 1
+
+
+# By the compilers: on TPUs in bfloat16, where attention keeps one array of weights and
+# activation functions are computed again, and elsewhere.
+KEPT_ON_TPUS = Kept(9, 1, 1, 2.5, lanes=128)
+KEPT = Kept(11, 3, 3, 2)
 # float32 logits, noisy logits and gates of a router.
 ROUTING_BYTES = 3 * 4
 ALL_TO_ALL = "all-to-all (tokens)"
@@ -175,9 +193,10 @@ def costs(
 ) -> Costs:
     """Estimates the costs of a training step under a layout of `auto`.
 
-    Memory is the float32 weights, gradients of the same size, the optimizer state and
-    the activations kept for the backward pass, with `rematerialize=True` the inputs of
-    all blocks and the activations of one. Compilers may need less or more.
+    Memory is the float32 weights, the gradients, the optimizer state and the
+    activations kept for the backward pass, with `rematerialize=True` the inputs of all
+    blocks and the activations of one. On TPUs in bfloat16, gradients take the place of
+    activations that are no longer needed. Compilers may need less or more.
 
     Traffic: tokens travel to experts and back, again in the backward pass, and once
     more with `rematerialize`. With experts split over n devices, a device sends (n - 1)
@@ -240,10 +259,12 @@ def costs(
         model_parallel,
         batch_size,
     )
-    shares = _shares(towers, texts, batch_size, layouts, itemsize)
+    on_tpus = chip.torus > 0 and itemsize == 2
+    kept = KEPT_ON_TPUS if on_tpus else KEPT
+    shares = _shares(towers, texts, batch_size, layouts, itemsize, kept)
     rematerialize = any(share.block.rematerialize for share in shares)
     weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer], itemsize)
-    memory = _memory(weights, optimizer, shares, rematerialize)
+    memory = _memory(weights, optimizer, shares, rematerialize, on_tpus)
     traffic = _traffic(shares, weights, model_parallel, rematerialize)
     flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
     seconds = {"compute": flops / (chip.peak_flops * utilization)}
@@ -277,7 +298,7 @@ def _texts(text_tokens, model):
     return (text_tokens,) if text_tokens else ()
 
 
-def _shares(towers, texts, batch_size, layouts, itemsize):
+def _shares(towers, texts, batch_size, layouts, itemsize, kept):
     """Each block with a device's share of its tower's batch."""
     return [
         BlockShare(
@@ -289,13 +310,14 @@ def _shares(towers, texts, batch_size, layouts, itemsize):
             tower.hidden_dim,
             layouts.mesh.get(MODEL, 1),
             itemsize,
+            kept,
         )
         for tower in towers
         for block in tower.blocks
     ]
 
 
-def _memory(weights, optimizer, shares, rematerialize):
+def _memory(weights, optimizer, shares, rematerialize, on_tpus):
     """Bytes on one device, by part."""
     activations = [share.activation_bytes() for share in shares]
     kept = sum(activations)
@@ -303,9 +325,13 @@ def _memory(weights, optimizer, shares, rematerialize):
         # The inputs of all blocks plus the activations of one.
         inputs = sum(share.tokens * share.dim * share.itemsize for share in shares)
         kept = inputs + max(activations)
+    gradients = 4 * weights.parameters
+    if on_tpus:
+        # In bfloat16, and in the place of activations that are no longer needed.
+        gradients = max(0, gradients // 2 - kept)
     return {
         "weights": 4 * weights.parameters,
-        "gradients": 4 * weights.parameters,
+        "gradients": gradients,
         f"optimizer ({optimizer})": weights.state_bytes,
         "activations": kept,
     }
@@ -417,6 +443,7 @@ class BlockShare(NamedTuple):
     dim: int
     model_parallel: int
     itemsize: int
+    kept: Kept
 
     @property
     def tokens(self) -> int:
@@ -464,21 +491,23 @@ class BlockShare(NamedTuple):
                     "Expected blocks of attention, MLPs and MoE layers; received: "
                     f"{type(part).__name__}"
                 )
-        numbers = PER_TOKEN * dim * self.tokens
+        per = self.kept
+        numbers = per.per_token * dim * self.tokens
         if isinstance(mixer, (SelfAttention, CausalAttention)):
-            pairs = self.images * sum(length**2 for length in self.sequences)
-            numbers += PER_PAIR * mixer.num_heads * pairs // split
+            keys = (n * -(-n // per.lanes) * per.lanes for n in self.sequences)
+            pairs = self.images * sum(keys)
+            numbers += per.per_pair * mixer.num_heads * pairs // split
         else:
-            numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * self.images // split
+            numbers += per.per_hidden_unit * mixer.mlp_dim * dim * self.images // split
         if isinstance(feed_forward, MLP):
-            hidden = (PER_HIDDEN_UNIT + feed_forward.gated) * feed_forward.mlp_dim
+            hidden = (per.per_hidden_unit + feed_forward.gated) * feed_forward.mlp_dim
             numbers += hidden * self.tokens // split
-            return numbers * self.itemsize
+            return round(numbers) * self.itemsize
         slots, experts = self.slots, feed_forward.experts
-        hidden = (PER_HIDDEN_UNIT + experts.gated) * experts.mlp_dim
-        numbers += slots * hidden // split + slots * 2 * dim
+        hidden = (per.per_hidden_unit + experts.gated) * experts.mlp_dim
+        numbers += slots * hidden // split + slots * per.per_slot * dim
         routing = self.tokens * feed_forward.router.num_experts * ROUTING_BYTES
-        return numbers * self.itemsize + routing
+        return round(numbers) * self.itemsize + routing
 
     def model_parallel_bytes(self) -> int:
         """Bytes of token mixer and MLP outputs that tensor parallelism all-reduces."""

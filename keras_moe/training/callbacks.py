@@ -208,6 +208,7 @@ class ScalarLog(ProgressCallback):
     Example:
 
     >>> import tempfile
+    >>> import numpy as np
     >>> from keras_moe import training
     >>> folder = tempfile.mkdtemp()
     >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -317,6 +318,7 @@ class BestEpoch(keras.callbacks.Callback):
 
     Example:
 
+    >>> import numpy as np
     >>> from keras_moe.training import BestEpoch
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.0), "mse")
