@@ -86,13 +86,14 @@ print(f"one image:     {model.num_tokens} tokens, {model.gflops:.0f} GFLOPs forw
 #
 # ## Does it fit?
 #
-# Training with Adam keeps 16 bytes per parameter: the weight, its gradient and two
-# moments, all in float32. (Only matmuls use bfloat16.)
+# Training with Adam keeps 12 bytes per parameter: the weight and two moments, all in
+# float32. (Only matmuls use bfloat16.) Gradients take the place of activations that the
+# backward pass no longer needs.
 
 # %%
-need = 16 * model.parameters
+need = 12 * model.parameters
 chip = distribution.CHIPS["tpu_v4"]
-print(f"16 bytes x {model.parameters / 1e9:.2f}B = {need / GIB:.0f} GiB")
+print(f"12 bytes x {model.parameters / 1e9:.2f}B = {need / GIB:.0f} GiB")
 print(f"one {chip.name} has {chip.memory / GIB:.0f} GiB")
 
 # %% [markdown]
