@@ -6,8 +6,7 @@
 Both sides are two blocks of size B/16 with an embedding and a head, mixed bfloat16,
 AdamW, compiled for v5e without a TPU: the extra tpu-plan, flax and optax. Cycles are
 those that the compiler estimates for each operation, times their runs; sorts, scatters
-and collectives have none. `seconds` is the compiler's other estimate, which leaves out
-custom calls.
+and collectives have none.
 """
 
 import argparse
@@ -51,13 +50,12 @@ ROWS = {
 
 
 class Measured(NamedTuple):
-    """A program's cycles, longest operations, sent bytes, memory, other estimate."""
+    """A program's cycles, longest operations, sent bytes and temporary memory."""
 
     cycles: int
     longest: list
     sent: int
     memory: int
-    seconds: float
 
 
 def main() -> None:
@@ -65,8 +63,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=ROWS)
     parser.add_argument("--longest", type=int, default=0, metavar="N")
     args = parser.parse_args()
-    names = ("row", "side", "M cycles", "of official", "seconds, of official")
-    table = Table(*names, "temporary MB", "sent MB")
+    names = ("row", "side", "M cycles", "of official", "temporary MB", "sent MB")
+    table = Table(*names)
     console = Console()
     with compilation_jax.alone():
         for name in args.rows:
@@ -77,7 +75,6 @@ def main() -> None:
                     side,
                     f"{found.cycles / 1e6:.2f}",
                     f"{found.cycles / official.cycles:.2f}",
-                    f"{found.seconds / official.seconds:.2f}",
                     f"{found.memory / 1e6:.0f}",
                     f"{found.sent / 1e6:.0f}",
                 )
@@ -117,7 +114,6 @@ def measured(lowered: Any) -> Measured:
         program.longest(100),
         sum(size for _, size in program.collectives().values()),
         compiled.memory_analysis().temp_size_in_bytes,
-        compiled.cost_analysis()["optimal_seconds"],
     )
 
 
