@@ -399,6 +399,9 @@ class RoutingRecorder(keras.Model):
         self.records, self.in_training = records, in_training
 
     def call(self, inputs):
+        if isinstance(inputs, dict):
+            # Batches of language models have targets, too.
+            inputs = {name: inputs[name] for name in self.records.input}
         return self.records(inputs, training=self.in_training)
 
 
@@ -408,7 +411,8 @@ def masks_padding(model: Any, name: str) -> bool:
     if not isinstance(model.input, dict) or name.startswith("image/"):
         return False
     config = backbone.get_config()
-    return config.get("text", config).get("mask_padding", False)
+    never_routed = not getattr(backbone, "routes_padding", True)
+    return config.get("text", config).get("mask_padding", never_routed)
 
 
 def _moe_layer(backbone, key):

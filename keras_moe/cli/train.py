@@ -44,6 +44,7 @@ keras-moe train finetune --data folder:PHOTOS --preset vmoe_digits
 keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16
 keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr
 keras-moe train mumoe_clip_b32 --data folder:photos
+keras-moe train moepp_lm_python --data text:BOOKS
 keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all
 keras-moe train mumoe_digits --recipe-set schedule.epochs=40 --extend
 keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore"""
@@ -298,6 +299,8 @@ def evaluations(
     args: argparse.Namespace, recipe: Any, folder: Path, model: Any, datasets: Any
 ) -> list:
     """Callbacks that evaluate the model at regular intervals."""
+    import keras
+
     from keras_moe.processes import gathered_batch
 
     training = keras_moe.training
@@ -306,10 +309,10 @@ def evaluations(
         board = folder / "tensorboard"
     if args.health_every and model.routing:
         # Each process has read a part.
-        images, _ = gathered_batch(next(iter(datasets.test)))
+        batch = gathered_batch(next(iter(datasets.test)))
         callbacks.append(
             training.RouterHealth(
-                images,
+                keras.utils.unpack_x_y_sample_weight(batch)[0],
                 every=args.health_every,
                 csv_path=folder / "router_health.csv",
                 tensorboard=board and board / "routers",

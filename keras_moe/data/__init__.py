@@ -26,7 +26,8 @@ from keras_moe.data.selection import (
     oversample,
     write_exclusion,
 )
-from keras_moe.data.sources import class_names, num_classes
+from keras_moe.data.sources import class_names, load_texts, num_classes
+from keras_moe.data.token_rows import load_rows
 from keras_moe.processes import process_shard
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "load_digits",
     "load_emoji",
     "load_pairs",
+    "load_rows",
+    "load_texts",
     "num_classes",
     "num_examples",
     "num_pairs",

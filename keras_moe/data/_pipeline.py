@@ -17,7 +17,7 @@ class BatchSettings(NamedTuple):
     """How `batches` makes batches of examples.
 
     Attributes:
-        image_shape: (height, width, channels).
+        image_shape: (height, width, channels); None without images.
         steps: augmentation.
         targets: function from features and key to what accompanies the images.
         share: the host's part.
@@ -27,9 +27,9 @@ class BatchSettings(NamedTuple):
         start_batch: first batch of endless passes; None for a single pass.
     """
 
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, int, int] | None
     steps: list[Step]
-    targets: Callable[[dict[str, Any], Any], Any]
+    targets: Callable[[dict[str, Any], Any], Any] | None
     share: Share
     shuffle: bool
     seed: int
@@ -96,6 +96,19 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
     else:
         dataset = dataset.map(lambda x, y, _: (x, y))
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def feature_batches(examples: Examples, settings: BatchSettings) -> Any:
+    """Returns a `tf.data.Dataset` of batches of features, without images."""
+    import tensorflow as tf
+
+    _check_count(examples, settings)
+    dataset = _prepared(
+        tf, examples, settings, lambda element, _: examples.read(element[1])
+    )
+    return dataset.batch(
+        settings.share.batch_size, drop_remainder=settings.drop_remainder
+    ).prefetch(tf.data.AUTOTUNE)
 
 
 def _check_count(examples: Examples, settings: BatchSettings) -> None:

@@ -5,6 +5,7 @@ or a sequence of texts (Flickr30k) or of dicts with a text (`coco_captions`).
 """
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
 from keras_moe.data._files import extra
+from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 
 # Seconds to wait for a server. An answer takes one second.
@@ -88,6 +90,24 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
         image.decode_example,
         image.shape[-1],
         options.every_caption,
+    )
+
+
+def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
+    """Yields the texts of a split."""
+    builder = _open_builder(name, data_dir)
+    import tensorflow_datasets as tfds
+
+    features = builder.info.features
+    if getattr(features.get("text"), "tf_dtype", None) != "string":
+        raise ValueError(
+            f"Expected tfds:{name} to have a feature 'text'; received: "
+            f"features={features}"
+        )
+    wanted = tfds.features.FeaturesDict({"text": features["text"]})
+    return record_texts(
+        _record_files(name, split, builder),
+        lambda record: wanted.deserialize_example(record)["text"],
     )
 
 

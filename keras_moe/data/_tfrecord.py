@@ -19,8 +19,11 @@ Stored tokens are rows of "max_length" integers, one after the other:
 
     {"features": {"image": "image/encoded", "token_ids": "image/token_ids",
                   "padding_mask": "image/padding_mask"}, "max_length": 64}
+
+Records of texts have a feature "text", or the name of `"text"` in "features".
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
+from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -45,6 +49,7 @@ FEATURES = {
     "captions": "image/captions",
     "token_ids": "image/token_ids",
     "padding_mask": "image/padding_mask",
+    "text": "text",
 }
 _SCHEMA = {
     "classes": (int, [str]),
@@ -138,6 +143,20 @@ def open_captioned(
 
     files = _split_files(pattern, split, settings)
     return captioned_records(files, parse, decode_image, 3, options.every_caption)
+
+
+def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterator[str]:
+    """Yields the texts of a split."""
+    import tensorflow as tf
+
+    settings = _settings(pattern)
+    files = _split_files(pattern, split, settings)
+    name = {**FEATURES, **settings.get("features", {})}["text"]
+    _check_first(files[0].path, {name})
+    features = {name: tf.io.FixedLenFeature([], "string")}
+    return record_texts(
+        files, lambda record: tf.io.parse_single_example(record, features)[name]
+    )
 
 
 def corrupt_files(pattern: str) -> list[str]:

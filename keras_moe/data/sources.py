@@ -7,6 +7,7 @@ the colon in a source's name:
     open_labelled(name, split, data_dir)    examples with labels
     open_captioned(name, split, options)    examples with captions, by `CaptionOptions`;
                                             None if this source only has labels
+    open_texts(name, split, data_dir)       documents, as strings
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from keras_moe.data import (
     _fashion_mnist,
     _folder,
     _openclipart,
+    _python_docs,
+    _texts,
     _tfds,
     _tfrecord,
     _webdataset,
@@ -31,11 +34,17 @@ from keras_moe.data._captions import (
 from keras_moe.data._examples import Examples
 
 # Kinds that are sources without a name, and those that have one.
-_ALONE = {"digits": digits, "emoji": emoji, "fashion_mnist": _fashion_mnist}
+_ALONE = {
+    "digits": digits,
+    "emoji": emoji,
+    "fashion_mnist": _fashion_mnist,
+    "python_docs": _python_docs,
+}
 _NAMED = {
     "emoji": emoji,
     "folder": _folder,
     "openclipart": _openclipart,
+    "text": _texts,
     "tfds": _tfds,
     "tfrecord": _tfrecord,
     "webdataset": _webdataset,
@@ -49,17 +58,19 @@ def _find(source: Any, function: str) -> tuple[Callable, str]:
     if kind not in kinds:
         raise ValueError(
             "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
-            "'tfrecord:GLOB', 'folder:PATH', 'openclipart:PATH' or, for captions, "
-            f"'webdataset:GLOB'; received: source={source!r} "
+            "'tfrecord:GLOB', 'folder:PATH', 'openclipart:PATH', for captions "
+            "'webdataset:GLOB', or for texts 'text:PATH' or 'python_docs'; received: "
+            f"source={source!r} "
             f"({nearest(kind, {**_ALONE, **_NAMED})})"
         )
     module = kinds[kind]
     if function == "open_captioned":
         return getattr(module, function, lambda *_: None), name
     if not hasattr(module, function):
+        texts, labels = "documents for language models", "images with labels"
+        expected = texts if function == "open_texts" else labels
         raise ValueError(
-            "Expected a source with labels, not with captions alone; received: "
-            f"source={source!r}"
+            f"Expected a source of {expected}; received: source={source!r}"
         )
     return getattr(module, function), name
 
@@ -102,6 +113,43 @@ def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Example
         examples = captions_of_classes(labelled, options)
     examples.name = source
     return examples
+
+
+def load_texts(
+    source: str, split: str, data_dir: str | None = None
+) -> tuple[str, ...]:
+    """Loads the documents of a source of texts into memory.
+
+    Args:
+        source: name of the texts:
+
+            - `"text:PATH"`: a folder, file or glob of `.txt`, `.md`, `.rst` and `.py`
+              files, a document each, and of `.jsonl` files with an object
+              `{"text": "..."}` per line. A folder may have folders `train`,
+              `validation` and so on for its splits.
+            - `"tfds:NAME"`: a dataset of TensorFlow Datasets with a feature `"text"`.
+            - `"tfrecord:GLOB"`: TFRecord files with a feature `"text"`, or another name
+              of `"text"` in `dataset.json`, for the split in their names.
+            - `"python_docs"`: docstrings of Python's standard library and the pages of
+              its language reference, as installed with Python (PSF-2.0).
+        split: for `text:` without folders of splits and `python_docs`: `"train"`,
+            `"validation"` or `"test"` (a tenth of the documents each), or `"all"`.
+        data_dir: folder of TensorFlow Datasets.
+
+    Example:
+
+    >>> from keras_moe.data import load_texts
+    >>> any("is a generator" in text for text in load_texts("python_docs", "all"))
+    True
+    """
+    open_texts, name = _find(source, "open_texts")
+    texts = tuple(open_texts(name, split, data_dir))
+    if not texts:
+        raise ValueError(
+            f"Expected documents in the split; received: none in source={source!r}, "
+            f"split={split!r}"
+        )
+    return texts
 
 
 def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | None:

@@ -186,6 +186,7 @@ class DecoderBackbone(MoEBackbone):
     config_class = DecoderConfig
     example = "text"
     pipeline_tag = "text-generation"
+    routes_padding = False
 
     @classmethod
     def tower(cls, config: DecoderConfig, dtype: Any = None) -> Tower:

@@ -10,7 +10,13 @@ from keras_moe.training.checkpoints import (
     save_checkpoint,
 )
 from keras_moe.training.contrastive import Contrastive
-from keras_moe.training.data_sections import DataConfig, Datasets, ImageData, PairData
+from keras_moe.training.data_sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    PairData,
+    TextData,
+)
 from keras_moe.training.evaluators import (
     FewShot,
     PeriodicEvaluation,
@@ -19,6 +25,7 @@ from keras_moe.training.evaluators import (
 )
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.model_soups import Soup, cooldown_branch, greedy_soup
+from keras_moe.training.next_token import NextToken
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -59,6 +66,7 @@ __all__ = [
     "ModelConfig",
     "Monitor",
     "MultiLabel",
+    "NextToken",
     "NonFinite",
     "NonFiniteLoss",
     "Objective",
@@ -74,6 +82,7 @@ __all__ = [
     "ScheduleConfig",
     "Soup",
     "StopOnNonFinite",
+    "TextData",
     "Training",
     "UpcyclingReport",
     "UsageRecorder",

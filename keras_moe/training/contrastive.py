@@ -1,27 +1,23 @@
 """The contrastive objective of image-text models."""
 
 import dataclasses
-import hashlib
-from pathlib import Path
 
 from keras_moe import data
 from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.losses.pairs import check_similarity
-from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenizer
-from keras_moe.processes import process_index, process_shard
+from keras_moe.models import ContrastiveAccuracy, ContrastiveModel
+from keras_moe.processes import process_shard
+from keras_moe.training._tokenized import TokenizedObjective
 from keras_moe.training.data_sections import Datasets, PairData
-from keras_moe.training.objectives import Monitor, Objective, register_objective
+from keras_moe.training.objectives import Monitor, register_objective
 
 LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
-_CLIP, _TRAINED = "clip", "trained"
-# Tokenizer file in a preset folder.
-_TOKENIZER = "text_tokenizer.json"
 
 
 @register_objective("contrastive")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contrastive(Objective):
+class Contrastive(TokenizedObjective):
     """Matches each image with its caption among the captions of the batch.
 
     Models are compared by the contrastive accuracy on test batches, see
@@ -57,9 +53,6 @@ class Contrastive(Objective):
     multi_positive: bool = False
     chunk_size: int | None = None
     similarity_dtype: str = "float32"
-    tokenizer: str | None = None
-    vocabulary_size: int | None = None
-    max_length: int | None = None
     evaluation_batch_size: int | None = None
 
     def __post_init__(self):
@@ -67,78 +60,21 @@ class Contrastive(Objective):
         check_one_of("loss", self.loss, ("auto", *LOSSES))
         check_bool("multi_positive", self.multi_positive)
         check_similarity(self.similarity_dtype, self.chunk_size)
-        for name in ("vocabulary_size", "max_length", "evaluation_batch_size"):
-            check_integer(name, getattr(self, name), optional=True)
-        if self.tokenizer not in (None, _TRAINED):
-            self._check_no_size(f"tokenizer={self.tokenizer!r}")
+        check_integer(
+            "evaluation_batch_size", self.evaluation_batch_size, optional=True
+        )
 
     def model_arguments(self, num_classes):
         return {"task": ContrastiveModel.task_name}
 
-    def prepare(self, model, config, data_dir=None, run_folder=None):
-        """Sets the model's tokenizer; `run_folder` keeps a trained one."""
-        if self.tokenizer is None and model.preprocessor is not None:
-            self._check_no_size("the preset's tokenizer")
-            self._check_length(model.preprocessor)
-            return
-        kept = None
-        if run_folder is not None and self.tokenizer in (None, _TRAINED):
-            kept = run_folder / "tokenizer"
-        if kept is not None and (kept / _TOKENIZER).is_file():
-            tokenizer = TextTokenizer.from_preset(kept)
-        else:
-            tokenizer = self._new_tokenizer(model.backbone, config, data_dir)
-            if kept is not None and process_index() == 0:
-                tokenizer.save_to_preset(kept)
-        tokenizer.check_fits(model.backbone)
-        model.preprocessor = tokenizer
-
-    def _new_tokenizer(self, backbone, config, data_dir):
-        """Returns the configured tokenizer, trained on the captions if needed."""
-        length = self.max_length or backbone.max_length
-        name = self.tokenizer
-        if name in (None, _TRAINED):
-            captions = data.load_captions(
-                config.source,
-                config.train_split,
-                data_dir,
-                exclude=config.exclude or (),
-                **config.pair_options(),
-            )
-            size = self.vocabulary_size or backbone.vocabulary_size
-            return TextTokenizer.trained(captions, size, length)
-        if name == _CLIP:
-            return TextTokenizer.clip(max_length=length)
-        path = Path(name)
-        if "://" in name or (path / _TOKENIZER).is_file():
-            return self._check_length(TextTokenizer.from_preset(name))
-        if path.suffix == ".model":
-            return TextTokenizer.sentence_piece(path, length)
-        return TextTokenizer.clip(path, length)
-
-    def _check_no_size(self, received):
-        if self.vocabulary_size is not None:
-            raise ValueError(
-                "Expected vocabulary_size with tokenizer='trained' alone; received: "
-                f"vocabulary_size={self.vocabulary_size} with {received}"
-            )
-
-    def _check_length(self, tokenizer):
-        if self.max_length not in (None, tokenizer.max_length):
-            raise ValueError(
-                f"Expected the preset's own max_length={tokenizer.max_length}, or "
-                f"tokenizer='trained'; received: max_length={self.max_length}"
-            )
-        return tokenizer
-
-    def taken_from_data(self, model):
-        """Returns the digest of a byte-pair vocabulary, which may have been trained."""
-        tokenizer = getattr(model.preprocessor, "tokenizer", None)
-        merges = getattr(tokenizer, "merges", None)
-        if self.tokenizer not in (None, _TRAINED) or merges is None:
-            return {}
-        digest = hashlib.sha256("\n".join(map(str, merges)).encode())
-        return {"tokenizer_sha256": digest.hexdigest()}
+    def texts(self, config, data_dir):
+        return data.load_captions(
+            config.source,
+            config.train_split,
+            data_dir,
+            exclude=config.exclude or (),
+            **config.pair_options(),
+        )
 
     def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
         options, exclude = config.pair_options(), config.exclude or ()

@@ -32,7 +32,7 @@ class Datasets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Settings shared by all kinds of data; see `ImageData` and `PairData`.
+    """Settings shared by all kinds of data; see `ImageData`, `PairData`, `TextData`.
 
     Args:
         batch_size: number of examples in a step.
@@ -71,7 +71,8 @@ class DataConfig(Section):
     def replace(self, **changes: Any) -> "DataConfig":
         """Returns a copy with changed settings; a new `source` resets the splits."""
         if changes.get("source", self.source) != self.source:
-            changes = {"train_split": "train", "test_split": "test", **changes}
+            splits = ("train_split", "test_split")
+            changes = {**{x: getattr(type(self), x) for x in splits}, **changes}
         return super().replace(**changes)
 
     @property
@@ -138,7 +139,43 @@ class ImageData(DataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairData(DataConfig):
+class MixedData(DataConfig):
+    """Settings of data that may be a mixture of sources."""
+
+    source: str | dict = "digits"
+    epoch_size: int | None = None
+    test_source: str | None = None
+
+    def __post_init__(self):
+        if not self.source or not isinstance(self.source, (str, dict)):
+            raise ValueError(
+                "Expected source to be a name, or a dict from names to weights; "
+                f"received: source={self.source!r}"
+            )
+        for name, weight in self.weights.items():
+            check_positive(f"source[{name!r}]", weight)
+        check_integer("epoch_size", self.epoch_size, optional=True)
+        super().__post_init__()
+
+    def replace(self, **changes: Any) -> "MixedData":
+        """Returns a changed copy; a new `source` resets splits and test source."""
+        if changes.get("source", self.source) != self.source:
+            changes = {"test_source": None, **changes}
+        return super().replace(**changes)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of all sources, which may be mixed."""
+        return self.source if isinstance(self.source, dict) else {self.source: 1}
+
+    @property
+    def evaluated_source(self) -> str:
+        """Source of the examples to evaluate on."""
+        return self.test_source or next(iter(self.weights))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairData(MixedData):
     """Images and their captions.
 
     Args:
@@ -162,41 +199,19 @@ class PairData(DataConfig):
     'emoji'
     """
 
-    source: str | dict = "digits"
     captions: str | None = None
     templates: str | Sequence | None = None
-    epoch_size: int | None = None
-    test_source: str | None = None
 
     def __post_init__(self):
-        if not self.source or not isinstance(self.source, (str, dict)):
-            raise ValueError(
-                "Expected source to be a name, or a dict from names to weights; "
-                f"received: source={self.source!r}"
-            )
-        for name, weight in _weights(self.source).items():
-            check_positive(f"source[{name!r}]", weight)
-        check_integer("epoch_size", self.epoch_size, optional=True)
+        super().__post_init__()
         # Validates the rest as far as possible without data.
         data.PairOptions(**self.pair_options())
-        super().__post_init__()
-
-    def replace(self, **changes: Any) -> "PairData":
-        """Returns a changed copy; a new `source` resets splits and test source."""
-        if changes.get("source", self.source) != self.source:
-            changes = {"test_source": None, **changes}
-        return super().replace(**changes)
 
     def pair_options(self) -> dict[str, Any]:
         """Returns the given options as arguments of `keras_moe.data.load_pairs`."""
         names = ("captions", "templates", "unreadable")
         options = {name: getattr(self, name) for name in names}
         return {name: value for name, value in options.items() if value is not None}
-
-    @property
-    def evaluated_source(self) -> str:
-        """Source of the pairs to evaluate on."""
-        return self.test_source or next(iter(_weights(self.source)))
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
         """Returns `keras_moe.data.load_pairs` options for the test pairs.
@@ -214,6 +229,40 @@ class PairData(DataConfig):
         return options
 
 
-def _weights(source):
-    """Returns the weights of all sources, which may be mixed."""
-    return source if isinstance(source, dict) else {source: 1}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData(MixedData):
+    """Texts for language models.
+
+    Texts are tokenized and packed into rows when a run starts, and stay in memory: 12
+    bytes per token. Documents in a row do not attend to each other.
+
+    Args:
+        batch_size: number of rows in a step.
+        source: source of the texts, see `keras_moe.data.load_texts`; or a mixture, as a
+            dict from source to weight: `{"text:books": 3, "text:code": 1}` has 3 rows
+            of the books in each batch for each row of the code.
+        train_split: see `DataConfig`.
+        test_split: split of documents to evaluate on after each epoch.
+        epoch_size: rows in an epoch; None counts those of all sources.
+        test_source: source of `test_split`; None uses the (first) training source.
+
+    Example:
+
+    >>> from keras_moe.training import TextData
+    >>> TextData(batch_size=8, source="text:notes").test_split
+    'validation'
+    """
+
+    source: str | dict = "python_docs"
+    test_split: str = "validation"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("augment", "exclude", "unreadable"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"Expected no {name} for texts; received: "
+                    f"{name}={getattr(self, name)!r}"
+                )
+        # Packed rows and their tokenizer, by source and `data_dir`.
+        object.__setattr__(self, "packed", {})

@@ -15,7 +15,13 @@ from keras_moe import models
 from keras_moe.checks import LARGEST_SEED, check_integer, check_string, nearest
 from keras_moe.files import shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
-from keras_moe.training.data_sections import DataConfig, Datasets, ImageData, PairData
+from keras_moe.training.data_sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    PairData,
+    TextData,
+)
 from keras_moe.training.objectives import (
     OBJECTIVES,
     Classification,
@@ -42,11 +48,12 @@ class Recipe:
 
     Args:
         name: name of the recipe.
-        data: an `ImageData` or `PairData`, depending on the objective.
+        data: an `ImageData`, `PairData` or `TextData`, depending on the objective.
         model: a `ModelConfig`: preset and overrides.
         schedule: a `ScheduleConfig`: length and learning rates.
         optimizer: an `OptimizerConfig`.
-        objective: a `Classification`, `MultiLabel`, `Contrastive` or your own.
+        objective: a `Classification`, `MultiLabel`, `Contrastive`, `NextToken` or your
+            own.
         seed: seed of weights, noise, order and augmentation.
         description: a one-line description.
         reference: source of the published settings.
@@ -341,7 +348,7 @@ def _with_none(value):
 def dotted_names(section: str) -> dict[str, str]:
     """Maps the settings of a section to their dotted names."""
     classes = {
-        "data": (ImageData, PairData),
+        "data": (ImageData, PairData, TextData),
         "model": (ModelConfig,),
         "optimizer": (OptimizerConfig,),
         "schedule": (ScheduleConfig,),
