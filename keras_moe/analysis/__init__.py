@@ -47,6 +47,7 @@ from keras_moe.analysis.tokens import (
     TokenTags,
     expert_views,
     flow_statistics,
+    main_experts,
     tag_tokens,
     token_flows,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "fairness_metrics",
     "flow_statistics",
     "load_by_type",
+    "main_experts",
     "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",

@@ -92,7 +92,22 @@ class FlowStatistics(NamedTuple):
 
 
 def main_experts(routing: Any) -> np.ndarray:
-    """The expert with the largest weight for each token (B, N); E if not served."""
+    """Finds the expert with the largest combine weight for each token.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E).
+
+    Returns: integers (B, N); E for tokens that are not served.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import main_experts
+    >>> from keras_moe.ops import Routing
+    >>> weights = np.array([[[0.1, 0.6], [0.0, 0.0]]])
+    >>> main_experts(Routing(*[weights] * 6)).tolist()
+    [[1, 2]]
+    """
     served = np.asarray(routing.dispatched) > 0
     # A served token may have weight 0.
     weights = np.where(served, np.asarray(routing.combined), -np.inf)

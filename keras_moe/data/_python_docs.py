@@ -1,7 +1,8 @@
 """The documentation of Python's standard library, as installed with the interpreter.
 
 A document is the docstrings of a module, or a topic of `help()`, which is a page of the
-language reference. Copyright Python Software Foundation, PSF-2.0.
+language reference. Splits are drawn by package, since modules of a package share
+sentences. Copyright Python Software Foundation, PSF-2.0.
 """
 
 import ast
@@ -20,13 +21,13 @@ _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def open_texts(name: str, split: str, data_dir: str | None = None) -> Iterator[str]:
-    """Yields the documents of a split: a tenth is validation, another tenth test."""
+    """Yields the documents of a split; the modules of a package share one."""
     yield from of_split(_documents(), split)
 
 
 @functools.cache
 def _documents():
-    """Names and texts, which are kept: parsing takes seconds."""
+    """Names of packages and texts, which are kept: parsing takes seconds."""
     documents = []
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in files_below(root, root):
@@ -40,6 +41,9 @@ def _documents():
         nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
         texts = [text for text in map(ast.get_docstring, nodes) if text]
         if texts:
-            documents.append((name.as_posix(), "\n\n".join(texts)))
+            documents.append(
+                (f"lib/{name.with_suffix('').parts[0]}", "\n\n".join(texts))
+            )
     topics = importlib.import_module("pydoc_data.topics").topics
-    return documents + [(f"pydoc_data/{x}", topics[x]) for x in sorted(topics)]
+    # Topics repeat parts of each other.
+    return documents + [("lib/pydoc_data", topics[x]) for x in sorted(topics)]

@@ -85,7 +85,9 @@ def _read(file):
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected text in UTF-8; received: {file}: {error}") from error
+        raise ValueError(
+            f"Expected text in UTF-8; received: {file}: {error}"
+        ) from error
 
 
 def _lines(file):

@@ -115,9 +115,7 @@ def _open_captioned(source: Any, split: str, options: CaptionOptions) -> Example
     return examples
 
 
-def load_texts(
-    source: str, split: str, data_dir: str | None = None
-) -> tuple[str, ...]:
+def load_texts(source: str, split: str, data_dir: str | None = None) -> tuple[str, ...]:
     """Loads the documents of a source of texts into memory.
 
     Args:
@@ -132,8 +130,9 @@ def load_texts(
               of `"text"` in `dataset.json`, for the split in their names.
             - `"python_docs"`: docstrings of Python's standard library and the pages of
               its language reference, as installed with Python (PSF-2.0).
-        split: for `text:` without folders of splits and `python_docs`: `"train"`,
-            `"validation"` or `"test"` (a tenth of the documents each), or `"all"`.
+        split: for `text:` without folders of splits and for `python_docs` `"train"`,
+            `"validation"`, `"test"` or `"all"`. About a tenth of the documents each is
+            for validation and test, drawn by their contents (here by package).
         data_dir: folder of TensorFlow Datasets.
 
     Example:

@@ -102,6 +102,8 @@ def _packed(model, source, split, data_dir):
 def _full(rows, batch_size):
     """Rows that fill all batches, so that devices can share each; copies do not count."""
     missing = -len(rows["targets"]) % batch_size
-    filled = {name: np.concatenate([x, x[:1].repeat(missing, 0)]) for name, x in rows.items()}
+    filled = {
+        name: np.concatenate([x, x[:1].repeat(missing, 0)]) for name, x in rows.items()
+    }
     filled["targets"][len(rows["targets"]) :] = -1
     return filled

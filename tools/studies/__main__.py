@@ -8,7 +8,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 from keras_moe.cli.arguments import Parser, add_command
 from keras_moe.cli.main import main as run_command
-from tools.studies import clip_up, held_out, limoe, moepp, mumoe, routers
+from tools.studies import clip_up, held_out, language, limoe, moepp, mumoe, routers
 
 
 def make_parser() -> Parser:
@@ -24,7 +24,7 @@ def make_parser() -> Parser:
         "python -m tools.studies mumoe --help",
     )
     studies = parser.add_subparsers(metavar="STUDY", required=True)
-    for module in (routers, moepp, mumoe, limoe, clip_up, held_out):
+    for module in (routers, moepp, mumoe, limoe, clip_up, held_out, language):
         add_command(studies, module)
     return parser
 

@@ -1,0 +1,500 @@
+"""Compare small language models: dense, a vanilla mixture, MoE++ and muMoE.
+
+The text is the documentation of Python's standard library (PSF-2.0), or --data. It is
+split by document; the tokenizer is trained on the training documents. All models have
+as many active parameters as the dense one, and train for equal steps.
+
+rates trains the dense model and the vanilla mixture for a third of the steps, to choose
+the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
+validation documents alone. training trains all models from several seeds by the chosen
+rate, and looks at the test documents once, at its end.
+"""
+
+import argparse
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from rich.console import Console
+
+from keras_moe import analysis, data, models
+from keras_moe.cli.arguments import RESUMES, Result, add_count, add_output
+from keras_moe.cli.train import backend_and_versions
+from keras_moe.losses import next_tokens
+from tools.studies.ngrams import KneserNey
+from tools.studies.study import (
+    OnProgress,
+    Part,
+    Run,
+    Study,
+    add_parts,
+    new_table,
+    percent,
+    plus_minus,
+    run_parts,
+    spread,
+    spread_of,
+)
+
+EXAMPLES = """\
+python -m tools.studies language
+python -m tools.studies language --data text:BOOKS --steps 3000
+python -m tools.studies language --parts ngrams"""
+INTERRUPTED = RESUMES
+PARTS = ("rates", "ngrams", "training")
+RATES = (1e-3, 3e-3)
+ORDERS = (2, 3, 4, 5, 6)
+# Points of each curve of validation perplexities.
+POINTS = 4
+WITHOUT_RESIDUALS = "MoE++, tau=0.75, no gating residuals"
+# The presets and what they do not share. A dense SwiGLU layer of 2 H has the weights of
+# two experts of H, and of a muMoE layer of match_dense with 3 H.
+MODELS = {
+    "dense": ("moe_lm_0.6b", {"moe_layers": None}, 2),
+    "vanilla MoE": ("moe_lm_0.6b", {}, 1),
+    "MoE++, tau=0.75": ("moepp_lm_0.6b", {"tau": 0.75}, 1),
+    "MoE++, tau=0.25": ("moepp_lm_0.6b", {"tau": 0.25}, 1),
+    WITHOUT_RESIDUALS: ("moepp_lm_0.6b", {"tau": 0.75, "gating_residual": False}, 1),
+    "muMoE": (
+        "mumoe_gpt2_cp",
+        {
+            "num_experts": 64,
+            "rank": "match_dense",
+            "positions": "rotary",
+            "norm": "rms",
+            "use_bias": False,
+        },
+        3,
+    ),
+}
+FUNCTION_WORDS = set(
+    "a an and any are as at be been but by can could do does for from had has have how "
+    "if in into is it its may more most must no not of on one only or other should so "
+    "some such than that the their them then there these they this those to two was "
+    "were what when where which while will with without would you your".split()
+)
+CLASSES = ("special", "punctuation", "number", "function word", "word", "piece of word")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_parts(parser, PARTS)
+    parser.add_argument(
+        "--data", default="python_docs", metavar="SOURCE", help="The texts."
+    )
+    group = parser.add_argument_group("runs")
+    for name, default, text in (
+        ("seeds", 3, "The number of seeds from which each model trains."),
+        ("steps", 600, "The number of steps of each model."),
+        ("batch-size", 8, "Rows in a step."),
+        ("length", 64, "Tokens in a row."),
+        ("vocabulary-size", 1024, "The number of tokens of the vocabulary."),
+        ("hidden-dim", 128, "The size of a token in the models."),
+        ("mlp-dim", 128, "The size of an expert's hidden layer."),
+        ("layers", 4, "The number of blocks."),
+        ("experts", 8, "The number of experts of a layer."),
+    ):
+        add_count(group, f"--{name}", text, default)
+    add_output(group, "The folder of the results.", Path("runs/language_study"))
+    group.add_argument(
+        "--restart", action="store_true", help="Delete the finished runs first."
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> Result:
+    names = ("data", "steps", "batch_size", "length", "vocabulary_size")
+    names += ("hidden_dim", "mlp_dim", "layers", "experts")
+    settings = {name: getattr(args, name) for name in names}
+    study = Study(
+        args.output, {**settings, **backend_and_versions()}, console, args.restart
+    )
+    texts = Texts(args.data, args.vocabulary_size, args.length)
+    trainer = Trainer(texts, settings)
+    rates = Rates(study, trainer)
+    make = {
+        "rates": lambda: rates,
+        "ngrams": lambda: Ngrams(study, texts),
+        "training": lambda: Training(study, trainer, args.seeds, rates),
+    }
+    return run_parts(
+        study, {name: make[name]() for name in PARTS if name in args.parts}
+    )
+
+
+class Texts:
+    """The documents of each split as token ids, and packed into rows."""
+
+    def __init__(self, source: str, vocabulary_size: int, length: int):
+        self.source, self.size, self.length = source, vocabulary_size, length
+
+    @functools.cached_property
+    def tokenizer(self) -> models.TextTokenizer:
+        """The tokenizer, trained on the training documents."""
+        texts = data.load_texts(self.source, "train")
+        return models.TextTokenizer.trained(texts, self.size, self.length)
+
+    @functools.cache
+    def documents(self, split: str) -> list[list[int]]:
+        """The token ids of each document of a split."""
+        return self.tokenizer.documents(data.load_texts(self.source, split))
+
+    @functools.cache
+    def rows(self, split: str) -> dict[str, np.ndarray]:
+        """Rows of a split with the targets that count."""
+        rows = models.pack(self.documents(split), self.length)
+        targets = next_tokens(rows["token_ids"], rows["padding_mask"])
+        return {**rows, "targets": keras.ops.convert_to_numpy(targets)}
+
+    def classes(self) -> np.ndarray:
+        """The class of each token id, as an index into `CLASSES`."""
+        return np.array([self._class(id) for id in range(self.size)])
+
+    def _class(self, id):
+        tokenizer = self.tokenizer
+        if id >= tokenizer.vocabulary_size or id in (
+            tokenizer.start_id,
+            tokenizer.end_id,
+        ):
+            return CLASSES.index("special")
+        token = tokenizer.tokenizer.id_to_token(id)
+        text = token.removesuffix("</w>")
+        if not any(x.isalnum() for x in text):
+            return CLASSES.index("punctuation")
+        if text.isdigit():
+            return CLASSES.index("number")
+        if token == text:
+            return CLASSES.index("piece of word")
+        return CLASSES.index("function word" if text in FUNCTION_WORDS else "word")
+
+
+class Trainer:
+    """Trains models, each compiled once for all its seeds."""
+
+    def __init__(self, texts: Texts, settings: dict):
+        self.texts, self.settings = texts, settings
+        self._kept = (None, None)
+
+    def overrides(self, name: str) -> dict[str, Any]:
+        """The overrides of a model's preset."""
+        _, own, width = MODELS[name]
+        size = self.settings
+        experts = {}
+        if own.get("moe_layers", 1) is not None and "num_experts" not in own:
+            experts = {"num_experts": size["experts"]}
+        return {
+            "vocabulary_size": size["vocabulary_size"],
+            "max_length": size["length"],
+            "hidden_dim": size["hidden_dim"],
+            "num_layers": size["layers"],
+            "num_heads": 4,
+            "mlp_dim": width * size["mlp_dim"],
+            "tied_embeddings": True,
+            **experts,
+            **own,
+        }
+
+    def new_model(self, name: str, seed: int) -> keras.Model:
+        """A model with the weights of a seed."""
+        return models.from_preset(
+            MODELS[name][0],
+            task="causal_lm",
+            load_weights=False,
+            seed=seed,
+            **self.overrides(name),
+        )
+
+    def prepared(self, name: str, seed: int, rate: float, steps: int) -> keras.Model:
+        """A compiled model at step 0."""
+        keras.utils.set_random_seed(seed)
+        key, new = (name, rate, steps), self.new_model(name, seed)
+        if self._kept[0] != key:
+            schedule = keras.optimizers.schedules.CosineDecay(
+                0.0, steps, 0.1, warmup_target=rate, warmup_steps=steps // 10
+            )
+            optimizer = keras.optimizers.AdamW(
+                schedule, weight_decay=0.1, global_clipnorm=1.0, beta_2=0.95
+            )
+            new.compile(optimizer)
+            self._kept = (key, new)
+            # Compiles outside the measured time; both steps are undone below.
+            rows = self.rows_of_step(0, steps, seed)
+            new.train_on_batch(rows)
+            new.test_on_batch(rows)
+            new = self.new_model(name, seed)
+        model = self._kept[1]
+        model.set_weights(new.get_weights())
+        for variable in model.optimizer.variables:
+            if variable is not model.optimizer._learning_rate:
+                variable.assign(np.zeros(variable.shape))
+        return model
+
+    def rows_of_step(self, step: int, steps: int, seed: int) -> dict[str, np.ndarray]:
+        """The rows of a step: another order of all rows in each pass."""
+        rows = self.texts.rows("train")
+        count, size = len(rows["token_ids"]), self.settings["batch_size"]
+        number, index = divmod(step, count // size)
+        order = np.random.default_rng([seed, number]).permutation(count)
+        chosen = order[index * size : (index + 1) * size]
+        return {name: x[chosen] for name, x in rows.items()}
+
+    def fit(
+        self, name: str, seed: int, rate: float, steps: int, on_progress: OnProgress
+    ) -> tuple[keras.Model, dict]:
+        """Trains a model; returns it with seconds per step and a curve."""
+        model, seconds, curve = self.prepared(name, seed, rate, steps), 0.0, []
+        ends = {steps * point // POINTS for point in range(1, POINTS + 1)}
+        validation = {k: x[:256] for k, x in self.texts.rows("validation").items()}
+        for step in range(steps):
+            rows = self.rows_of_step(step, steps, seed)
+            begin = time.perf_counter()
+            model.train_on_batch(rows)
+            seconds += time.perf_counter() - begin
+            if step + 1 in ends:
+                value = self.perplexity(model, validation)
+                curve.append([step + 1, seconds, value])
+                on_progress(f"step {step + 1} of {steps}, perplexity {value:.1f}")
+        return model, {"seconds_per_step": seconds / steps, "curve": curve}
+
+    def perplexity(self, model: keras.Model, rows: dict[str, np.ndarray]) -> float:
+        """The perplexity of rows; the last batch is filled with rows without targets."""
+        size = self.settings["batch_size"]
+        missing = -len(rows["targets"]) % size
+        rows = {
+            k: np.concatenate([x, x[:1].repeat(missing, 0)]) for k, x in rows.items()
+        }
+        rows["targets"][len(rows["targets"]) - missing :] = -1
+        model.reset_metrics()
+        for start in range(0, len(rows["targets"]), size):
+            values = model.test_on_batch(
+                {k: x[start : start + size] for k, x in rows.items()}, return_dict=True
+            )
+        model.reset_metrics()
+        return float(values["perplexity"])
+
+
+class Rates(Part):
+    """Validation perplexities of two models by learning rate, after a third of steps."""
+
+    def __init__(self, study: Study, trainer: Trainer):
+        super().__init__(study)
+        self.trainer = trainer
+
+    def results(self) -> dict:
+        names = ("dense", "vanilla MoE")
+        steps = max(self.trainer.settings["steps"] // 3, 1)
+
+        def make(name, rate, on_progress):
+            return self.trainer.fit(name, 100, rate, steps, on_progress)[1], {}
+
+        runs = [
+            Run(
+                f"{name}, rate {rate:g}",
+                100,
+                {"overrides": self.trainer.overrides(name), "steps": steps},
+                functools.partial(make, name, rate),
+            )
+            for name in names
+            for rate in RATES
+        ]
+        found = self.study.finish_all(runs)
+        rows = {row: x[0]["curve"][-1][-1] for row, x in found.items()}
+        by_rate = {
+            rate: np.mean([np.log(rows[f"{name}, rate {rate:g}"]) for name in names])
+            for rate in RATES
+        }
+        return {"rows": rows, "chosen": min(by_rate, key=by_rate.get)}
+
+    def show(self, results: dict, console: Console) -> None:
+        table = new_table(
+            f"Learning rates; chosen: {results['chosen']:g}",
+            *("model", "validation perplexity"),
+        )
+        for name, value in results["rows"].items():
+            table.add_row(name, f"{value:.2f}")
+        console.print(table)
+
+
+class Ngrams(Part):
+    """Kneser-Ney models by order, on the rows that the other models see."""
+
+    def __init__(self, study: Study, texts: Texts):
+        super().__init__(study)
+        self.texts = texts
+
+    def results(self) -> dict:
+        documents = self.texts.documents("train")
+        found = {}
+        for order in ORDERS:
+            model = KneserNey(documents, self.texts.size, order)
+            found[order] = (self.perplexity(model, "validation"), model)
+        chosen = min(found, key=lambda order: found[order][0])
+        return {
+            "tokens": sum(map(len, documents)),
+            "rows": {order: value for order, (value, _) in found.items()},
+            "chosen": chosen,
+            "test": self.perplexity(found[chosen][1], "test"),
+        }
+
+    def perplexity(self, model: KneserNey, split: str) -> float:
+        """The perplexity of the targets of a split's rows, each row on its own."""
+        rows, losses = self.texts.rows(split), []
+        for ids, mask in zip(rows["token_ids"], rows["padding_mask"]):
+            for document in range(1, mask.max() + 1):
+                # The first token of a row or document is no target.
+                losses.append(model.log_likelihoods(ids[mask == document])[1:])
+        return float(np.exp(-np.concatenate(losses).mean()))
+
+    def show(self, results: dict, console: Console) -> None:
+        table = new_table(
+            f"Kneser-Ney; chosen: order {results['chosen']}, test perplexity "
+            f"{results['test']:.2f}",
+            *("order", "validation perplexity"),
+        )
+        for order, value in results["rows"].items():
+            table.add_row(str(order), f"{value:.2f}")
+        console.print(table)
+
+
+class Training(Part):
+    """All models from several seeds, and what their experts do."""
+
+    def __init__(self, study: Study, trainer: Trainer, seeds: int, rates: Rates):
+        super().__init__(study)
+        self.trainer, self.seeds, self.rates = trainer, seeds, rates
+
+    def results(self) -> dict:
+        rate = self.rates.results()["chosen"]
+        steps = self.trainer.settings["steps"]
+        runs = [
+            Run(
+                name,
+                seed,
+                {"overrides": self.trainer.overrides(name), "rate": rate},
+                functools.partial(self.train, name, seed, rate, steps),
+            )
+            for name in MODELS
+            for seed in range(self.seeds)
+        ]
+        rows = {}
+        for name, results in self.study.finish_all(runs).items():
+            figures = [x for x in results[0] if isinstance(results[0][x], float)]
+            rows[name] = {x: spread_of(results, x) for x in figures}
+            rows[name]["curve"] = [x["curve"] for x in results]
+            rows[name] |= {x: results[0][x] for x in ("parameters", "active")}
+        dense = rows["dense"]["seconds_per_step"]["mean"]
+        for row in rows.values():
+            row["time"] = row["seconds_per_step"]["mean"] / dense
+            row["until_dense"] = spread(
+                [
+                    _seconds_until(own, base[-1][-1]) / base[-1][1]
+                    for own, base in zip(row["curve"], rows["dense"]["curve"])
+                ]
+            )
+        return {"rate": rate, "steps": steps, "rows": rows}
+
+    def train(
+        self, name: str, seed: int, rate: float, steps: int, on_progress: OnProgress
+    ) -> tuple[dict, dict]:
+        """Trains from a seed and measures the model."""
+        model, result = self.trainer.fit(name, seed, rate, steps, on_progress)
+        texts, overrides = self.trainer.texts, self.trainer.overrides(name)
+        costs = models.describe(MODELS[name][0], load_weights=False, **overrides)
+        for split in ("validation", "test"):
+            result[split] = self.trainer.perplexity(model, texts.rows(split))
+        result["parameters"] = model.count_params()
+        result["active"] = costs.active_parameters
+        if model.routing:
+            result |= self.routed(model)
+        return result, {}
+
+    def routed(self, model: keras.Model) -> dict[str, float]:
+        """What the experts do with the validation documents."""
+        rows = {k: x[:256] for k, x in self.trainer.texts.rows("validation").items()}
+        inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
+        routing = keras.Model(model.input, model.routing).predict(
+            inputs, batch_size=self.trainer.settings["batch_size"], verbose=0
+        )
+        mask = rows["padding_mask"] > 0
+        ids = rows["token_ids"][mask]
+        classes = self.trainer.texts.classes()[ids]
+        records = list(routing.values())
+        experts = [analysis.main_experts(record)[mask] for record in records]
+        scores = [analysis.routing_scores(record) for record in records]
+        flows = [
+            analysis.flow_statistics(analysis.token_flows(a, b, mask)).information
+            for a, b in zip(records, records[1:])
+        ]
+        result = {
+            "variance_of_gates": float(np.mean([x.highest.var() for x in scores])),
+            "same_expert": float(
+                np.mean([np.mean(a == b) for a, b in zip(experts, experts[1:])])
+            ),
+            "next_layer": float(np.mean(flows)),
+            "by_class": float(np.mean([_explained(classes, x) for x in experts])),
+            "by_token": float(np.mean([_explained(ids, x) for x in experts])),
+        }
+        types = model.backbone.expert_types
+        if types is not None and types.zero_computation:
+            per_token = analysis.experts_per_token(routing, types)[mask]
+            result["ffn_experts"] = float(per_token.mean())
+        return result
+
+    def show(self, results: dict, console: Console) -> None:
+        table = new_table(
+            f"{results['steps']} steps",
+            "model",
+            *("parameters", "active", "validation", "test", "time", "until dense"),
+            *("FFN per token", "variance of gates", "next layer %", "class %", "id %"),
+        )
+        for name, row in results["rows"].items():
+            cells = [
+                plus_minus(row["until_dense"])
+                if np.isfinite(row["until_dense"]["mean"])
+                else "never"
+            ]
+            for key, text in (
+                ("ffn_experts", plus_minus),
+                ("variance_of_gates", functools.partial(plus_minus, digits=4)),
+                ("next_layer", percent),
+                ("by_class", percent),
+                ("by_token", percent),
+            ):
+                cells.append(text(row[key]) if key in row else "")
+            table.add_row(
+                name,
+                f"{row['parameters']:,}",
+                f"{row['active']:,}",
+                plus_minus(row["validation"]),
+                plus_minus(row["test"]),
+                f"{row['time']:.2f}",
+                *cells,
+            )
+        console.print(table)
+
+
+def _seconds_until(curve, perplexity):
+    """Seconds until a curve falls to a perplexity, by its logarithm between points."""
+    for (_, before, last), (_, after, value) in zip([curve[0], *curve], curve):
+        if value <= perplexity:
+            if value == last:
+                return after
+            share = np.log(last / perplexity) / np.log(last / value)
+            return before + share * (after - before)
+    return float("inf")
+
+
+def _explained(groups, experts):
+    """Share of the experts' entropy that groups explain, less that of shuffled groups.
+
+    Few tokens of many groups explain something by chance.
+    """
+
+    def information(groups):
+        counts = np.zeros((groups.max() + 2, experts.max() + 2))
+        np.add.at(counts, (groups, experts), 1)
+        return analysis.flow_statistics(counts).information
+
+    shuffled = np.random.default_rng(0).permutation(groups)
+    return information(groups) - information(shuffled)
