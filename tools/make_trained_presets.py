@@ -46,6 +46,7 @@ PRESETS = Path(__file__).resolve().parents[1] / "presets"
 FIGURES = {
     "image_classifier": ("accuracy", r"accuracy"),
     "contrastive": ("retrieval", r".*_r1"),
+    "causal_lm": ("perplexity", r"perplexity"),
 }
 LARGEST = 2_000_000  # bytes
 # The width of a card's picture, in pixels.

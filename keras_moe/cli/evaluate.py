@@ -1,5 +1,6 @@
 """Measure a preset: accuracy, average precision, few-shot, zero-shot and retrieval.
 
+Language models have the perplexity of texts, which are packed into rows as in training.
 Images are resized as keras_moe.data.load does it. The folder of a run says which data
 it was trained and tested on; other presets need --data. Classes are matched by name if
 both the model and the data name them.
@@ -30,6 +31,7 @@ keras-moe evaluate runs/mumoe_digits
 keras-moe evaluate runs/mumoe_digits/preset --data folder:photos --json
 keras-moe evaluate hf://timm/vit_base_patch16_224.augreg_in21k --data tfds:cifar10 \
 --metrics few_shot --shots 5 10
+keras-moe evaluate moepp_lm_python --data text:BOOKS
 keras-moe evaluate runs/celeb_a --metrics average_precision
 keras-moe evaluate runs/limoe --data tfds:cifar10 --metrics zero_shot \
 --templates imagenet"""
@@ -37,6 +39,7 @@ keras-moe evaluate runs/limoe --data tfds:cifar10 --metrics zero_shot \
 OF_HEADS = ("accuracy", "average_precision")
 OF_CAPTIONS = ("retrieval", "contrastive_accuracy")
 OF_CLASSES = ("zero_shot", "few_shot")
+OF_TEXTS = ("perplexity",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics",
         nargs="+",
-        choices=OF_HEADS + OF_CAPTIONS + OF_CLASSES,
+        choices=OF_HEADS + OF_CAPTIONS + OF_CLASSES + OF_TEXTS,
         help="The metrics; by default all that the data and the model allow. few_shot "
         "needs no head, and average_precision is for images with several labels. "
         "Image-text models have retrieval and contrastive_accuracy on images with "
@@ -115,6 +118,8 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     model, shown = chosen.load(), with_bar(console)
     if chosen.embeds_pairs:
         figures = evaluate_pairs(model, examples, metrics, prompts, args, shown)
+    elif chosen.writes_texts:
+        figures = evaluate_texts(model, examples, args)
     else:
         figures = evaluate_classifier(model, examples, args, shown)
     values = {
@@ -161,6 +166,21 @@ def chosen_metrics(
             f"{' '.join((*metrics, *unread))}"
         )
     return metrics
+
+
+# Language models
+
+
+def evaluate_texts(model: Any, examples: Examples, args: argparse.Namespace) -> dict:
+    """The perplexity of a language model, as JSON."""
+    chosen_metrics(args, OF_TEXTS, OF_TEXTS)
+    rows = model.training_inputs(examples.texts())
+    model.compile()
+    values = model.evaluate(
+        rows, batch_size=args.batch_size, verbose=0, return_dict=True
+    )
+    tokens = int((rows["targets"] >= 0).sum())
+    return {"tokens": tokens, "perplexity": float(values["perplexity"])}
 
 
 # Classifiers
@@ -473,9 +493,10 @@ def figures_table(values: dict) -> Any:
     """A table with a row for each figure."""
     from rich.table import Table
 
+    unit = next(unit for unit in ("images", "tokens") if unit in values)
     table = Table(
         "metric",
-        title=f"{values['preset']} on {values['images']:,} images of "
+        title=f"{values['preset']} on {values[unit]:,} {unit} of "
         f"{values['data']} {values['split']}",
     )
     table.add_column("value", justify="right")
@@ -492,6 +513,8 @@ def figures_table(values: dict) -> Any:
             rows[name] = values[name]
     for name, value in rows.items():
         table.add_row(name.replace("_", " "), f"{value:.2%}")
+    if "perplexity" in values:
+        table.add_row("perplexity", f"{values['perplexity']:.4g}")
     for name, row in values.get("few_shot", {}).items():
         label = f"{name.replace('_', '-')} accuracy"
         table.add_row(label, f"{row['mean']:.2%} ± {row['std']:.2%}")

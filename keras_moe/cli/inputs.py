@@ -19,11 +19,14 @@ class Model(NamedTuple):
     preset: str
     overrides: dict[str, Any]
     embeds_pairs: bool
+    writes_texts: bool
     recipe: dict[str, Any]
 
     def load(self) -> Any:
         """The model with its weights."""
         task = {"task": "contrastive"} if self.embeds_pairs else {}
+        if self.writes_texts:
+            task = {"task": "causal_lm"}
         return keras_moe.models.from_preset(self.preset, **{**task, **self.overrides})
 
 
@@ -82,6 +85,10 @@ class Examples(NamedTuple):
             **options,
         )
 
+    def texts(self) -> list[str]:
+        """The documents of the split."""
+        return list(keras_moe.data.load_texts(self.source, self.split, self.data_dir))
+
     def class_names(self) -> tuple[str, ...] | None:
         """The names of the classes in the order of the labels, if they have names."""
         if self.hierarchy is not None:
@@ -100,6 +107,7 @@ class Examples(NamedTuple):
 
 def find_model(args: argparse.Namespace) -> Model:
     """The model that is asked for."""
+    from keras_moe.models import DecoderBackbone
     from keras_moe.models.pair_backbone import PairBackbone
 
     preset, recipe = find_run(args.preset)
@@ -108,8 +116,9 @@ def find_model(args: argparse.Namespace) -> Model:
     options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
     resolved = keras_moe.models.resolve(preset, arguments, **options, counts_only=True)
     with resolved as blueprint:
-        embeds_pairs = issubclass(blueprint.backbone, PairBackbone)
-    return Model(preset, overrides, embeds_pairs, recipe)
+        kinds = (PairBackbone, DecoderBackbone)
+        embeds_pairs, writes_texts = (issubclass(blueprint.backbone, x) for x in kinds)
+    return Model(preset, overrides, embeds_pairs, writes_texts, recipe)
 
 
 def find_run(preset: str) -> tuple[str, dict]:

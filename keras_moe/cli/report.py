@@ -86,8 +86,16 @@ def write_report(
     # Of images with labels, nothing reads captions.
     options = ("captions", *PAIR_OPTIONS) if chosen.embeds_pairs else PAIR_OPTIONS[1:]
     examples = find_examples(args, chosen.recipe, options)
-    shape = getattr(model, "backbone", model).image_shape
-    if not chosen.embeds_pairs:
+    shape = getattr(getattr(model, "backbone", model), "image_shape", None)
+    class_names = None
+    if chosen.writes_texts:
+        rows = model.training_inputs(examples.texts())
+        size = args.batch_size
+        batches = [
+            {name: rows[name][start : start + size] for name in model.input}
+            for start in range(0, len(rows["token_ids"]), size)
+        ]
+    elif not chosen.embeds_pairs:
         batches = examples.images(examples.split, shape, args.batch_size)
         class_names = examples.class_names()
     elif model.preprocessor is None:
@@ -97,7 +105,6 @@ def write_report(
         )
     else:
         batches = examples.pairs(shape, args.batch_size)
-        class_names = None
     with keras_moe.data.reading_errors():
         written = keras_moe.report.write_report(
             model,

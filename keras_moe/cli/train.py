@@ -183,9 +183,10 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     }
     if report:
         rows["report"] = report.page
-    if hasattr(trained.model, "classify"):
-        preset = json.dumps(str(folder / "preset"))
-        rows["use it"] = f"from_preset({preset}).classify(photo)"
+    for method, example in (("classify", "photo"), ("generate", '"Once upon a time"')):
+        if hasattr(trained.model, method):
+            preset = json.dumps(str(folder / "preset"))
+            rows["use it"] = f"from_preset({preset}).{method}({example})"
     return Result(results, tuple(f"{name:<18} {value}" for name, value in rows.items()))
 
 

@@ -98,7 +98,7 @@ def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
     builder = _open_builder(name, data_dir)
     import tensorflow_datasets as tfds
 
-    features = builder.info.features
+    features = dict(builder.info.features.items())
     if getattr(features.get("text"), "tf_dtype", None) != "string":
         raise ValueError(
             f"Expected tfds:{name} to have a feature 'text'; received: "

@@ -29,8 +29,8 @@ def load_rows(
     `keras_moe.data.load`.
 
     Args:
-        rows: dict of arrays of one length, such as `keras_moe.models.pack` returns; or
-            with `weights`, a dict of these by source.
+        rows: dict of integer arrays of one length, such as `keras_moe.models.pack`
+            returns; or with `weights`, a dict of these by source.
         batch_size: number of rows in a batch, over all shards.
         weights: weight of each source of a mixture: with `{"books": 3, "code": 1}` each
             batch has 3 rows of the books for each row of the code. Needs `repeat`.
@@ -41,7 +41,7 @@ def load_rows(
         start_batch: number of the first batch, with `repeat`.
         shard: (index, count) of this host.
 
-    Returns: A `tf.data.Dataset` of dicts of (B, ...).
+    Returns: A `tf.data.Dataset` of dicts of int32 (B, ...).
 
     Example:
 
@@ -100,7 +100,9 @@ def _in_memory(rows, name):
     tensors = {key: tf.constant(array) for key, array in arrays.items()}
     examples = IndexedExamples(
         len(next(iter(arrays.values()))),
-        lambda index: {key: tensor[index] for key, tensor in tensors.items()},
+        lambda index: {
+            key: tf.cast(tensor[index], "int32") for key, tensor in tensors.items()
+        },
         decode=None,
     )
     examples.name = name or "the rows"

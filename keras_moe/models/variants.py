@@ -40,6 +40,7 @@ _SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.p
 _MOEPP = "MoE++, Table 2"
 _GPT2 = "muMoE, experiments/nanoGPT/model.py"
 _EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
+_PYTHON = "keras_moe: trains on Python's documentation in some minutes"
 _DIGITS = "keras_moe: trains on 8 x 8 digits in about a minute"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
@@ -72,6 +73,7 @@ VARIANTS = {
     "moepp_lm/0.6B": Variant(768, 12, 12, 2048, _MOEPP),
     "moepp_lm/7B": Variant(1536, 24, 16, 4096, _MOEPP),
     "gpt2/S": Variant(768, 12, 12, 3072, _GPT2),
+    "python_docs/Ti": Variant(96, 4, 4, 64, _PYTHON),
     "emoji/Ti": Variant(64, 4, 4, 192, _EMOJI),
     "emoji/S": Variant(96, 4, 4, 192, _EMOJI),
     "digits/Ti": Variant(64, 4, 4, 128, _DIGITS),

@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from keras_moe.checks import check_integer
 from keras_moe.models import TextTokenizer
@@ -18,6 +19,9 @@ _TOKENIZER = "text_tokenizer.json"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedObjective(Objective):
     """Base class of objectives with a tokenizer; see `Contrastive` for its settings."""
+
+    # Whether SentencePiece tokenizers lower-case texts.
+    lower_case: ClassVar[bool] = True
 
     tokenizer: str | None = None
     vocabulary_size: int | None = None
@@ -66,7 +70,7 @@ class TokenizedObjective(Objective):
         if "://" in name or (path / _TOKENIZER).is_file():
             return self._check_length(TextTokenizer.from_preset(name))
         if path.suffix == ".model":
-            return TextTokenizer.sentence_piece(path, length)
+            return TextTokenizer.sentence_piece(path, length, self.lower_case)
         return TextTokenizer.clip(path, length)
 
     def _check_no_size(self, received):

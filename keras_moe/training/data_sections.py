@@ -233,7 +233,7 @@ class PairData(MixedData):
 class TextData(MixedData):
     """Texts for language models.
 
-    Texts are tokenized and packed into rows when a run starts, and stay in memory: 12
+    Texts are tokenized and packed into rows when a run starts, and stay in memory: 4
     bytes per token. Documents in a row do not attend to each other.
 
     Args:

@@ -38,6 +38,7 @@ class NextToken(TokenizedObjective):
 
     monitor = Monitor("val_perplexity", "min")
     data_section = TextData
+    lower_case = False
 
     def model_arguments(self, num_classes):
         return {"task": CausalLM.task_name}
@@ -62,10 +63,8 @@ class NextToken(TokenizedObjective):
             start_batch=start_step,
             shard=shard,
         )
-        test = self._rows(config, model, None, data_dir)
-        test = data.load_rows(
-            _full(test, batch_size), batch_size, shuffle=False, shard=shard
-        )
+        test = _for_evaluation(self._rows(config, model, None, data_dir), batch_size)
+        test = data.load_rows(test, batch_size, shuffle=False, shard=shard)
         return Datasets(train, test, None, steps)
 
     def _rows(self, config, model, sources, data_dir):
@@ -95,15 +94,19 @@ def _packed(model, source, split, data_dir):
     # One at a time: lists of ids take many times the memory of arrays.
     documents = (tokenizer.documents(text)[0] for text in texts)
     rows = pack(documents, model.max_length, tokenizer.padding_id)
-    targets = next_tokens(rows["token_ids"], rows["padding_mask"])
-    return {**rows, "targets": ops.convert_to_numpy(targets)}
-
-
-def _full(rows, batch_size):
-    """Rows that fill all batches, so that devices can share each; copies do not count."""
-    missing = -len(rows["targets"]) % batch_size
-    filled = {
-        name: np.concatenate([x, x[:1].repeat(missing, 0)]) for name, x in rows.items()
+    return {
+        name: x.astype("uint16") if x.max() < 2**16 else x for name, x in rows.items()
     }
-    filled["targets"][len(rows["targets"]) :] = -1
-    return filled
+
+
+def _for_evaluation(rows, batch_size):
+    """Rows with targets, filled up to whole batches with rows that do not count."""
+    missing = -len(rows["token_ids"]) % batch_size
+    filled = {
+        name: np.concatenate([x, x[:1].repeat(missing, axis=0)]).astype("int32")
+        for name, x in rows.items()
+    }
+    targets = next_tokens(filled["token_ids"], filled["padding_mask"])
+    targets = np.array(ops.convert_to_numpy(targets))
+    targets[len(targets) - missing :] = -1
+    return {**filled, "targets": targets}

@@ -6,7 +6,14 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import load, load_captions, load_pairs, num_classes, num_pairs
+from keras_moe.data import (
+    load,
+    load_captions,
+    load_pairs,
+    load_texts,
+    num_classes,
+    num_pairs,
+)
 from tests.pipelines import arrays, rows
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -361,3 +368,17 @@ def test_order_of_captions_goes_on(captions_dir):
     dataset = load_pairs("tfds:flickr30k", "train[2:5]", (4, 6, 3), **every)
     images = [row[0] for row in rows(dataset)[0]]
     assert sorted(images.count(image) for image in {*images}) == [5, 5, 5]
+
+
+def test_texts(tmp_path):
+    features = {"text": tfds.features.Text(), "label": np.int64}
+    make_builder(
+        "stories",
+        tmp_path,
+        features,
+        lambda index: {"text": f"story {index}", "label": 1},
+        None,
+    )
+    texts = load_texts("tfds:stories", "train[:10]", data_dir=str(tmp_path))
+    assert len(set(texts)) == 10
+    assert all(text.startswith("story ") for text in texts)

@@ -12,6 +12,7 @@ from keras_moe.data import (
     load,
     load_captions,
     load_pairs,
+    load_texts,
     num_classes,
     num_examples,
     num_pairs,
@@ -434,3 +435,11 @@ def test_faults(tmp_path):
         file.truncate(path.stat().st_size - 5)
     with pytest.raises(ValueError, match=r"whole records.*train\.tfrecord"):
         load_pairs(source, "train")
+
+
+def test_records_have_texts(tmp_path):
+    path = tmp_path / "train-00000.tfrecord"
+    write_records(path, [record(story=[x.encode()]) for x in ("one", "zwei ü")])
+    settings = {"features": {"text": "story"}}
+    (tmp_path / "dataset.json").write_text(json.dumps(settings))
+    assert load_texts(f"tfrecord:{tmp_path}", "train") == ("one", "zwei ü")

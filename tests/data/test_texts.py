@@ -1,0 +1,84 @@
+"""Sources of texts, and batches of rows of token ids."""
+
+import json
+
+import numpy as np
+import pytest
+
+from keras_moe.data import load_rows, load_texts, num_classes
+from tests.pipelines import check_resumption
+
+tf = pytest.importorskip("tensorflow")
+
+ROWS = {"token_ids": np.arange(24, dtype="uint16").reshape(12, 2)}
+
+
+def test_a_folder_has_a_document_per_file_or_line(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.md").write_text("# Ü\n\nfirst", encoding="utf-8")
+    (tmp_path / "more" / "b.py").write_text("second = 2\n")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    lines = [json.dumps({"text": f"line {n}", "id": n}) for n in range(200)]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines) + "\n\n")
+    source = f"text:{tmp_path}"
+    texts = load_texts(source, "all")
+    assert texts[:2] == ("# Ü\n\nfirst", "line 0")
+    assert texts[-1] == "second = 2\n"
+    # Each document is in one split, drawn by its contents.
+    splits = {x: load_texts(source, x) for x in ("train", "validation", "test")}
+    assert sorted(sum(splits.values(), ())) == sorted(texts)
+    assert all(10 < len(splits[x]) < 35 for x in ("validation", "test"))
+    assert load_texts(f"text:{tmp_path}/a.*", "all") == texts[:1]
+    (tmp_path / "c.jsonl").write_text('{"text": 1}')
+    with pytest.raises(ValueError, match=r"c\.jsonl; received: line 1"):
+        load_texts(source, "all")
+
+
+def test_a_folder_may_have_splits(tmp_path):
+    for split, text in (("train", "many words"), ("test", "few")):
+        (tmp_path / split / "deeper").mkdir(parents=True)
+        (tmp_path / split / "deeper" / "a.txt").write_text(text)
+    assert load_texts(f"text:{tmp_path}", "test") == ("few",)
+    with pytest.raises(ValueError, match="split"):
+        load_texts(f"text:{tmp_path}", "validation")
+
+
+def test_documentation_of_python_is_split_by_package():
+    splits = {x: load_texts("python_docs", x) for x in ("train", "validation", "test")}
+    sizes = {x: sum(map(len, texts)) for x, texts in splits.items()}
+    assert min(sizes.values()) > 50_000
+    assert sizes["train"] > 0.7 * sum(sizes.values())
+    assert any("JSON" in text for texts in splits.values() for text in texts)
+
+
+def test_rows_go_on_anywhere():
+    def read(take, **options):
+        batches = load_rows(ROWS, 4, repeat=True, seed=5, **options).take(take)
+        return [x["token_ids"][:, 0].tolist() for x in batches.as_numpy_iterator()]
+
+    whole = check_resumption(read)
+    # Each pass has all rows, in another order.
+    first, second = (sorted(np.concatenate(x)) for x in (whole[:3], whole[3:6]))
+    assert first == second
+    assert whole[:3] != whole[3:6]
+
+
+def test_a_mixture_has_rows_of_each_source_by_weight():
+    rows = {"a": ROWS, "b": {"token_ids": ROWS["token_ids"] + 100}}
+    weights = {"a": 0.75, "b": 0.25}
+    batches = load_rows(rows, 8, weights, repeat=True).take(3)
+    for batch in batches.as_numpy_iterator():
+        assert batch["token_ids"].dtype == "int32"
+        assert (batch["token_ids"][:, 0] < 100).tolist() == [True] * 6 + [False] * 2
+    with pytest.raises(ValueError, match="repeat=False"):
+        load_rows(rows, 8, weights)
+
+
+def test_sources_without_texts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="documents for language models"):
+        load_texts("digits", "train")
+    with pytest.raises(ValueError, match="images with labels"):
+        num_classes("python_docs")
+    with pytest.raises(ValueError, match=r"Expected texts \(\.md"):
+        load_texts(f"text:{tmp_path}", "train")

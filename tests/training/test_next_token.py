@@ -1,0 +1,98 @@
+"""The objective of language models: its data, its tokenizer, and exact resumption."""
+
+import numpy as np
+import pytest
+
+from keras_moe import data, models, training
+from keras_moe.training import NextToken, TextData, train
+from tests.training.runs import Ends, assert_same_arrays
+from tests.training.text_folder import text_recipe, write_texts
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.mark.every_backend
+def test_a_run_trains_and_goes_on_exactly(source, tmp_path):
+    mine = text_recipe(source)
+    options = {"verbose": 0, "checkpoint_every": 2}
+    whole = train(mine, checkpoint_dir=tmp_path / "whole", **options)
+    names = ("loss", "perplexity")
+    assert set(whole.history) == {*names, *(f"val_{name}" for name in names)}
+    assert whole.score == whole.history["val_perplexity"][-1]
+    assert whole.history["perplexity"][1] < whole.history["perplexity"][0] < 560
+    with pytest.raises(KeyboardInterrupt):
+        train(mine, checkpoint_dir=tmp_path / "ended", callbacks=[Ends(5)], **options)
+    again = train(mine, checkpoint_dir=tmp_path / "ended", **options)
+    assert again.history == whole.history
+    assert_same_arrays(again, whole)
+    # The tokenizer was trained on the training texts, and is saved with the model.
+    whole.model.save_to_preset(tmp_path / "preset")
+    saved = models.from_preset(str(tmp_path / "preset"))
+    assert saved.generate("the cat", max_length=8).startswith("the cat")
+    # The last batch is filled, and what fills it does not count.
+    texts = list(data.load_texts(source, "test"))
+    rows = saved.training_inputs(texts)
+    assert len(rows["targets"]) % 4
+    saved.compile()
+    perplexity = saved.evaluate(rows, verbose=0, return_dict=True)["perplexity"]
+    assert perplexity == pytest.approx(whole.score, rel=1e-5)
+
+
+def test_rows_are_packed_documents(source):
+    mine = text_recipe(source)
+    model = mine.new_model(None)
+    mine.prepare(model)
+    datasets = mine.datasets(model)
+    train_rows = models.pack(
+        model.preprocessor.documents(data.load_texts(source, "train")), 16
+    )
+    count = len(train_rows["token_ids"])
+    assert datasets.steps_per_epoch == count // 4
+    seen = datasets.train.take(2 * datasets.steps_per_epoch)
+    rows = {
+        (tuple(ids), tuple(mask))
+        for batch in seen.as_numpy_iterator()
+        for ids, mask in zip(
+            batch["token_ids"].tolist(), batch["padding_mask"].tolist()
+        )
+    }
+    known = zip(train_rows["token_ids"].tolist(), train_rows["padding_mask"].tolist())
+    assert rows <= {(tuple(ids), tuple(mask)) for ids, mask in known}
+    # An epoch leaves out less than a batch.
+    assert len(rows) > count - 4
+    # Packed once, though a run asks for its data again when it goes on.
+    packed = dict(mine.data.packed)
+    mine.datasets(model, start_step=3)
+    assert all(mine.data.packed[key] is value for key, value in packed.items())
+
+
+def test_sources_are_mixed_by_weight(source, tmp_path):
+    other = write_texts(tmp_path, seed=1)
+    mine = text_recipe({source: 3, other: 1})
+    assert mine.data.evaluated_source == source
+    model = mine.new_model(None)
+    mine.prepare(model)
+    batch = next(iter(mine.datasets(model).train))
+    own = {
+        tuple(row)
+        for row in models.pack(
+            model.preprocessor.documents(data.load_texts(other, "train")), 16
+        )["token_ids"].tolist()
+    }
+    ids = np.asarray(batch["token_ids"])
+    assert [tuple(row) in own for row in ids.tolist()] == [False] * 3 + [True]
+
+
+def test_settings_of_texts():
+    config = TextData(batch_size=4, source="text:a", test_split="test")
+    assert config.replace(source="text:b").test_split == "validation"
+    with pytest.raises(ValueError, match="Expected no augment for texts"):
+        TextData(batch_size=4, augment=["flip"])
+    with pytest.raises(ValueError, match="vocabulary_size"):
+        NextToken(tokenizer="clip", vocabulary_size=600)
+    # Pretraining mixtures name all their sources, as the paper's table does.
+    mixture = training.load_recipe("moepp_lm_0.6b").data.weights
+    assert sum(mixture.values()) == pytest.approx(100)
