@@ -26,6 +26,12 @@ from keras_moe.evaluation.image_text import (
     retrieval_from_model,
     zero_shot_from_model,
 )
+from keras_moe.evaluation.language import (
+    MultipleChoiceResult,
+    continuation_log_likelihoods,
+    lm_eval_model,
+    multiple_choice,
+)
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
     RetrievalResult,
@@ -49,6 +55,7 @@ __all__ = [
     "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
+    "MultipleChoiceResult",
     "PairEmbeddings",
     "RetrievalResult",
     "RidgeClassifier",
@@ -56,6 +63,7 @@ __all__ = [
     "average_precision",
     "best_l2",
     "class_embeddings",
+    "continuation_log_likelihoods",
     "contrastive_accuracy",
     "contrastive_accuracy_from_model",
     "encode_classes",
@@ -64,7 +72,9 @@ __all__ = [
     "few_shot_accuracies",
     "few_shot_from_model",
     "kernel_ridge_embeddings",
+    "lm_eval_model",
     "mean_average_precision",
+    "multiple_choice",
     "nearest_caption_embeddings",
     "precision_at_1",
     "prompts",

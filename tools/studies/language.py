@@ -47,7 +47,7 @@ python -m tools.studies language --parts ngrams"""
 INTERRUPTED = RESUMES
 PARTS = ("rates", "ngrams", "training")
 RATES = (1e-3, 3e-3)
-ORDERS = (2, 3, 4, 5, 6)
+ORDERS = range(2, 11)
 # Points of each curve of validation perplexities.
 POINTS = 4
 # Rows of a batch without training.

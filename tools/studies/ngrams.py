@@ -7,14 +7,18 @@ import numpy as np
 
 
 class _Level(NamedTuple):
-    """The n-grams of one order, as sorted keys, and their contexts."""
+    """The n-grams of one order: an id for each, and their counts."""
 
-    grams: np.ndarray
+    keys: np.ndarray  # sorted; id of the last n - 1 tokens * base + the oldest token
     counts: np.ndarray
-    contexts: np.ndarray
-    totals: np.ndarray  # of the counts of each context
-    followers: np.ndarray  # distinct tokens after each context
+    totals: np.ndarray  # of the counts after each n-gram of the order below
+    followers: np.ndarray  # distinct tokens after each of these
     discount: float
+
+    def ids(self, keys):
+        """The id of each n-gram, -1 for unknown ones."""
+        index = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[index] == keys, index, -1)
 
 
 class KneserNey:
@@ -42,58 +46,55 @@ class KneserNey:
     ):
         # One more id, for what is before a document.
         self.base, self.order = vocabulary_size + 1, order
-        if self.base**order >= 2**63:
-            raise ValueError(
-                f"Expected n-grams that fit 64 bits; received: order={order}, "
-                f"vocabulary_size={vocabulary_size}"
+        tokens = np.concatenate([self._padded(x) for x in documents])
+        end = np.flatnonzero(tokens < vocabulary_size)
+        ids, keys = [np.zeros(len(tokens), "int64")], [np.zeros(1, "int64")]
+        for back in range(order):
+            found, own = np.unique(
+                ids[-1] * self.base + np.roll(tokens, back), return_inverse=True
             )
-        keys = np.concatenate([self._keys(x) for x in documents])
-        grams, counts = np.unique(keys, return_counts=True)
-        self.levels = [self._level(grams, counts)]
-        for length in range(order - 1, 0, -1):
-            # Each n-gram of the order above has another token in front.
-            grams, counts = np.unique(grams % self.base**length, return_counts=True)
-            self.levels.insert(0, self._level(grams, counts))
+            keys.append(found)
+            ids.append(own)
+        self.levels = []
+        for n in range(1, order + 1):
+            at = end
+            if n < order:
+                # One occurrence for each other token in front.
+                at = end[np.unique(ids[n + 1][end], return_index=True)[1]]
+            counts = np.bincount(ids[n][at], minlength=len(keys[n]))
+            context = np.zeros(len(keys[n]), "int64")
+            context[ids[n][end]] = ids[n - 1][end - 1]
+            size = len(keys[n - 1])
+            once, twice = (counts == 1).sum(), (counts == 2).sum()
+            self.levels.append(
+                _Level(
+                    keys[n],
+                    counts,
+                    np.bincount(context, counts, size),
+                    np.bincount(context, counts > 0, size),
+                    once / max(once + 2 * twice, 1),
+                )
+            )
 
-    def _keys(self, document):
-        """The n-gram that ends at each token, as a number whose last digit it is."""
-        ids = np.asarray(document, "int64")
-        keys = np.zeros(len(ids), "int64")
-        for back in range(self.order):
-            before = np.full(min(back, len(ids)), self.base - 1)
-            shifted = np.concatenate([before, ids[: len(ids) - len(before)]])
-            keys += shifted * self.base**back
-        return keys
-
-    def _level(self, grams, counts):
-        contexts, first = np.unique(grams // self.base, return_index=True)
-        once, twice = (counts == 1).sum(), (counts == 2).sum()
-        return _Level(
-            grams,
-            counts,
-            contexts,
-            np.add.reduceat(counts, first),
-            np.diff(np.append(first, len(grams))),
-            once / max(once + 2 * twice, 1),
+    def _padded(self, document):
+        return np.pad(
+            np.asarray(document, "int64"),
+            (self.order, 0),
+            constant_values=self.base - 1,
         )
 
     def log_likelihoods(self, document: Sequence[int]) -> np.ndarray:
         """The log-likelihood of each token, given those before it."""
-        keys = self._keys(document)
-        p = np.full(len(keys), 1 / (self.base - 1))
-        for length, level in enumerate(self.levels, start=1):
-            own = keys % self.base**length
-            counts = _found(level.grams, level.counts, own)
-            totals = _found(level.contexts, level.totals, own // self.base)
-            followers = _found(level.contexts, level.followers, own // self.base)
-            kept = (
-                np.maximum(counts - level.discount, 0) + level.discount * followers * p
-            )
+        tokens = self._padded(document)
+        p = np.full(len(tokens), 1 / (self.base - 1))
+        ids = np.zeros(len(tokens), "int64")
+        for back, level in enumerate(self.levels):
+            context = np.roll(ids, 1)
+            keys = ids * self.base + np.roll(tokens, back)
+            ids = np.where(ids < 0, -1, level.ids(keys))
+            counts = np.where(ids < 0, 0, level.counts[ids])
+            totals = np.where(context < 0, 0, level.totals[context])
+            left = level.discount * level.followers[context] * p
+            kept = np.maximum(counts - level.discount, 0) + left
             p = np.where(totals > 0, kept / np.maximum(totals, 1), p)
-        return np.log(p)
-
-
-def _found(keys, values, wanted):
-    """The value of each wanted key, 0 without one."""
-    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[index] == wanted, values[index], 0)
+        return np.log(p[self.order :])
