@@ -17,16 +17,21 @@ _BLIND_STRENGTH = 2.5
 
 
 def moe_block(model: Any, name: str) -> Any:
-    """The MoE block with a given name, of a backbone or a classifier."""
-    backbone = getattr(model, "backbone", model)
-    # Records of token mixers are named "block_0/token_mixer".
-    blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
+    """The MoE block with a given name, of a backbone or a task."""
+    blocks, backbone = _blocks(model), getattr(model, "backbone", model)
     if name not in blocks:
         raise ValueError(
             f"Expected the name of an MoE block, one of {blocks}; "
             f"received: {name!r} of {type(model).__name__}"
         )
     return backbone.get_layer(name)
+
+
+def _blocks(model):
+    """The names of the MoE blocks."""
+    backbone = getattr(model, "backbone", model)
+    # Records of token mixers are named "block_0/token_mixer".
+    return [key for key in getattr(backbone, "routing", {}) if "/" not in key]
 
 
 def mumoe_head(model: Any) -> Any:
@@ -66,9 +71,10 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     0.0
     """
     backbone = getattr(model, "backbone", model)
-    if backbone.expert_types is None:
+    if not hasattr(backbone.moe, "router_arguments"):
         raise ValueError(
-            f"Expected a model with MoE blocks; received: {type(model).__name__}"
+            "Expected a model with MoE blocks, whose routers choose experts; received: "
+            f"{type(model).__name__} with moe={backbone.moe}"
         )
     before = backbone.moe.router_arguments.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, backbone.expert_types)}
@@ -216,10 +222,12 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
     """Returns a copy of a model in which tokens are pushed towards an expert.
 
     Adds the expert's cluster centre, times `strength`, to the input of the block's
-    mixture of experts, as part of the preceding normalisation's offset.
+    mixture of experts, as part of the preceding normalisation's offset. Without such an
+    offset, as in most language models, the vector is not part of the weights: the copy
+    works in memory, and saving it drops the vector.
 
     Args:
-        model: backbone or classifier; not modified.
+        model: backbone, classifier or language model; not modified.
         block: MoE block such as `"block_1"`.
         expert: number of the expert.
         strength: factor on the centre; negative to push tokens away.
@@ -245,13 +253,14 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
             "Expected a trained router; received: a cluster centre of zeros, "
             f"block={block!r}, expert={expert}"
         )
-    steered = model.copy()
-    norm = moe_block(steered, block).feed_forward_norm
-    offset = getattr(norm, "beta", None)
-    if offset is None:
-        raise ValueError(
-            "Expected a block with a layer norm that has an offset before its experts; "
-            f"received: block={block!r} with {norm!r}"
-        )
-    offset.assign(ops.convert_to_numpy(offset.value) + strength * centres[expert])
+    steered, vector = model.copy(), strength * centres[expert]
+    for name in _blocks(model):
+        moe_block(steered, name).steering = moe_block(model, name).steering
+    target = moe_block(steered, block)
+    offset = getattr(target.feed_forward_norm, "beta", None)
+    if offset is not None:
+        offset.assign(ops.convert_to_numpy(offset.value) + vector)
+    else:
+        before = 0.0 if target.steering is None else target.steering
+        target.steering = before + vector
     return steered

@@ -105,6 +105,10 @@ class EncoderBlock(Layer):
     (1, 4, 8)
     """
 
+    # A vector (D,) that is added to the feed-forward layer's input, for
+    # `keras_moe.analysis.steer_expert`; not part of the config.
+    steering = None
+
     def __init__(
         self,
         token_mixer: Any,
@@ -222,9 +226,11 @@ class EncoderBlock(Layer):
 
     def _normed(self, tokens):
         """The feed-forward layer's input."""
-        if self.feed_forward_norm is None:
-            return tokens
-        return inner_call(self.feed_forward_norm, tokens)
+        if self.feed_forward_norm is not None:
+            tokens = inner_call(self.feed_forward_norm, tokens)
+        if self.steering is not None:
+            tokens = tokens + ops.cast(self.steering, tokens.dtype)
+        return tokens
 
     def _run(self, inputs, mask, arguments, boundaries, mixer_arguments, training):
         """The tokens and the routing records, for tokens and maybe previous logits."""

@@ -264,9 +264,9 @@ def _word_table(block, best):
                 "by_lift": [word._asdict() for word in lifted],
             }
         )
-    head = ["expert", "words by weight", "in captions", "words by lift"]
+    head = ["expert", "words by weight", "in context", "words by lift"]
     caption = (
-        f"{block.key}: the words of largest weight, the same in their captions, and "
+        f"{block.key}: the words of largest weight, the same in their texts, and "
         "the words that an expert gets more often than the others do, with the factor "
         "and the number"
     )

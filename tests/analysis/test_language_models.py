@@ -1,0 +1,134 @@
+"""Language models: usage of experts by token, removal, steering, and the report."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import analysis, models, report
+
+TEXTS = ["the cat sat on the mat", "a dog ran over two hills", "one two three four"]
+
+
+def language_model(preset, **overrides):
+    """A model of two blocks with a trained tokenizer and random weights."""
+    sizes = {"vocabulary_size": 540, "max_length": 12, "hidden_dim": 16}
+    sizes |= {"num_layers": 2, "num_heads": 2, "mlp_dim": 16}
+    model = models.from_preset(
+        preset,
+        task="causal_lm",
+        load_weights=False,
+        seed=0,
+        **{**sizes, "num_experts": 4, **overrides},
+    )
+    model.preprocessor = models.TextTokenizer.trained(TEXTS, 540, max_length=12)
+    model.compile(sampler="greedy")
+    return model
+
+
+@pytest.fixture(scope="module")
+def moepp():
+    return language_model("moepp_lm_0.6b")
+
+
+def records(model, rows):
+    inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
+    return keras.Model(model.input, model.routing).predict(inputs, verbose=0)
+
+
+def test_usage_is_counted_by_token(moepp):
+    rows = moepp.training_inputs(TEXTS)
+    ids = rows["token_ids"]
+    usage = analysis.expert_usage(
+        moepp, rows, groups=(ids % 2), group_names=["even", "odd"], verbose=0
+    )
+    tokens = usage.blocks["block_1"].tokens
+    routed = records(moepp, rows)["block_1"].dispatched
+    # Padding is in no group.
+    is_token = rows["padding_mask"] > 0
+    for row, group in enumerate((0, 1)):
+        expected = routed[is_token & (ids % 2 == group)].sum(axis=0)
+        np.testing.assert_array_equal(tokens[row], expected)
+    assert usage.blocks["block_1"].first_choices.sum() == is_token.sum()
+
+
+def test_types_of_experts_are_removed_after_training(moepp):
+    rows = moepp.training_inputs(TEXTS)
+    before = moepp.evaluate(rows, verbose=0, return_dict=True)["perplexity"]
+    without = analysis.exclude_experts(moepp, ["zero", "copy", "constant"])
+    without.compile()
+    after = without.evaluate(rows, verbose=0, return_dict=True)["perplexity"]
+    assert after != before
+    for record in records(without, rows).values():
+        assert record.dispatched[..., 4:].sum() == 0
+    with pytest.raises(ValueError, match="whose routers choose experts"):
+        analysis.exclude_experts(language_model("mumoe_gpt2_cp", rank=4), "ffn")
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("preset", ["moepp_lm_0.6b", "mumoe_gpt2_cp"])
+def test_tokens_are_steered_to_an_expert(preset):
+    model = language_model(preset)
+    # Untrained gates of muMoE are zero.
+    router = model.backbone.get_layer("block_1").feed_forward.router
+    for kernel in getattr(router, "kernels", None) or [router.kernel]:
+        draw = np.random.default_rng(0).normal(size=kernel.shape)
+        kernel.assign(draw)
+    rows = model.training_inputs(TEXTS)
+    is_token = rows["padding_mask"] > 0
+    steered = analysis.steer_expert(model, "block_1", expert=2, strength=100.0)
+    gates = records(steered, rows)["block_1"].gates[is_token]
+    assert set(gates.argmax(axis=-1)) == {2}
+    before = records(model, rows)["block_1"].gates[is_token]
+    assert set(before.argmax(axis=-1)) != {2}
+    # Texts are written with it, and pushing back undoes it.
+    prompt = {
+        "token_ids": rows["token_ids"][:1, :4],
+        "padding_mask": np.ones((1, 4), int),
+    }
+    back = analysis.steer_expert(steered, "block_1", expert=2, strength=-100.0)
+    for each in (steered, back):
+        each.compile(sampler="greedy")
+    written = [
+        x.generate(prompt, 12, stop_token_ids=None)["token_ids"]
+        for x in (model, steered, back)
+    ]
+    np.testing.assert_array_equal(written[0], written[2])
+    scores = [x.score(TEXTS) for x in (model, steered, back)]
+    np.testing.assert_allclose(scores[0], scores[2], rtol=1e-4)
+    assert np.abs(scores[1] - scores[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("preset", "own"), [("moepp_lm_0.6b", "compute"), ("mumoe_gpt2_cp", "mumoe")]
+)
+def test_a_report_has_the_tokens_of_each_expert(preset, own, tmp_path):
+    model = language_model(preset)
+    rows = model.training_inputs(TEXTS)
+    written = report.write_report(model, rows, tmp_path / "report", verbose=0)
+    sections = json.loads(written.data.read_text())["sections"]
+    assert {"loads", "top-tokens", "explorer", own} <= {*sections}
+    words = {
+        word["word"]
+        for row in sections["top-tokens"]["block_1"]
+        for word in row["by_weight"]
+    }
+    assert words & {"cat", "dog", "two"}
+    page = written.page.read_text()
+    assert "Top tokens of each expert" in page
+    if own == "compute":
+        # FFN experts by token, as in the paper's figures.
+        counts = sections["compute"]["words"]
+        dispatched = [
+            x.dispatched[..., :4].sum(-1) for x in records(model, rows).values()
+        ]
+        mean = np.mean(dispatched, axis=0)
+        ids = rows["token_ids"]
+        (two,) = {
+            i
+            for i, x in zip(ids.ravel(), np.ravel(model.preprocessor.tokens(ids)))
+            if x == "two"
+        }
+        expected = mean[(ids == two) & (rows["padding_mask"] > 0)].mean()
+        assert counts["two"] == [2, pytest.approx(expected, abs=1e-5)]
