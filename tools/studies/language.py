@@ -232,6 +232,7 @@ class Trainer:
             self._kept = (key, new)
             # Compiles outside the measured time; the step is undone below.
             new.train_on_batch(self.rows_of_step(0, seed))
+            keras.utils.set_random_seed(seed)
             new = self.new_model(name, seed)
         model = self._kept[1]
         model.set_weights(new.get_weights())

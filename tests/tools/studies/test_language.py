@@ -1,0 +1,129 @@
+"""The study of language models: its n-grams, its figures, and a small run."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.training.text_folder import WORDS
+from tools.studies import language
+from tools.studies.ngrams import KneserNey
+
+SIZES = {
+    "steps": 4,
+    "batch_size": 4,
+    "length": 8,
+    "vocabulary_size": 540,
+    "hidden_dim": 8,
+    "mlp_dim": 4,
+    "layers": 2,
+    "experts": 4,
+}
+
+
+def counted(documents, size, order):
+    """Counts of n-grams of all orders, by the definition."""
+    grams = {order: Counter()}
+    for ids in documents:
+        ids = [size] * order + list(ids)
+        for end in range(order, len(ids)):
+            grams[order][tuple(ids[end - order + 1 : end + 1])] += 1
+    for n in range(order - 1, 0, -1):
+        grams[n] = Counter(gram[1:] for gram in grams[n + 1])
+    return grams
+
+
+def probability(grams, size, history, token, n):
+    if n == 0:
+        return 1 / size
+    counts, history = grams[n], history[len(history) - n + 1 :]
+    lower = probability(grams, size, history[1:], token, n - 1)
+    own = {gram: count for gram, count in counts.items() if gram[:-1] == history}
+    if not own:
+        return lower
+    once, twice = (sum(x == k for x in counts.values()) for k in (1, 2))
+    discount = once / max(once + 2 * twice, 1)
+    kept = max(own.get((*history, token), 0) - discount, 0)
+    return (kept + discount * len(own) * lower) / sum(own.values())
+
+
+@pytest.mark.parametrize("order", [1, 2, 4])
+def test_kneser_ney_is_its_definition(order):
+    draw, size = np.random.default_rng(0), 5
+    documents = [draw.integers(0, size, 25).tolist() for _ in range(4)]
+    model, grams = KneserNey(documents, size, order), counted(documents, size, order)
+    ids = draw.integers(0, size, 12).tolist()
+    padded = [size] * order + ids
+    expected = [
+        probability(
+            grams, size, tuple(padded[end - order + 1 : end]), padded[end], order
+        )
+        for end in range(order, len(padded))
+    ]
+    np.testing.assert_allclose(model.log_likelihoods(ids), np.log(expected))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    root, draw = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    for split, count in (("train", 20), ("validation", 5), ("test", 5)):
+        (root / split).mkdir()
+        for number in range(count):
+            words = draw.choice(WORDS.split(), 12)
+            (root / split / f"{number}.txt").write_text(" ".join(words))
+    return f"text:{root}"
+
+
+def test_seeds_begin_anew_and_perplexities_are_those_of_evaluate(source):
+    texts = language.Texts(source, SIZES["vocabulary_size"], SIZES["length"])
+    trainer = language.Trainer(texts, SIZES)
+
+    def fit(seed):
+        model, result = trainer.fit("MoE++, tau=0.75", seed, 1e-2, 4, lambda _: None)
+        return result["curve"][-1][-1], model
+
+    first, _ = fit(0)
+    other, _ = fit(1)
+    again, model = fit(0)
+    assert first == pytest.approx(again, rel=1e-6)
+    assert first != pytest.approx(other, rel=1e-6)
+    rows = texts.rows["validation"]
+    values = model.evaluate(rows, verbose=0, return_dict=True)
+    assert trainer.perplexity(model, rows) == pytest.approx(
+        values["perplexity"], rel=1e-5
+    )
+
+
+def test_time_until_a_perplexity():
+    curve = [[1, 1.0, 100.0], [2, 2.0, 50.0], [3, 3.0, 25.0]]
+    assert language._seconds_until(curve, 50.0) == 2.0
+    assert language._seconds_until(curve, np.sqrt(50.0 * 25.0)) == pytest.approx(2.5)
+    assert language._seconds_until(curve, 20.0) == float("inf")
+
+
+def test_information_of_shuffled_groups_does_not_count():
+    draw = np.random.default_rng(1)
+    experts = draw.integers(4, size=400)
+    assert language._explained(experts, experts) > 0.95
+    assert abs(language._explained(draw.integers(50, size=400), experts)) < 0.05
+
+
+def test_a_small_study(program, source, tmp_path, monkeypatch):
+    names = ("dense", "MoE++, tau=0.75", "muMoE")
+    chosen = {name: language.MODELS[name] for name in names}
+    monkeypatch.setattr(language, "MODELS", {**chosen, "vanilla MoE": chosen[names[1]]})
+    monkeypatch.setattr(language, "ORDERS", range(2, 4))
+    sizes = [x for k, v in SIZES.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    folder = tmp_path / "study"
+    arguments = ["language", "--data", source, "--seeds", "1", "--output", folder]
+    status, text, errors = program(*arguments, *sizes)
+    assert status == 0, errors
+    assert "Kneser-Ney" in text
+    results = json.loads((folder / "results.json").read_text())
+    rows = results["training"]["rows"]
+    assert set(rows) == {*names, "vanilla MoE"}
+    assert rows["dense"]["time"] == 1.0
+    assert 0 < rows["MoE++, tau=0.75"]["ffn_experts"]["mean"] < 2
+    assert results["ngrams"]["test"] < SIZES["vocabulary_size"]
+    assert results["rates"]["chosen"] in language.RATES
