@@ -192,7 +192,9 @@ def summary(spec: dict) -> str:
 
 def _figure(metric, value, data, split):
     metric = re.sub(r"_r(\d+)$", r" R@\1", metric).replace("_", " ")
-    return f"{metric} {value:.1%} on {data} {split}"
+    # Perplexities are no shares.
+    figure = f"{value:.1%}" if value <= 1 else f"{value:.1f}"
+    return f"{metric} {figure} on {data} {split}"
 
 
 def preset(name: Any) -> dict | None:
