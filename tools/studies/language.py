@@ -397,12 +397,13 @@ class Training(Part):
         dense = rows["dense"]["seconds_per_step"]["mean"]
         for row in rows.values():
             row["time"] = row["seconds_per_step"]["mean"] / dense
-            row["until_dense"] = spread(
-                [
-                    _seconds_until(own, base[-1][-1]) / base[-1][1]
-                    for own, base in zip(row["curve"], rows["dense"]["curve"])
-                ]
-            )
+            times = [
+                _seconds_until(own, base[-1][-1]) / base[-1][1]
+                for own, base in zip(row["curve"], rows["dense"]["curve"])
+            ]
+            reached = [x for x in times if np.isfinite(x)]
+            row["until_dense"] = spread(reached) if reached else None
+            row["reached"] = len(reached)
         return {"rate": rate, "steps": steps, "rows": rows}
 
     def train(
@@ -460,11 +461,8 @@ class Training(Part):
             *("FFN per token", "variance of gates", "next layer %", "class %", "id %"),
         )
         for name, row in results["rows"].items():
-            cells = [
-                plus_minus(row["until_dense"])
-                if np.isfinite(row["until_dense"]["mean"])
-                else "never"
-            ]
+            until, reached = row["until_dense"], row["reached"]
+            cells = [f"{plus_minus(until)}, {reached} seeds" if reached else "never"]
             for key, text in (
                 ("ffn_experts", plus_minus),
                 ("variance_of_gates", functools.partial(plus_minus, digits=4)),
