@@ -208,9 +208,8 @@ class _Scorer:
 def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
     """Wraps a language model for EleutherAI's Language Model Evaluation Harness.
 
-    `lm_eval.simple_evaluate(lm_eval_model(model), tasks=["arc_easy"])` evaluates it on
-    the tasks of the papers. Needs the extra `lm-eval`; tasks download their data. The
-    model is compiled to generate greedily, without an optimizer.
+    Needs the extra `lm-eval`; its tasks download their data. The model is compiled to
+    generate greedily, without an optimizer.
 
     Args:
         model: `keras_moe.models.CausalLM` with a tokenizer.
@@ -219,6 +218,13 @@ def lm_eval_model(model: Any, batch_size: int = 8) -> Any:
     Returns: An `lm_eval.api.model.LM`.
 
     Reference: *MoE++*, appendix C.
+
+    Example:
+
+    ```python
+    model = lm_eval_model(models.from_preset("moepp_lm_python"))
+    lm_eval.simple_evaluate(model, tasks=["arc_easy"])["results"]
+    ```
     """
     message = 'Expected the package lm_eval: pip install "keras-moe[lm-eval]"'
     base = import_extra("lm_eval.api.model", message).LM

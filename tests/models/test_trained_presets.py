@@ -138,7 +138,7 @@ def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
     model = models.from_preset(name, load_weights=False)
     text = card.text(model, name, picture.name)
     assert make_trained_presets.training_rows(text) == rows
-    changed = recipe.replace(schedule={"epochs": 2})
+    changed = recipe.replace(schedule={"epochs": 7})
     card = make_trained_presets.card_of(folder, changed, made_by, picture)
     assert make_trained_presets.training_rows(card.text(model, name)) != rows
 
