@@ -25,7 +25,8 @@ COLLECTIVES = (
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 INSTRUCTION = re.compile(r"  (?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
-CALLED = re.compile(r"(body|condition|true_computation|calls)=%?([\w.\-]+)")
+CALLED = re.compile(r"(body|condition|calls)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"(?:true|false|branch)_computations?=(\{[^}]*\}|[%\w.\-]+)")
 # A fusion of an all-reduce and a slice.
 SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -81,14 +82,15 @@ class Program:
     def operations(self) -> list[Operation]:
         """All operations with estimated cycles; grouped matmuls have no true ones."""
         found = []
-        for line, _, times in self._lines():
+        for line, match, times in self._lines():
             name = OP_NAME.search(line)
             name = name[1] if name else ""
             cycles = CYCLES.search(line)
             if cycles and UNTIMED not in name:
                 frame = FRAME.search(line)
                 source = self._sources.get(int(frame[1])) if frame else None
-                operation = (self._part(name), _short(name), source)
+                # The compiler's own copies have no names.
+                operation = (self._part(name), _short(name) or match[3], source)
                 found.append(Operation(*operation, times, times * int(cycles[1])))
         return found
 
@@ -181,9 +183,9 @@ class Program:
             return "optimizer"
         return "other"
 
-    def _lines(self):
+    def _lines(self, first=None):
         """Instructions that run, each with the number of its runs in a step."""
-        waiting = [(self._entry, 1)]
+        waiting = [(first or self._entry, 1)]
         while waiting:
             name, times = waiting.pop()
             for line in self._computations[name]:
@@ -199,6 +201,18 @@ class Program:
                     runs = trips if role == "body" else 1
                     if called in self._computations:
                         waiting.append((called, times * runs))
+                if branches := BRANCHES.findall(line):
+                    waiting.append((self._longest_branch(branches), times))
+
+    def _longest_branch(self, branches):
+        """The branch with the most cycles, such as an optimizer's that updates."""
+
+        def length(name):
+            lines = list(self._lines(name))
+            cycles = ((CYCLES.search(line), times) for line, _, times in lines)
+            return sum(times * int(x[1]) for x, times in cycles if x), len(lines)
+
+        return max(re.findall(r"[\w.\-]+", " ".join(branches)), key=length)
 
     def _trips(self, line):
         """Rounds of a loop, if the compiler or its condition tells them."""

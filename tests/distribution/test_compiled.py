@@ -63,6 +63,14 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general" stack_frame_id=3}},
   ROOT %lt = pred[] compare(%p, %limit), direction=LT
 }}
 
+%waits (p: f32[8]) -> f32[8] {{
+  ROOT %k = f32[8]{{0}} copy(%p), {CYCLES % 100}
+}}
+
+%updates (p: f32[8]) -> f32[8] {{
+  ROOT %l = f32[8]{{0}} while(%p), condition=%until, body=%waits
+}}
+
 ENTRY %main (a: bf16[4,8]) -> f32[8] {{
   %a = bf16[4,8]{{1,0:T(8,128)(2,1)}} parameter(0)
   %w = f32[8]{{0}} while(%a), condition=%condition, body=%body, \
@@ -81,6 +89,10 @@ collective-permute-start(%a), source_target_pairs={{{{0,1}}}}
   %t = f32[2]{{0}} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
   %d = f32[8]{{0}} fusion(%w), calls=%inside, \
 metadata={{op_name="jit(train_step)/adam_w/sub" stack_frame_id=1}}, {CYCLES % 7}
+  %b = f32[8]{{0}} conditional(%s, %w, %w), \
+branch_computations={{%waits, %updates}}
+  %b.2 = f32[8]{{0}} conditional(%s, %w, %w), true_computation=%updates, \
+false_computation=%waits
   %m = (bf16[4,6]{{1,0}}, s8[64]{{0}}) custom-call(%a, %d), backend_config={{\
 "dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}
   %m.2 = f32[2,3]{{1,0}} dot(%a, %d), lhs_batch_dims={{}}, lhs_contracting_dims={{0,1}}
@@ -120,8 +132,10 @@ def test_a_program_by_hand():
     # Three rounds of the first loop, four of the second by its condition, and one of
     # the third; the condition's cycles count once, for a round.
     assert program.num_open_loops() == 1
-    assert program.cycles_by_part() == {"experts": 40, "optimizer": 7, "other": 4}
-    first, second, _ = program.longest(10)
+    # Of two branches, the longer one counts: four copies.
+    copies, first, second, _ = program.longest(10)
+    assert copies == ("other", "copy", None, 8, 800)
+    assert program.cycles_by_part() == {"other": 804, "experts": 40, "optimizer": 7}
     assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 8, 40)
     # The planner's own frame is no source.
     assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 1, 7)
