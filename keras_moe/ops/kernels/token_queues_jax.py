@@ -61,6 +61,8 @@ def by_counting(experts, rank, num_experts, num_slotted, capacity):
         index[:, None] > index, (experts.shape[0], *2 * index.shape)
     )
     if rank is not None:
+        # NaN goes last, as in a sort: it must not take the place of another.
+        rank = jnp.where(jnp.isnan(rank), jnp.inf, rank)
         own, others = rank[:, :, None], rank[:, None]
         before = (others < own) | ((others == own) & before)
     chosen = experts[..., None] == jnp.arange(num_experts, dtype="int32")
