@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import threading
 from importlib import metadata
 
 import keras
@@ -379,6 +380,26 @@ def test_what_the_user_has_stays(on_this_machine):
         assert found.num_devices == 1
         assert keras.distribution.distribution() is mine
         assert states() == before
+
+
+@pytest.mark.every_backend
+def test_two_threads_leave_the_environment_as_it_was(compilation, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    before, begun, done = dict(os.environ), threading.Event(), threading.Event()
+
+    def second():
+        with compilation.alone():
+            begun.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=second)
+    with compilation.alone():
+        thread.start()
+        assert not begun.wait(0.5)
+    done.set()
+    thread.join()
+    assert begun.is_set()
+    assert os.environ == before
 
 
 @pytest.mark.every_backend
