@@ -193,7 +193,7 @@ def test_what_is_not_there_is_named(monkeypatch, topology, extra):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises((ImportError, ValueError), match=f"JAX backend|{extra}"):
+    with pytest.raises((ImportError, ValueError), match=f"KERAS_BACKEND=jax|{extra}"):
         distribution.compiled_costs("vmoe_digits", topology, 8)
 
 
@@ -403,7 +403,7 @@ def test_two_threads_leave_the_environment_as_it_was(compilation, monkeypatch):
 
 
 @pytest.mark.every_backend
-def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
+def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch, tmp_path):
     compile, tried = on_this_machine.compile_lowered, []
 
     def narrow(lowered, platform):
@@ -420,6 +420,15 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
     assert tried == [8, 8, 4]
     assert found.changes == {"rematerialize": True, "batch_size": 4}
     assert found.batch_size == 4
+    # A preset that rematerialises has only its batch to lose.
+    model = models.from_preset("vmoe_digits", rematerialize=True, **SMALL)
+    model.save_to_preset(str(tmp_path / "mine"))
+    tried.clear()
+    found = distribution.compiled_costs(tmp_path / "mine", "v5e:1x1", 8, fit=True)
+    assert found.changes == {"batch_size": 2}
+    tried.clear()
+    with pytest.raises(DoesNotFit, match="with a smaller batch or with more devices"):
+        distribution.compiled_costs(tmp_path / "mine", "v5e:1x1", 1, fit=True)
 
 
 @pytest.mark.every_backend
