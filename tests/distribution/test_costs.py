@@ -123,6 +123,14 @@ def test_pairs():
         costs("limoe_s32", 4, 8, **one, text_tokens=5)
 
 
+def test_kernels_of_tpus_are_for_bfloat16():
+    tpu, gpu = (
+        small(1, 8, chip, dtype="float16").memory["activations"]
+        for chip in ("tpu_v5e", "h200")
+    )
+    assert tpu == gpu
+
+
 def test_a_torus_passes_data_on():
     assert torus_sides(24, 3) == (2, 3, 4)
     assert torus_sides(7, 2) == (1, 7)

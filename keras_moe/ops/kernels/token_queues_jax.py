@@ -43,14 +43,12 @@ def fill_slots(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _by_platform(experts, rank, sizes, other):
-    def count(experts, *rank):
-        return by_counting(experts, *(rank or (None,)), *sizes)
-
-    def sort(experts, *rank):
-        return other(experts, *(rank or (None,)), *sizes)
-
-    arguments = (experts,) if rank is None else (experts, rank)
-    return lax.platform_dependent(*arguments, tpu=count, default=sort)
+    return lax.platform_dependent(
+        experts,
+        rank,
+        tpu=lambda *inputs: by_counting(*inputs, *sizes),
+        default=lambda *inputs: other(*inputs, *sizes),
+    )
 
 
 def by_counting(experts, rank, num_experts, num_slotted, capacity):
