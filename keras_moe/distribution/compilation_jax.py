@@ -157,6 +157,9 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles a step of a compiled model of `models.abstract` under a distribution."""
     lowered, state, batch = lower_step(model, distribution, step, batch_size)
+    optimizer = getattr(model, "optimizer", None)
+    # Within a loss scale.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     start = time.perf_counter()
     platform = distribution.device_mesh.backend_mesh.devices.flat[0].platform
     compiled, text = compile_lowered(lowered, platform)
@@ -164,7 +167,7 @@ def compile_step(
         text,
         (compiled.cost_analysis() or {}).get("flops"),
         _memory(compiled.memory_analysis(), state, batch),
-        getattr(getattr(model, "optimizer", None), "name", None),
+        getattr(optimizer, "name", None),
         time.perf_counter() - start,
     )
 

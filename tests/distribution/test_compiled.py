@@ -249,6 +249,20 @@ def test_memory_and_rates(on_this_machine):
 
 
 @pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+def test_the_optimizer_has_its_name(on_this_machine, monkeypatch, dtype):
+    steps, compile_step = [], on_this_machine.compile_step
+
+    def kept(*arguments):
+        steps.append(compile_step(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(on_this_machine, "compile_step", kept)
+    distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, dtype=dtype, **SMALL)
+    assert f"/{steps[0].optimizer}/" in steps[0].text
+
+
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("preset", "step"),
     [("clip_emoji", "train"), ("limoe_emoji", "predict"), ("moepp_digits", "predict")],
