@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import keras
 
 
-def is_valid(query: Any) -> bool:
+def is_valid(x: Any) -> bool:
     """Whether the program is for TPUs, and in bfloat16."""
-    dtype = keras.backend.standardize_dtype(query.dtype)
+    dtype = keras.backend.standardize_dtype(x.dtype)
     return dtype == "bfloat16" and platform() == "tpu"
 
 
