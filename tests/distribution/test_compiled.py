@@ -474,8 +474,9 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
 @pytest.mark.every_backend
 def test_libtpu_compiles_what_it_plans(compilation, capfd):
     pytest.importorskip("libtpu", reason="needs libtpu, the extra tpu-plan")
+    # A group of eight images for each device: with fewer, tokens would be gathered.
     found = distribution.compiled_costs(
-        "vmoe_s32", "v5e:2x2", 16, num_layers=2, num_experts=4, num_classes=8
+        "vmoe_s32", "v5e:2x2", 32, num_layers=2, num_experts=4, num_classes=8
     )
     assert {"experts", "router", "attention", "optimizer"} <= {*found.seconds}
     assert min(found.seconds.values()) > 0
