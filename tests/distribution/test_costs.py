@@ -142,6 +142,9 @@ def test_a_torus_passes_data_on():
     # Part of a longer ring is a line, with one cut.
     assert ring.all_to_all_bandwidth(16, 64) == chip.link_bandwidth / crossing
     assert chip.all_to_all_bandwidth(2) <= chip.bandwidth
+    # A v5e of 8x8 has no links from its end to its beginning, one of 16x16 does.
+    flat = CHIPS["tpu_v5e"]
+    assert flat.all_to_all_bandwidth(64) == flat.all_to_all_bandwidth(256)
     assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
 
 
