@@ -206,7 +206,7 @@ def _usage(source):
     return (
         "```python\nimport keras_moe\n\n"
         f"model = keras_moe.models.from_preset({source})"
-        "  # this folder, or hf://USER/NAME\n"
+        "  # or hf://USER/NAME\n"
         "```"
     )
 
