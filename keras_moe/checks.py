@@ -266,7 +266,8 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
         )
     if isinstance(capacity, numbers.Real):
         check_integer("capacity", capacity)
-    if mask is not None and tuple(mask.shape) != tuple(affinity.shape[:2]):
+    # TensorFlow may know one of the shapes less well while it traces.
+    if mask is not None and not fits_shape(mask.shape, affinity.shape[:2]):
         raise ValueError(
             f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
             f"received: mask.shape={tuple(mask.shape)}"
