@@ -302,11 +302,18 @@ def test_steering_adds_the_centre_before_the_experts(router):
     assert len(steered.weights) == len(model.weights)
 
 
-def test_steering_needs_an_offset():
+def test_blocks_without_an_offset_are_steered_too():
     sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "norm": "rms"}
     model = with_weights(models.ViTBackbone.from_config(sizes))
-    with pytest.raises(ValueError, match=r"offset.*block='block_0' with <RMSNorm"):
-        analysis.steer_expert(model, "block_0", expert=2)
+    steered = analysis.steer_expert(model, "block_0", expert=2, strength=1.5)
+    vector = steered.get_layer("block_0").steering
+    centre = analysis.expert_centres(model, "block_0")[2]
+    np.testing.assert_allclose(vector, 1.5 * centre, rtol=1e-6)
+    # Steering adds up, and the model stays as it was.
+    twice = analysis.steer_expert(steered, "block_0", expert=2, strength=0.5)
+    vector = twice.get_layer("block_0").steering
+    np.testing.assert_allclose(vector, 2.0 * centre, rtol=1e-6)
+    assert model.get_layer("block_0").steering is None
 
 
 def test_an_interrupted_intervention_leaves_the_model_whole():
