@@ -7,6 +7,7 @@ published weights, or a model.
 import contextlib
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 BACKBONE = "backbone"
 # Towers of image-text models, by the kinds of their inputs.
 TOWERS = ("image", "text")
+
+_has_warned_of_random_weights = False
 
 
 Weights = SavedWeights | PublishedWeights
@@ -503,11 +506,34 @@ def _takes_classes(cls):
     return "num_classes" in argument_names(cls)
 
 
-def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> Any:
+def build(
+    source: Any,
+    overrides: dict[str, Any] | None = None,
+    load_weights: bool = True,
+    **options,
+) -> Any:
     """Builds a model from a source that is not itself a model of this library."""
     if isinstance(source, keras.Model) and not is_convertible(source):
         raise ValueError(
             f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
         )
-    with resolve(source, overrides, **options) as blueprint:
-        return blueprint.build()
+    with resolve(source, overrides, load_weights=load_weights, **options) as blueprint:
+        model = blueprint.build()
+    if load_weights and blueprint.weights is None:
+        _warn_of_random_weights(blueprint.name)
+    return model
+
+
+def _warn_of_random_weights(name):
+    """Says once that a preset is an architecture only."""
+    global _has_warned_of_random_weights
+    if not _has_warned_of_random_weights:
+        _has_warned_of_random_weights = True
+        warnings.warn(
+            f"{name!r} is an architecture, so the model's weights are random. Trained "
+            "ones: keras_moe.models.list_presets(trained=True), and handles such as "
+            "hf://timm/... and hf://openai/... (docs/weights.md). load_weights=False "
+            "asks for random weights and silences this.",
+            # Point to the caller of `from_preset`.
+            stacklevel=4,
+        )

@@ -96,19 +96,34 @@ def test_heads_are_those_of_the_released_configs(preset):
         assert head[0] is None
 
 
+SMALL = {
+    "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
+    "num_experts": 2, "image_shape": (32, 32, 3),
+}  # fmt: skip
+
+
+def test_random_weights_are_said_once(saved, monkeypatch, recwarn):
+    monkeypatch.setattr("keras_moe.models.source._has_warned_of_random_weights", False)
+    models.from_preset("vmoe_s32", load_weights=False, **SMALL)
+    models.from_preset("vmoe_digits", num_classes=3)
+    models.from_preset(saved[0])
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="'vmoe_s32' is an arch.*trained=True") as said:
+        models.from_preset("vmoe_s32", **SMALL)
+    assert said[0].filename == __file__
+    models.ViTBackbone.from_preset("vmoe_s16", **SMALL)
+    assert not recwarn.list
+
+
 def test_heads_of_presets_fit_what_is_overridden():
-    small = {
-        "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
-        "num_experts": 2, "image_shape": (32, 32, 3),
-    }  # fmt: skip
-    model = models.from_preset("vmoe_s32", num_classes=3, **small)
+    model = models.from_preset("vmoe_s32", num_classes=3, **SMALL)
     assert model.representation_dim == 16
-    costs = models.describe("vmoe_s32", num_classes=3, **small)
+    costs = models.describe("vmoe_s32", num_classes=3, **SMALL)
     assert costs.parameters == model.count_params()
     head = {"num_experts": 2, "rank": 2}
-    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **small)
+    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **SMALL)
     assert model.representation_dim is None
-    costs = models.describe("vmoe_s32", num_classes=3, head=head, **small)
+    costs = models.describe("vmoe_s32", num_classes=3, head=head, **SMALL)
     trained = sum(np.prod(weight.shape) for weight in model.trainable_weights)
     assert costs.parameters == trained
 
