@@ -205,6 +205,11 @@ def has_weights(name: Any) -> bool:
     return (preset(name) or {}).get("weights") is not None
 
 
+def is_architecture(name: Any) -> bool:
+    """Whether `name` is a registered preset without weights."""
+    return preset(name) is not None and not has_weights(name)
+
+
 def backbone_class(name: str) -> type:
     """Returns a registered backbone by class name."""
     return _by_name(name, _BACKBONES, "backbone")

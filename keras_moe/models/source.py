@@ -41,6 +41,9 @@ BACKBONE = "backbone"
 # Towers of image-text models, by the kinds of their inputs.
 TOWERS = ("image", "text")
 
+# Arguments of trained tasks that follow from the data.
+_OF_DATA = ("num_classes", "preprocessor", "image_preprocessor")
+
 _has_warned_of_random_weights = False
 
 
@@ -97,9 +100,19 @@ class _Architecture(ModelSource):
         if spec["task"] is not None:
             self.task = registry.named_task_class(spec["task"])
         self.class_names = spec["class_names"]
+        # The task of a trained preset is the same without its weights.
+        folder, self._saved = spec["weights"], None
+        if folder is not None and os.path.isdir(folder):
+            self._saved = _Saved(folder, False, name)
+            self.is_trained = self._saved.is_trained
+            self.task = self._saved.task or self.task
 
     def task_config(self):
-        return {} if self.task is None else self._spec["task_config"]
+        if self.task is None:
+            return {}
+        saved = {} if self._saved is None else self._saved.task_config()
+        saved = {name: saved[name] for name in _OF_DATA if name in saved}
+        return {**saved, **self._spec["task_config"]}
 
 
 class _Saved(ModelSource):
@@ -144,12 +157,13 @@ class _Saved(ModelSource):
         if not self.is_trained:
             return {}
         config = {k: v for k, v in self._saved_task.items() if k != "backbone"}
-        if isinstance(config.get("preprocessor"), dict):
-            preprocessor = keras.saving.deserialize_keras_object(config["preprocessor"])
-            if hasattr(preprocessor, "load_preset_assets"):
-                # Such as a tokenizer's vocabulary.
-                preprocessor.load_preset_assets(self._path)
-            config["preprocessor"] = preprocessor
+        for name in ("preprocessor", "image_preprocessor"):
+            if isinstance(config.get(name), dict):
+                preprocessor = keras.saving.deserialize_keras_object(config[name])
+                if hasattr(preprocessor, "load_preset_assets"):
+                    # Such as a tokenizer's vocabulary.
+                    preprocessor.load_preset_assets(self._path)
+                config[name] = preprocessor
         return config
 
     def explained(self):
@@ -179,7 +193,7 @@ class _Published(ModelSource):
 
     def task_config(self):
         config = (self._spec.task_arguments or {}) if self.task else {}
-        return {**config, "preprocessor": self._spec.preprocessor()}
+        return {**config, **self._spec.preprocessors()}
 
     def weights(self, new_weights=()):
         return PublishedWeights(

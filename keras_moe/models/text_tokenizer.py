@@ -113,8 +113,8 @@ class TextTokenizer:
         """Creates CLIP's tokenizer with 49,408 byte pairs.
 
         Args:
-            vocabulary: merges file, or folder with `vocab.json` and `merges.txt`.
-                Defaults to the file in the package open_clip_torch.
+            vocabulary: merges file, or folder with `vocab.json` and `merges.txt` or
+                `tokenizer.json`. Defaults to the file in the package open_clip_torch.
             max_length: N.
         """
         with _explained(f"a vocabulary of byte pairs in {vocabulary}"):

@@ -10,6 +10,7 @@ import keras
 from keras_moe import data, models
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models.registry import is_architecture
 from keras_moe.processes import process_shard
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
@@ -91,7 +92,8 @@ class Objective(Section):
         return make(
             config.preset,
             dtype=config.dtype,
-            load_weights=config.load_weights,
+            # An architecture's weights are random, and meant to be.
+            load_weights=config.load_weights and not is_architecture(config.preset),
             seed=seed,
             **{
                 **json_copy("overrides", config.overrides),

@@ -7,6 +7,7 @@ from typing import Any
 from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.text_tokenizer import TextTokenizer
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
@@ -23,10 +24,11 @@ class ConversionSpec:
         backbone: class name.
         arguments: arguments of the backbone.
         rules: dict from weight path to rule.
-        task_arguments: arguments of the classifier; None without a head.
+        task_arguments: arguments of the task; None for a backbone.
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
         preprocessing: arguments of `ImagePreprocessor` without the image shape.
+        tokenizer: tokenizer of an image-text model, if known.
     """
 
     scheme: str
@@ -37,13 +39,17 @@ class ConversionSpec:
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     preprocessing: dict | None = None
+    tokenizer: TextTokenizer | None = None
 
-    def preprocessor(self) -> ImagePreprocessor | None:
-        """Returns the source's image preprocessor, or None if unknown."""
-        if self.preprocessing is None:
-            return None
-        image = self.arguments.get("image", self.arguments)
-        return ImagePreprocessor(image["image_shape"], **self.preprocessing)
+    def preprocessors(self) -> dict:
+        """Returns a task's arguments with the source's preprocessing, if known."""
+        images, is_pair = None, "image" in self.arguments
+        if self.preprocessing is not None:
+            shape = self.arguments.get("image", self.arguments)["image_shape"]
+            images = ImagePreprocessor(shape, **self.preprocessing)
+        if is_pair:
+            return {"preprocessor": self.tokenizer, "image_preprocessor": images}
+        return {"preprocessor": images}
 
 
 # Sizes that follow from names and shapes
@@ -251,6 +257,7 @@ def pair_spec(
             **shared,
         },
         rules,
+        task_arguments={},
         ignored={name: reason for name, reason in left.items() if name not in used},
         notes=tuple(dict.fromkeys((*image.notes, *text.notes))),
         preprocessing=image.preprocessing,

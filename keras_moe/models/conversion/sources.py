@@ -11,6 +11,7 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
+from keras_moe.models.byte_pairs import TOKENIZER_FILES
 from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
@@ -28,6 +29,7 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
+from keras_moe.models.text_tokenizer import TextTokenizer
 
 # Public buckets are also available here.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
@@ -85,13 +87,14 @@ def open_source(
     else:
         file, config = open_folder(text)
         name = text
+    folder = text if kind == "folder" else os.path.dirname(text)
     try:
         spec = (
             google_spec(file, name, overrides, tower)
             or timm_spec(file, config, overrides)
             or _dinov2.dinov2_spec(file, config, overrides)
             or _moepp.moepp_spec(file, config, overrides)
-            or _clip_spec(file, config, overrides, tower)
+            or _clip_spec(file, config, overrides, tower, folder)
         )
         if spec is None:
             raise ValueError(
@@ -105,7 +108,7 @@ def open_source(
     return file, spec
 
 
-def _clip_spec(file, config, overrides, tower):
+def _clip_spec(file, config, overrides, tower, folder):
     """Returns the spec of a CLIP or SigLIP, or one tower; None for other names."""
     towers = _transformers.transformers_towers(file) | _openclip.openclip_towers(file)
     if not towers:
@@ -126,7 +129,22 @@ def _clip_spec(file, config, overrides, tower):
         name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
         for name, make_spec in towers.items()
     }
-    return pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+    spec = pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+    text, openclip = spec.arguments["text"], config.get("model_cfg", config)
+    # Texts of SigLIP are not causal; some of OpenCLIP's have another tokenizer.
+    is_clip = "hf_tokenizer_name" not in openclip.get("text_cfg", {})
+    if is_clip and text.get("causal", True):
+        spec.tokenizer = _tokenizer(folder, text["max_length"])
+    return spec
+
+
+def _tokenizer(folder, max_length):
+    """Returns the tokenizer in a CLIP's folder or repository, or None."""
+    for names in TOKENIZER_FILES:
+        if all(_has(folder, name) for name in names):
+            paths = [get_file(folder, name) for name in names]
+            return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
+    return None
 
 
 def _missing_tower(tower, config):
