@@ -171,8 +171,10 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     if report and report.pictures:
         card = dataclasses.replace(card, picture=report.pictures[0])
         card.write(trained.model, folder / "preset", "preset")
-    rows = {
-        results["metric"]: f"{results['score']:.4f}",
+    rows = {results["metric"]: f"{results['score']:.4f}"}
+    if trained.linear_probe is not None:
+        rows["linear probe"] = f"{trained.linear_probe:.4f} with the starting features"
+    rows |= {
         "parameters": f"{results['parameters']:,}",
         "seconds": f"{results['seconds']:.0f}",
         "preset": folder / "preset",
@@ -454,6 +456,7 @@ def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
         "parameters": trained.model.count_params(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
+        "linear_probe": trained.linear_probe,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),
         "evaluations": [x for own in evaluated for x in own.get("records", [])],
