@@ -89,6 +89,7 @@ def main(
     interrupted, log = "Interrupted.", None
     try:
         args = make_parser().parse_args(argv)
+        args.argv = sys.argv[1:] if argv is None else argv
         wants_traceback |= args.traceback
         interrupted = args.interrupted
         # Within another program, such as a test, stderr is not this program's.

@@ -29,6 +29,7 @@ from keras_moe.cli.arguments import (
     add_overrides,
     add_preset,
     add_shots,
+    command_line,
     verbosity,
 )
 from keras_moe.cli.devices import (
@@ -424,6 +425,8 @@ def write_report(
             folder / "report",
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
+            command=command_line(args),
+            credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
     except Exception as error:

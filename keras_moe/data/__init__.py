@@ -26,7 +26,7 @@ from keras_moe.data.selection import (
     oversample,
     write_exclusion,
 )
-from keras_moe.data.sources import class_names, num_classes
+from keras_moe.data.sources import class_names, credit, num_classes
 from keras_moe.processes import process_shard
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "RandAugment",
     "RandomResizedCrop",
     "class_names",
+    "credit",
     "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",

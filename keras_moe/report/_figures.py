@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, plain_axis
+from keras_moe.analysis.plots.figure import (
+    COLOURS,
+    EXPERT_COLOURS,
+    GREY,
+    TYPE_COLOURS,
+    new_figure,
+    plain_axis,
+)
 from keras_moe.report.model import shortened
 from keras_moe.report.section import evenly_spaced
 
@@ -14,13 +21,7 @@ MAX_PANELS = 8
 _WIDTH = 3.6
 _STYLES = ("-", "--", ":", "-.")
 _LEGEND = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
-_TYPES = {
-    "ffn": "#0072B2",
-    "zero": "#E69F00",
-    "copy": "#009E73",
-    "constant": "#CC79A7",
-    "pruned": GREY,
-}
+_TYPES = {**TYPE_COLOURS, "pruned": GREY}
 # Largest number of tick labels that fit on an axis.
 _NUM_TICKS = 16
 # Rasterised, since thousands of paths would make a large page.
@@ -42,7 +43,9 @@ def draw_loads(
         left = positions + (number - (len(shares) - 1) / 2) * width
         colours = COLOURS[number]
         if len(shares) == 1:
-            colours = [_TYPES[name] for name in types]
+            own = EXPERT_COLOURS * (len(types) // len(EXPERT_COLOURS) + 1)
+            plain = len({*types} - {"pruned"}) == 1
+            colours = own[: len(types)] if plain else [_TYPES[x] for x in types]
         axis.bar(left, 100 * np.asarray(row), width, color=colours)
         if len(shares) > 1:
             axis.plot([], [], "s", color=COLOURS[number], label=group)
@@ -56,9 +59,9 @@ def draw_loads(
         for name in dict.fromkeys(types):
             axis.plot([], [], "s", color=_TYPES[name], label=name)
     present = len(types) - types.count("pruned")
-    axis.axhline(100 / present, color=GREY, lw=1, ls="--", label="equal share")
+    axis.axhline(100 / present, color=GREY, lw=1.2, ls="--", label="equal share")
     if capacity is not None:
-        axis.axhline(100 * capacity, color=COLOURS[5], lw=1, label="capacity")
+        axis.axhline(100 * capacity, color="black", lw=1.2, label="capacity")
     axis.set_xticks(_expert_ticks(len(types)))
     axis.set_xlabel("expert", fontsize=8)
     axis.set_ylabel("% of the work", fontsize=8)

@@ -136,11 +136,12 @@ def expert_map(
             )
     for row in range(grid[0]):
         of_row = experts[row * grid[1] : (row + 1) * grid[1]]
+        # In the patches' corners, so that the image can be seen.
         numbers += Markup('<text y="{}">{}</text>').format(
-            CELL * row + 7,
+            CELL * row + 3,
             Markup().join(
                 Markup('<tspan x="{}">{}</tspan>').format(
-                    CELL * column + CELL // 2, expert if expert >= 0 else "x"
+                    CELL * column + 0.6, expert if expert >= 0 else "x"
                 )
                 for column, expert in enumerate(of_row.tolist())
             ),
@@ -149,6 +150,11 @@ def expert_map(
     texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
     alt = f"{title}, expert (number of patches): {', '.join(texts)}"
     return _map_figure(grid, image, paths + numbers, alt, title)
+
+
+def plain_map(grid: tuple[int, int], image: str) -> Markup:
+    """The image of an example without a map."""
+    return _map_figure(grid, image, Markup(""), "The image", "the image")
 
 
 def heat_map(

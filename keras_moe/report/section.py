@@ -32,6 +32,7 @@ class Batch(NamedTuple):
         finite: boolean (B, N) by key, False for tokens with NaN or infinities, which
             are zeroed in `routing`. Keys without such tokens are missing.
         shared: cache for results that several sections need, or None; see `once`.
+        embeddings: those of images and of texts, (B, P) each, or None.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     outputs: np.ndarray | None
     finite: dict[str, np.ndarray]
     shared: dict[Any, Any] | None = None
+    embeddings: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def size(self) -> int:
