@@ -49,7 +49,7 @@ FIGURES = {
 }
 LARGEST = 2_000_000  # bytes
 # The width of a card's picture, in pixels.
-WIDEST = 900
+WIDEST = 1100
 # Shorter arrays take more room compressed.
 SHORTEST = 256
 
@@ -204,7 +204,7 @@ def drawn(
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
     picture.thumbnail((WIDEST, WIDEST), Image.Resampling.LANCZOS)
-    path = temporary / "loads.png"
+    path = temporary / "experts.png"
     picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
 
@@ -223,8 +223,6 @@ def card_of(
     listed = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
     settings = {**recipe.settings(), **made_by}
     source, split = recipe.data.evaluated_source, recipe.data.test_split
-    # A report on pairs begins with the images.
-    of_images = ": tokens of images" if recipe.objective.name == "contrastive" else ""
     return models.ModelCard(
         name=recipe.name,
         description=recipe.description,
@@ -234,8 +232,8 @@ def card_of(
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[models.CardResult(**result) for result in listed["results"]],
         picture=picture,
-        picture_text="A heat map of the load of each expert, a row for each layer with "
-        f"experts of {recipe.name}, on {source}, {split}{of_images}",
+        picture_text="The patches of largest weight of each expert, a row for each, in "
+        f"the last layer with experts of {recipe.name}, on {source}, {split}",
     )
 
 

@@ -454,7 +454,7 @@ def card_of(recipe: Any, trained: Any) -> Any:
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
-        picture_text="The load of each expert on the test data",
+        picture_text="What each expert does with the test data",
     )
 
 

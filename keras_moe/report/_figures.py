@@ -306,6 +306,26 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     return figure
 
 
+def draw_patches(sheet: Any, names: list[str], title: str) -> Any:
+    """Plots a sheet of patches with a row for each expert."""
+    side = sheet.shape[0] / len(names)
+    # Two pixels of a PNG file for each of the sheet, and room for names and title.
+    height, width = (2 * length / 160 for length in sheet.shape[:2])
+    left, top = 0.1 * max(map(len, names)) + 0.1, 0.35
+    size = left + width + 0.1, height + top + 0.1
+    figure = new_figure(figsize=size)
+    area = (left / size[0], 0.1 / size[1], width / size[0], height / size[1])
+    axis = figure.add_axes(area)
+    axis.imshow(sheet, interpolation="nearest", aspect="auto")
+    axis.set_xticks([])
+    rows = side * (np.arange(len(names)) + 0.5) - 0.5
+    axis.set_yticks(rows, names, parse_math=False)
+    axis.tick_params(length=0, labelsize=10)
+    axis.spines[:].set_visible(False)
+    axis.set_title(title, fontsize=11, loc="left", parse_math=False)
+    return figure
+
+
 def _panels(count, height=1.15, columns=2, legend=0.42):
     """Makes a figure with panels, and room in inches for a legend below."""
     columns = max(min(count, columns), 1)

@@ -73,7 +73,7 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
 def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
     """Joins tiles (R, C, T, T, 3 or 4) in a small picture: data URI, width, height."""
     tiles = np.asarray(tiles)
-    sheet = whole = Image.fromarray(_sheet(tiles))
+    sheet = whole = Image.fromarray(sheet_of(tiles))
     content, size = _webp(sheet, max_bytes), tiles.shape[2]
     while len(content) > max_bytes and size > _SMALLEST_TILE:
         size = size * 3 // 4
@@ -108,7 +108,7 @@ def sprite_figure(
     ).format(rows, uri, alt, width, height, caption)
 
 
-def _sheet(tiles):
+def sheet_of(tiles: np.ndarray) -> np.ndarray:
     """Arranges tiles in one array with transparent gaps."""
     rows, columns, size, _, channels = tiles.shape
     step = size + _GAP

@@ -206,6 +206,10 @@ class Section(ABC):
     def update_queues(self, batch: Batch) -> None:  # noqa: B027
         """Reads a batch of random examples, grouped as in training."""
 
+    def front(self) -> Any:
+        """A drawing for the front of a model card, or None."""
+        return None
+
     @abstractmethod
     def finish(self) -> SectionContent:
         """Returns the content, after the last batch."""

@@ -30,6 +30,8 @@ from keras_moe.report.section import (
 )
 
 PAGE, DATA = "report.html", "report.json"
+# A picture for model cards.
+FRONT = "experts.png"
 # Page size that mail programs still send and phones show quickly.
 MAX_BYTES = 2_000_000
 _FOLDER = Path(__file__).parent
@@ -43,7 +45,8 @@ class Report(NamedTuple):
     Attributes:
         page: path of `report.html`.
         data: path of `report.json`.
-        pictures: paths of its figures as PNG files, in reading order.
+        pictures: paths of its figures as PNG files, in reading order; for images the
+            first one, `experts.png`, is what each expert looks at.
         findings: findings in plain words, as on the page.
         num_examples: number of examples read.
     """
@@ -126,6 +129,9 @@ def write_report(
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     figures = [item for _, x in contents for item in x.body if isinstance(item, Figure)]
     pictures = [f"{figure.name}.png" for figure in figures]
+    fronts = [front for x in sections if (front := x.front()) is not None]
+    drawings = [*fronts[:1], *(figure.drawing for figure in figures)]
+    pictures = [*[FRONT][: len(fronts)], *pictures]
     _check_distinct("names of figures", pictures)
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     facts = {
@@ -145,9 +151,9 @@ def write_report(
         "sections": {section.anchor: content.data for section, content in contents},
     }
     with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
-        for figure, picture in zip(figures, pictures):
-            figure.drawing.set_dpi(_DPI)
-            write_figure(figure.drawing, staging / picture)
+        for drawing, picture in zip(drawings, pictures):
+            drawing.set_dpi(_DPI)
+            write_figure(drawing, staging / picture)
         page = page_html(reported.name, contents, facts, command, credit)
         write_text(staging / PAGE, page)
         write_json(staging / DATA, values)

@@ -8,12 +8,13 @@ from markupsafe import Markup
 
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.report import section
-from keras_moe.report._markup import COLOURS, patch_tile, sprite_figure
+from keras_moe.report._figures import draw_patches
+from keras_moe.report._markup import COLOURS, patch_tile, sheet_of, sprite_figure
 from keras_moe.report.model import IMAGE, TEXT
 
 _MOST_LAYERS, _MOST_EXPERTS = 6, 32
 _TILE, _BYTES = 40, 150_000
-_MOST_CONTEXTS = 4
+_MOST_CONTEXTS, _MOST_IN_FRONT = 4, 16
 
 
 class BestPatches:
@@ -226,6 +227,18 @@ class TopTokens(section.Section):
                 cards, data[block.key] = _word_cards(block, best)
                 body += cards
         return section.SectionContent(body, data) if body else section.NO_TOKENS
+
+    def front(self):
+        """A drawing of what experts of the last layer with images look at, if any."""
+        layers = [x for x in self.images if self.patches[x.key].tiles is not None]
+        if not layers:
+            return None
+        block, best = layers[-1], self.patches[layers[-1].key]
+        experts = best.experts[:_MOST_IN_FRONT]
+        names = [f"expert {block.expert_name(expert)}" for expert in experts]
+        sheet = sheet_of(best.tiles[: len(experts)])
+        title = f"{block.short_key}: patches of largest weight"
+        return draw_patches(sheet, names, title)
 
     def _sprite(self, block, best):
         names = [block.expert_name(expert) for expert in best.experts]
