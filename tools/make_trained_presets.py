@@ -60,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", help="folder of the run; runs/NAME by default")
     parser.add_argument("--card", action="store_true", help="renew the card alone")
     args = parser.parse_args(argv)
-    folder, console = PRESETS / args.name, Console()
+    known = models.builtin_presets()[args.name]
+    folder = Path(known.get("weights", PRESETS / args.name))
+    console = Console()
     recipe = training.load_recipe(args.name)
     if args.card:
         renew_card(folder, recipe, console)
@@ -215,12 +217,13 @@ def card_of(
     """The page of a preset: its entry in the list, its recipe and its picture.
 
     Args:
-        folder: folder of the preset; its entry is beside it.
+        folder: folder of the preset, of its name.
         recipe: recipe of the preset's name.
         made_by: backend and versions that the weights were made by.
         picture: path of the picture.
     """
-    listed = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+    path = PRESETS / f"{folder.name}.json"
+    listed = json.loads(path.read_text(encoding="utf-8"))
     settings = {**recipe.settings(), **made_by}
     source, split = recipe.data.evaluated_source, recipe.data.test_split
     return models.ModelCard(

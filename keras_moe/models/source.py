@@ -106,6 +106,9 @@ class _Architecture(ModelSource):
             self._saved = _Saved(folder, False, name)
             self.is_trained = self._saved.is_trained
             self.task = self._saved.task or self.task
+        elif folder is not None and spec["task"] is not None:
+            # Missing weights, of a task that has no head to be known.
+            self.is_trained = not self.task.has_head
 
     def task_config(self):
         if self.task is None:
@@ -211,6 +214,12 @@ def open_model_source(
     """Opens the source of a model."""
     spec = registry.preset(source)
     if spec is not None and spec["weights"] is not None and load_weights:
+        if spec["package"] is not None and not os.path.isdir(spec["weights"]):
+            raise ValueError(
+                f"Expected the package {spec['package']}, which has the weights of "
+                f"{source!r} under {spec['license']}; received: no such package. "
+                "load_weights=False makes the model with random weights"
+            )
         return _Saved(spec["weights"], load_weights, source)
     if spec is not None:
         return _Architecture(source, spec)
