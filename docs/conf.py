@@ -87,9 +87,14 @@ nitpick_ignore_regex = [
 html_theme = "pydata_sphinx_theme"
 html_title = f"keras_moe {version}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# Only pages of the API have others below them; all others get the room.
+html_sidebars = {"*": [], "guides/**": [], "repository/**": []}
 html_theme_options = {
     "navbar_align": "left",
     "show_toc_level": 2,
+    "header_links_before_dropdown": 5,
     "secondary_sidebar_items": ["page-toc"],
     # No request to another site.
     "use_edit_page_button": False,
