@@ -58,7 +58,7 @@ def arrow(axis, start, end, width=1.0, colour=GREY, **style):
             shrinkA=0,
             shrinkB=0,
             **style,
-        )  # fmt: skip
+        )
     )
 
 
