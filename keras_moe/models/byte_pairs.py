@@ -103,11 +103,20 @@ def _shipped():
     )
 
 
+def read_byte_pairs(vocabulary: str | os.PathLike, merges: str | os.PathLike):
+    """Reads `BytePairs` from `vocab.json` and `merges.txt`, unchecked."""
+    # A vocabulary may have any character but the end of a line, even Unicode's.
+    lines = Path(merges).read_text("utf-8").split("\n")
+    lines = [line.rstrip("\r") for line in lines]
+    return BytePairs(
+        json.loads(Path(vocabulary).read_text("utf-8")),
+        [line for line in lines if line and not line.startswith("#version")],
+    )
+
+
 def _from_folder(path):
-    vocabulary = json.loads((path / "vocab.json").read_text("utf-8"))
-    lines = (path / "merges.txt").read_text("utf-8").splitlines()
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    return _checked(vocabulary, merges, path)
+    pairs = read_byte_pairs(path / "vocab.json", path / "merges.txt")
+    return _checked(*pairs, path)
 
 
 def _byte_pairs(merges, source):

@@ -27,6 +27,7 @@ class ConversionSpec:
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
         preprocessing: arguments of `ImagePreprocessor` without the image shape.
+        tokenizer: a language model's `TextTokenizer`.
     """
 
     scheme: str
@@ -37,11 +38,12 @@ class ConversionSpec:
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     preprocessing: dict | None = None
+    tokenizer: Any = None
 
-    def preprocessor(self) -> ImagePreprocessor | None:
-        """Returns the source's image preprocessor, or None if unknown."""
+    def preprocessor(self) -> Any:
+        """Returns the source's tokenizer or image preprocessor, or None if unknown."""
         if self.preprocessing is None:
-            return None
+            return self.tokenizer
         image = self.arguments.get("image", self.arguments)
         return ImagePreprocessor(image["image_shape"], **self.preprocessing)
 
