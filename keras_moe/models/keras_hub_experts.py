@@ -106,8 +106,9 @@ def example_inputs(model: Any) -> dict[str, np.ndarray]:
             f"token_ids and padding_mask; received: {type(backbone).__name__} with "
             f"{sorted(backbone.input)}"
         )
+    shape = (4, min(16, getattr(backbone, "max_sequence_length", None) or 16))
     generator = np.random.default_rng(0)
-    ids = generator.integers(backbone.vocabulary_size, size=(4, 16), dtype="int32")
+    ids = generator.integers(backbone.vocabulary_size, size=shape, dtype="int32")
     return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
 

@@ -206,6 +206,7 @@ def _upcycled_keras_hub(dense_model, overrides, noise, noise_seed, inputs):
         inputs = keras_hub_models.example_inputs(dense_model)
     sparse_model = keras_hub_models.copied_language_model(dense_model)
     changed = keras_hub_models.replace_feed_forwards(sparse_model, overrides)
+    _check_any(changed, overrides)
     generator = np.random.default_rng(noise_seed)
     for layer, weights in changed.values():
         fill_experts(layer, weights, noise, generator)
@@ -221,12 +222,16 @@ def _new_blocks(dense_model, sparse_model, overrides):
     dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
     blocks = [name for name in sparse.routing if name not in dense.routing]
     for tower, arguments in overrides.items():
-        if not _names_of(tower, blocks):
-            raise ValueError(
-                "Expected at least one block to upcycle; received: "
-                f"moe_layers={arguments['moe_layers']}"
-            )
+        _check_any(_names_of(tower, blocks), arguments)
     return blocks
+
+
+def _check_any(blocks, arguments):
+    if not blocks:
+        raise ValueError(
+            "Expected at least one block to upcycle; received: "
+            f"moe_layers={arguments['moe_layers']}"
+        )
 
 
 def _check_dense(model, towers):
