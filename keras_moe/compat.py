@@ -35,6 +35,9 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 # Initializers that scale by fans compute them in their calls.
 from keras.src.initializers.random_initializers import compute_fans
 
+# Losses by a function of two tensors.
+from keras.src.losses.losses import LossFunctionWrapper
+
 # Keras changes the bases of a class when the first model of it is built.
 from keras.src.models.model import inject_functional_model_class
 

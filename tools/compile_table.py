@@ -42,7 +42,12 @@ ROWS = {
     "CLIP": ("clip_b32", {"num_classes": None}),
     "SigLIP": ("siglip_b16", {"num_classes": None}),
     "LIMoE": ("limoe_s32", {"num_classes": None}),
+    "MoE++ language model": ("moepp_lm_0.6b", {"max_length": 256}),
+    "GPT-2": ("gpt2", {}),
+    "muMoE GPT-2, CP": ("mumoe_gpt2_cp", {}),
 }
+# Presets without classes.
+NO_CLASSES = ("clip", "siglip", "limoe", "moe_lm", "moepp_lm", "gpt2", "mumoe_gpt2")
 
 
 # Model, topology, examples on a device, and arguments of `compiled_costs`.
@@ -66,6 +71,12 @@ LAYOUTS = [
     ("limoe_h14", "v5e:8x8", 8, {"rematerialize": True}),
     ("limoe_h14", "v5p:4x4x4", 32, {}),
     ("limoe_h14", "v6e:8x8", 8, {}),
+    ("moepp_lm_7b", "v5e:4x4", 1, {"rematerialize": True}),
+    ("moepp_lm_7b", "v5e:8x8", 1, {"rematerialize": True}),
+    ("moepp_lm_7b", "v5p:2x2x4", 4, {}),
+    ("moepp_lm_7b", "v5p:4x4x4", 4, {}),
+    ("moepp_lm_7b", "v6e:4x4", 2, {}),
+    ("moepp_lm_7b", "h200:2x8", 4, {}),
 ]
 # What a layout's table says of a step, as in `CompiledCosts.seconds`.
 PARTS = ("experts", "attention", "MLPs", "optimizer", "collectives")
@@ -123,8 +134,9 @@ def result(row: str, topology: str, step: str) -> dict:
     name, _, dropless = row.partition(", ")
     options = {"dropless": True} if dropless else {}
     preset, overrides = ROWS.get(row, (name, options))
-    is_pair = name.startswith(("clip", "siglip", "limoe"))
-    sizes = {**SIZES, "num_classes": None} if is_pair else SIZES
+    sizes = SIZES
+    if preset.startswith(NO_CLASSES):
+        sizes = {**SIZES, "num_classes": None}
     arguments = (preset, topology, 16, step)
     try:
         costs = distribution.compiled_costs(*arguments, **{**sizes, **overrides})
@@ -151,30 +163,38 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
     """A training step of all blocks, by those of two, and of one more of each kind."""
     devices = 2 if topology.startswith("tpu7x") else 1
     devices *= math.prod(map(int, topology.partition(":")[2].split("x")))
-    options = {"num_classes": None if "limoe" in preset else 1000, **options}
-    one, dense, moe = (
+    num_classes = None if preset.startswith(NO_CLASSES) else 1000
+    options = {"num_classes": num_classes, **options}
+    blocks = [x.kind for x in models.describe(preset).parts if "block_" in x.name]
+    num_dense = blocks.count("dense")
+    num_moe = len(blocks) - num_dense
+    # Blocks, those with experts, and how many of the model's are as the last one.
+    forms = [(2, [1], 0), (3, [2], num_dense - 1), (3, [1, 2], num_moe - 1)]
+    if not num_dense:
+        forms = [(2, [0, 1], 0), (3, [0, 1, 2], num_moe - 2)]
+    one, *more = (
         distribution.compiled_costs(
             preset,
             topology,
             examples * devices // options.get("model_parallel", 1),
             **{**options, "num_layers": layers, "moe_layers": moe_layers},
         )
-        for layers, moe_layers in ((2, [1]), (3, [2]), (3, [1, 2]))
+        for layers, moe_layers, _ in forms
     )
-    blocks = [x.kind for x in models.describe(preset).parts if "block_" in x.name]
-    num_dense = blocks.count("dense")
-    num_moe = len(blocks) - num_dense
 
-    def of_all(one, dense, moe):
-        return one + (num_dense - 1) * (dense - one) + (num_moe - 1) * (moe - one)
-
-    def by_part(*dicts):
+    def of_all(field):
+        """A dict of `CompiledCosts` for the whole model."""
+        first, *others = map(field, (one, *more))
         return {
-            name: of_all(*(x.get(name, 0) for x in dicts))
-            for name in dict.fromkeys(name for x in dicts for name in x)
+            name: first.get(name, 0)
+            + sum(
+                count * (other.get(name, 0) - first.get(name, 0))
+                for other, (_, _, count) in zip(others, forms[1:])
+            )
+            for name in dict.fromkeys([*first, *(n for x in others for n in x)])
         }
 
-    memory = by_part(one.memory, dense.memory, moe.memory)
+    memory = of_all(lambda costs: costs.memory)
     found = {
         "devices": devices,
         "batch": one.batch_size,
@@ -183,10 +203,10 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
     }
     if one.seconds is None:
         return found
-    seconds = by_part(one.seconds, dense.seconds, moe.seconds)
+    seconds = of_all(lambda costs: costs.seconds)
     sending = seconds.pop("collectives")
     computing = sum(seconds.values())
-    flops = of_all(one.model_flops, dense.model_flops, moe.model_flops)
+    (flops,) = of_all(lambda costs: {"": costs.model_flops}).values()
     chip = CHIPS[GENERATIONS[topology.partition(":")[0]][0]]
     peak = chip.peak_flops / (2 if topology.startswith("tpu7x") else 1)
     return {

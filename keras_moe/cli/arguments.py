@@ -95,12 +95,12 @@ def add_command(commands: Any, module: ModuleType) -> None:
     parser.add_argument(
         "--import",
         dest="imports",
-        nargs="+",
-        action="extend",
+        action="append",
         default=[],
         metavar="MODULE",
-        help="Import your own modules first, from this folder or installed: what they "
-        "register (routers, backbones, losses, presets) can then be named.",
+        help="Import a module of your own first, from this folder or installed: what it"
+        " registers (routers, backbones, losses, presets) can then be named. May be "
+        "given several times.",
     )
     group = parser.add_argument_group("output")
     group.add_argument(

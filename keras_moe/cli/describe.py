@@ -56,9 +56,12 @@ def listed(pattern: str, num_classes: int | None) -> Result:
     """A row for each preset whose name matches."""
     from rich.table import Table
 
+    names = keras_moe.models.list_presets(pattern)
+    if not names:
+        raise ValueError(f"Expected a pattern of presets; received: --list {pattern}")
     table = Table("preset", "parameters", "active", "GFLOPs", "what it is")
     rows = []
-    for name, line in keras_moe.models.list_presets(pattern).items():
+    for name, line in names.items():
         costs = keras_moe.models.describe(name, num_classes=num_classes)
         table.add_row(
             name,

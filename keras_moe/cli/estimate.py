@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--step",
         default=COMPILER["step"],
-        help="The step to compile: train or predict.",
+        help="The step to compile: train, predict, or generate (language models).",
     )
     group.add_argument(
         "--fit",

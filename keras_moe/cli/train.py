@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -325,15 +326,24 @@ def evaluations(
     if board is not None:
         callbacks.append(training.ScalarLog(board / "training"))
     if args.wandb is not None and keras_moe.data.process_shard()[0] == 0:
-        callbacks.append(wandb_log(args.wandb, recipe, folder))
+        callbacks.append(wandb_log(args.wandb, recipe, folder, args.restart))
     return callbacks
 
 
-def wandb_log(project: str, recipe: Any, folder: Path) -> Any:
-    """Starts a run of Weights & Biases, and returns its callback for Keras."""
-    wandb = import_wandb()
+def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
+    """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
+    from keras_moe.files import write_text
+
+    wandb, file = import_wandb(), folder / "wandb_id.txt"
+    if restart or not file.exists():
+        write_text(file, secrets.token_hex(4))
     wandb.init(
-        project=project, name=recipe.name, config=recipe.settings(), dir=str(folder)
+        project=project,
+        name=recipe.name,
+        config=recipe.settings(),
+        dir=str(folder),
+        id=file.read_text(),
+        resume="allow",
     )
     return wandb.integration.keras.WandbMetricsLogger()
 

@@ -11,6 +11,7 @@ column names of Hugging Face's image folders, "file_name" and "text", work, too.
 """
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -18,8 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
-
-import numpy as np
 
 from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
@@ -39,18 +38,20 @@ from keras_moe.data.reading import decode_image, read_or_name
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")
 _IMAGE_NAMES = ("image", "file_name")
-# Splits of a folder without any, the seed that draws them, and the share of the second.
+# Splits that are drawn for a folder of classes, and the share of the second.
 DRAWN_SPLITS = ("train", "test")
-SPLIT_SEED = 0
 TEST_SHARE = 0.2
+# Names that folders of splits have, and classes do not.
+_SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation")
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
     root = Path(path)
-    splits = folders_in(root)
     if not _has_splits(root):
-        return Classes(len(splits), tuple(splits))
+        names = _folders_with_images(root)
+        return Classes(len(names), tuple(names))
+    splits = folders_in(root)
     if not any((root / split / LABELS).is_file() for split in splits):
         names = {name for split in splits for name in folders_in(root / split)}
         return Classes(len(names), tuple(sorted(names)))
@@ -67,7 +68,7 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
     root = Path(path)
     has_splits = _has_splits(root)
-    check_one_of("split", split, folders_in(root) if has_splits else DRAWN_SPLITS)
+    _check_split(root, split, has_splits)
     classes = find_classes(path)
     several = classes.max_labels is not None
     if not has_splits:
@@ -78,13 +79,17 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
     else:
         files = _files_of_classes(root / split)
     if classes.count < 2 or not files:
+        where = f"{root / split}/class/ or in {LABELS} of" if has_splits else ""
+        where = where or f"PATH/class/, a fifth of each class for {split!r}, of"
         raise ValueError(
             f"Expected at least two classes, and images ({', '.join(image_suffixes())})"
-            f" in {root / split}/class/ or in {LABELS} of folder:{path}; received: "
-            f"{len(files)} images, classes {[*classes.names]}"
+            f" in {where} folder:{path}; received: {len(files)} images, classes "
+            f"{[*classes.names]}"
         )
     if has_splits:
         _report_others(root / split, {file for file, _ in files})
+    else:
+        _report_others(root, {file for file, _ in _files_of_classes(root)})
     number = {name: index for index, name in enumerate(classes.names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
@@ -118,30 +123,46 @@ def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
 
 def _has_splits(root: Path) -> bool:
     """Whether the folders in a folder are splits, and not classes with images."""
-    for name in folders_in(root):
+    names = folders_in(root)
+    if any(name.lower() in _SPLIT_NAMES for name in names):
+        return True
+    for name in names:
         files = [x for x in (root / name).iterdir() if not x.name.startswith(".")]
-        names = {file.name for file in files}
-        if names & {LABELS, *CAPTIONS} or any(file.is_dir() for file in files):
-            continue
-        if any(file.suffix.lower() in image_suffixes() for file in files):
-            return False
-    return True
+        if any(x.is_dir() or x.name in (LABELS, *CAPTIONS) for x in files):
+            return True
+    return not _folders_with_images(root)
+
+
+def _check_split(root: Path, split: str, has_splits: bool) -> None:
+    names = folders_in(root) if has_splits else DRAWN_SPLITS
+    if has_splits and split not in names and not {*names} & {*_SPLIT_NAMES}:
+        raise ValueError(
+            f"Expected split to be one of {names}, the folders in {root}; received: "
+            f"split={split!r}. If these are classes, put their images directly into "
+            "them, without subfolders"
+        )
+    check_one_of("split", split, names)
+
+
+def _folders_with_images(root: Path) -> list[str]:
+    return [name for name in folders_in(root) if images_below(root / name, root)]
 
 
 def _drawn(root: Path, split: str) -> list[tuple[Path, list[str]]]:
     """Returns the images of a split that is drawn from those of each class."""
     chosen = []
-    for name in folders_in(root):
+    for name in _folders_with_images(root):
         files = images_below(root / name, root)
-        order = np.random.default_rng(SPLIT_SEED).permutation(len(files))
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
-        tests = set(order[:number].tolist())
-        chosen += [
-            (file, [name])
-            for index, file in enumerate(files)
-            if (index in tests) == (split == "test")
-        ]
+        # By their names, so that further images move few of them to the other split.
+        by_hash = sorted(files, key=lambda file: _hash(file.relative_to(root)))
+        tests = set(by_hash[:number])
+        chosen += [(x, [name]) for x in files if (x in tests) == (split == "test")]
     return chosen
+
+
+def _hash(path: Path) -> bytes:
+    return hashlib.sha256(os.fsencode(path.as_posix())).digest()
 
 
 def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:

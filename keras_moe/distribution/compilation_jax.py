@@ -1,6 +1,7 @@
 """Compiles a model's step for TPUs and GPUs without having one, by JAX's plugins."""
 
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -166,6 +167,11 @@ def compile_step(
 def lower_step(model, distribution, step, batch_size):
     """The traced step, and the bytes of its state and batch on one device."""
     backbone = getattr(model, "backbone", model)
+    if step == "generate" and not hasattr(model, "generate_step"):
+        raise ValueError(
+            "Expected a CausalLM for step='generate'; received: a "
+            f"{type(model).__name__}"
+        )
 
     def spec(shape, dtype, layout):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.backend_layout)
@@ -196,6 +202,9 @@ def lower_step(model, distribution, step, batch_size):
         data = (inputs,) if labels is None else (inputs, of_data(labels))
         build_metrics(model, data)
         groups["optimizer"] = [model.optimizer.variables, model.metrics_variables]
+    elif step == "generate":
+        data = inputs
+        groups["weights"].append(model.sampler.variables)
     else:
         data = (inputs,)
     with distribution.scope():
@@ -210,10 +219,27 @@ def lower_step(model, distribution, step, batch_size):
                 model.train_step, donate_argnums=0, out_shardings=(None, layouts)
             )
         else:
-            function = jax.jit(model.predict_step)
+            generates = functools.partial(_generate, model)
+            function = generates if step == "generate" else model.predict_step
+            function = jax.jit(function)
         lowered = function.lower(state, data)
     sizes = {name: _device_bytes(group) for name, group in specs.items()}
     return lowered, sizes, _device_bytes(data)
+
+
+def _generate(model, state, inputs):
+    """KerasHub's generation with all state as an argument."""
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.sampler.variables,
+    )
+    pairs = [
+        pair for group, values in zip(groups, state) for pair in zip(group, values)
+    ]
+    with keras.StatelessScope(pairs) as scope:
+        outputs = model.generate_step(inputs)
+    return outputs, [scope.get_current_value(x) for x in model.sampler.variables]
 
 
 def _build_optimizer(model):

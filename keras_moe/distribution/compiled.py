@@ -19,7 +19,7 @@ from keras_moe.distribution.program import DoesNotFit, Program
 from keras_moe.models import registry
 from keras_moe.models.source import resolve
 
-STEPS = ("train", "predict")
+STEPS = ("train", "predict", "generate")
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
@@ -46,7 +46,7 @@ class CompiledCosts(NamedTuple):
         name: name of the model.
         topology: name of the topology.
         num_devices: number of devices; a TPU 7x chip has two.
-        step: `"train"` or `"predict"`.
+        step: `"train"`, `"predict"` or `"generate"`.
         batch_size: global batch size.
         memory: dict from part to bytes on one device: `"weights"`, `"optimizer"`,
             `"batch"`, `"padding"`, `"activations and gradients"` and `"program"`.
@@ -187,9 +187,10 @@ class CompiledCosts(NamedTuple):
                 "experts without a capacity: the compiler's estimate for them is wrong."
             )
         if self.seconds is not None and self.num_open_loops:
+            what = " (one token)" if self.step == "generate" else ""
             yield (
-                f"The time has one round of each of {self.num_open_loops} loops that "
-                "end by their data."
+                f"The time has one round{what} of each of {self.num_open_loops} loops "
+                "that end by their data."
             )
         yield (
             f"The compiler's estimates, made in {self.compile_seconds:.0f} s; nothing "
@@ -224,7 +225,8 @@ def compiled_costs(
         topology: generation and shape, such as `"v5e:4x4"` or `"v5p:2x4x4"`; for GPUs
             their number, `"h200:8"`, or hosts and GPUs of each, `"h200:2x8"`.
         batch_size: global batch size.
-        step: `"train"` or `"predict"`.
+        step: `"train"`, `"predict"` or, for language models, `"generate"`: a prompt of
+            up to `max_length` tokens, and then one token at a time with a cache.
         expert_parallel: as in `auto`.
         model_parallel: as in `auto`.
         dtype: dtype policy of a preset; defaults to `"mixed_bfloat16"`.
@@ -331,7 +333,7 @@ def _costs(name, topology, num_devices, step, batch_size, flops, compiled, chang
         cycle = flops_per_cycle / peak
         seconds = {part: cycle * x for part, x in program.cycles_by_part().items()}
         sending = share * _sending_seconds(program.transfers(), chip, num_chips, share)
-        if not program.num_untimed():
+        if not program.num_untimed() and step != "generate":
             longer = max(sum(seconds.values()), sending)
             utilization = model_flops / (peak * longer)
         seconds["collectives"] = sending
@@ -370,8 +372,8 @@ def _abstract(source, step, overrides):
     task = None if is_model else registry.task_class(backbone)
     if task is None:
         raise ValueError(
-            "Expected a task, such as an ImageClassifier, for step='train'; received: "
-            f"a {backbone.__name__}"
+            f"Expected a task, such as an ImageClassifier, for step={step!r}; received:"
+            f" a {backbone.__name__}"
         )
     if "num_classes" in argument_names(task):
         overrides = {"num_classes": 1000, **overrides}

@@ -141,7 +141,7 @@ class Costs(NamedTuple):
         steps = {
             name: (
                 "",
-                f"{self.batch_size / seconds:,.0f} images/s",
+                f"{self.batch_size / seconds:,.0f} examples/s",
                 f"{1e3 * seconds:,.1f}",
             )
             for name, seconds in zip(STEP_NAMES, self.step_seconds)

@@ -275,6 +275,11 @@ def mean_over_pairs(losses: Any, sample_weight: Any = None) -> Any:
     losses = ops.convert_to_tensor(losses)
     if len(losses.shape) == 0:
         return losses
+    if len(losses.shape) > 1:
+        raise ValueError(
+            "Expected a loss that is a scalar or a number for each pair, (batch,); "
+            f"received: shape={tuple(losses.shape)}"
+        )
     if sample_weight is None:
         return ops.mean(losses)
     weights = ops.cast(sample_weight, losses.dtype)

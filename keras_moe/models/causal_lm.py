@@ -16,6 +16,7 @@ from keras_moe.losses import (
     next_tokens,
     token_log_likelihoods,
 )
+from keras_moe.models.contrastive_metrics import check_metrics
 from keras_moe.models.decoder import DecoderBackbone
 from keras_moe.models.input_checks import array_values, check_input_names, check_texts
 from keras_moe.models.packing import is_id_array, pack, padded_rows
@@ -154,11 +155,14 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             )
         if isinstance(metrics, str) and metrics == "auto":
             metrics = [Perplexity()]
-        metrics = [*(metrics or []), *(kwargs.pop("weighted_metrics", None) or [])]
+        # All of them use weights.
+        weighted = kwargs.pop("weighted_metrics", None)
+        metrics = check_metrics(metrics) + check_metrics(weighted)
+        sampler = _sampler(sampler)
         # Bypass attribute tracking: metrics are not part of the weights.
         object.__setattr__(self, "_language_metrics", tuple(metrics))
         super().compile(optimizer, None, metrics=None, **kwargs)
-        self.sampler = keras_hub.samplers.get(sampler)
+        self.sampler = sampler
         self.generate_function = None
 
     def get_compile_config(self) -> dict[str, Any]:
@@ -179,13 +183,12 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             x: texts, lists of ids, an array of ids (B, N) or a dict. Anything else,
                 such as a dataset of dicts, is returned as it is.
         """
-        padding_id = getattr(self.preprocessor, "padding_id", 0)
-        if isinstance(x, str) or _is_list_of(x, str):
-            x = pack(self._tokenizer().documents(x), self.max_length, padding_id)
+        x = self._ids(x)
+        if isinstance(x, list):
+            padding_id = getattr(self.preprocessor, "padding_id", 0)
+            x = pack(x, self.max_length, padding_id)
         elif is_id_array(x):
             x = padded_rows(x, x.shape[1])
-        elif _is_list_of(x, (list, tuple, np.ndarray)):
-            x = pack(x, self.max_length, padding_id)
         if not isinstance(x, dict) or TARGETS in x:
             return x
         self.backbone._check_inputs(x)
@@ -193,6 +196,21 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         if any(array is None for array in arrays):
             return x
         return {**x, TARGETS: ops.convert_to_numpy(next_tokens(*arrays))}
+
+    def _ids(self, x):
+        """Ids of texts and of lists, as a list; tensors as arrays; others as given."""
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":
+            x = x.tolist()
+        if isinstance(x, str) or _is_list_of(x, str):
+            return self._tokenizer().documents(x)
+        if _is_list_of(x, (list, tuple, np.ndarray)):
+            return list(x)
+        if isinstance(x, (list, tuple)) and not len(x):
+            raise ValueError(
+                "Expected at least one text or list of token ids; received: none"
+            )
+        values = array_values(x)
+        return x if values is None else values
 
     @property
     def max_length(self) -> int:
@@ -211,6 +229,11 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
     ) -> keras.callbacks.History:
         validation = kwargs.get("validation_data")
+        if isinstance(validation, tuple) and not any(
+            part is not None for part in validation[1:]
+        ):
+            # Keras's form, (x, y), without labels.
+            validation = validation[0] if validation else None
         if validation is not None:
             kwargs["validation_data"] = self.training_inputs(validation)
         return super().fit(self.training_inputs(x), y, *args, **kwargs)
@@ -314,6 +337,18 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     # Inference
 
+    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the logits (B, N, V) of texts, ids or a dict; rows are not packed."""
+        return super().predict(self._rows(x), *args, **kwargs)
+
+    def _rows(self, x):
+        """A dict of texts or ids, a row for each; anything else as it is."""
+        x = self._ids(x)
+        if isinstance(x, list):
+            padding_id = getattr(self.preprocessor, "padding_id", 0)
+            return padded_rows(x, max(map(len, x)), padding_id)
+        return padded_rows(x, x.shape[1]) if is_id_array(x) else x
+
     def score(
         self, inputs: Any, per_token: bool = False, batch_size: int = 32
     ) -> np.ndarray:
@@ -327,11 +362,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
         Returns: float32 (B,), or (B, N) with 0 for first tokens and padding.
         """
-        if is_id_array(inputs) or _is_list_of(inputs, (list, tuple, np.ndarray)):
-            inputs = padded_rows(inputs, max(len(row) for row in inputs))
-        elif not isinstance(inputs, dict):
-            inputs = self._tokenizer()(inputs)
-        inputs = self.training_inputs(inputs)
+        inputs = self.training_inputs(self._rows(inputs))
         values = self.predict(inputs, batch_size=batch_size, verbose=0)
         # Position t has the log-likelihood of token t + 1.
         values = np.pad(values[:, :-1], ((0, 0), (1, 0)))
@@ -361,10 +392,13 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             end = getattr(self.preprocessor, "end_id", None)
             stop_token_ids = None if end is None else [end]
         if stop_token_ids is not None:
-            stop_token_ids = tuple(int(token) for token in stop_token_ids)
+            stop_token_ids = self._checked_ids("stop_token_ids", stop_token_ids)
+        if max_length is not None:
+            check_integer("max_length", max_length, maximum=self.backbone.max_length)
         prompts = inputs
         if not isinstance(inputs, dict):
-            max_length = max_length or self.backbone.max_length
+            if max_length is None:
+                max_length = self.backbone.max_length
             prompts = self._prompts(inputs, max_length)
         prompts = self._checked_prompts(prompts, max_length)
         outputs = self.make_generate_function()(prompts, stop_token_ids=stop_token_ids)
@@ -377,6 +411,15 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         texts = self._tokenizer().texts([row[kept] for row, kept in zip(ids, mask)])
         return texts[0] if isinstance(inputs, str) else texts
 
+    def _checked_ids(self, name, ids):
+        largest = self.backbone.vocabulary_size - 1
+        if not isinstance(ids, (list, tuple, np.ndarray)):
+            raise ValueError(
+                f"Expected {name} to be 'auto', None or a list of token ids; received: "
+                f"{name}={ids!r}"
+            )
+        return tuple(check_integer(name, id, 0, largest) for id in ids)
+
     def _prompts(self, texts, max_length):
         tokenizer = self._tokenizer()
         rows = tokenizer.prompts([texts] if isinstance(texts, str) else texts)
@@ -388,8 +431,12 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         """Prompts of the wanted length, as int32 arrays."""
         check_input_names(prompts, ("token_ids", "padding_mask"))
         prompts = {name: np.asarray(x) for name, x in prompts.items()}
+        size = prompts["token_ids"].size
+        if not size:
+            raise ValueError("Expected at least one prompt; received: none")
+        # Of any length, which is refused by the number of tokens below.
+        check_texts(prompts, self.backbone.vocabulary_size, max_length=size)
         length = prompts["token_ids"].shape[-1] if max_length is None else max_length
-        check_integer("max_length", length, maximum=self.backbone.max_length)
         is_prompt = ops.convert_to_numpy(_is_prompt(prompts["padding_mask"]))
         longest = is_prompt.sum(axis=-1).max(initial=0)
         if longest >= length:
@@ -400,14 +447,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             )
         prompts = {name: x[:, :length] for name, x in prompts.items()}
         missing = length - prompts["token_ids"].shape[1]
-        prompts = {
+        return {
             name: np.pad(x, ((0, 0), (0, missing))).astype("int32")
             for name, x in prompts.items()
         }
-        if not len(prompts["token_ids"]):
-            raise ValueError("Expected at least one prompt; received: none")
-        check_texts(prompts, self.backbone.vocabulary_size, self.backbone.max_length)
-        return prompts
 
     def generate_step(self, inputs: dict, stop_token_ids: Any = None) -> dict:
         """Generates a batch; compiled by `make_generate_function`."""
@@ -416,8 +459,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         backbone = self.backbone
         cache = backbone.empty_cache(prompt_mask)
         hidden, cache = backbone.call_with_cache(token_ids, cache, 0)
-        # All tokens after a prompt are real.
-        mask = ops.where(is_prompt, ops.cast(prompt_mask, "int32"), 1)
+        # All tokens after a prompt are real, and belong to its last document.
+        prompt_mask = ops.cast(prompt_mask, "int32")
+        last = ops.max(prompt_mask, axis=1, keepdims=True)
+        mask = ops.where(is_prompt, prompt_mask, last)
         cache["padding_mask"] = mask
 
         def next_logits(prompt, cache, index):
@@ -447,6 +492,20 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             before = ops.cumsum(ends, axis=1) - ends == 0
             mask = ops.logical_and(mask, before)
         return {"token_ids": token_ids, "padding_mask": mask}
+
+
+def _sampler(sampler):
+    """One of KerasHub's samplers by its name, or itself."""
+    samplers, known = keras_hub.samplers, sampler
+    if isinstance(sampler, (str, dict)):
+        known = samplers.get(sampler)
+    if not isinstance(known, samplers.Sampler):
+        raise ValueError(
+            "Expected sampler to be the name or an instance of one of "
+            f"keras_hub.samplers, such as 'top_k' or 'greedy'; received: "
+            f"sampler={sampler!r}"
+        )
+    return known
 
 
 def _documents(inputs):

@@ -81,13 +81,13 @@ class LossOfPairs(keras.metrics.Mean):
 
 
 def check_metrics(metrics: Sequence | None) -> list[keras.metrics.Metric]:
-    """Returns a list of metrics of embeddings."""
+    """Returns a list of metrics, which are called with all outputs of a task."""
     metrics = keras.tree.flatten(metrics or ())
     for metric in metrics:
         if not isinstance(metric, keras.metrics.Metric):
             raise ValueError(
-                "Expected metrics of embeddings, such as ContrastiveAccuracy(); "
-                f"received: {metric!r}"
+                "Expected metrics of embeddings or of log-likelihoods, such as "
+                f"ContrastiveAccuracy() or Perplexity(); received: {metric!r}"
             )
     return metrics
 

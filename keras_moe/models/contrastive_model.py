@@ -11,7 +11,7 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
-from keras_moe.compat import mark_loss_as_built, track_loss_by
+from keras_moe.compat import LossFunctionWrapper, mark_loss_as_built, track_loss_by
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
@@ -152,10 +152,16 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
-        if not callable(loss):
+        is_for_tensors = isinstance(loss, LossFunctionWrapper)
+        if not callable(loss) or isinstance(loss, type) or is_for_tensors:
             raise ValueError(
-                "Expected a loss of (y_true, y_pred), such as "
-                f"SoftmaxContrastiveLoss(); received: loss={loss!r}"
+                "Expected a loss of (y_true, y_pred), whose y_pred is a dict of "
+                "embeddings, such as SoftmaxContrastiveLoss(); received: "
+                f"loss={loss!r}"
+            )
+        if getattr(loss, "reduction", None) == "sum":
+            raise ValueError(
+                "Expected a loss that is averaged over pairs; received: reduction='sum'"
             )
         names = self.backbone.logit_scale.parameter_names
         wanted = getattr(loss, "parameters", ())

@@ -176,6 +176,10 @@ def check_texts(
                 "Expected token ids from 0 to vocabulary_size - 1 = "
                 f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
             )
+    if mask is not None and mask.dtype.kind == "i" and mask.size and mask.min() < 0:
+        raise ValueError(
+            f"Expected a padding_mask without negative numbers; received: {mask.min()}"
+        )
     if mask is None or may_be_empty:
         return
     fits, needed = mask.astype(bool), "a token that is no padding"

@@ -31,7 +31,7 @@ def pack(
     ([[5, 6, 7, 8], [9, 0, 0, 0]], [[1, 1, 1, 2], [1, 0, 0, 0]])
     """
     length = check_integer("length", length)
-    documents = [np.asarray(ids, "int32") for ids in documents]
+    documents = [_ids(document) for document in documents]
     if not any(len(ids) for ids in documents):
         raise ValueError("Expected documents with token ids; received: none")
     ids = np.concatenate(documents)
@@ -43,6 +43,15 @@ def pack(
     is_new = np.diff(number, axis=1, prepend=number[:, :1]) != 0
     mask = np.where(number < 0, 0, 1 + np.cumsum(is_new, axis=1))
     return {"token_ids": ids, "padding_mask": mask.astype("int32")}
+
+
+def _ids(document):
+    ids = np.asarray(document)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"Expected a list of integers for each document; received: {document!r:.80}"
+        )
+    return ids.astype("int32")
 
 
 def padded_rows(

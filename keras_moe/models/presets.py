@@ -26,6 +26,8 @@ def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, s
     >>> "trained: accuracy" in models.list_presets()["vmoe_digits"]
     True
     """
+    if not isinstance(pattern, str):
+        raise ValueError(f"Expected a string; received: pattern={pattern!r}")
     if not set(pattern) & set("*?["):
         pattern = f"*{pattern}*"
     return {

@@ -152,6 +152,7 @@ class TextTokenizer:
         vocabulary: str | os.PathLike | bytes,
         max_length: int = 64,
         lower_case: bool = True,
+        start_id: int | None = None,
     ) -> "TextTokenizer":
         """Creates a SentencePiece tokenizer, such as T5's.
 
@@ -161,6 +162,7 @@ class TextTokenizer:
             vocabulary: SentencePiece model file, or its bytes.
             max_length: N.
             lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
+            start_id: optional id before each text, such as LLaMA's 1.
         """
         is_bytes = isinstance(vocabulary, bytes)
         source = f"{len(vocabulary)} bytes" if is_bytes else vocabulary
@@ -175,7 +177,8 @@ class TextTokenizer:
         return cls(
             tokenizer,
             max_length,
-            end_id=special["</s>"],
+            start_id,
+            special["</s>"],
             padding_id=special["<pad>"],
             lower_case=lower_case,
         )

@@ -40,7 +40,9 @@ NAMED_GROUPS = {
 # A block, and what comes before the blocks.
 _BLOCK = re.compile(r"((?:.*/)?)block_(\d+)/.*")
 _EMBEDDING = re.compile(
-    r"((?:.*/)?)(?:[a-z_]*embedding[a-z_]*|[a-z_]*positions|class_token)/[^/]*"
+    r"((?:.*/)?)(?:[a-z_]*embedding[a-z_]*|[a-z_]*positions|class_token)"
+    # The output matrix of untied embeddings belongs to the head.
+    r"/(?!reverse_)[^/]*"
 )
 
 

@@ -180,7 +180,8 @@ def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
             logged[epoch] = set(logs)
 
     wandb = types.ModuleType("wandb")
-    wandb.init = lambda **options: logged.update(options)
+    logged["id"] = []
+    wandb.init = lambda id, **options: logged["id"].append(id) or logged.update(options)
     wandb.integration = types.ModuleType("wandb.integration")
     wandb.integration.keras = types.ModuleType("wandb.integration.keras")
     wandb.integration.keras.WandbMetricsLogger = Logger
@@ -195,3 +196,8 @@ def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
     assert logged["project"] == "mine"
     assert logged["config"]["schedule.epochs"] == 1
     assert {"loss", "val_accuracy"} <= logged[0]
+    options = (*options, "--wandb", "mine", "--health-every", 0)
+    train(*options, "--extend", "--recipe-set", "schedule.epochs=2")
+    train(*options, "--restart")
+    first, second, third = logged["id"]
+    assert first == second != third

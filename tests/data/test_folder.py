@@ -76,10 +76,35 @@ def test_classes_without_splits_are_split(tmp_path):
     with pytest.raises(ValueError, match=r"one of .'train', 'test'.*split='dev'"):
         load(source, "dev")
     assert not find_corrupt_files(source)
+    # Other folders are no classes, and another image moves at most one.
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / "__MACOSX" / "about.txt").write_text("")
+    save(tmp_path / "a" / "99.png", 99)
+    with pytest.warns(UserWarning, match="1 files in .*about.txt"):
+        (batch,) = load(source, "test", GREY, 32, shuffle=False).as_numpy_iterator()
+    assert class_names(source) == ("a", "b")
+    assert len({*levels(batch[0])} & {*parts["test"]}) >= 4
     # With a folder in it, this is a split.
     save(tmp_path / "b" / "c" / "9.png", 9)
     (tmp_path / "a").rename(tmp_path / "b" / "a")
     assert class_names(source) == ("a", "c")
+    with pytest.raises(ValueError, match="If these are classes, put their images"):
+        load(source, "train")
+
+
+def test_images_beside_classes_and_one_image_per_class(tmp_path):
+    """Test images without labels do not make classes of the splits."""
+    save(tmp_path / "train" / "a" / "0.png", 0)
+    save(tmp_path / "train" / "b" / "1.png", 1)
+    save(tmp_path / "test" / "2.png", 2)
+    source = f"folder:{tmp_path}"
+    assert class_names(source) == ("a", "b")
+    (batch,) = load(source, "train", GREY).as_numpy_iterator()
+    assert sorted(levels(batch[0])) == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"a fifth of each class for 'test'.* 0 images"
+    ):
+        load(f"{source}/train", "test")
 
 
 @pytest.mark.parametrize("augment", [None, "random_resized_crop"])

@@ -161,7 +161,7 @@ def test_a_compiler_says_how_much_is_too_much(compilation):
         (("vmoe_b16", "v5e:4x5", 256), "shape of v5e: 1x1, 2x2.*'v5e:4x5'"),
         (("vmoe_b16", "h100:8", 256), "one of v4, v5e.*h200.*'h100:8'"),
         (("vmoe_b16", "v5e:4x4", 0), "batch_size=0"),
-        (("vmoe_b16", "v5e:4x4", 256, "generate"), "step='generate'"),
+        (("vmoe_b16", "v5e:4x4", 256, "serve"), "step='serve'"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -243,6 +243,27 @@ def test_every_kind_of_model(on_this_machine, preset, step):
     assert found.name == preset
     assert found.memory_bytes > found.memory["weights"] > 0
     assert (found.memory["optimizer"] > 0) == (step == "train")
+
+
+@pytest.mark.every_backend
+def test_generation(on_this_machine, capsys):
+    """A prompt, and a loop over tokens, whose cache is among the activations."""
+    sizes = {**SMALL, "vocabulary_size": 64, "hidden_dim": 16, "num_heads": 2}
+    sizes |= {"mlp_dim": 16, "num_experts": 2, "dtype": "float32"}
+    made = [
+        distribution.compiled_costs(
+            "moe_lm_0.6b", "v5e:1x1", 2, "generate", max_length=length, **sizes
+        )
+        for length in (32, 96)
+    ]
+    cache, names = 4 * 2 * 2 * 16 * (96 - 32), "activations and gradients"
+    assert made[1].memory[names] - made[0].memory[names] >= cache
+    assert made[0].utilization is None
+    assert made[0].num_open_loops
+    made[0].print()
+    assert "one round (one token) of each of" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"CausalLM for step='generate'.*Classifier"):
+        distribution.compiled_costs("vmoe_digits", "v5e:1x1", 4, "generate")
 
 
 @pytest.mark.every_backend

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from keras.losses import MeanSquaredError
 
 from keras_moe import models
 from keras_moe.layers import MLP, EncoderBlock, MuMoE, SelfAttention
@@ -269,6 +270,11 @@ CALLS = [
     (lambda: pairs_model().encode_text(["a cat"]), "TextTokenizer for its prepr"),
     (lambda: pairs_model().encode_images(None), "received: NoneType"),
     (lambda: pairs_model().compile(loss="mse"), r"a loss of \(y_true, y_pred\)"),
+    (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss), "received: loss=<cl"),
+    (
+        lambda: pairs_model().compile(loss=MeanSquaredError()),
+        "dict of embeddings.*received: loss=<LossFunction",
+    ),
     (lambda: pairs_model().compile(metrics=["accuracy"]), "metrics of embeddings"),
     (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss()), r"\['logit_bias'"),
     (lambda: pairs_model().fit(PAIRS, np.zeros(3)), "y of ndarray"),

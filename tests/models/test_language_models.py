@@ -323,6 +323,38 @@ def test_fit_then_generate(tmp_path):
     assert_close(again.score(scored), scores, 1e-5, 1e-5)
 
 
+def test_a_continuation_belongs_to_the_last_document_of_its_prompt():
+    model = language_model("dense")
+    model.compile(sampler="greedy")
+    prompt = np.array([[3, 5, 7, 8]] * 3)
+    masks = np.array([[1, 1, 1, 1], [2, 2, 2, 2], [1, 1, 2, 2]])
+    received = model.generate(inputs(prompt, masks), max_length=8)["token_ids"]
+    assert_same(received[1], received[0])
+    # Rotary positions are relative, so that the first document changes nothing.
+    alone = model.generate(inputs(prompt[:1, 2:]), max_length=6)["token_ids"]
+    assert_same(received[2, 2:], alone[0])
+
+
+def test_predict_and_score_take_what_fit_takes():
+    tokenizer = TextTokenizer.trained(TEXTS, 520, max_length=6)
+    backbone = decoder("dense", vocabulary_size=520, max_length=16)
+    model = CausalLM(with_weights(backbone), tokenizer)
+    ids = tokenizer.documents(TEXTS[:1])
+    assert model.predict(TEXTS[:1], verbose=0).shape == (1, len(ids[0]), 520)
+    # Whole texts, not cut to the tokenizer's length.
+    long = TEXTS[0]
+    (expected,) = model.score(tokenizer.documents([long]))
+    assert len(tokenizer.documents([long])[0]) > 6
+    for texts in (long, [long], np.array([long])):
+        assert_close(model.score(texts)[0], expected, 1e-6)
+    assert_close(model.score(ops.convert_to_tensor(IDS)), model.score(IDS), 1e-6)
+    for x in ([], ()):
+        for method in (model.score, model.fit, model.predict):
+            with pytest.raises(ValueError, match=r"at least one text.*none"):
+                method(x)
+    model.fit(TEXTS, validation_data=(TEXTS, None), verbose=0)
+
+
 def test_generation_stops_and_samples():
     model = language_model("dense")
     model.compile(sampler="greedy")
@@ -524,6 +556,9 @@ def test_bad_inputs(x, message):
         (inputs(IDS[:, :3] + 18), 6, "vocabulary_size - 1 = 19"),
         ({"token_ids": IDS}, None, "padding_mask alone"),
         ("a text", None, "model with a TextTokenizer"),
+        ("a text", 0, "max_length=0"),
+        (inputs(IDS[:, :3] + 0.5), 6, "token_ids to be integers.*float64"),
+        (inputs(IDS[:, :3], -np.ones((3, 3))), 6, "without negative numbers.* -1"),
     ],
 )
 def test_bad_prompts(prompts, max_length, message):
@@ -547,8 +582,20 @@ def test_bad_texts():
         CausalLM(decoder("dense"), tokenizer)
     with pytest.raises(ValueError, match="DecoderBackbone; received: backbone=3"):
         CausalLM(3)
-    with pytest.raises(ValueError, match="loss='mse'"):
-        model.compile(loss="mse")
+    for arguments, message in (
+        ({"loss": "mse"}, "loss='mse'"),
+        ({"sampler": "greddy"}, "such as 'top_k'.*sampler='greddy'"),
+        ({"sampler": 3}, "sampler=3"),
+        ({"metrics": ["accuracy"]}, "received: 'accuracy'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.compile(**arguments)
+    for ids in ([1.5], [20_000], 3):
+        with pytest.raises(ValueError, match="stop_token_ids"):
+            model.generate("one", stop_token_ids=ids)
+    for documents in ([[1.5, 2]], [3, 4]):
+        with pytest.raises(ValueError, match="list of integers for each document"):
+            pack(documents, 4)
 
 
 def test_bad_caches():

@@ -207,11 +207,27 @@ def test_scaled_rotary_positions():
             with pytest.raises(ValueError, match=r"'linear' or 'ntk'.*dynamic"):
                 moepp_spec(Tensors.of(arrays), own, {})
             continue
+        if scaling:
+            own["rope_scaling"] = {**scaling, "rope_type": scaling["type"]}
+            own["rope_scaling"].pop("type")
         # The reference's table grows past its longest text.
         model, _ = language_model(arrays, {"model_config": own}, max_length=11)
         inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
         expected = arrays[f"outputs/{name}/plain/logits"]
         assert_close(model.predict(inputs, verbose=0), expected, 1e-4, 3e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"factor": 2.0}}, r"'linear' or 'ntk'.*'factor': 2.0"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_configs_of_other_models_are_refused(changes, message):
+    arrays, config = golden.load(f"{FOLDER}/lm_rope_scaling")
+    with pytest.raises(ValueError, match=message):
+        moepp_spec(Tensors.of(arrays), {**config["model_config"], **changes}, {})
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -137,6 +137,7 @@ def test_layer_decay_by_hand():
         "image/final_norm/gamma": 1,
         "text/text_positions/embedding": 1 / 4,
         "text/block_0/mlp/hidden/bias": 1 / 2,
+        "text/token_embedding/reverse_embeddings": 1,
         "logit_scale/log_scale": 1,
     }
     variables = [keras.Variable(1.0, name=path.replace("/", "_")) for path in paths]

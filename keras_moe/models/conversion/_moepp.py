@@ -57,6 +57,11 @@ def moepp_spec(file, config: dict, overrides: dict) -> ConversionSpec | None:
         # A tied matrix may be in the file twice.
         sizes["tie_word_embeddings"] = True
     _configs.agree(file, config, CONFIG_NAME, **sizes)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"Expected hidden_act='silu' in {CONFIG_NAME}, as in the release; received:"
+            f" hidden_act={config['hidden_act']!r}"
+        )
     key_size = required(file, f"{first}self_attn.k_proj.weight", 2)[0]
     heads = config.get("num_attention_heads") or overrides.get("num_heads")
     heads = heads or usual_heads(dim, file.path)
@@ -94,7 +99,8 @@ def _rope(config):
     """Arguments of the rotary positions."""
     theta, scaling = config.get("rope_theta", 10000.0), config.get("rope_scaling") or {}
     kind, factor = scaling.get("type"), scaling.get("factor", 1.0)
-    if kind not in (None, "linear", "ntk"):
+    kind = scaling.get("rope_type", kind)
+    if kind not in ("linear", "ntk") and scaling not in ({}, {"rope_type": "default"}):
         raise ValueError(
             "Expected rope_scaling of type 'linear' or 'ntk', or none, since a base "
             "that grows with the text makes cached keys wrong; received: "
