@@ -16,6 +16,7 @@ from keras import ops
 from keras_moe import compat
 from keras_moe.layers import EncoderSpec, Experts, MoE
 from keras_moe.layers import activations as named_activations
+from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.layer import build_once
 from keras_moe.losses import AuxiliaryLoss
 from keras_moe.models.decoder import check_causal
@@ -57,7 +58,7 @@ class ReplacedFeedForward(keras.layers.Layer):
             arguments["mask"] = self.between.mask
         if self.moe.router.gating_residual:
             arguments["previous_logits"] = self.between.logits
-        outputs, routing = self.moe(tokens, **arguments)
+        outputs, routing = inner_call(self.moe, tokens, **arguments)
         self.between.logits = routing.logits if self.hands_on else None
         if self.shared:
             expert, gate = self.shared
@@ -191,7 +192,7 @@ def replace_feed_forwards(model: Any, overrides: dict) -> dict[str, tuple]:
         compat.replace_layer(decoder, names.output, identity)
         _hand_on_mask(decoder, between)
         changed[decoder.name] = (moe, weights)
-    compat.forget_programs(model)
+    _settle(model)
     return changed
 
 
@@ -279,6 +280,21 @@ def _hand_on_mask(decoder, between):
     decoder.call = types.MethodType(call, decoder)
 
 
+def _settle(model):
+    """Compiles anew, and refuses to save a config, which is that of the old layers."""
+
+    def get_config(self):
+        raise ValueError(
+            "Expected save_weights and load_weights for a KerasHub model with experts "
+            "of this library, which its config does not have; received: get_config, "
+            "as for a .keras file or a preset"
+        )
+
+    backbone = getattr(model, "backbone", model)
+    backbone.get_config = types.MethodType(get_config, backbone)
+    compat.forget_programs(model)
+
+
 def replace_moe(model: Any) -> Any:
     """Puts our experts in place of those of KerasHub's Mixtral, Qwen-MoE or Qwen3-MoE.
 
@@ -286,9 +302,9 @@ def replace_moe(model: Any) -> Any:
     with the same weights and gates, the shared expert of Qwen-MoE and the loss that
     balances the experts in training. Mixtral's noise on the router's input is left out.
 
-    The model itself changes, so that it never is in memory twice; its `.keras` files
-    and presets are KerasHub's no more, while `save_weights` and `load_weights` work
-    between models that were changed.
+    The model itself changes, so that it never is in memory twice. `save_weights` and
+    `load_weights` work between models that were changed; `.keras` files and presets,
+    whose config would be KerasHub's, are refused.
 
     Args:
         model: a KerasHub language model or backbone, which has not been trained since
@@ -333,7 +349,7 @@ def replace_moe(model: Any) -> Any:
     for decoder, (name, block) in zip(decoders, blocks):
         if name is not None:
             _replace_block(decoder, name, block, between)
-    compat.forget_programs(model)
+    _settle(model)
     return model
 
 

@@ -1,11 +1,15 @@
 """Language models become mixtures, ours and KerasHub's: function, training, input."""
 
+import re
+from pathlib import Path
+
 import keras
 import keras_hub
 import numpy as np
 import pytest
 from keras import ops
 
+import keras_moe
 from keras_moe import compat, models, training
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import (
@@ -18,9 +22,12 @@ from tests.keras_hub_language_models import (
 )
 from tests.small_models import with_weights
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+ROOT = Path(__file__).resolve().parents[2]
 DENSE = [name for name in MODELS if not name.endswith(("Moe", "Mixtral"))]
 # A kind of feed-forward each; the others have the same names.
-KINDS = ("GPT2", "Llama", "Gemma")
+KINDS = ("GPT2", pytest.param("Llama", marks=pytest.mark.every_backend), "Gemma")
 
 
 def greedy(model):
@@ -54,7 +61,6 @@ def gpt2(**kwargs):
 # Ours
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "kwargs", [{}, {"gated_mlp": True, "use_bias": False, "activation": "silu"}]
 )
@@ -121,7 +127,7 @@ def decoders(model):
     return model.backbone.transformer_layers
 
 
-@pytest.mark.every_backend
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("name", KINDS)
 def test_generation_training_and_weights(name, tmp_path):
     dense = language_model(name)
@@ -144,6 +150,9 @@ def test_generation_training_and_weights(name, tmp_path):
     other, _ = training.upcycle(language_model(name, seed=2), **options)
     other.load_weights(tmp_path / "x.weights.h5")
     assert_same(other(TEXTS), sparse(TEXTS))
+    for save, path in ((sparse.save, "x.keras"), (sparse.save_to_preset, "x")):
+        with pytest.raises(ValueError, match="Expected save_weights and load_weights"):
+            save(tmp_path / path)
 
 
 @pytest.mark.every_backend
@@ -201,6 +210,24 @@ def test_frozen_layers_stay_frozen_and_the_compilation_is_kept():
     assert type(sparse.sampler) is type(dense.sampler)
     assert not any("_1/" in weight.path for weight in sparse.trainable_weights)
     assert any("_0/" in weight.path for weight in sparse.trainable_weights)
+
+
+def test_the_snippet_of_the_docs_runs(monkeypatch):
+    page = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"### Language models\n\n```python\n(.*?)```", page, re.S)
+    for name in ("Llama", "Mixtral"):
+        kind = getattr(keras_hub.models, f"{name}CausalLM")
+        (preset,) = re.findall(rf'{name}CausalLM.from_preset\("(.*?)"\)', snippet)
+        assert preset in kind.presets
+        made = classmethod(lambda cls, _, name=name: language_model(name))
+        monkeypatch.setattr(kind, "from_preset", made)
+    monkeypatch.setattr(models, "from_preset", lambda _: gpt2())
+    names = {"keras_hub": keras_hub, "keras_moe": keras_moe}
+    mixtral = language_model("Mixtral")(TEXTS)
+    exec(snippet, names)
+    assert len(names["moepp"].backbone.routing) == 2
+    assert names["report"].preserved
+    assert_close(names["mixtral"](TEXTS), mixtral, 1e-4, 1e-5)
 
 
 # Bad input

@@ -12,6 +12,8 @@ from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import PROMPTS, TEXTS, language_model
 from tests.published import write_folder
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "Ġwor l", "Ġworl d"]
 TEXT = "hello  World\n\u00e9 world"
 
