@@ -105,13 +105,11 @@ def _shipped():
 
 def read_byte_pairs(vocabulary: str | os.PathLike, merges: str | os.PathLike):
     """Reads `BytePairs` from `vocab.json` and `merges.txt`, unchecked."""
-    # A vocabulary may have any character but the end of a line, even Unicode's.
+    ids = json.loads(Path(vocabulary).read_text("utf-8"))
+    # Tokens may have any character but the end of a line, even Unicode's other ends.
     lines = Path(merges).read_text("utf-8").split("\n")
     lines = [line.rstrip("\r") for line in lines]
-    return BytePairs(
-        json.loads(Path(vocabulary).read_text("utf-8")),
-        [line for line in lines if line and not line.startswith("#version")],
-    )
+    return BytePairs(ids, [x for x in lines if x and not x.startswith("#version")])
 
 
 def _from_folder(path):

@@ -127,7 +127,6 @@ def decoders(model):
     return model.backbone.transformer_layers
 
 
-@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("name", KINDS)
 def test_generation_training_and_weights(name, tmp_path):
     dense = language_model(name)
