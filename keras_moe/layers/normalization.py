@@ -7,20 +7,30 @@ from keras import ops
 
 from keras_moe.checks import check_one_of, check_positive
 from keras_moe.layers.layer import Layer
+from keras_moe.ops.nn import is_bfloat16_on_tpus
 
 NORMS = ("layer", "rms")
 
 
-def _normalize(x, gamma, beta, epsilon):
+def _moments(x, once):
+    """The mean and variance of (..., D), as (..., 1); `once` reads the tokens once."""
+    mean = ops.mean(x, axis=-1, keepdims=True)
+    if once:
+        # What float32 loses here is little beside the rounding of bfloat16 tokens.
+        square = ops.mean(ops.square(x), axis=-1, keepdims=True)
+        return mean, ops.maximum(square - ops.square(mean), 0.0)
+    # The extra axis keeps XLA from writing x - mean to memory for its two readers:
+    # it recomputes differences of different shapes.
+    rows = ops.expand_dims(x, -2) - ops.expand_dims(mean, -2)
+    return mean, ops.mean(ops.square(rows), axis=-1)
+
+
+def _normalize(x, gamma, beta, epsilon, once=False):
     """Layer normalisation of float32 (..., D) with a custom gradient."""
 
     @ops.custom_gradient
     def normalize(x, gamma, beta):
-        mean = ops.mean(x, axis=-1, keepdims=True)
-        # The extra axis keeps XLA from writing x - mean to memory for its two readers:
-        # it recomputes differences of different shapes.
-        rows = ops.expand_dims(x, -2) - ops.expand_dims(mean, -2)
-        variance = ops.mean(ops.square(rows), axis=-1)
+        mean, variance = _moments(x, once)
         scale = ops.rsqrt(variance + epsilon)
         normed = (x - mean) * scale
 
@@ -90,7 +100,8 @@ class LayerNorm(Layer):
             return ops.cast(outputs, self.compute_dtype)
         gamma = ops.cast(self.gamma, "float32")
         beta = ops.cast(self.beta, "float32") if self.center else ops.zeros_like(gamma)
-        outputs = _normalize(ops.cast(inputs, "float32"), gamma, beta, self.epsilon)
+        x, once = ops.cast(inputs, "float32"), is_bfloat16_on_tpus(inputs)
+        outputs = _normalize(x, gamma, beta, self.epsilon, once)
         return ops.cast(outputs, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):

@@ -30,13 +30,18 @@ def gelu_tanh_reference(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
 
+def is_bfloat16_on_tpus(x: Any) -> bool:
+    """Whether JAX's program is for TPUs, and `x` in bfloat16."""
+    if keras.backend.backend() != "jax":
+        return False
+    from keras_moe.ops.kernels import attention_jax
+
+    return attention_jax.is_valid(x)
+
+
 def has_own_attention(query: Any) -> bool:
     """Whether `attend` has a kernel: on PyTorch, and in bfloat16 on TPUs."""
-    if keras.backend.backend() == "jax":
-        from keras_moe.ops.kernels import attention_jax
-
-        return attention_jax.is_valid(query)
-    return keras.backend.backend() == "torch"
+    return keras.backend.backend() == "torch" or is_bfloat16_on_tpus(query)
 
 
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:

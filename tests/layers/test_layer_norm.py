@@ -4,6 +4,7 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import LayerNorm
+from keras_moe.ops.nn import is_bfloat16_on_tpus
 from tests.compare import assert_close
 from tests.gradients import gradient
 
@@ -55,3 +56,23 @@ def test_gradients_of_scale_and_offset_by_hand():
     # The first row is normalised to (-1, 1), the second to (0, 0).
     assert_close(gamma, [-1, 10], 1e-5)
     assert_close(beta, [2, 20], 1e-5)
+
+
+@pytest.mark.every_backend
+def test_bfloat16_tokens_are_read_once_on_tpus(monkeypatch):
+    """With the same result, as far as bfloat16 goes, and not for other tokens."""
+    mine, _ = layers()
+    x = np.random.default_rng(1).normal(loc=3, size=(4, 6)).astype("float32")
+    x = ops.convert_to_numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
+    weights = np.random.default_rng(2).normal(size=(4, 6)).astype("float32")
+    found = []
+    for once in (False, True):
+        name = "keras_moe.layers.normalization.is_bfloat16_on_tpus"
+        monkeypatch.setattr(name, lambda x, once=once: once)
+        outputs = mine(x)
+        slope = gradient(lambda x: ops.sum(ops.multiply(mine(x), weights)), x)[0]
+        found.append((outputs, slope))
+    for own, other in zip(*found):
+        assert_close(own, other, 1e-4, 1e-5)
+    monkeypatch.undo()
+    assert not is_bfloat16_on_tpus(ops.ones(1, "bfloat16"))

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import keras
 
 
-def is_valid(query: Any) -> bool:
+def is_valid(x: Any) -> bool:
     """Whether the program is for TPUs, and in bfloat16."""
-    return keras.backend.standardize_dtype(query.dtype) == "bfloat16" and (
+    return keras.backend.standardize_dtype(x.dtype) == "bfloat16" and (
         _platform() == "tpu"
     )
 
