@@ -6,7 +6,7 @@
     KERAS_BACKEND=jax python -m tools.compile_table layouts.json --rows layouts
 
 A row of the first table is two blocks of a kind of model, or of a preset, one training
-step and one prediction for each topology, 16 images. A row of `layouts` is a training
+step and one prediction for each topology, 32 examples. A row of `layouts` is a training
 step of a whole model on many devices: two blocks are compiled, and three, and each
 block of the model costs what the third does.
 
@@ -137,7 +137,7 @@ def result(row: str, topology: str, step: str) -> dict:
     sizes = SIZES
     if preset.startswith(NO_CLASSES):
         sizes = {**SIZES, "num_classes": None}
-    arguments = (preset, topology, 16, step)
+    arguments = (preset, topology, 32, step)
     try:
         costs = distribution.compiled_costs(*arguments, **{**sizes, **overrides})
     except ValueError as error:

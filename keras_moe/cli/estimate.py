@@ -64,6 +64,7 @@ ARITHMETIC = {
 }
 # The compiler's options, with their defaults.
 COMPILER = {"step": "train", "fit": False, "figure": None}
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,10 +120,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--figure",
-        type=Path,
+        type=_picture,
         metavar="FILE.png",
         help="Save a chart of memory and time to this file.",
     )
+
+
+def _picture(text: str) -> Path:
+    """The type of `--figure`, checked before what takes minutes."""
+    if Path(text).suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(
+            f"Expected a file that ends with {', '.join(PICTURES)}; received: {text}"
+        )
+    return Path(text)
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:

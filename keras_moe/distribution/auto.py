@@ -65,7 +65,7 @@ def auto(
     ...     )
     ...     keras.distribution.set_distribution(None)
     """
-    check_backend()
+    _check_backend()
     devices = keras.distribution.list_devices() if devices is None else list(devices)
     rules = layouts(
         model_or_preset,
@@ -97,7 +97,7 @@ def auto(
     )
 
 
-def check_backend() -> None:
+def _check_backend() -> None:
     """Raises ValueError on backends on which Keras does not split models."""
     backend = keras.backend.backend()
     if backend != "jax":

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from keras_moe.checks import check_integer
 
+# Chips along a dimension that wraps around, by the number of dimensions.
+RING = {1: 4, 2: 16, 3: 4}
+
 
 class Chip(NamedTuple):
     """An accelerator in a pod or a node.
@@ -46,9 +49,9 @@ class Chip(NamedTuple):
         """Bytes/s that each chip sends in an all-to-all.
 
         In a line of n chips half of all data crosses the middle link: n / 4 times a
-        chip's data, so each chip gets 4 / n of a link. A ring (each dimension of a full
-        torus) has two such cuts: 8 / n. The longest dimension decides. A slice of a
-        larger torus has lines only.
+        chip's data, so each chip gets 4 / n of a link. A ring (a dimension of a full
+        torus, by 16 chips in two dimensions and by 4 in three) has two such cuts:
+        8 / n. The longest dimension decides. A slice of a larger torus has lines only.
 
         Args:
             num_devices: number of chips, arranged as nearly as possible in a cube.
@@ -57,7 +60,8 @@ class Chip(NamedTuple):
         if self.torus == 0:
             return self.bandwidth
         side = max(torus_sides(num_devices, self.torus))
-        cuts = 2 if all_devices in (0, num_devices) else 1
+        is_ring = all_devices in (0, num_devices) and side % RING[self.torus] == 0
+        cuts = 2 if is_ring else 1
         return min(self.bandwidth, 4 * cuts * self.link_bandwidth / side)
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -46,33 +47,37 @@ TOO_LARGE = (
     re.compile(r"\(([\d.]+)([MG])\) exceeds available HBM \(([\d.]+)([MG])\)"),
 )
 UNITS = {"M": 2**-10, "G": 1}
+_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Keeps the user's distribution, environment and random states as they are.
 
-    XLA's flags are hidden, since compilers abort over those that they do not know.
+    XLA's flags are hidden, since compilers abort over those that they do not know. The
+    environment is that of all threads: one at a time.
     """
-    distribution = keras.distribution.distribution()
-    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "XLA_FLAGS")}
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("XLA_FLAGS", None)
-    keras.distribution.set_distribution(None)
-    # A program from the cache is not printed.
-    cached = jax.config.jax_enable_compilation_cache
-    _enable_cache(False)
-    try:
-        with kept_random_states():
+    # JAX's own devices read the flags once, when they start.
+    jax.devices()
+    with _LOCK, kept_random_states():
+        distribution = keras.distribution.distribution()
+        cached = jax.config.jax_enable_compilation_cache
+        before = {name: os.environ.get(name) for name in (*ENVIRONMENT, "XLA_FLAGS")}
+        try:
+            for name, value in ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            os.environ.pop("XLA_FLAGS", None)
+            keras.distribution.set_distribution(None)
+            # A program from the cache is not printed.
+            _enable_cache(False)
             yield
-    finally:
-        _enable_cache(cached)
-        keras.distribution.set_distribution(distribution)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        finally:
+            _enable_cache(cached)
+            keras.distribution.set_distribution(distribution)
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def topology_devices(topology: str) -> list:
@@ -152,6 +157,9 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles a step of a compiled model of `models.abstract` under a distribution."""
     lowered, state, batch = lower_step(model, distribution, step, batch_size)
+    optimizer = getattr(model, "optimizer", None)
+    # Within a loss scale.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     start = time.perf_counter()
     platform = distribution.device_mesh.backend_mesh.devices.flat[0].platform
     compiled, text = compile_lowered(lowered, platform)
@@ -159,7 +167,7 @@ def compile_step(
         text,
         (compiled.cost_analysis() or {}).get("flops"),
         _memory(compiled.memory_analysis(), state, batch),
-        getattr(getattr(model, "optimizer", None), "name", None),
+        getattr(optimizer, "name", None),
         time.perf_counter() - start,
     )
 

@@ -12,7 +12,8 @@ import keras
 from rich.console import Console
 
 from keras_moe.checks import argument_names, check_integer, check_one_of
-from keras_moe.distribution.auto import auto, check_backend
+from keras_moe.compat import flatten_layers
+from keras_moe.distribution.auto import auto
 from keras_moe.distribution.chips import CHIPS
 from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
 from keras_moe.distribution.program import DoesNotFit, Program
@@ -253,7 +254,11 @@ def compiled_costs(
     _check_topology(topology)
     check_one_of("step", step, STEPS)
     check_integer("batch_size", batch_size)
-    check_backend()
+    if keras.backend.backend() != "jax":
+        raise ValueError(
+            "Expected KERAS_BACKEND=jax, which compiles for devices that are not here; "
+            f"received: backend={keras.backend.backend()!r}"
+        )
     is_model = isinstance(model_or_preset, keras.Model)
     if not is_model:
         overrides["dtype"] = dtype or "mixed_bfloat16"
@@ -279,7 +284,9 @@ def compiled_costs(
                     raise DoesNotFit(needed, capacity)
                 break
             except DoesNotFit as error:
-                kept = step == "train" and not arguments.get("rematerialize")
+                kept = step == "train" and not any(
+                    getattr(x, "rematerialize", False) for x in flatten_layers(model)
+                )
                 if kept and not is_model:
                     change = {"rematerialize": True}
                 elif size % (2 * len(devices) // model_parallel) == 0:
@@ -287,7 +294,7 @@ def compiled_costs(
                 else:
                     change = None
                 if not fit or change is None:
-                    message = _too_large(*error.args, name, topology, size, kept)
+                    message = _too_large(*error.args, name, topology, size, kept, fit)
                     raise DoesNotFit(message) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
@@ -307,13 +314,14 @@ def _check_topology(topology):
     raise ValueError(f"Expected {allowed}; received: topology={topology!r}")
 
 
-def _too_large(needed, capacity, name, topology, size, keeps_activations):
+def _too_large(needed, capacity, name, topology, size, keeps_activations, tried):
     more = ", with rematerialize=True" if keeps_activations else ""
+    more += "" if tried else " (fit=True tries)"
     return (
         f"Expected a step within the {capacity:.2f} GiB of a device of {topology}; "
         f"received: {name} with batch_size={size}, which needs {needed:.2f} GiB, "
         f"{needed - capacity:.2f} more. It needs less with a smaller batch{more} "
-        "(fit=True tries) or with more devices"
+        "or with more devices"
     )
 
 

@@ -259,7 +259,7 @@ def costs(
         model_parallel,
         batch_size,
     )
-    on_tpus = chip.torus > 0 and itemsize == 2
+    on_tpus = chip.torus > 0 and dtype == "bfloat16"
     kept = KEPT_ON_TPUS if on_tpus else KEPT
     shares = _shares(towers, texts, batch_size, layouts, itemsize, kept)
     rematerialize = any(share.block.rematerialize for share in shares)

@@ -25,9 +25,11 @@ COLLECTIVES = (
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 INSTRUCTION = re.compile(r"  (?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
-CALLED = re.compile(r"(body|condition|true_computation|calls)=%?([\w.\-]+)")
-# A fusion of an all-reduce and a slice.
-SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
+CALLED = re.compile(r"(body|condition|calls)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"(?:true|false|branch)_computations?=(\{[^}]*\}|[%\w.\-]+)")
+# Fusions with a collective: an all-reduce and a slice; one that others wait for.
+ALL_REDUCE_SCATTER = "calls=%all-reduce-scatter"
+ASYNC = "async-collective-start"
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 # A condition that compares a counter with the only number in it.
 LIMIT = re.compile(r" [su]32\[\]\S* constant\((\d+)\)")
@@ -81,14 +83,15 @@ class Program:
     def operations(self) -> list[Operation]:
         """All operations with estimated cycles; grouped matmuls have no true ones."""
         found = []
-        for line, _, times in self._lines():
+        for line, match, times in self._lines():
             name = OP_NAME.search(line)
             name = name[1] if name else ""
             cycles = CYCLES.search(line)
             if cycles and UNTIMED not in name:
                 frame = FRAME.search(line)
                 source = self._sources.get(int(frame[1])) if frame else None
-                operation = (self._part(name), _short(name), source)
+                # The compiler's own copies have no names.
+                operation = (self._part(name), _short(name) or match[3], source)
                 found.append(Operation(*operation, times, times * int(cycles[1])))
         return found
 
@@ -149,29 +152,14 @@ class Program:
     def transfers(self) -> Iterator[tuple[str, int, int, int]]:
         """Kind, devices in a group (0 for all), runs and bytes of each collective."""
         for line, match, times in self._lines():
-            kind = match[3].removesuffix("-start")
-            # Without what only the hardware reads.
-            arrays = _arrays(match[2].replace("u32[]", ""))
-            group = _group_size(line)
-            if scatter := SCATTER.search(line):
+            scatters = ALL_REDUCE_SCATTER in line
+            lines = [line]
+            if scatters or match[1].startswith(ASYNC):
+                lines = self._computations[CALLED.search(line)[2]]
+            for found in filter(None, map(_transfer, lines)):
+                kind, group, size = found
                 # Its ring sends the array before the slice.
-                kind = "reduce-scatter"
-                inside = map(INSTRUCTION.match, self._computations[scatter[1]])
-                arrays = [
-                    size
-                    for x in inside
-                    if x and x[3] == "all-reduce"
-                    for size in _arrays(x[2])
-                ]
-            elif kind not in COLLECTIVES:
-                continue
-            else:
-                if kind != match[3] and kind != "all-reduce":
-                    # The arguments, and the results.
-                    arrays = arrays[len(arrays) // 2 :]
-                if kind == "reduce-scatter":
-                    arrays = arrays * max(group, 1)
-            yield kind, group, times, sum(arrays)
+                yield "reduce-scatter" if scatters else kind, group, times, size
 
     def _part(self, name):
         for part, pattern in PARTS.items():
@@ -181,9 +169,9 @@ class Program:
             return "optimizer"
         return "other"
 
-    def _lines(self):
+    def _lines(self, first=None):
         """Instructions that run, each with the number of its runs in a step."""
-        waiting = [(self._entry, 1)]
+        waiting = [(first or self._entry, 1)]
         while waiting:
             name, times = waiting.pop()
             for line in self._computations[name]:
@@ -199,6 +187,18 @@ class Program:
                     runs = trips if role == "body" else 1
                     if called in self._computations:
                         waiting.append((called, times * runs))
+                if branches := BRANCHES.findall(line):
+                    waiting.append((self._longest_branch(branches), times))
+
+    def _longest_branch(self, branches):
+        """The branch with the most cycles, such as an optimizer's that updates."""
+
+        def length(name):
+            lines = list(self._lines(name))
+            cycles = ((CYCLES.search(line), times) for line, _, times in lines)
+            return sum(times * int(x[1]) for x, times in cycles if x), len(lines)
+
+        return max(re.findall(r"[\w.\-]+", " ".join(branches)), key=length)
 
     def _trips(self, line):
         """Rounds of a loop, if the compiler or its condition tells them."""
@@ -260,6 +260,22 @@ def _sources(text):
 def _short(name):
     """The last layers and the operation of a full name."""
     return "/".join(name.split("/")[-3:])
+
+
+def _transfer(line):
+    """Kind, devices in a group and bytes of a collective; None for what is none."""
+    match = INSTRUCTION.match(line)
+    kind = match[3].removesuffix("-start") if match else None
+    if kind not in COLLECTIVES:
+        return None
+    # Without what only the hardware reads.
+    arrays, group = _arrays(match[2].replace("u32[]", "")), _group_size(line)
+    if kind != match[3] and kind != "all-reduce":
+        # The arguments, and the results.
+        arrays = arrays[len(arrays) // 2 :]
+    if kind == "reduce-scatter":
+        arrays = arrays * max(group, 1)
+    return kind, group, sum(arrays)
 
 
 def _group_size(line):

@@ -15,7 +15,7 @@ from keras_moe.layers.layer import Layer, layer_argument
 from keras_moe.layers.normalization import norm_layer
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
-from keras_moe.ops.nn import attend
+from keras_moe.ops.nn import attend, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -225,7 +225,9 @@ class CausalAttention(Layer):
     def _attend(self, query, key, value, mask, training):
         groups = self.num_heads // self.num_key_value_heads
         scale = 1.0 / math.sqrt(self.key_dim)
-        if keras.backend.backend() == "torch" and not (training and self.dropout):
+        is_torch = keras.backend.backend() == "torch"
+        has_kernel = has_own_attention(query) and (is_torch or groups == 1)
+        if has_kernel and not (training and self.dropout):
             if groups > 1:
                 key, value = (ops.repeat(x, groups, axis=2) for x in (key, value))
             return attend(query, key, value, scale, ops.expand_dims(mask, 1))

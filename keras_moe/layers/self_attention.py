@@ -19,7 +19,7 @@ from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
-from keras_moe.ops.nn import attend, has_own_attention
+from keras_moe.ops.nn import attend, has_float16_attention, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -176,7 +176,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
                 attention_mask = ops.expand_dims(attention_mask, 1)
             scale = 1.0 / math.sqrt(self.key_dim)
             return attend(query, key, value, scale, attention_mask), None
-        if self.compute_dtype == "float16" and not _has_float16():
+        if self.compute_dtype == "float16" and not has_float16_attention():
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         outputs, weights = super()._compute_attention(
             query, key, value, attention_mask, training, return_attention_scores
@@ -215,10 +215,3 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     def get_config(self):
         own = argument_values(self, keras.layers.MultiHeadAttention)
         return {**super().get_config(), **own}
-
-
-def _has_float16():
-    """Whether attention works in float16, which on JAX needs a GPU."""
-    return keras.backend.backend() != "jax" or any(
-        name.startswith("gpu") for name in keras.distribution.list_devices()
-    )

@@ -79,7 +79,7 @@ def abstract(
 
     It takes no memory, whatever its size: for counting, for layouts, and for compiling
     its steps (`keras_moe.distribution.compiled_costs`). Calling it on symbolic tensors
-    works; weights can be neither read nor assigned. A task is compiled as by default.
+    works; its weights cannot be read. A task is compiled as by default.
 
     Args:
         preset: as in `from_preset`, or a model of this library. No weights are read.

@@ -129,10 +129,11 @@ def add_slots(rows: Any, owners: Any, num_tokens: Any, dtype: Any) -> Any:
     return ops.cast(ops.reshape(total, (num_groups, num_tokens, dim)), dtype)
 
 
-def _slot_kernels(rows, owners, num_tokens=0):
-    """JAX's own functions, which need known sizes, or None."""
+def _slot_kernels(rows, owners, num_tokens=1):
+    """JAX's own functions, which need known sizes of at least 1, or None."""
     sizes = (*rows.shape, *owners.shape, num_tokens)
-    if keras.backend.backend() != "jax" or not all(isinstance(x, int) for x in sizes):
+    is_known = all(isinstance(x, int) and x > 0 for x in sizes)
+    if keras.backend.backend() != "jax" or not is_known:
         return None
     from keras_moe.ops.kernels import slot_rows_jax
 

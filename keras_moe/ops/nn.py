@@ -44,6 +44,15 @@ def has_own_attention(query: Any) -> bool:
     return keras.backend.backend() == "torch" or is_bfloat16_on_tpus(query)
 
 
+def has_float16_attention() -> bool:
+    """Whether Keras's attention works in float16, which on JAX needs a GPU."""
+    if keras.backend.backend() != "jax":
+        return True
+    from keras_moe.ops.kernels import attention_jax
+
+    return attention_jax.platform() not in ("cpu", "tpu")
+
+
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
     """`softmax(scale * query key^T) value` per head: (B, N, h, d) from (B, M, h, d).
 

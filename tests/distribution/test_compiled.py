@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import threading
 from importlib import metadata
 
 import keras
@@ -54,6 +55,12 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general" stack_frame_id=3}},
   ROOT %z = f32[2]{{0}} dynamic-slice(%q)
 }}
 
+%starts (p: f32[8]) -> (f32[8], f32[32]) {{
+  %p.4 = f32[8]{{0}} parameter(0)
+  %o = f32[32]{{0}} all-gather(%p.4), replica_groups=[2,4]<=[8]
+  ROOT %z.2 = (f32[8]{{0}}, f32[32]{{0}}) tuple(%p.4, %o)
+}}
+
 %condition (p: f32[8]) -> pred[] {{
   ROOT %c = pred[] compare(%p, %p), direction=LT, {CYCLES % 2}
 }}
@@ -61,6 +68,14 @@ metadata={{op_name="jit(train_step)/moe/experts/dot_general" stack_frame_id=3}},
 %until (p: f32[8]) -> pred[] {{
   %limit = s32[] constant(4)
   ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}}
+
+%waits (p: f32[8]) -> f32[8] {{
+  ROOT %k = f32[8]{{0}} copy(%p), {CYCLES % 100}
+}}
+
+%updates (p: f32[8]) -> f32[8] {{
+  ROOT %l = f32[8]{{0}} while(%p), condition=%until, body=%waits
 }}
 
 ENTRY %main (a: bf16[4,8]) -> f32[8] {{
@@ -79,8 +94,15 @@ to_apply=%sum
   %p.2 = (bf16[4,8]{{1,0}}, bf16[4,8]{{1,0}}, u32[], u32[]) \
 collective-permute-start(%a), source_target_pairs={{{{0,1}}}}
   %t = f32[2]{{0}} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
+  %async-collective-start.1 = (f32[8]{{0}}, f32[32]{{0}}) fusion(%w), kind=kCustom, \
+calls=%starts
+  %async-collective-done.1 = f32[32]{{0}} fusion(%w), kind=kCustom, calls=%starts
   %d = f32[8]{{0}} fusion(%w), calls=%inside, \
 metadata={{op_name="jit(train_step)/adam_w/sub" stack_frame_id=1}}, {CYCLES % 7}
+  %b = f32[8]{{0}} conditional(%s, %w, %w), \
+branch_computations={{%waits, %updates}}
+  %b.2 = f32[8]{{0}} conditional(%s, %w, %w), true_computation=%updates, \
+false_computation=%waits
   %m = (bf16[4,6]{{1,0}}, s8[64]{{0}}) custom-call(%a, %d), backend_config={{\
 "dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}
   %m.2 = f32[2,3]{{1,0}} dot(%a, %d), lhs_batch_dims={{}}, lhs_contracting_dims={{0,1}}
@@ -120,15 +142,17 @@ def test_a_program_by_hand():
     # Three rounds of the first loop, four of the second by its condition, and one of
     # the third; the condition's cycles count once, for a round.
     assert program.num_open_loops() == 1
-    assert program.cycles_by_part() == {"experts": 40, "optimizer": 7, "other": 4}
-    first, second, _ = program.longest(10)
+    # Of two branches, the longer one counts: four copies.
+    copies, first, second, _ = program.longest(10)
+    assert copies == ("other", "copy", None, 8, 800)
+    assert program.cycles_by_part() == {"other": 804, "experts": 40, "optimizer": 7}
     assert first == ("experts", "moe/experts/dot_general", "layers/moe.py:40", 8, 40)
     # The planner's own frame is no source.
     assert second == ("optimizer", "jit(train_step)/adam_w/sub", None, 1, 7)
     assert program.num_untimed() == 1
     assert program.collectives() == {
         "all-to-all": (2, 128),
-        "all-gather": (1, 64),
+        "all-gather": (2, 64 + 128),
         "all-reduce": (1, 68),
         "collective-permute": (1, 64),
         "reduce-scatter": (1, 32),
@@ -178,7 +202,7 @@ def test_what_is_not_there_is_named(monkeypatch, topology, extra):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises((ImportError, ValueError), match=f"JAX backend|{extra}"):
+    with pytest.raises((ImportError, ValueError), match=f"KERAS_BACKEND=jax|{extra}"):
         distribution.compiled_costs("vmoe_digits", topology, 8)
 
 
@@ -231,6 +255,20 @@ def test_memory_and_rates(on_this_machine):
     assert found.model_flops == flops
     assert found.utilization == pytest.approx(flops / 197e12 / 1e-3, rel=1e-3)
     json.dumps(found._asdict())
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+def test_the_optimizer_has_its_name(on_this_machine, monkeypatch, dtype):
+    steps, compile_step = [], on_this_machine.compile_step
+
+    def kept(*arguments):
+        steps.append(compile_step(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(on_this_machine, "compile_step", kept)
+    distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, dtype=dtype, **SMALL)
+    assert f"/{steps[0].optimizer}/" in steps[0].text
 
 
 @pytest.mark.every_backend
@@ -389,6 +427,26 @@ def test_what_the_user_has_stays(on_this_machine):
 
 
 @pytest.mark.every_backend
+def test_two_threads_leave_the_environment_as_it_was(compilation, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    before, begun, done = dict(os.environ), threading.Event(), threading.Event()
+
+    def second():
+        with compilation.alone():
+            begun.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=second)
+    with compilation.alone():
+        thread.start()
+        assert not begun.wait(0.5)
+    done.set()
+    thread.join()
+    assert begun.is_set()
+    assert os.environ == before
+
+
+@pytest.mark.every_backend
 def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
     compile, tried = on_this_machine.compile_lowered, []
 
@@ -406,13 +464,19 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
     assert tried == [8, 8, 4]
     assert found.changes == {"rematerialize": True, "batch_size": 4}
     assert found.batch_size == 4
+    # One image of a model that rematerialises: nothing is left to try.
+    tried.clear()
+    model = models.abstract("vmoe_digits", rematerialize=True, num_classes=10, **SMALL)
+    with pytest.raises(DoesNotFit, match="with a smaller batch or with more devices"):
+        distribution.compiled_costs(model, "v5e:1x1", 1, fit=True)
 
 
 @pytest.mark.every_backend
 def test_libtpu_compiles_what_it_plans(compilation, capfd):
     pytest.importorskip("libtpu", reason="needs libtpu, the extra tpu-plan")
+    # A group of eight images for each device: with fewer, tokens would be gathered.
     found = distribution.compiled_costs(
-        "vmoe_s32", "v5e:2x2", 16, num_layers=2, num_experts=4, num_classes=8
+        "vmoe_s32", "v5e:2x2", 32, num_layers=2, num_experts=4, num_classes=8
     )
     assert {"experts", "router", "attention", "optimizer"} <= {*found.seconds}
     assert min(found.seconds.values()) > 0

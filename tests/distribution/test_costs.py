@@ -123,6 +123,14 @@ def test_pairs():
         costs("limoe_s32", 4, 8, **one, text_tokens=5)
 
 
+def test_kernels_of_tpus_are_for_bfloat16():
+    tpu, gpu = (
+        small(1, 8, chip, dtype="float16").memory["activations"]
+        for chip in ("tpu_v5e", "h200")
+    )
+    assert tpu == gpu
+
+
 def test_a_torus_passes_data_on():
     assert torus_sides(24, 3) == (2, 3, 4)
     assert torus_sides(7, 2) == (1, 7)
@@ -134,6 +142,9 @@ def test_a_torus_passes_data_on():
     # Part of a longer ring is a line, with one cut.
     assert ring.all_to_all_bandwidth(16, 64) == chip.link_bandwidth / crossing
     assert chip.all_to_all_bandwidth(2) <= chip.bandwidth
+    # A v5e of 8x8 has no links from its end to its beginning, one of 16x16 does.
+    flat = CHIPS["tpu_v5e"]
+    assert flat.all_to_all_bandwidth(64) == flat.all_to_all_bandwidth(256)
     assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
 
 

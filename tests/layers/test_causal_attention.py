@@ -120,6 +120,28 @@ def test_policies_costs_and_config(policy):
     assert np.abs(plain - dropped).max() > 1e-3
 
 
+@pytest.mark.every_backend
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a kernel of JAX")
+def test_tpus_have_a_kernel_for_it(monkeypatch):
+    from keras_moe.ops.kernels import attention_jax
+
+    mask, positions = CausalMask()(DOCUMENTS)
+    full = attention(num_key_value_heads=None, dtype="mixed_bfloat16", dropout=0.5)
+    inputs, called = (tokens(), mask, positions), []
+    expected = ops.cast(full(*inputs), "float32")
+    attend = attention_jax.attend
+    monkeypatch.setattr(attention_jax, "is_valid", lambda query: True)
+    monkeypatch.setattr(
+        attention_jax, "attend", lambda *args: called.append(1) or attend(*args)
+    )
+    assert_close(ops.cast(full(*inputs), "float32"), expected, 2**-6, 2**-6)
+    assert called == [1]
+    # It has no dropout, and would copy the keys that queries share.
+    full(*inputs, training=True)
+    attention(dtype="mixed_bfloat16")(*inputs)
+    assert called == [1]
+
+
 def test_heads_that_do_not_divide():
     with pytest.raises(ValueError, match="num_key_value_heads=3"):
         attention(num_key_value_heads=3)

@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity, D hidden.
 
 import keras
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,3 +82,12 @@ def test_empty_slots_are_never_read():
     outputs[:, :, 0] = 1.0
     combined = to_numpy(plan.combine(outputs))
     assert_same(combined[0], [[2.0] * 4, [0.0] * 4, [0.0] * 4])
+
+
+@pytest.mark.every_backend
+def test_an_empty_batch():
+    gates = np.zeros((0, 3, 2), "float32")
+    plan = SlotPlan(*map(keras.ops.convert_to_tensor, route(gates, gates, 1)))
+    inputs = plan.dispatch(np.zeros((0, 3, 4), "float32"))
+    assert tuple(inputs.shape) == (0, 2, 1, 4)
+    assert tuple(plan.combine(inputs).shape) == (0, 3, 4)

@@ -108,6 +108,26 @@ def test_attention_is_keras_own(masked, dtype, monkeypatch):
     )
 
 
+@pytest.mark.every_backend
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a kernel of JAX")
+def test_attention_has_the_form_of_its_devices(monkeypatch):
+    import jax
+
+    from keras_moe.ops.nn import has_float16_attention, has_own_attention
+
+    query = keras.ops.zeros((1, 2, 1, 4), "bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert has_own_attention(query)
+    assert not has_own_attention(keras.ops.cast(query, "float32"))
+    assert not has_float16_attention()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not has_own_attention(query)
+    assert has_float16_attention()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with keras.device("cpu:0"):
+        assert not has_own_attention(query)
+
+
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="a kernel for PyTorch")
 def test_gelu_has_second_gradients_and_batches():
     import torch

@@ -37,7 +37,7 @@ def lowered(function, *inputs):
 
 @every_backend
 @on_jax
-@pytest.mark.parametrize("kind", ["first come", "ties", "numbers"])
+@pytest.mark.parametrize("kind", ["first come", "ties", "numbers", "NaN"])
 @pytest.mark.parametrize(
     "sizes", [(2, 6, 2, 4, 3, 2), (1, 600, 2, 5, 4, 400), (3, 1, 3, 6, 5, 2)]
 )
@@ -53,6 +53,7 @@ def test_queues_by_counting(sizes, kind):
         "first come": None,
         "ties": generator.integers(3, size=(groups, tokens)),
         "numbers": normal(1, groups, tokens),
+        "NaN": np.where(normal(1, groups, tokens) > 0, np.nan, normal(2, tokens)),
     }[kind]
     inputs = experts.astype("int32"), rank
     actual, expected = (

@@ -43,14 +43,12 @@ def fill_slots(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _by_platform(experts, rank, sizes, other):
-    def count(experts, *rank):
-        return by_counting(experts, *(rank or (None,)), *sizes)
-
-    def sort(experts, *rank):
-        return other(experts, *(rank or (None,)), *sizes)
-
-    arguments = (experts,) if rank is None else (experts, rank)
-    return lax.platform_dependent(*arguments, tpu=count, default=sort)
+    return lax.platform_dependent(
+        experts,
+        rank,
+        tpu=lambda *inputs: by_counting(*inputs, *sizes),
+        default=lambda *inputs: other(*inputs, *sizes),
+    )
 
 
 def by_counting(experts, rank, num_experts, num_slotted, capacity):
@@ -61,6 +59,8 @@ def by_counting(experts, rank, num_experts, num_slotted, capacity):
         index[:, None] > index, (experts.shape[0], *2 * index.shape)
     )
     if rank is not None:
+        # NaN goes last, as in a sort: it must not take the place of another.
+        rank = jnp.where(jnp.isnan(rank), jnp.inf, rank)
         own, others = rank[:, :, None], rank[:, None]
         before = (others < own) | ((others == own) & before)
     chosen = experts[..., None] == jnp.arange(num_experts, dtype="int32")
