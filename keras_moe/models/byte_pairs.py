@@ -104,6 +104,15 @@ def _shipped():
     )
 
 
+def read_byte_pairs(vocabulary: str | os.PathLike, merges: str | os.PathLike):
+    """Reads `BytePairs` from `vocab.json` and `merges.txt`, unchecked."""
+    ids = json.loads(Path(vocabulary).read_text("utf-8"))
+    # Tokens may have any character but the end of a line, even Unicode's other ends.
+    lines = Path(merges).read_text("utf-8").split("\n")
+    lines = [line.rstrip("\r") for line in lines]
+    return BytePairs(ids, [x for x in lines if x and not x.startswith("#version")])
+
+
 def _from_folder(path):
     (vocabulary, merges), single = (
         [path / name for name in names] for names in TOKENIZER_FILES
@@ -111,10 +120,7 @@ def _from_folder(path):
     if single[0].is_file() and not (vocabulary.is_file() and merges.is_file()):
         model = json.loads(single[0].read_text("utf-8"))["model"]
         return _checked(model["vocab"], _joined(model["merges"]), single[0])
-    vocabulary = json.loads(vocabulary.read_text("utf-8"))
-    lines = merges.read_text("utf-8").splitlines()
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    return _checked(vocabulary, merges, path)
+    return _checked(*read_byte_pairs(vocabulary, merges), path)
 
 
 def _joined(merges):

@@ -7,7 +7,6 @@ from typing import Any
 from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
 from keras_moe.models.image_preprocessor import ImagePreprocessor
-from keras_moe.models.text_tokenizer import TextTokenizer
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.
@@ -28,7 +27,7 @@ class ConversionSpec:
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
         preprocessing: arguments of `ImagePreprocessor` without the image shape.
-        tokenizer: tokenizer of an image-text model, if known.
+        tokenizer: `TextTokenizer` of an image-text or a language model, if known.
     """
 
     scheme: str
@@ -39,17 +38,17 @@ class ConversionSpec:
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     preprocessing: dict | None = None
-    tokenizer: TextTokenizer | None = None
+    tokenizer: Any = None
 
     def preprocessors(self) -> dict:
         """Returns a task's arguments with the source's preprocessing, if known."""
-        images, is_pair = None, "image" in self.arguments
+        images = None
         if self.preprocessing is not None:
             shape = self.arguments.get("image", self.arguments)["image_shape"]
             images = ImagePreprocessor(shape, **self.preprocessing)
-        if is_pair:
+        if "image" in self.arguments:
             return {"preprocessor": self.tokenizer, "image_preprocessor": images}
-        return {"preprocessor": images}
+        return {"preprocessor": images or self.tokenizer}
 
 
 # Sizes that follow from names and shapes

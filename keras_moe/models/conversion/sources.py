@@ -12,7 +12,13 @@ import keras_hub
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.byte_pairs import TOKENIZER_FILES
-from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
+from keras_moe.models.conversion import (
+    _dinov2,
+    _gpt2,
+    _moepp,
+    _openclip,
+    _transformers,
+)
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import CLASSES, WITH_PRESETS, keras_hub_spec
@@ -29,7 +35,7 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
-from keras_moe.models.text_tokenizer import TextTokenizer
+from keras_moe.models.text_tokenizer import GPT2_FILES, TextTokenizer
 
 # Public buckets are also available here.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
@@ -94,18 +100,30 @@ def open_source(
             or timm_spec(file, config, overrides)
             or _dinov2.dinov2_spec(file, config, overrides)
             or _moepp.moepp_spec(file, config, overrides)
+            or _gpt2.gpt2_spec(file, config, overrides)
             or _clip_spec(file, config, overrides, tower, folder)
         )
         if spec is None:
             raise ValueError(
                 "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
-                f"SigLIP, DINOv2 or MoE++; received: {len(file)} tensors such as "
-                f"{sorted(file)[:3]} in {file.path}"
+                f"SigLIP, DINOv2, MoE++ or GPT-2; received: {len(file)} tensors such "
+                f"as {sorted(file)[:3]} in {file.path}"
             )
+        if kind == "folder" and spec.scheme.startswith("GPT-2"):
+            spec.tokenizer = _gpt2_tokenizer(text, spec)
     except BaseException:
         file.close()
         raise
     return file, spec
+
+
+def _gpt2_tokenizer(folder, spec):
+    """Returns the tokenizer in a folder of GPT-2, or None with a note."""
+    if all(_has(folder, name) for name in GPT2_FILES):
+        files = [get_file(folder, name) for name in GPT2_FILES]
+        return TextTokenizer.gpt2(*files, max_length=spec.arguments["max_length"])
+    spec.notes += (f"no tokenizer: {' and '.join(GPT2_FILES)} are missing",)
+    return None
 
 
 def _clip_spec(file, config, overrides, tower, folder):
@@ -216,6 +234,7 @@ def _folder_kind(folder):
         *_transformers.MODEL_TYPES,
         *_dinov2.MODEL_TYPES,
         *_moepp.MODEL_TYPES,
+        *_gpt2.MODEL_TYPES,
     )
     if {"vision_config", "architecture"} & config.keys():
         return "folder"
@@ -295,6 +314,9 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     task = _json(source, "task.json")
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
+    kind = str(_json(source, "config.json").get("registered_name", ""))
+    if kind.endswith(">GPT2Backbone") and _has(source, "tokenizer.json"):
+        cls = keras_hub.models.GPT2CausalLM
     return cls.from_preset(source, load_weights=load_weights)
 
 
