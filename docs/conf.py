@@ -1,10 +1,12 @@
 """Sphinx's configuration of the documentation site: `make docs`."""
 
 import inspect
+import json
 import os
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,8 +15,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 from docstrings import restructured  # noqa: E402
+from notebooks import for_site  # noqa: E402
 
 from keras_moe import __version__  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+REPOSITORY = PROJECT["project"]["urls"]["Repository"]
 
 project = "keras_moe"
 author = "The keras_moe authors"
@@ -81,9 +87,14 @@ nitpick_ignore_regex = [
 html_theme = "pydata_sphinx_theme"
 html_title = f"keras_moe {version}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# Only pages of the API have others below them; all others get the room.
+html_sidebars = {"*": [], "guides/**": [], "repository/**": []}
 html_theme_options = {
     "navbar_align": "left",
     "show_toc_level": 2,
+    "header_links_before_dropdown": 5,
     "secondary_sidebar_items": ["page-toc"],
     # No request to another site.
     "use_edit_page_button": False,
@@ -96,7 +107,10 @@ def with_copies(app, config):
         shutil.rmtree(ROOT / "docs" / folder, ignore_errors=True)
         (ROOT / "docs" / folder).mkdir()
     for path in sorted((ROOT / "guides").glob("*.ipynb")):
-        shutil.copy2(path, ROOT / "docs" / "guides")
+        guide = json.loads(path.read_text(encoding="utf-8"))
+        guide = for_site(guide, path.name, REPOSITORY)
+        copy = ROOT / "docs" / "guides" / path.name
+        copy.write_text(json.dumps(guide), encoding="utf-8")
     for name in PAGES:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         # From the folder of the copy, a link's path begins one folder higher.
@@ -107,7 +121,7 @@ def with_copies(app, config):
 
 def with_links_of_the_site(app, docname, source):
     """Gives links to files of the repository their places in the site."""
-    text = source[0].replace("](../docs/", "](/")
+    text = source[0].replace("](../docs/", "](/").replace("REPOSITORY", REPOSITORY)
     for name in PAGES:
         text = text.replace(f"](../{name}.md", f"](/repository/{name.lower()}.md")
     text = re.sub(r"\]\(\.\./(guides/\w+)\.(py|ipynb)\)", r"](/\1.ipynb)", text)

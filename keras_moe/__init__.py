@@ -1,23 +1,62 @@
 """Vision mixture-of-experts for Keras 3, on JAX, TensorFlow and PyTorch."""
 
 import importlib
+import json
+import os
 import sys
-from pathlib import PurePath
+from importlib.util import find_spec
+from pathlib import Path, PurePath
 
 from keras_moe._version import __version__
+
+# The content of `keras.json` until a user changes it.
+WRITTEN_BY_KERAS = {
+    "floatx": "float32",
+    "epsilon": 1e-07,
+    "backend": "tensorflow",
+    "image_data_format": "channels_last",
+}
+
+
+def choose_backend() -> None:
+    """Sets KERAS_BACKEND, if it is not set, before Keras is imported.
+
+    The choice is that of an edited `keras.json`, or else the first one installed of
+    JAX, PyTorch and TensorFlow: Keras's own default is TensorFlow, which KerasHub
+    installs for every backend.
+    """
+    if "keras" in sys.modules or "KERAS_BACKEND" in os.environ:
+        return
+    installed = filter(find_spec, ("jax", "torch", "tensorflow"))
+    os.environ["KERAS_BACKEND"] = configured_backend() or next(installed, "jax")
+
+
+def configured_backend() -> str | None:
+    """The backend the user chose in `keras.json`; None for Keras's own file."""
+    folder = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
+    path = Path(folder).expanduser() / "keras.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
+        return None
+    if not isinstance(config, dict) or config == WRITTEN_BY_KERAS:
+        return None
+    backend = config.get("backend")
+    return backend if isinstance(backend, str) else None
 
 
 def import_keras() -> None:
     """Imports Keras, which needs an installed backend."""
+    choose_backend()
     try:
         import keras  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "tensorflow", "torch"):
             raise
         raise ImportError(
-            "Expected an installed backend of Keras, which is TensorFlow unless the "
-            'environment names another: pip install "keras-moe[jax]" and set '
-            "KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
+            "Expected an installed backend of Keras: pip install "
+            '"keras-moe[jax]" and set KERAS_BACKEND=jax (or tensorflow, torch), if at '
+            "all, before Keras is imported; "
             f"received: no module {error.name!r}"
         ) from error
 

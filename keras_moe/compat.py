@@ -13,7 +13,7 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -313,6 +313,107 @@ def stored_dataset(store: Any, key: str) -> Any | None:
     # Rejects links and values in other files.
     dataset = safe_get_h5_dataset(group, key)
     return None if "dtype" in dataset.attrs else dataset
+
+
+# Language models of KerasHub: parts of their decoder layers.
+
+
+class FeedForwardNames(NamedTuple):
+    """Attributes of a decoder layer's feed-forward, which computes
+    `output(activation(hidden(x)))`, or `output(activation(gate(x)) * hidden(x))`.
+
+    `activation` is a name, or None for the decoder layer's own.
+    """
+
+    hidden: str
+    output: str
+    gate: str | None = None
+    activation: str | None = None
+
+
+_LLAMA = FeedForwardNames(
+    "_feedforward_intermediate_dense",
+    "_feedforward_output_dense",
+    "_feedforward_gate_dense",
+)
+_GPT2 = _LLAMA._replace(gate=None)
+_GEMMA = FeedForwardNames("gating_ffw_2", "ffw_linear", "gating_ffw", "gelu_tanh")
+
+# Class of a decoder layer to the names of its feed-forward.
+FEED_FORWARDS = {
+    "TransformerDecoder": _GPT2,  # GPT-2 and OPT
+    "GPTNeoXDecoder": _GPT2,
+    "LlamaTransformerDecoder": _LLAMA,  # Llama 3, too
+    "MistralTransformerDecoder": _LLAMA,
+    "QwenTransformerDecoder": _LLAMA,
+    "Qwen3TransformerDecoder": _LLAMA,
+    "Phi3Decoder": FeedForwardNames(*(name[1:] for name in _LLAMA[:3])),
+    "GemmaDecoderBlock": _GEMMA,
+    "Gemma3DecoderBlock": _GEMMA,
+}
+
+
+class ExpertBlock(NamedTuple):
+    """The parts of a KerasHub MoE block; `hidden` is None if `gate` holds both."""
+
+    top_k: int
+    normalizes: bool
+    balance: float
+    activation: Any
+    router: Any
+    gate: Any
+    hidden: Any
+    output: Any
+    shared: tuple
+
+
+def expert_block(decoder: keras.layers.Layer) -> tuple[str | None, Any]:
+    """The attribute of a decoder layer's MoE block and its parts, or (None, None)."""
+    for name in ("_sparse_moe_block", "mlp"):
+        block = getattr(decoder, name, None)
+        if type(block).__name__ in EXPERT_BLOCKS:
+            break
+    else:
+        return None, None
+    bank, prefix = block.expert_bank, "_expert_feedforward_"
+    is_mixtral = hasattr(bank, f"{prefix}intermediate_dense")
+    balance = "router_aux_loss_coef" + "ficient" * (not is_mixtral)
+    shared = (getattr(block, f"shared_expert{x}_dense", None) for x in ("", "_gate"))
+    return name, ExpertBlock(
+        block.top_k,
+        is_mixtral or block.norm_top_k_prob,
+        getattr(block, balance),
+        bank.activation,
+        block._sparse_feedforward_gate_dense.kernel,
+        getattr(bank, f"{prefix}gate_dense"),
+        getattr(bank, f"{prefix}intermediate_dense", None),
+        getattr(bank, f"{prefix}output_dense"),
+        tuple(layer for layer in shared if layer is not None),
+    )
+
+
+EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "QwenSparseMoeBlock", "Qwen3SparseMoeBlock")
+
+
+def replace_layer(
+    owner: keras.layers.Layer, name: str, layer: keras.layers.Layer
+) -> None:
+    """Replaces a layer in a built one, which forgets the old layer's weights."""
+    owner._tracker.untrack(getattr(owner, name))
+    with unlocked(owner):
+        setattr(owner, name, layer)
+
+
+def forget_programs(model: keras.Model) -> None:
+    """Makes a model with other layers compile its functions again.
+
+    PyTorch's parameters are those of the layers at the time they were listed.
+    """
+    for layer in flatten_layers(model):
+        if "_torch_params" in getattr(layer, "_modules", ()):
+            layer._track_variables()
+    for name in ("train", "test", "predict", "generate"):
+        setattr(model, f"{name}_function", None)
 
 
 # PyTorch's modules.

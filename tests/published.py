@@ -267,11 +267,13 @@ def state_of(model):
     return {name: x.detach().numpy() for name, x in model.state_dict().items()}
 
 
-def transformers_clip(cls="CLIPModel", end_of_text_id=19, activation="quick_gelu"):
-    """One of transformers' CLIP models."""
+def transformers_clip(
+    cls="CLIPModel", end_of_text_id=19, activation="quick_gelu", **sizes
+):
+    """One of transformers' CLIP models; `sizes` are the text tower's."""
     import transformers
 
-    text = {**_TEXT, "eos_token_id": end_of_text_id, "hidden_act": activation}
+    text = {**_TEXT, "eos_token_id": end_of_text_id, "hidden_act": activation, **sizes}
     image = {**_IMAGE, "hidden_act": activation}
     if "Text" in cls:
         config = transformers.CLIPTextConfig(**text, projection_dim=4)

@@ -26,7 +26,7 @@ ALLOWED = {
     # Routing records, the input of analysis, are defined beside the routing ops.
     "evaluation": ("ops",),
     "analysis": ("ops",),
-    "report": ("ops", "analysis"),
+    "report": ("ops", "analysis", "evaluation"),
     "training": (*CORE, "models", "distribution", "data", "evaluation", "analysis"),
 }
 # Programs import everything, and nothing imports them.

@@ -1,6 +1,7 @@
 """The documentation site, as far as it can be tested without Sphinx."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,23 @@ def test_tables_become_lists(restructured):
         "     * - name\n       - of\n     * - `a`\n       -\n"
         "     * - b\n       - c d\n\nNext."
     )
+
+
+def test_guides_of_the_site_hide_what_is_no_code_of_the_library():
+    spec = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tags = set()
+    for path in (ROOT / "guides").glob("*.ipynb"):
+        guide = json.loads(path.read_text("utf-8"))
+        pictures = sum("# Picture: " in "".join(x["source"]) for x in guide["cells"])
+        guide = module.for_site(guide, path.name, "https://github.com/a/b/")
+        code = [x for x in guide["cells"] if x["cell_type"] == "code"]
+        assert code[0]["metadata"]["tags"] == ["remove-input"]
+        assert not any("# Picture: " in "".join(x["source"]) for x in code)
+        alternatives = [x for x in code if "mystnb" in x["metadata"]]
+        assert len(alternatives) == pictures
+        tags |= {tag for x in code for tag in x["metadata"]["tags"]}
+        link = f"github/a/b/blob/main/guides/{path.name}"
+        assert link in guide["cells"][0]["source"][-1]
+    assert tags == {"remove-input", "hide-input"}

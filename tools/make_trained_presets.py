@@ -50,7 +50,7 @@ FIGURES = {
 }
 LARGEST = 2_000_000  # bytes
 # The width of a card's picture, in pixels.
-WIDEST = 900
+WIDEST = 1100
 # Shorter arrays take more room compressed.
 SHORTEST = 256
 
@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", help="folder of the run; runs/NAME by default")
     parser.add_argument("--card", action="store_true", help="renew the card alone")
     args = parser.parse_args(argv)
-    folder, console = PRESETS / args.name, Console()
+    known = models.builtin_presets()[args.name]
+    folder = Path(known.get("weights", PRESETS / args.name))
+    console = Console()
     recipe = training.load_recipe(args.name)
     if args.card:
         renew_card(folder, recipe, console)
@@ -205,7 +207,7 @@ def drawn(
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
     picture.thumbnail((WIDEST, WIDEST), Image.Resampling.LANCZOS)
-    path = temporary / "loads.png"
+    path = temporary / "experts.png"
     picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
 
@@ -216,16 +218,15 @@ def card_of(
     """The page of a preset: its entry in the list, its recipe and its picture.
 
     Args:
-        folder: folder of the preset; its entry is beside it.
+        folder: folder of the preset, of its name.
         recipe: recipe of the preset's name.
         made_by: backend and versions that the weights were made by.
         picture: path of the picture.
     """
-    listed = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+    path = PRESETS / f"{folder.name}.json"
+    listed = json.loads(path.read_text(encoding="utf-8"))
     settings = {**recipe.settings(), **made_by}
     source, split = recipe.data.evaluated_source, recipe.data.test_split
-    # A report on pairs begins with the images.
-    of_images = ": tokens of images" if recipe.objective.name == "contrastive" else ""
     return models.ModelCard(
         name=recipe.name,
         description=recipe.description,
@@ -235,8 +236,8 @@ def card_of(
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[models.CardResult(**result) for result in listed["results"]],
         picture=picture,
-        picture_text="A heat map of the load of each expert, a row for each layer with "
-        f"experts of {recipe.name}, on {source}, {split}{of_images}",
+        picture_text="The patches of largest weight of each expert, a row for each, in "
+        f"the last layer with experts of {recipe.name}, on {source}, {split}",
     )
 
 

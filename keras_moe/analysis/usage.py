@@ -216,7 +216,8 @@ def expert_usage(
             ignore); the name of such an input; or `"labels"`, those of each batch.
         group_names: names of the U groups; None numbers those of an array.
         mask: name of an input (B, N), such as `"padding_mask"`, False for tokens to
-            ignore, or a dict of these by modality. None counts all routed tokens.
+            ignore; for images and texts a dict of these, `{"text": "padding_mask"}`.
+            None counts all routed tokens.
         contributions: whether to measure output norms for `"reap"`; runs experts twice.
         batch_size: examples per batch of arrays.
         verbose: whether to show a progress bar.
@@ -296,13 +297,21 @@ def _batch(each, groups):
     return inputs, np.asarray(inputs[groups])
 
 
-def _masks(inputs, mask, modalities):
+def _modality(key):
+    """The modality of a record, `"all"` if its name has none."""
+    start = key.partition("/")[0]
+    return start if start in ("image", "text") else ALL
+
+
+def _masks(inputs, mask, keys):
     """The mask of each modality that has one."""
     if mask is None:
         return {}
-    names = mask if isinstance(mask, dict) else {ALL: mask}
+    modalities = list(dict.fromkeys(map(_modality, keys)))
+    only = modalities[0] if len(modalities) == 1 else None
+    names = mask if isinstance(mask, dict) else {only: mask}
     if not {*names} <= {*modalities}:
-        expected = "the name of an input" if modalities == [ALL] else "a dict of names"
+        expected = "a dict of names" if only is None else "the name of an input"
         raise ValueError(
             f"Expected mask to be {expected} for records of {modalities}; "
             f"received: mask={mask!r}"
@@ -331,6 +340,7 @@ class UsageProbe:
                 f"given; received: {type(model).__name__}, modality={modality!r}"
             )
         layers = {key: _moe_layer(backbone, key) for key in routing}
+        self._names = list(routing)
         self._layers = list({id(layer): layer for layer in layers.values()}.values())
         self._keys = _keys_by_block(layers)
         self._without_padding = {key for key in layers if masks_padding(model, key)}
@@ -358,7 +368,7 @@ class UsageProbe:
                 "Expected groups=None for a model whose records are by modality; "
                 f"received: groups, records of {modalities}"
             )
-        masks = _masks(inputs, mask, modalities)
+        masks = _masks(inputs, mask, self._names)
         count = 1 if group_names is None else len(group_names)
         with contextlib.ExitStack() as stack:
             if "affinity" in self._fields:
@@ -372,10 +382,10 @@ class UsageProbe:
                     SimpleNamespace(**records[key]),
                     groups,
                     count,
-                    self._mask(key, inputs, masks.get(modality)),
+                    self._mask(key, inputs, masks.get(_modality(key))),
                     records[key].get("affinity"),
                 )
-                for modality, key in keys.items()
+                for key in keys.values()
             ]
             # One row per modality.
             rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))

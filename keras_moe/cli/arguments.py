@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import shutil
 import sys
 import textwrap
@@ -117,6 +118,12 @@ def add_command(commands: Any, module: ModuleType) -> None:
         action="store_true",
         help="Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does.",
     )
+
+
+def command_line(args: argparse.Namespace) -> str | None:
+    """The command as it was typed; None for arguments of another program."""
+    argv = getattr(args, "argv", None)
+    return None if argv is None else shlex.join(["keras-moe", *map(str, argv)])
 
 
 def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--num-classes", "The number of classes of a new head.")
     parser.add_argument(
         "--task",
-        choices=("backbone", "image_classifier", "causal_lm"),
+        choices=("backbone", "image_classifier", "contrastive", "causal_lm"),
         help="The kind of model; by default what the source is.",
     )
     parser.add_argument(

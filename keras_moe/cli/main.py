@@ -8,18 +8,16 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
-import json
 import os
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from keras_moe import import_keras
+from keras_moe import choose_backend, import_keras
 from keras_moe._version import __version__
 from keras_moe.cli import (
     convert,
@@ -49,13 +47,6 @@ COMMANDS = (
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
 # An error of TensorFlow may carry a graph.
 LONGEST_MESSAGE = 1500
-# The content of `keras.json` until a user changes it.
-WRITTEN_BY_KERAS = {
-    "floatx": "float32",
-    "epsilon": 1e-07,
-    "backend": "tensorflow",
-    "image_data_format": "channels_last",
-}
 # Columns of tables that go to a file or a pipe.
 WIDTH = 160
 
@@ -89,6 +80,7 @@ def main(
     interrupted, log = "Interrupted.", None
     try:
         args = make_parser().parse_args(argv)
+        args.argv = sys.argv[1:] if argv is None else argv
         wants_traceback |= args.traceback
         interrupted = args.interrupted
         # Within another program, such as a test, stderr is not this program's.
@@ -187,32 +179,14 @@ def new_console() -> Any:
 
 def set_environment() -> None:
     """Selects the backend and keeps libraries quiet, before they are imported."""
-    backend = configured_backend() or next(
-        filter(find_spec, ("jax", "torch", "tensorflow")), "jax"
-    )
+    choose_backend()
     for name, value in {
-        # Keras's own default is TensorFlow, which may be there for `tf.data` alone.
-        "KERAS_BACKEND": backend,
         # PyTorch's idle threads would spin, which slows other work.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
-
-
-def configured_backend() -> str | None:
-    """The backend the user chose in `keras.json`; None for Keras's own file."""
-    folder = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
-    path = Path(folder).expanduser() / "keras.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):
-        return None
-    if not isinstance(config, dict) or config == WRITTEN_BY_KERAS:
-        return None
-    backend = config.get("backend")
-    return backend if isinstance(backend, str) else None
 
 
 def show_warning(message, *args, **kwargs) -> None:

@@ -19,6 +19,7 @@ from keras_moe.cli.arguments import (
     add_output,
     add_overrides,
     add_preset,
+    command_line,
 )
 from keras_moe.cli.devices import add_devices, set_devices
 from keras_moe.cli.inputs import (
@@ -117,6 +118,8 @@ def write_report(
             options=Options(
                 num_examples=args.show, seed=args.seed, examples=args.show_examples
             ),
+            command=command_line(args),
+            credit=keras_moe.data.credit(examples.source),
             verbose=0,
         )
     return written, examples

@@ -29,6 +29,7 @@ from keras_moe.cli.arguments import (
     add_overrides,
     add_preset,
     add_shots,
+    command_line,
     verbosity,
 )
 from keras_moe.cli.devices import (
@@ -173,8 +174,10 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
     if report and report.pictures:
         card = dataclasses.replace(card, picture=report.pictures[0])
         card.write(trained.model, folder / "preset", "preset")
-    rows = {
-        results["metric"]: f"{results['score']:.4f}",
+    rows = {results["metric"]: f"{results['score']:.4f}"}
+    if trained.linear_probe is not None:
+        rows["linear probe"] = f"{trained.linear_probe:.4f} with the starting features"
+    rows |= {
         "parameters": f"{results['parameters']:,}",
         "seconds": f"{results['seconds']:.0f}",
         "preset": folder / "preset",
@@ -426,6 +429,8 @@ def write_report(
             folder / "report",
             name=f"{recipe.name} on {data.evaluated_source} {data.test_split}",
             max_examples=args.report_examples,
+            command=command_line(args),
+            credit=keras_moe.data.credit(data.evaluated_source),
             verbose=0,
         )
     except Exception as error:
@@ -453,7 +458,7 @@ def card_of(recipe: Any, trained: Any) -> Any:
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
-        picture_text="The load of each expert on the test data",
+        picture_text="What each expert does with the test data",
     )
 
 
@@ -468,6 +473,7 @@ def results_of(recipe: Any, trained: Any, folder: Path) -> dict:
         "parameters": trained.model.count_params(),
         "metric": recipe.objective.monitor.metric,
         "score": trained.score,
+        "linear_probe": trained.linear_probe,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),
         "evaluations": [x for own in evaluated for x in own.get("records", [])],

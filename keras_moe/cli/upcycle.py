@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings",
         metavar="NAME",
-        help="Published settings, such as clip_up; by default those that keep the "
+        help="Published settings, clip_up or moepp; by default those that keep the "
         "model's function.",
     )
     parser.add_argument(

@@ -26,7 +26,7 @@ from keras_moe.data.selection import (
     oversample,
     write_exclusion,
 )
-from keras_moe.data.sources import class_names, load_texts, num_classes
+from keras_moe.data.sources import class_names, credit, load_texts, num_classes
 from keras_moe.data.token_rows import load_rows
 from keras_moe.processes import process_shard
 
@@ -40,6 +40,7 @@ __all__ = [
     "RandAugment",
     "RandomResizedCrop",
     "class_names",
+    "credit",
     "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",

@@ -58,6 +58,10 @@ def read_pixels(split: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return pixels[chosen], labels[chosen]
 
 
+def credit(name: str) -> str:
+    return "E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, CC BY 4.0"
+
+
 def find_classes(name: str, data_dir: str | None) -> Classes:
     """Returns the ten classes."""
     return Classes(len(CLASS_NAMES), CLASS_NAMES)

@@ -19,10 +19,10 @@ from keras_moe.data._examples import IndexedExamples, in_memory
 from keras_moe.data._files import SPLITS
 from keras_moe.data.labels import Classes
 
-EMOJI_CREDIT = (
-    "Emoji: OpenMoji, the open-source emoji and icon project (openmoji.org), "
-    "CC BY-SA 4.0"
+_OPENMOJI = (
+    "OpenMoji, the open-source emoji and icon project (openmoji.org), CC BY-SA 4.0"
 )
+EMOJI_CREDIT = f"Emoji: {_OPENMOJI}"
 # Side of labelled pictures: resizing them bilinearly to 32 pixels averages four pixels.
 _SIDE = 64
 _OPTIONS = ("style", "language", "size")
@@ -129,6 +129,12 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExample
     number = {subgroup: index for index, subgroup in enumerate(classes.names)}
     labels = np.asarray([number[subgroup] for subgroup in pairs.subgroups], "int32")
     return in_memory(pairs.images, labels, classes)
+
+
+def credit(name: str) -> str:
+    if _source_options(name).get("style", STYLES[0]) == STYLES[0]:
+        return _OPENMOJI
+    return "Noto Color Emoji, Google, SIL Open Font License 1.1"
 
 
 def open_captioned(name: str, split: str, options: CaptionOptions) -> IndexedExamples:

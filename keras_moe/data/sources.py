@@ -168,6 +168,27 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     return find_classes(name, data_dir).names
 
 
+def credit(source: Any) -> str | None:
+    """Returns who owns a source's pictures, to show with them; None if unknown.
+
+    Args:
+        source: a source of `load` or `load_pairs`.
+
+    Example:
+
+    >>> from keras_moe.data import credit
+    >>> credit("emoji")
+    'OpenMoji, the open-source emoji and icon project (openmoji.org), CC BY-SA 4.0'
+    >>> credit("folder:photos") is None
+    True
+    """
+    if not isinstance(source, str):
+        return None
+    kind, _, name = source.partition(":")
+    function = getattr({**_ALONE, **_NAMED}.get(kind), "credit", lambda name: None)
+    return function(name)
+
+
 def num_classes(source: str, data_dir: str | None = None) -> int:
     """Returns the number of classes of a source of `load`, without a download.
 

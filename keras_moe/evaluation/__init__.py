@@ -13,6 +13,8 @@ from keras_moe.evaluation.few_shot import (
     few_shot,
     few_shot_accuracies,
     few_shot_from_model,
+    linear_probe,
+    linear_probe_from_model,
     ridge_regression,
     sample_shots,
 )
@@ -72,6 +74,8 @@ __all__ = [
     "few_shot_accuracies",
     "few_shot_from_model",
     "kernel_ridge_embeddings",
+    "linear_probe",
+    "linear_probe_from_model",
     "lm_eval_model",
     "mean_average_precision",
     "multiple_choice",

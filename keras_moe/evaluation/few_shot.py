@@ -241,6 +241,92 @@ def few_shot_from_model(
     )
 
 
+def linear_probe(
+    train_features: Any,
+    train_labels: Any,
+    test_features: Any,
+    test_labels: Any,
+    l2s: Sequence[float] = L2S,
+    num_classes: int | None = None,
+) -> float:
+    """Test accuracy of a linear classifier on all training examples.
+
+    The classifier is a ridge regression. Its l2 is chosen on a fifth of the training
+    examples, so the test set plays no part in it.
+
+    Args:
+        train_features: (N, F), N >= 2.
+        train_labels: (N,) integers in [0, num_classes).
+        test_features: (M, F).
+        test_labels: (M,) integers in [0, num_classes).
+        l2s: positive penalties to choose from.
+        num_classes: C; by default the highest label + 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import linear_probe
+    >>> labels = np.arange(40) % 2
+    >>> features = np.random.default_rng(0).normal(size=(40, 3)) + 9 * labels[:, None]
+    >>> linear_probe(features, labels, features, labels)
+    1.0
+    """
+    features, l2s = check_features("train_features", train_features), check_l2s(l2s)
+    labels = check_labels("train_labels", train_labels, len(features))
+    if len(labels) < 2:
+        raise ValueError(
+            f"Expected at least 2 training examples; received: {len(labels)}"
+        )
+    if num_classes is None:
+        num_classes = int(max(labels.max(), to_numpy(test_labels).max())) + 1
+    order = np.random.default_rng(0).permutation(len(labels))
+    held, rest = np.split(order, [max(len(order) // 5, 1)])
+    accuracies = few_shot_accuracies(
+        features[rest], labels[rest], features[held], labels[held], num_classes, l2s
+    )
+    # Of equally good penalties, one in the middle.
+    best = l2s[accuracies == accuracies.max()]
+    l2 = [best[len(best) // 2]]
+    data = features, labels, test_features, test_labels
+    return float(few_shot_accuracies(*data, num_classes, l2)[0])
+
+
+def linear_probe_from_model(
+    model: keras.Model | Callable,
+    train_data: Any,
+    test_data: Any,
+    batch_size: int = 64,
+    verbose: int = 1,
+    **options: Any,
+) -> float:
+    """Linear probe of the features that a model extracts; see `linear_probe`.
+
+    Args:
+        model: as in `few_shot_from_model`, with `train_data`, `test_data`,
+            `batch_size` and `verbose`.
+        train_data: training set.
+        test_data: test set.
+        batch_size: images per batch of arrays.
+        verbose: as there.
+        **options: `l2s` and `num_classes` of `linear_probe`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import linear_probe_from_model
+    >>> labels = np.arange(20) % 2
+    >>> images = np.ones((20, 4, 4, 1)) * (labels * 2 - 1)[:, None, None, None]
+    >>> data = (images.astype("float32"), labels)
+    >>> brightness = lambda images: images.mean(axis=(1, 2))
+    >>> linear_probe_from_model(brightness, data, data, verbose=0)
+    1.0
+    """
+    batch_size = check_integer("batch_size", batch_size)
+    train = extract_features("train_data", model, train_data, batch_size, verbose)
+    test = extract_features("test_data", model, test_data, batch_size, verbose)
+    return linear_probe(*train, *test, **options)
+
+
 # Ridge regression
 
 

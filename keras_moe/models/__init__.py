@@ -27,6 +27,7 @@ from keras_moe.models.decoder import DecoderBackbone
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ClassProbability, ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.keras_hub_experts import replace_moe
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
@@ -96,6 +97,7 @@ __all__ = [
     "register_backbone",
     "register_presets",
     "register_task",
+    "replace_moe",
     "resolve",
     "upload",
 ]

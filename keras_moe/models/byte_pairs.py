@@ -15,6 +15,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from keras_moe.checks import check_integer
 
+# What a CLIP's folder has, as transformers writes it: one group or both.
+TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
 START, END = "<|startoftext|>", "<|endoftext|>"
 END_OF_WORD = "</w>"
 # Bytes, bytes at the end of a word, two special tokens.
@@ -81,8 +83,7 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         special_tokens=[byte + END_OF_WORD for byte in _bytes()],
     )
     tokenizer.train_from_iterator(captions, trainer)
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    merges = _joined(json.loads(tokenizer.to_str())["model"]["merges"])
     if not merges:
         raise ValueError(
             "Expected captions with words of several letters; received: none"
@@ -103,11 +104,28 @@ def _shipped():
     )
 
 
+def read_byte_pairs(vocabulary: str | os.PathLike, merges: str | os.PathLike):
+    """Reads `BytePairs` from `vocab.json` and `merges.txt`, unchecked."""
+    ids = json.loads(Path(vocabulary).read_text("utf-8"))
+    # Tokens may have any character but the end of a line, even Unicode's other ends.
+    lines = Path(merges).read_text("utf-8").split("\n")
+    lines = [line.rstrip("\r") for line in lines]
+    return BytePairs(ids, [x for x in lines if x and not x.startswith("#version")])
+
+
 def _from_folder(path):
-    vocabulary = json.loads((path / "vocab.json").read_text("utf-8"))
-    lines = (path / "merges.txt").read_text("utf-8").splitlines()
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    return _checked(vocabulary, merges, path)
+    (vocabulary, merges), single = (
+        [path / name for name in names] for names in TOKENIZER_FILES
+    )
+    if single[0].is_file() and not (vocabulary.is_file() and merges.is_file()):
+        model = json.loads(single[0].read_text("utf-8"))["model"]
+        return _checked(model["vocab"], _joined(model["merges"]), single[0])
+    return _checked(*read_byte_pairs(vocabulary, merges), path)
+
+
+def _joined(merges):
+    """Returns merges as lines; newer versions of tokenizers write pairs."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def _byte_pairs(merges, source):

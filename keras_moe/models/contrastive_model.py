@@ -31,9 +31,9 @@ from keras_moe.models.input_checks import (
     outputs_of_none,
 )
 from keras_moe.models.model import state_kept
-from keras_moe.models.pair_backbone import PairBackbone
+from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
 from keras_moe.models.registry import register_task
-from keras_moe.models.source import ModelSource, TaskConfig
+from keras_moe.models.source import ARCHITECTURE, ModelSource, TaskConfig
 from keras_moe.models.task import MoETask, check_backbone
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.processes import predict_batch
@@ -123,9 +123,16 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
         config = dict(source.task_config())
-        if isinstance(config.get("preprocessor"), ImagePreprocessor):
-            # Published weights come with their image preprocessing.
-            config["image_preprocessor"] = config.pop("preprocessor")
+        image, text = (backbone_config.get(x, backbone_config) for x in MODALITIES)
+        if config.get("image_preprocessor") is not None:
+            shape = image["image_shape"]
+            config["image_preprocessor"] = config["image_preprocessor"].adapted(shape)
+        tokenizer = config.get("preprocessor")
+        if source.kind == ARCHITECTURE and isinstance(tokenizer, TextTokenizer):
+            # Other sizes than those of its trained weights need another tokenizer.
+            sizes = ("vocabulary_size", "max_length")
+            if any(getattr(tokenizer, x) > text[x] for x in sizes):
+                config["preprocessor"] = None
         return TaskConfig({**config, **overrides})
 
     def default_loss(self) -> ContrastiveLoss:

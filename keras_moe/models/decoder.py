@@ -89,7 +89,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
                 f"num_heads={self.num_heads}, hidden_dim={self.hidden_dim}"
             )
         if isinstance(self.moe, MoEConfig):
-            _check_causal(self.moe)
+            check_causal(self.moe)
 
     def attention(
         self, spec: EncoderSpec, index: int, causal: bool = True
@@ -118,7 +118,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         )
 
 
-def _check_causal(moe):
+def check_causal(moe):
     """Refuses routers by which a token's output depends on later tokens."""
     arguments, received = moe.router_arguments, f"router={moe.router!r}"
     if not issubclass(moe.router_class, TokenChoiceRouter):

@@ -125,11 +125,11 @@ def convert(
             and .data files, also `gs://vmoe_checkpoints/...`); a `.npz` of Google's ViT
             or MLP-Mixer releases (also `gs://vit_models/...`, `gs://mixer_models/...`);
             a `.safetensors` file, or a folder or `hf://` repository with one, of a timm
-            ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINOv2, or MoE++'s
-            language models, in several files, too; or a KerasHub ViT, CLIP or SigLIP
-            model or preset. Image-text models become a `CLIPBackbone`.
-        task: `"backbone"`, `"image_classifier"` or `"causal_lm"`; None decides as in
-            `from_preset`.
+            ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINOv2, GPT-2, or
+            MoE++'s language models, in several files, too; or a KerasHub ViT, CLIP,
+            SigLIP or GPT-2 model or preset. Image-text models become a
+            `ContrastiveModel`, with CLIP's tokenizer if its files are there.
+        task: `"backbone"` or a task name; None decides as in `from_preset`.
         load_weights: whether to load the weights; False creates only the architecture.
         progress: function of (done, total, name), called before each weight.
         tower: `"image"` or `"text"` to convert one tower of an image-text model.

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -23,6 +25,7 @@ _OPTIONAL = {
     "task_config": {},
     "class_names": None,
     "weights": None,
+    "package": None,
     "results": (),
     "license": None,
     "attribution": "",
@@ -109,9 +112,10 @@ def register_presets(presets: Mapping[str, dict]) -> None:
             registered class or its name) and `config` (its arguments, flat). Optional:
             `task` (a registered class or its name), `task_config` (its arguments),
             `class_names`, and `source`, the paper or file of the sizes. With weights:
-            `weights`, a folder or handle of `save_to_preset`; `results`, a list of
-            dicts of `metric`, `value`, `data` and `split`; their `license`; and
-            `attribution`, the authors and licence of the training data.
+            `weights`, a folder or handle of `save_to_preset`, and `package`, if a
+            package of this name brings the folder; `results`, a list of dicts of
+            `metric`, `value`, `data` and `split`; their `license`; and `attribution`,
+            the authors and licence of the training data.
 
     Example:
 
@@ -207,6 +211,11 @@ def has_weights(name: Any) -> bool:
     return (preset(name) or {}).get("weights") is not None
 
 
+def is_architecture(name: Any) -> bool:
+    """Whether `name` is a registered preset without weights."""
+    return preset(name) is not None and not has_weights(name)
+
+
 def backbone_class(name: str) -> type:
     """Returns a registered backbone by class name."""
     return _by_name(name, _BACKBONES, "backbone")
@@ -270,9 +279,21 @@ def builtin_presets() -> dict[str, dict]:
         config = _with_sizes(preset["config"], preset["variant"])
         presets[name] = {**preset, "config": config}
         if "weights" in preset:
+            folder = path.parent
+            if "package" in preset:
+                folder = _package_folder(preset["package"])
             # Even if the folder is missing: a trained preset is never silently random.
-            presets[name]["weights"] = str(path.with_name(preset["weights"]))
+            presets[name]["weights"] = str(folder / preset["weights"])
     return presets
+
+
+def _package_folder(name):
+    """The folder of a package of weights, installed or in a clone."""
+    module = name.replace("-", "_")
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    return Path(__file__).resolve().parents[2] / "packages" / name / module
 
 
 def _with_sizes(config, variant):

@@ -7,6 +7,7 @@ published weights, or a model.
 import contextlib
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +40,11 @@ ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 BACKBONE = "backbone"
 # Towers of image-text models, by the kinds of their inputs.
 TOWERS = ("image", "text")
+
+# Arguments of trained tasks that follow from the data.
+_OF_DATA = ("num_classes", "preprocessor", "image_preprocessor")
+
+_has_warned_of_random_weights = False
 
 
 Weights = SavedWeights | PublishedWeights
@@ -94,9 +100,22 @@ class _Architecture(ModelSource):
         if spec["task"] is not None:
             self.task = registry.named_task_class(spec["task"])
         self.class_names = spec["class_names"]
+        # The task of a trained preset is the same without its weights.
+        folder, self._saved = spec["weights"], None
+        if folder is not None and os.path.isdir(folder):
+            self._saved = _Saved(folder, False, name)
+            self.is_trained = self._saved.is_trained
+            self.task = self._saved.task or self.task
+        elif folder is not None and spec["task"] is not None:
+            # Missing weights, of a task that has no head to be known.
+            self.is_trained = not self.task.has_head
 
     def task_config(self):
-        return {} if self.task is None else self._spec["task_config"]
+        if self.task is None:
+            return {}
+        saved = {} if self._saved is None else self._saved.task_config()
+        saved = {name: saved[name] for name in _OF_DATA if name in saved}
+        return {**saved, **self._spec["task_config"]}
 
 
 class _Saved(ModelSource):
@@ -141,12 +160,13 @@ class _Saved(ModelSource):
         if not self.is_trained:
             return {}
         config = {k: v for k, v in self._saved_task.items() if k != "backbone"}
-        if isinstance(config.get("preprocessor"), dict):
-            preprocessor = keras.saving.deserialize_keras_object(config["preprocessor"])
-            if hasattr(preprocessor, "load_preset_assets"):
-                # Such as a tokenizer's vocabulary.
-                preprocessor.load_preset_assets(self._path)
-            config["preprocessor"] = preprocessor
+        for name in ("preprocessor", "image_preprocessor"):
+            if isinstance(config.get(name), dict):
+                preprocessor = keras.saving.deserialize_keras_object(config[name])
+                if hasattr(preprocessor, "load_preset_assets"):
+                    # Such as a tokenizer's vocabulary.
+                    preprocessor.load_preset_assets(self._path)
+                config[name] = preprocessor
         return config
 
     def explained(self):
@@ -176,7 +196,7 @@ class _Published(ModelSource):
 
     def task_config(self):
         config = (self._spec.task_arguments or {}) if self.task else {}
-        return {**config, "preprocessor": self._spec.preprocessor()}
+        return {**config, **self._spec.preprocessors()}
 
     def weights(self, new_weights=()):
         return PublishedWeights(
@@ -194,6 +214,12 @@ def open_model_source(
     """Opens the source of a model."""
     spec = registry.preset(source)
     if spec is not None and spec["weights"] is not None and load_weights:
+        if spec["package"] is not None and not os.path.isdir(spec["weights"]):
+            raise ValueError(
+                f"Expected the package {spec['package']}, which has the weights of "
+                f"{source!r} under {spec['license']}; received: no such package. "
+                "load_weights=False makes the model with random weights"
+            )
         return _Saved(spec["weights"], load_weights, source)
     if spec is not None:
         return _Architecture(source, spec)
@@ -503,11 +529,34 @@ def _takes_classes(cls):
     return "num_classes" in argument_names(cls)
 
 
-def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> Any:
+def build(
+    source: Any,
+    overrides: dict[str, Any] | None = None,
+    load_weights: bool = True,
+    **options,
+) -> Any:
     """Builds a model from a source that is not itself a model of this library."""
     if isinstance(source, keras.Model) and not is_convertible(source):
         raise ValueError(
             f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
         )
-    with resolve(source, overrides, **options) as blueprint:
-        return blueprint.build()
+    with resolve(source, overrides, load_weights=load_weights, **options) as blueprint:
+        model = blueprint.build()
+    if load_weights and blueprint.weights is None:
+        _warn_of_random_weights(blueprint.name)
+    return model
+
+
+def _warn_of_random_weights(name):
+    """Says once that a preset is an architecture only."""
+    global _has_warned_of_random_weights
+    if not _has_warned_of_random_weights:
+        _has_warned_of_random_weights = True
+        warnings.warn(
+            f"{name!r} is an architecture, so the model's weights are random. Trained "
+            "ones: keras_moe.models.list_presets(trained=True), and handles such as "
+            "hf://timm/... and hf://openai/... (docs/weights.md). load_weights=False "
+            "asks for random weights and silences this.",
+            # Point to the caller of `from_preset`.
+            stacklevel=4,
+        )

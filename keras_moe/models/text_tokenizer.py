@@ -19,6 +19,7 @@ from keras_moe.files import write_json
 from keras_moe.models.byte_pairs import (
     END_OF_WORD,
     clip_byte_pairs,
+    read_byte_pairs,
     trained_byte_pairs,
 )
 from keras_moe.models.preset_folder import (
@@ -28,6 +29,8 @@ from keras_moe.models.preset_folder import (
 )
 from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
+# A byte-pair vocabulary as transformers stores it.
+GPT2_FILES = ("vocab.json", "merges.txt")
 # A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -113,8 +116,8 @@ class TextTokenizer:
         """Creates CLIP's tokenizer with 49,408 byte pairs.
 
         Args:
-            vocabulary: merges file, or folder with `vocab.json` and `merges.txt`.
-                Defaults to the file in the package open_clip_torch.
+            vocabulary: merges file, or folder with `vocab.json` and `merges.txt` or
+                `tokenizer.json`. Defaults to the file in the package open_clip_torch.
             max_length: N.
         """
         with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
@@ -179,6 +182,29 @@ class TextTokenizer:
             padding_id=special["<pad>"],
             lower_case=lower_case,
         )
+
+    @classmethod
+    def gpt2(
+        cls,
+        vocabulary: str | os.PathLike,
+        merges: str | os.PathLike,
+        max_length: int = 1024,
+    ) -> "TextTokenizer":
+        """Creates GPT-2's tokenizer, which keeps letters' case and spaces.
+
+        Texts end with `<|endoftext|>`.
+
+        Args:
+            vocabulary: path of `vocab.json`.
+            merges: path of `merges.txt`.
+            max_length: N.
+        """
+        with _explained(f"GPT-2's byte pairs in {vocabulary} and {merges}"):
+            pairs = read_byte_pairs(vocabulary, merges)
+            tokenizer = keras_hub.tokenizers.GPT2Tokenizer(
+                vocabulary=pairs.vocabulary, merges=pairs.merges
+            )
+            return cls(tokenizer, max_length, end_id=tokenizer.end_token_id)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, E experts, P embedding, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -165,7 +166,7 @@ def image_tower(
     """Creates the tower of an image backbone, unbuilt.
 
     Args:
-        config: arguments of the backbone.
+        config: arguments of the backbone: its `config_class`, an `ImageConfig`.
         dtype: dtype policy.
         token_mixer: function of (`EncoderSpec`, block index) that returns a layer.
         final_norm: whether to normalise the last block's tokens.
@@ -182,6 +183,13 @@ def image_tower(
     >>> [layer.name for layer in tower.layers]
     ['patch_embedding', 'embedding_dropout', 'block_0', 'final_norm']
     """
+    if not isinstance(config, ImageConfig):
+        names = (field.name for field in dataclasses.fields(ImageConfig))
+        missing = [name for name in names if not hasattr(config, name)]
+        raise ValueError(
+            "Expected a config_class that extends keras_moe.models.ImageConfig; "
+            f"received: {type(config).__name__}, which lacks {missing}"
+        )
     layers, num_tokens = image_embedding(config, dtype, **embedding)
     spec = EncoderSpec.of(config, num_tokens, dtype)
     return Tower(

@@ -5,24 +5,36 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Cost(NamedTuple):
+class _Cost(NamedTuple):
+    parameters: int
+    active_parameters: int
+    flops: int
+
+
+class Cost(_Cost):
     """What a layer costs for one image. Costs can be added.
 
-    Attributes:
+    Args:
         parameters: number of trained parameters.
-        active_parameters: number of parameters that a token uses, on average.
+        active_parameters: number of parameters that a token uses, on average; by
+            default all.
         flops: FLOPs of the forward pass's matmuls, 2 for each multiply-add.
 
     Example:
 
     >>> from keras_moe.ops import Cost
-    >>> Cost(parameters=10, active_parameters=5) + Cost(1, 1, 8)
+    >>> Cost(parameters=10, active_parameters=5) + Cost(1, flops=8)
     Cost(parameters=11, active_parameters=6, flops=8)
     """
 
-    parameters: int = 0
-    active_parameters: int = 0
-    flops: int = 0
+    __slots__ = ()
+
+    def __new__(
+        cls, parameters: int = 0, active_parameters: int | None = None, flops: int = 0
+    ):
+        if active_parameters is None:
+            active_parameters = parameters
+        return super().__new__(cls, parameters, active_parameters, flops)
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(mine + theirs for mine, theirs in zip(self, other)))

@@ -9,7 +9,7 @@ import numpy as np
 from keras_moe.checks import fits_shape
 from keras_moe.ops import Routing
 from keras_moe.processes import predict_batch
-from keras_moe.report.model import TEXT, ReportedModel, plain_text
+from keras_moe.report.model import IMAGE, TEXT, ReportedModel, plain_text
 from keras_moe.report.section import Batch
 
 CAPTIONS = "captions"
@@ -247,7 +247,13 @@ def _symbols(model):
     """Symbolic routing records, and the logits of a classifier."""
     routing = {key: record._asdict() for key, record in model.routing.items()}
     if not hasattr(model, "num_classes"):
-        return {"routing": routing}
+        embeddings = isinstance(model.output, dict) and [
+            model.output[f"{x}_embeddings"]
+            for x in (IMAGE, TEXT)
+            if f"{x}_embeddings" in model.output
+        ]
+        is_pair = embeddings and len(embeddings) == 2
+        return {"routing": routing, **({"embeddings": embeddings} if is_pair else {})}
     if getattr(model, "pooler", None) is None:
         return {"routing": routing, "outputs": model.output}
     # A classifier calls its backbone as a layer, and records are in the backbone's
@@ -279,7 +285,7 @@ def _routed(model, examples, records, start):
         # Non-finite pixels are replaced, so that images can be drawn.
         images = np.asarray(images, "float32")
         images = np.nan_to_num(images, nan=0.0, posinf=1.0, neginf=-1.0)
-    outputs = records.get("outputs")
+    outputs, embeddings = records.get("outputs"), records.get("embeddings")
     return Batch(
         start=start,
         images=images,
@@ -291,6 +297,7 @@ def _routed(model, examples, records, start):
         outputs=None if outputs is None else np.asarray(outputs),
         finite=finite,
         shared={},
+        embeddings=None if embeddings is None else tuple(map(np.asarray, embeddings)),
     )
 
 

@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, plain_axis
+from keras_moe.analysis.plots.figure import (
+    COLOURS,
+    EXPERT_COLOURS,
+    GREY,
+    TYPE_COLOURS,
+    new_figure,
+    plain_axis,
+)
 from keras_moe.report.model import shortened
 from keras_moe.report.section import evenly_spaced
 
@@ -14,13 +21,7 @@ MAX_PANELS = 8
 _WIDTH = 3.6
 _STYLES = ("-", "--", ":", "-.")
 _LEGEND = {"ncols": 3, "fontsize": 7, "frameon": False, "borderpad": 0.1}
-_TYPES = {
-    "ffn": "#0072B2",
-    "zero": "#E69F00",
-    "copy": "#009E73",
-    "constant": "#CC79A7",
-    "pruned": GREY,
-}
+_TYPES = {**TYPE_COLOURS, "pruned": GREY}
 # Largest number of tick labels that fit on an axis.
 _NUM_TICKS = 16
 # Rasterised, since thousands of paths would make a large page.
@@ -42,7 +43,9 @@ def draw_loads(
         left = positions + (number - (len(shares) - 1) / 2) * width
         colours = COLOURS[number]
         if len(shares) == 1:
-            colours = [_TYPES[name] for name in types]
+            own = EXPERT_COLOURS * (len(types) // len(EXPERT_COLOURS) + 1)
+            plain = len({*types} - {"pruned"}) == 1
+            colours = own[: len(types)] if plain else [_TYPES[x] for x in types]
         axis.bar(left, 100 * np.asarray(row), width, color=colours)
         if len(shares) > 1:
             axis.plot([], [], "s", color=COLOURS[number], label=group)
@@ -56,9 +59,9 @@ def draw_loads(
         for name in dict.fromkeys(types):
             axis.plot([], [], "s", color=_TYPES[name], label=name)
     present = len(types) - types.count("pruned")
-    axis.axhline(100 / present, color=GREY, lw=1, ls="--", label="equal share")
+    axis.axhline(100 / present, color=GREY, lw=1.2, ls="--", label="equal share")
     if capacity is not None:
-        axis.axhline(100 * capacity, color=COLOURS[5], lw=1, label="capacity")
+        axis.axhline(100 * capacity, color="black", lw=1.2, label="capacity")
     axis.set_xticks(_expert_ticks(len(types)))
     axis.set_xlabel("expert", fontsize=8)
     axis.set_ylabel("% of the work", fontsize=8)
@@ -300,6 +303,26 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     style = {**_LEGEND, "ncols": 2}
     _without_math(axis.legend(loc="lower left", bbox_to_anchor=(0, 1), **style))
     figure.tight_layout(pad=0.4)
+    return figure
+
+
+def draw_patches(sheet: Any, names: list[str], title: str) -> Any:
+    """Plots a sheet of patches with a row for each expert."""
+    side = sheet.shape[0] / len(names)
+    # Two pixels of a PNG file for each of the sheet, and room for names and title.
+    height, width = (2 * length / 160 for length in sheet.shape[:2])
+    left, top = 0.1 * max(map(len, names)) + 0.1, 0.35
+    size = left + width + 0.1, height + top + 0.1
+    figure = new_figure(figsize=size)
+    area = (left / size[0], 0.1 / size[1], width / size[0], height / size[1])
+    axis = figure.add_axes(area)
+    axis.imshow(sheet, interpolation="nearest", aspect="auto")
+    axis.set_xticks([])
+    rows = side * (np.arange(len(names)) + 0.5) - 0.5
+    axis.set_yticks(rows, names, parse_math=False)
+    axis.tick_params(length=0, labelsize=10)
+    axis.spines[:].set_visible(False)
+    axis.set_title(title, fontsize=11, loc="left", parse_math=False)
     return figure
 
 

@@ -73,7 +73,7 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
 def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
     """Joins tiles (R, C, T, T, 3 or 4) in a small picture: data URI, width, height."""
     tiles = np.asarray(tiles)
-    sheet = whole = Image.fromarray(_sheet(tiles))
+    sheet = whole = Image.fromarray(sheet_of(tiles))
     content, size = _webp(sheet, max_bytes), tiles.shape[2]
     while len(content) > max_bytes and size > _SMALLEST_TILE:
         size = size * 3 // 4
@@ -108,7 +108,7 @@ def sprite_figure(
     ).format(rows, uri, alt, width, height, caption)
 
 
-def _sheet(tiles):
+def sheet_of(tiles: np.ndarray) -> np.ndarray:
     """Arranges tiles in one array with transparent gaps."""
     rows, columns, size, _, channels = tiles.shape
     step = size + _GAP
@@ -136,11 +136,12 @@ def expert_map(
             )
     for row in range(grid[0]):
         of_row = experts[row * grid[1] : (row + 1) * grid[1]]
+        # In the patches' corners, so that the image can be seen.
         numbers += Markup('<text y="{}">{}</text>').format(
-            CELL * row + 7,
+            CELL * row + 3,
             Markup().join(
                 Markup('<tspan x="{}">{}</tspan>').format(
-                    CELL * column + CELL // 2, expert if expert >= 0 else "x"
+                    CELL * column + 0.6, expert if expert >= 0 else "x"
                 )
                 for column, expert in enumerate(of_row.tolist())
             ),
@@ -149,6 +150,11 @@ def expert_map(
     texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
     alt = f"{title}, expert (number of patches): {', '.join(texts)}"
     return _map_figure(grid, image, paths + numbers, alt, title)
+
+
+def plain_map(grid: tuple[int, int], image: str) -> Markup:
+    """The image of an example without a map."""
+    return _map_figure(grid, image, Markup(""), "The image", "the image")
 
 
 def heat_map(

@@ -109,8 +109,8 @@
       box.addEventListener("click", () => choose("image:" + index));
       map.append(box);
       if (expert !== ALL && columns > 8) return;
-      const middle = { x: x + size / 2, y: y + 0.7 * size };
-      map.append(element("text", middle, textOf(entry, expert)));
+      const corner = { x: x + 0.06 * size, y: y + 0.3 * size };
+      map.append(element("text", corner, textOf(entry, expert)));
     });
   }
 

@@ -32,6 +32,7 @@ class Batch(NamedTuple):
         finite: boolean (B, N) by key, False for tokens with NaN or infinities, which
             are zeroed in `routing`. Keys without such tokens are missing.
         shared: cache for results that several sections need, or None; see `once`.
+        embeddings: those of images and of texts, (B, P) each, or None.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     outputs: np.ndarray | None
     finite: dict[str, np.ndarray]
     shared: dict[Any, Any] | None = None
+    embeddings: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def size(self) -> int:
@@ -203,6 +205,10 @@ class Section(ABC):
 
     def update_queues(self, batch: Batch) -> None:  # noqa: B027
         """Reads a batch of random examples, grouped as in training."""
+
+    def front(self) -> Any:
+        """A drawing for the front of a model card, or None."""
+        return None
 
     @abstractmethod
     def finish(self) -> SectionContent:

@@ -1,6 +1,7 @@
 """Writes the routing report: one HTML file that loads nothing else."""
 
 import contextlib
+import datetime
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from keras_moe.checks import check_integer, import_extra
 from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
 from keras_moe.report._data import array_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
+from keras_moe.report._score import Score
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
     LEVELS,
@@ -28,6 +30,8 @@ from keras_moe.report.section import (
 )
 
 PAGE, DATA = "report.html", "report.json"
+# A picture for model cards.
+FRONT = "experts.png"
 # Page size that mail programs still send and phones show quickly.
 MAX_BYTES = 2_000_000
 _FOLDER = Path(__file__).parent
@@ -41,7 +45,8 @@ class Report(NamedTuple):
     Attributes:
         page: path of `report.html`.
         data: path of `report.json`.
-        pictures: paths of its figures as PNG files, in reading order.
+        pictures: paths of its figures as PNG files, in reading order; for images the
+            first one, `experts.png`, is what each expert looks at.
         findings: findings in plain words, as on the page.
         num_examples: number of examples read.
     """
@@ -64,6 +69,8 @@ def write_report(
     max_examples: int | None = None,
     sections: Sequence[type[Section]] | None = None,
     options: Options | None = None,
+    command: str | None = None,
+    credit: str | None = None,
     verbose: Any = "auto",
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
@@ -84,6 +91,9 @@ def write_report(
         sections: in reading order; None for `keras_moe.report.sections.SECTIONS`. Those
             that do not fit the model are left out.
         options: options of the sections; None for `Options()`.
+        command: command that made the report, to show on the page.
+        credit: owners and licence of the pictures, to show on the page; see
+            `keras_moe.data.credit`.
         verbose: whether to show a progress bar.
 
     Raises:
@@ -111,7 +121,7 @@ def write_report(
     reported = reported_model(model, name, class_names)
     sections = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
     _check_distinct("anchors of sections", [section.anchor for section in sections])
-    count = _read(reported, data, sections, batch_size, max_examples, verbose)
+    count, score = _read(reported, data, sections, batch_size, max_examples, verbose)
     check_examples(options.examples, count)
     contents = [(section, section.finish()) for section in sections]
     findings = [finding for _, content in contents for finding in content.findings]
@@ -119,25 +129,33 @@ def write_report(
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     figures = [item for _, x in contents for item in x.body if isinstance(item, Figure)]
     pictures = [f"{figure.name}.png" for figure in figures]
+    fronts = [front for x in sections if (front := x.front()) is not None]
+    drawings = [*fronts[:1], *(figure.drawing for figure in figures)]
+    pictures = [*[FRONT][: len(fronts)], *pictures]
     _check_distinct("names of figures", pictures)
     experts = sorted({block.num_experts for block in reported.blocks.values()})
     facts = {
+        **score,
         "examples": f"{count:,}",
         "layers with experts": len(reported.by_layer()),
         "experts in a layer": " or ".join(map(str, experts)),
+        "backend": f"{keras.backend.backend()}, Keras {keras.__version__}",
+        "date": datetime.date.today().isoformat(),
     }
     values = {
         "name": reported.name,
         "examples": count,
+        "score": score,
         "pictures": pictures,
         "findings": [finding._asdict() for finding in findings],
         "sections": {section.anchor: content.data for section, content in contents},
     }
     with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
-        for figure, picture in zip(figures, pictures):
-            figure.drawing.set_dpi(_DPI)
-            write_figure(figure.drawing, staging / picture)
-        write_text(staging / PAGE, page_html(reported.name, contents, facts))
+        for drawing, picture in zip(drawings, pictures):
+            drawing.set_dpi(_DPI)
+            write_figure(drawing, staging / picture)
+        page = page_html(reported.name, contents, facts, command, credit)
+        write_text(staging / PAGE, page)
         write_json(staging / DATA, values)
     folder = Path(folder).expanduser().resolve()
     paths = [folder / picture for picture in pictures]
@@ -145,21 +163,25 @@ def write_report(
 
 
 def _read(model, data, sections, batch_size, max_examples, verbose):
-    """Reads the data once, in order and in random groups; returns their number."""
+    """Reads the data once, in order and in random groups.
+
+    Returns the number of examples, and the header's score.
+    """
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    count = 0
+    count, score = 0, Score()
     for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
             section.update(batch)
         _update_queues(sections, shuffled.add(batch))
+        score.update(batch)
         count += batch.size
         if bar is not None:
             bar.update(count)
     _update_queues(sections, shuffled.rest())
-    return count
+    return count, score.facts()
 
 
 def _update_queues(sections, batches):
@@ -203,7 +225,11 @@ def _is_own(folder):
 
 
 def page_html(
-    name: str, contents: list[tuple[Section, SectionContent]], facts: dict[str, Any]
+    name: str,
+    contents: list[tuple[Section, SectionContent]],
+    facts: dict[str, Any],
+    command: str | None = None,
+    credit: str | None = None,
 ) -> str:
     """The page: title, summary, and sections."""
     jinja2 = import_jinja2()
@@ -234,6 +260,8 @@ def page_html(
         # Problems first.
         "levels": LEVELS[::-1],
         "version": __version__,
+        "command": command,
+        "credit": credit,
     }
     page = template.render(facts=facts, **values)
     if (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:

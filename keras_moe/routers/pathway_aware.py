@@ -163,14 +163,16 @@ class PathwayAwareRouter(TokenChoiceRouter):
     ) -> tuple[Any, Any]:
         self.check_previous_logits(previous_logits, tokens)
         # Equation 6: G(x_j) = W_j x_j + W^g_j G(x_{j-1}).
-        hidden = tokens
-        if self.gate_hidden_dim is not None:
-            hidden = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
-        logits = ops.matmul(hidden, self.kernel)
+        logits = self.logits(tokens, modality_ids)
         if self.gating_residual:
             logits = logits + ops.matmul(previous_logits, self.residual_kernel)
         mask = both_masks(mask, self.known_tokens(modality_ids))
         return self.route(logits, None, mask, training, modality_ids)
+
+    def logits(self, tokens: Any, modality_ids: Any = None) -> Any:
+        if self.gate_hidden_dim is not None:
+            tokens = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
+        return ops.matmul(tokens, self.kernel)
 
     def scale_logits(self, logits: Any) -> Any:
         if self.logits_norm_std is None:

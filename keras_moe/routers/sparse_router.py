@@ -34,7 +34,7 @@ class SparseRouter(Router):
     `noise_std / num_experts` is added. The affinity, a function of the noisy logits,
     fills the dispatch. The softmax of the logits fills the combine, so that no gradient
     flows through a transport solver. Subclasses implement `allocate` and
-    `max_nonzeros`.
+    `max_nonzeros`, and may override `logits`.
 
     Args:
         num_experts: E.
@@ -173,7 +173,7 @@ class SparseRouter(Router):
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
         known = self.known_tokens(modality_ids)
-        logits, allowed = self._logits(tokens, modality_ids), None
+        logits, allowed = self.logits(tokens, modality_ids), None
         if self.expert_pools is not None:
             allowed = self._allowed_experts(modality_ids, known)
             logits = ops.where(allowed, logits, -float("inf"))
@@ -199,7 +199,13 @@ class SparseRouter(Router):
         modality_ids = ops.cast(modality_ids, "int32")
         return ops.logical_and(modality_ids >= 0, modality_ids < self.modality_count)
 
-    def _logits(self, tokens, modality_ids):
+    def logits(self, tokens: Any, modality_ids: Any = None) -> Any:
+        """Returns float32 logits (G, S, E) of tokens; override it for other logits.
+
+        Args:
+            tokens: float32, (G, S, D).
+            modality_ids: integers (G, S), or None.
+        """
         if self.num_modalities is None:
             return ops.matmul(tokens, self.kernel)
         logits = 0.0
@@ -275,7 +281,10 @@ class SparseRouter(Router):
         training: bool | None = None,
         modality_ids: Any = None,
     ) -> Any:
-        """The plan for an affinity and combine weights, both (G, S, E)."""
+        """The plan for an affinity and combine weights, both (G, S, E).
+
+        Override it to change who is sent where, whatever the logits are.
+        """
         raise NotImplementedError
 
     def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:

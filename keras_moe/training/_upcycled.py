@@ -21,7 +21,7 @@ from keras_moe.routers import TokenChoiceRouter
 # Suffix of an expert weight's path -> suffix of the dense weight that is tiled.
 _TILED = {
     f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
-    for layer in ("hidden", "output")
+    for layer in ("hidden", "output", "gate")
     for kind in ("kernel", "bias")
 }
 # Optimizer attributes that are lists but not slots.
@@ -52,13 +52,34 @@ def copy_weights(
         # Copied: on JAX both models would otherwise share, and donate, one buffer.
         value = keras.ops.convert_to_numpy(dense[source])
         if is_tiled:
-            value = value.astype("float32")
-            scale = noise * value.std()
-            value = np.repeat(value[None], weight.shape[0], axis=0)
-            if scale:
-                draw = generator.normal(scale=scale, size=value.shape)
-                value += draw.astype("float32")
-        weight.assign(value)
+            _assign_tiled(weight, value.astype("float32"), noise, generator)
+        else:
+            weight.assign(value)
+
+
+def _assign_tiled(weight, value, noise, generator):
+    """Copies a dense weight to every expert, with noise relative to its deviation."""
+    scale = noise * value.std()
+    value = np.repeat(value[None], weight.shape[0], axis=0)
+    if scale:
+        draw = generator.normal(scale=scale, size=value.shape)
+        value += draw.astype("float32")
+    weight.assign(value)
+
+
+def fill_experts(layer: Any, weights: dict, noise: float, generator: Any) -> None:
+    """Fills a layer's experts from float32 arrays such as `hidden_kernel`."""
+    if not isinstance(layer, MuMoEBlock):
+        for name, value in weights.items():
+            _assign_tiled(getattr(layer.experts, name), value, noise, generator)
+        return
+    parts = {"hidden": layer.hidden, "output": layer.output_experts}
+    for name, experts in parts.items():
+        kernel = weights[f"{name}_kernel"]
+        bias = weights.get(f"{name}_bias", np.zeros(kernel.shape[1], "float32"))
+        values = _factors_of_dense(kernel, bias, experts, noise, generator)
+        for factor, value in zip(experts.factors, values):
+            factor.assign(value)
 
 
 def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
@@ -72,17 +93,17 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
         mlp = dense.get_layer(name).feed_forward
         if not isinstance(block, MuMoEBlock) or isinstance(mlp, MuMoEBlock):
             continue
-        for layer, experts in (
-            (mlp.hidden, block.hidden),
-            (mlp.output_dense, block.output_experts),
-        ):
-            kernel, bias = (
-                keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
-                for weight in (layer.kernel, layer.bias)
+        weights = {
+            f"{name}_{kind}": keras.ops.convert_to_numpy(
+                keras.ops.cast(getattr(dense_layer, kind), "float32")
             )
-            values = _factors_of_dense(kernel, bias, experts, noise, generator)
-            for factor, value in zip(experts.factors, values):
-                factor.assign(value)
+            for name, dense_layer in (
+                ("hidden", mlp.hidden),
+                ("output", mlp.output_dense),
+            )
+            for kind in ("kernel", "bias")[: 1 + mlp.use_bias]
+        }
+        fill_experts(block, weights, noise, generator)
 
 
 def carry_state(dense: Any, sparse: Any) -> int:
@@ -263,11 +284,13 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
         }
         for part in ("outputs", "tokens")
     )
+    layers = {name: backbone.get_layer(name).feed_forward for name in blocks}
     modalities = {}
     for modality in MODALITIES if isinstance(backbone, PairBackbone) else ():
         own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
+        preserved = _preserves([layers[name] for name in own], noise)
         modalities[modality] = ModalityReport(
-            own, outputs[modality], tokens[modality], _preserves(backbone, own, noise)
+            own, outputs[modality], tokens[modality], preserved
         )
     return UpcyclingReport(
         blocks=tuple(blocks),
@@ -276,9 +299,37 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
         active_parameters=description.active_parameters,
         largest_difference=max(outputs.values()),
         largest_token_difference=max(tokens.values()),
-        preserved=_preserves(backbone, blocks, noise),
+        preserved=_preserves(layers.values(), noise),
         slots=slots,
         modalities=modalities,
+    )
+
+
+def language_model_report(dense_model, sparse_model, layers, inputs, noise):
+    """Compares two language models of KerasHub; `layers` are the mixtures by name."""
+    differences = []
+    for part in (lambda model: model, lambda model: getattr(model, "backbone", model)):
+        before, after = (
+            keras.ops.convert_to_numpy(
+                keras.ops.cast(part(model)(inputs, training=False), "float32")
+            )
+            for model in (dense_model, sparse_model)
+        )
+        real = np.asarray(inputs["padding_mask"], bool)
+        differences.append(float(np.abs(before - after)[real].max()))
+    parameters = sparse_model.count_params()
+    shape = (inputs["token_ids"].shape[1], before.shape[-1])
+    costs = [layer.cost(shape) for layer in layers.values()]
+    return UpcyclingReport(
+        blocks=tuple(layers),
+        dense_parameters=dense_model.count_params(),
+        parameters=parameters,
+        active_parameters=parameters
+        - sum(cost.parameters - cost.active_parameters for cost in costs),
+        largest_difference=differences[0],
+        largest_token_difference=differences[1],
+        preserved=_preserves(layers.values(), noise),
+        slots=0,
     )
 
 
@@ -294,7 +345,10 @@ def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
         return images()
     config = backbone.get_config()
     config = config.get("text", config)
-    shape = (examples, config["max_length"])
+    # A language model takes any length, and has a number for each token id.
+    is_causal = backbone.input["token_ids"].shape[1] is None
+    length = min(config["max_length"], 32 if is_causal else config["max_length"])
+    shape = (examples, length)
     token_ids = generator.integers(config["vocabulary_size"], size=shape, dtype="int32")
     if config.get("end_of_text_id") is not None:
         token_ids[:, -1] = config["end_of_text_id"]
@@ -314,9 +368,13 @@ def _results(model, inputs):
         }
         if isinstance(backbone.input, dict):
             # Vectors of padding tokens are meaningless.
-            tokens = results["tokens"][""]["tokens"]
-            results["tokens"][""] = tokens[np.asarray(inputs["padding_mask"], bool)]
-            results["outputs"][""] = results["outputs"][""]["pooled"]
+            real = np.asarray(inputs["padding_mask"], bool)
+            outputs, tokens = (results[x][""] for x in ("outputs", "tokens"))
+            if isinstance(tokens, dict):
+                outputs, tokens = outputs["pooled"], tokens["tokens"]
+            else:
+                outputs = outputs[real]
+            results = {"outputs": {"": outputs}, "tokens": {"": tokens[real]}}
     else:
         features = backbone.features
         last = {name.partition("/")[0]: name for name in features if "/" in name}
@@ -337,9 +395,8 @@ def _results(model, inputs):
     }
 
 
-def _preserves(backbone, blocks, noise):
-    """Whether a sparse backbone computes the dense one's function, in theory."""
-    layers = [backbone.get_layer(name).feed_forward for name in blocks]
+def _preserves(layers, noise):
+    """Whether layers of experts compute the dense ones' function, in theory."""
     return not layers or (noise == 0 and all(map(_averages_experts, layers)))
 
 
@@ -354,7 +411,7 @@ def _averages_experts(layer):
         )
     if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
         return False
-    if router.expert_types.zero_computation:
+    if router.expert_types.zero_computation or layer.input_scale != 1:
         return False
     factor = router.limits(False)[0]
     if factor is None:

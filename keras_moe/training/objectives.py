@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import keras
 
-from keras_moe import data, models
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe import data, evaluation, models
+from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models.registry import is_architecture
 from keras_moe.processes import process_shard
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
@@ -91,7 +92,8 @@ class Objective(Section):
         return make(
             config.preset,
             dtype=config.dtype,
-            load_weights=config.load_weights,
+            # An architecture's weights are random, and meant to be.
+            load_weights=config.load_weights and not is_architecture(config.preset),
             seed=seed,
             **{
                 **json_copy("overrides", config.overrides),
@@ -111,6 +113,12 @@ class Objective(Section):
         A resumed run finds such things again in `run_folder`, its checkpoint folder.
         """
         set_class_names(model, self.class_names(config, data_dir))
+
+    def probe(
+        self, model: keras.Model, config: DataConfig, data_dir: str | None = None
+    ) -> float | None:
+        """Returns what a linear probe of a new model's features scores, if wanted."""
+        return None
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
         """Returns digests of what `prepare` took from the data."""
@@ -247,6 +255,11 @@ class Classification(LabelledImages):
     Labels are vectors, as mixup needs, and the loss is softmax cross-entropy, or the
     sum of sigmoid losses for models with `multi_label=True`.
 
+    Args:
+        linear_probe: whether a run first measures a linear probe of the model's
+            features, which shows what fine-tuning adds; see
+            `keras_moe.evaluation.linear_probe`. It reads all images once.
+
     Example:
 
     >>> from keras_moe.training import Classification
@@ -255,6 +268,30 @@ class Classification(LabelledImages):
     """
 
     monitor = Monitor("val_accuracy")
+
+    linear_probe: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_bool("linear_probe", self.linear_probe)
+
+    def probe(self, model, config, data_dir=None):
+        if not self.linear_probe:
+            return None
+        shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
+        splits = (config.train_split, config.test_split)
+        return evaluation.linear_probe_from_model(
+            keras.Model(model.input, model.features),
+            *(
+                data.load(
+                    config.source, split, shape, config.batch_size,
+                    shuffle=False, exclude=exclude, data_dir=data_dir,
+                )
+                for split, exclude in zip(splits, excluded)
+            ),
+            num_classes=self.num_classes(config, data_dir),
+            verbose=0,
+        )  # fmt: skip
 
     def label_options(self, config):
         return {"one_hot": True}

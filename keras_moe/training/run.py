@@ -1,6 +1,7 @@
 """Runs: train the model of a recipe on its data, and resume."""
 
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ import keras
 from keras import ops
 
 from keras_moe import data
+from keras_moe.files import write_json
 from keras_moe.processes import process_index, rank_and_world_size
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
@@ -39,6 +41,10 @@ _EXTENDABLE = (
 )
 
 
+# The linear probe of the starting features, which a resumed run reads.
+_PROBE = "linear_probe.json"
+
+
 class Training(NamedTuple):
     """The result of training.
 
@@ -48,11 +54,14 @@ class Training(NamedTuple):
             `val_` for the test data.
         score: the objective's main metric of the last epoch, or of the best one with
             `best="restore"` in the schedule.
+        linear_probe: accuracy of a linear probe of the starting features, or None; see
+            `Classification`.
     """
 
     model: keras.Model
     history: dict[str, list[float]]
     score: float
+    linear_probe: float | None = None
 
 
 def train(
@@ -139,6 +148,7 @@ def train(
         resumes = resume and list_checkpoints(checkpoint_dir)
         if folder and not resumes and process_index() == 0:
             shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+            (folder / _PROBE).unlink(missing_ok=True)
         run = _Run(recipe, datasets, data_dir, folder)
         checkpoint = RunCheckpoint(
             checkpoint_dir,
@@ -179,6 +189,17 @@ class _Run:
         self.model = None
         self._opened = {}
         self.new_model()
+        self.linear_probe = self._probe() if datasets is None else None
+
+    def _probe(self):
+        path = self.folder and self.folder / _PROBE
+        if path and path.is_file():
+            return json.loads(path.read_text("utf-8"))
+        recipe = self.recipe
+        accuracy = recipe.objective.probe(self.model, recipe.data, self.data_dir)
+        if path and accuracy is not None and process_index() == 0:
+            write_json(path, accuracy)
+        return accuracy
 
     def new_model(self) -> None:
         """Builds the compiled model at step 0 and drops the previous one."""
@@ -353,7 +374,7 @@ def _result(run, checkpoint, history):
             row = checkpoint.best_row
     history = {name: [float(x) for x in values] for name, values in history.items()}
     score = history[run.recipe.objective.monitor.metric][row]
-    return Training(run.model, history, score)
+    return Training(run.model, history, score, run.linear_probe)
 
 
 def _to_numpy(value):

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_moe.checks import (
     argument_names,
@@ -20,7 +21,8 @@ from keras_moe.compat import flatten_layers
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
-from keras_moe.models import Blueprint, convert, registry
+from keras_moe.models import Blueprint, DecoderBackbone, convert, registry
+from keras_moe.models import keras_hub_experts as keras_hub_models
 from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training._upcycled import (
@@ -28,6 +30,8 @@ from keras_moe.training._upcycled import (
     carry_state,
     copy_weights,
     example_inputs,
+    fill_experts,
+    language_model_report,
     report_of,
 )
 
@@ -45,7 +49,19 @@ UPCYCLING_PRESETS = {
         "priority": "first_come",
         # Appendix B.3: the text encoder routes padding, which takes up capacity.
         "mask_padding": False,
-    }
+    },
+    # *MoE++*, Table 2 and appendix B.2; its released code normalises gates.
+    "moepp": {
+        "normalize_gates": "before",
+        "noise_std": 0.0,
+        "auxiliary_losses": {"heterogeneous_balance": 0.01},
+        "num_selected_experts": 2,
+        "capacity_factor": 1.1,
+        "zero_experts": 1,
+        "copy_experts": 1,
+        "constant_experts": 2,
+        "tau": 0.75,
+    },
 }
 
 
@@ -88,8 +104,10 @@ def upcycle(
     Expert choice skips tokens and soft routing mixes them, which changes the function.
 
     Args:
-        dense_model: a model of this library without MoE blocks, or a KerasHub
-            `ViTBackbone`, `CLIPBackbone` or `SigLIPBackbone` (its vision encoder).
+        dense_model: a model of this library without MoE blocks; a KerasHub
+            `ViTBackbone`, `CLIPBackbone` or `SigLIPBackbone` (its vision encoder); or
+            one of KerasHub's language models, such as `LlamaCausalLM`, which stays one
+            and generates as before.
         num_experts: E, at least 2; for muMoE optionally a number per level.
         moe_layers: blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: a router for `keras_moe.routers.get`; or `"mumoe"`, where every expert
@@ -105,8 +123,11 @@ def upcycle(
             gates, capacity factor 1.0 (2.0 in the paper, which leaves out K), first
             come first served, load balance loss (0.01) and z-loss (1e-4), and routed
             padding in texts. Gates then sum to less than one, so the function changes.
+            `"moepp"` for MoE++'s: K = 2, a zero, a copy and two constant experts beside
+            the copies of the MLP, capacity factor 1.1, tau 0.75 and its balance loss.
             Other arguments override the preset.
-        carry_optimizer: whether to copy the optimizer state of a compiled model, too.
+        carry_optimizer: whether to copy the optimizer state of a compiled model, too;
+            not for KerasHub's language models.
         images: (B, height, width, channels) images, or a dict of inputs, for the
             report's differences. None uses four examples of noise.
         noise_seed: seed of `noise`.
@@ -134,6 +155,23 @@ def upcycle(
     (('block_1', 'block_3'), True)
     """
     check_not_negative("noise", noise)
+    arguments = {
+        "num_experts": num_experts,
+        "moe_layers": moe_layers,
+        "router": router,
+        "normalize_gates": normalize_gates,
+        "preset": preset,
+        **moe_arguments,
+    }
+    if keras_hub_models.is_language_model(dense_model):
+        for name, value in (("carry_optimizer", carry_optimizer), ("towers", towers)):
+            if value:
+                raise ValueError(
+                    f"Expected no {name} for a KerasHub language model; received: "
+                    f"{name}={value!r}"
+                )
+        overrides = _expert_overrides(DecoderBackbone, **arguments)
+        return _upcycled_keras_hub(dense_model, overrides, noise, noise_seed, images)
     if not registry.is_registered(type(getattr(dense_model, "backbone", dense_model))):
         # Of KerasHub; of image-text models the image tower.
         dense_model = convert(dense_model, tower="image")[0]
@@ -143,14 +181,6 @@ def upcycle(
             f"received: {type(dense_model).__name__} without an optimizer"
         )
     backbone = getattr(dense_model, "backbone", dense_model)
-    arguments = {
-        "num_experts": num_experts,
-        "moe_layers": moe_layers,
-        "router": router,
-        "normalize_gates": normalize_gates,
-        "preset": preset,
-        **moe_arguments,
-    }
     overrides = _upcycling_overrides(type(backbone), towers, arguments)
     if images is None:
         images = example_inputs(backbone)
@@ -169,17 +199,39 @@ def upcycle(
     return sparse_model, report
 
 
+def _upcycled_keras_hub(dense_model, overrides, noise, noise_seed, inputs):
+    """Upcycles a language model of KerasHub, which keeps its class."""
+    keras_hub_models.check_dense(dense_model)
+    if inputs is None:
+        inputs = keras_hub_models.example_inputs(dense_model)
+    sparse_model = keras_hub_models.copied_language_model(dense_model)
+    changed = keras_hub_models.replace_feed_forwards(sparse_model, overrides)
+    _check_any(changed, overrides)
+    generator = np.random.default_rng(noise_seed)
+    for layer, weights in changed.values():
+        fill_experts(layer, weights, noise, generator)
+    if getattr(dense_model, "compiled", False):
+        _compile(dense_model, sparse_model)
+    layers = {name: layer for name, (layer, _) in changed.items()}
+    report = language_model_report(dense_model, sparse_model, layers, inputs, noise)
+    return sparse_model, report
+
+
 def _new_blocks(dense_model, sparse_model, overrides):
     """Returns the blocks that became sparse, at least one per tower."""
     dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
     blocks = [name for name in sparse.routing if name not in dense.routing]
     for tower, arguments in overrides.items():
-        if not _names_of(tower, blocks):
-            raise ValueError(
-                "Expected at least one block to upcycle; received: "
-                f"moe_layers={arguments['moe_layers']}"
-            )
+        _check_any(_names_of(tower, blocks), arguments)
     return blocks
+
+
+def _check_any(blocks, arguments):
+    if not blocks:
+        raise ValueError(
+            "Expected at least one block to upcycle; received: "
+            f"moe_layers={arguments['moe_layers']}"
+        )
 
 
 def _check_dense(model, towers):
@@ -190,11 +242,12 @@ def _check_dense(model, towers):
             "Expected a dense model; received: one with mixtures of experts in "
             f"{sparse}"
         )
+    is_mumoe = any(arguments["router"] == MUMOE for arguments in towers.values())
     for layer in flatten_layers(model):
-        if isinstance(layer, MLP) and (layer.gated or not layer.use_bias):
+        if isinstance(layer, MLP) and layer.gated and is_mumoe:
             raise ValueError(
-                "Expected MLPs with biases and without gates; received: "
-                f"{layer.path!r} with gated={layer.gated}, use_bias={layer.use_bias}"
+                "Expected MLPs without gates for router='mumoe', whose layers have "
+                f"none; received: {layer.path!r} with gated=True"
             )
         has_lora = getattr(layer, "lora_enabled", False)
         if has_lora or layer.quantization_mode:
@@ -220,6 +273,13 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
         own = config if tower is None else config[tower]
         # Without expert settings, which the dense model does not use.
         own = {name: value for name, value in own.items() if name != "moe"}
+        if arguments["router"] != MUMOE:
+            # Experts are like the MLPs that they replace.
+            arguments = {
+                "gated_experts": own.get("gated_mlp", False),
+                "expert_use_bias": own.get("use_bias", True),
+                **arguments,
+            }
         own = apply_overrides(cls, own, arguments)
         config = own if tower is None else {**config, tower: own}
     if families and "seed" in moe_arguments:
@@ -244,6 +304,8 @@ def _compile(dense_model, sparse_model):
     config = dict(dense_model.get_compile_config() or {})
     config.pop("loss", None)
     config = keras.saving.deserialize_keras_object(config)
+    if hasattr(dense_model, "sampler"):
+        config["sampler"] = dense_model.sampler
     sparse_model.compile(loss=dense_model.loss, **config)
 
 

@@ -16,7 +16,7 @@ from keras_moe.analysis import (
     routing_usage,
 )
 from keras_moe.ops import Routing
-from tests.pair_models import IDS, PAIRS, TEXTS, limoe, text_of_modalities
+from tests.pair_models import IDS, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
@@ -163,6 +163,24 @@ def test_records_of_a_shared_block_are_modalities():
     ):
         with pytest.raises(ValueError, match=message):
             expert_usage(model, PAIRS, *arguments, verbose=0)
-    usage = expert_usage(model, PAIRS, mask={"text": "padding_mask"}, verbose=0)
+    mask = {"text": "padding_mask"}
+    usage = expert_usage(model, PAIRS, mask=mask, verbose=0)
     expected = [totals[0], served[1][IDS != 0].sum(axis=0)]
     np.testing.assert_array_equal(usage.blocks["block_1"].tokens, expected)
+
+
+def test_padding_of_two_towers():
+    model = with_weights(clip())
+    usage = expert_usage(model, PAIRS, mask={"text": "padding_mask"}, verbose=0)
+    records = keras.Model(model.input, model.routing).predict(PAIRS, verbose=0)
+    for name, record in records.items():
+        kept = IDS != 0 if name.startswith("text") else slice(None)
+        expected = record.dispatched[kept].reshape(-1, 4).sum(axis=0)
+        np.testing.assert_array_equal(usage.blocks[name].tokens[0], expected)
+    with pytest.raises(ValueError, match=r"a dict of names.*\['image', 'text'\]"):
+        expert_usage(model, PAIRS, mask="padding_mask", verbose=0)
+    usage = expert_usage(
+        model, PAIRS, mask="padding_mask", modality="text", verbose=0
+    ).blocks
+    expected = records["text/block_1"].dispatched[IDS != 0].sum(axis=0)
+    np.testing.assert_array_equal(usage["text/block_1"].tokens[0], expected)

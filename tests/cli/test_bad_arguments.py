@@ -26,7 +26,7 @@ def files(tmp_path_factory):
     )
     model.save_to_preset(folder / "preset")
     backbone = models.from_preset(
-        "vmoe_digits", moe_layers=None, load_weights=False, **DENSE
+        "vmoe_digits", task="backbone", moe_layers=None, load_weights=False, **DENSE
     )
     backbone.save_to_preset(folder / "backbone")
     small_pairs_model(["a cat"]).save_to_preset(folder / "pairs")

@@ -219,7 +219,7 @@ def test_keras_hubs_own_model_is_compared(tmp_path, convert, task):
 def test_pairs_and_their_towers(tmp_path, convert):
     hub_randomized(hub_clip()).save_to_preset(tmp_path / "hub")
     for arguments, name in (
-        ((), "CLIPBackbone"),
+        ((), "ContrastiveModel"),
         (("--tower", "text"), "TextBackbone"),
     ):
         out = tmp_path / name

@@ -82,7 +82,9 @@ def test_accuracy_and_few_shot(program, digits):
 
 
 def test_a_model_without_a_head(program, tmp_path):
-    backbone = models.from_preset("vmoe_digits", **SMALL, load_weights=False)
+    backbone = models.from_preset(
+        "vmoe_digits", task="backbone", **SMALL, load_weights=False
+    )
     backbone.save_to_preset(tmp_path)
     arguments = ("evaluate", tmp_path, "--data", "digits")
     status, output, errors = program(*arguments, "--shots", 1, 5, "--seeds", 0)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from keras_moe import WRITTEN_BY_KERAS
 from keras_moe.cli import describe, train
 from keras_moe.cli.arguments import Result, override
 from keras_moe.cli.main import (
     COMMANDS,
-    WRITTEN_BY_KERAS,
     main,
     make_parser,
     set_environment,
@@ -227,7 +227,11 @@ def test_the_users_keras_json_holds(monkeypatch, tmp_path, config, backend):
     set_environment()
     assert os.environ["KERAS_BACKEND"] == "jax"
     monkeypatch.delenv("KERAS_BACKEND")
-    monkeypatch.setattr("keras_moe.cli.main.find_spec", lambda name: name != "torch")
+    monkeypatch.setattr("keras_moe.find_spec", lambda name: name != "torch")
+    # As before Keras is imported, and as after it.
+    set_environment()
+    assert "KERAS_BACKEND" not in os.environ
+    monkeypatch.delitem(sys.modules, "keras")
     set_environment()
     assert os.environ["KERAS_BACKEND"] == (backend or "jax")
 

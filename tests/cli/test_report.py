@@ -1,6 +1,7 @@
 """`keras-moe report`: of images and of pairs, and of what a run was tested on."""
 
 import json
+import re
 from pathlib import Path
 
 import keras
@@ -65,5 +66,10 @@ def test_pairs_of_a_folder(program, tmp_path):
     assert json.loads(printed)["examples"] == 3
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "<b>nothing</b>" not in page
+    assert "<code>keras-moe report " in page
+    recalls = re.search(
+        r"R@1 image to text, text to image</span> ([\d.]+)%, ([\d.]+)%", page
+    )
+    assert {*map(float, recalls.groups())} <= {0, 33.3, 66.7, 100}
     sections = json.loads((output / "report.json").read_text())["sections"]
     assert sections["loads"]["image/block_1"]["tokens"] == 12

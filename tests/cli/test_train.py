@@ -127,6 +127,9 @@ def test_your_own_photos_in_one_command(train, tmp_path):
         "--recipe-set", "data.batch_size=8", "schedule.epochs=2",
     )  # fmt: skip
     assert status == 0, errors
+    probe = re.search(r"linear probe +(\S+) with the starting features", output)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (float(probe[1]), results["linear_probe"]) == (1.0, 1.0)
     line = re.search(r"use it +from_preset\((.*)\)\.classify\(photo\)", output)
     model = models.from_preset(json.loads(line[1]))
     photo = keras.utils.load_img(tmp_path / "photos" / "cat" / "0.png")

@@ -61,8 +61,17 @@ from keras_moe import models
 from keras_moe.models.registry import builtin_presets
 
 for name, preset in builtin_presets().items():
-    if "weights" in preset:
+    if "weights" in preset and "package" not in preset:
         print(name, models.from_preset(name).count_params())
+"""
+
+
+MISSING = """
+from keras_moe import models
+
+model = models.from_preset("limoe_emoji", load_weights=False)
+assert type(model).__name__ == "ContrastiveModel"
+models.from_preset("limoe_emoji")
 """
 
 
@@ -81,6 +90,11 @@ def test_every_module_and_trained_preset_is_there(run, installed, tmp_path):
     assert Path(place).is_relative_to(installed.parent)
     trained = {path.parent.name for path in ROOT.glob("presets/*/config.json")}
     assert {line.split()[0] for line in presets} == trained
+    # Weights under another licence than the library's have their own package.
+    assert "limoe_emoji" not in trained
+    program.write_text(MISSING)
+    done = run("python", program)
+    assert "Expected the package keras-moe-emoji" in done.stderr
 
 
 def test_a_program_works(run):

@@ -12,6 +12,7 @@ from keras_moe.evaluation import (
     few_shot,
     few_shot_accuracies,
     few_shot_from_model,
+    linear_probe,
     ridge_regression,
     sample_shots,
 )
@@ -80,6 +81,25 @@ def test_best_l2_resolves_ties_as_described():
     # Ranks (0, 1, 2) and (2, 1, 0) have equal means: the first wins.
     ranked = [[[0.1, 0.2, 0.3]], [[0.3, 0.2, 0.1]]]
     np.testing.assert_array_equal(best_l2(ranked, [1, 2, 4]), [1])
+
+
+def test_a_linear_probe_chooses_its_penalty_without_the_test_set():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(3, size=200)
+    features = np.eye(3)[labels] @ rng.normal(size=(3, 20)) + rng.normal(size=(200, 20))
+    train, test = (features[:150], labels[:150]), (features[150:], labels[150:])
+    accuracy = linear_probe(*train, *test)
+    # Bayes' rule for these classes is right more often than 0.9.
+    assert accuracy > 0.9
+    l2s = [1e-3, 10.0, 1e12]
+    assert linear_probe(*train, *test, l2s=l2s) in few_shot_accuracies(
+        *train, *test, 3, l2s[:2]
+    )
+    # Other test labels do not change the classifier.
+    wrong = linear_probe(*train, test[0], (test[1] + 1) % 3)
+    assert wrong <= 1 - accuracy
+    with pytest.raises(ValueError, match="2 training examples; received: 1"):
+        linear_probe(features[:1], labels[:1], *test)
 
 
 def test_ridge_by_hand():

@@ -88,7 +88,8 @@ def test_weights_that_are_loaded_are_not_drawn(tmp_path, monkeypatch):
 
 def test_a_new_head_is_drawn_and_trains(tmp_path):
     sizes = {"num_layers": 2, "mlp_dim": 8}
-    backbone = models.from_preset("vmoe_digits", **sizes, seed=1, load_weights=False)
+    overrides = {"seed": 1, "task": "backbone", "load_weights": False}
+    backbone = models.from_preset("vmoe_digits", **sizes, **overrides)
     backbone.save_to_preset(tmp_path / "preset")
     model = models.from_preset(tmp_path / "preset", num_classes=3)
     for expected, received in zip(_values(backbone), _values(model.backbone)):

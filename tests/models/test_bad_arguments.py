@@ -187,7 +187,7 @@ OTHERS = [
     ("digits", {"preset": "vmoe_b23"}, "nearest: vmoe_b"),
     ("digits", {"preset": 3}, "received: 3"),
     ("digits", {"num_expert": 8}, "num_expert=8 .nearest: num_experts"),
-    ("digits", {"task": "image_classifier"}, "num_classes=None"),
+    ("digits", {"preset": "vit_s32", "task": "image_classifier"}, "num_classes=None"),
     ("digits", {"task": "backbone", "num_classes": 10}, "num_classes=10"),
     ("digits", {"num_classes": 10, "backbone": "b16"}, "backbone='b16'"),
     ("digits", {"patch_size": 5}, r"patch_size=\(5, 5\)"),

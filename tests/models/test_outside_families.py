@@ -60,7 +60,8 @@ def test_a_router_of_ones_own_works_in_every_preset(outside):
     for router in ("sharp_token_choice", sharp, sharp(4)):
         moe = MoEConfig(moe_layers=[1], num_experts=4, router=router)
         for preset in ("vmoe_digits", NAME):
-            backbone = models.from_preset(preset, moe=moe, load_weights=False)
+            options = {"task": "backbone", "load_weights": False}
+            backbone = models.from_preset(preset, moe=moe, **options)
             layer = backbone.get_layer("block_1").feed_forward
             assert type(layer.router) is sharp
             if isinstance(router, str):

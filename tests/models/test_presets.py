@@ -96,19 +96,53 @@ def test_heads_are_those_of_the_released_configs(preset):
         assert head[0] is None
 
 
+SMALL = {
+    "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
+    "num_experts": 2, "image_shape": (32, 32, 3),
+}  # fmt: skip
+
+
+def test_random_weights_are_said_once(saved, monkeypatch, recwarn):
+    monkeypatch.setattr("keras_moe.models.source._has_warned_of_random_weights", False)
+    models.from_preset("vmoe_s32", load_weights=False, **SMALL)
+    models.from_preset("vmoe_digits", num_classes=3)
+    models.from_preset(saved[0])
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="'vmoe_s32' is an arch.*trained=True") as said:
+        models.from_preset("vmoe_s32", **SMALL)
+    assert said[0].filename == __file__
+    models.ViTBackbone.from_preset("vmoe_s16", **SMALL)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("preset", models.list_presets(trained=True))
+def test_a_trained_preset_is_the_same_task_without_its_weights(preset):
+    model, new = (models.from_preset(preset, load_weights=x) for x in (True, False))
+    assert type(new) is type(model)
+    config, expected = (
+        {k: v for k, v in x.get_config().items() if "preprocessor" in k or "num_" in k}
+        for x in (new, model)
+    )
+    assert config == expected
+    if preset == "limoe_emoji":
+        assert new.encode_text(["a cat"]).shape == (1, 64)
+        sizes = {"image_shape": (16, 16, 3), "vocabulary_size": 99}
+        other = models.from_preset(preset, load_weights=False, **sizes)
+        assert (other.preprocessor, other.image_preprocessor.image_shape[0]) == (
+            None,
+            16,
+        )
+
+
 def test_heads_of_presets_fit_what_is_overridden():
-    small = {
-        "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
-        "num_experts": 2, "image_shape": (32, 32, 3),
-    }  # fmt: skip
-    model = models.from_preset("vmoe_s32", num_classes=3, **small)
+    model = models.from_preset("vmoe_s32", num_classes=3, **SMALL)
     assert model.representation_dim == 16
-    costs = models.describe("vmoe_s32", num_classes=3, **small)
+    costs = models.describe("vmoe_s32", num_classes=3, **SMALL)
     assert costs.parameters == model.count_params()
     head = {"num_experts": 2, "rank": 2}
-    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **small)
+    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **SMALL)
     assert model.representation_dim is None
-    costs = models.describe("vmoe_s32", num_classes=3, head=head, **small)
+    costs = models.describe("vmoe_s32", num_classes=3, head=head, **SMALL)
     trained = sum(np.prod(weight.shape) for weight in model.trainable_weights)
     assert costs.parameters == trained
 
@@ -254,7 +288,7 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
 
 
 def test_what_a_caller_changes_stays_with_the_caller():
-    mine, new = {"router_z": 0.5}, {"load_weights": False}
+    mine, new = {"router_z": 0.5}, {"load_weights": False, "task": "backbone"}
     backbone = models.from_preset("vmoe_digits", auxiliary_losses=mine, **new)
     mine["router_z"] = 7.0
     backbone.get_config()["moe"]["auxiliary_losses"]["router_z"] = 8.0
@@ -315,7 +349,7 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
     (folder / "README.md").write_text("mine")
-    backbone = models.from_preset("vmoe_digits", load_weights=False)
+    backbone = models.from_preset("vmoe_digits", task="backbone", load_weights=False)
     backbone.save_weights(folder / "epoch_3.weights.h5")
     backbone.save_to_preset(folder)
     assert (folder / "README.md").read_text() == "mine"
@@ -384,8 +418,6 @@ def test_a_saved_task_comes_back_by_every_door(saved):
     for backbone in (
         models.from_preset(str(folder), task="backbone"),
         hub.Backbone.from_preset(str(folder)),
-        # Architectures without classes give their backbones, too.
-        models.from_preset("vmoe_digits", load_weights=False),
         models.from_preset("vmoe_digits", task="backbone", load_weights=False),
     ):
         assert isinstance(backbone, ViTBackbone)

@@ -15,6 +15,7 @@ from keras_moe.layers import (
     SelfAttention,
     TokenMLP,
 )
+from keras_moe.models import TextBackbone, image_tower
 from keras_moe.models.tower import Tower
 from tests.calls import call
 from tests.small_models import with_weights
@@ -75,3 +76,9 @@ def test_masks_that_do_not_fit_are_refused():
         block(TOKENS, mask=MASK.astype("float32"))
     with pytest.raises(TypeError, match="mask"):
         EncoderBlock(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
+
+
+def test_a_config_without_arguments_is_told_which():
+    config = TextBackbone.config_class()
+    with pytest.raises(ValueError, match=r"lacks \['image_shape', 'patch_size'\]"):
+        image_tower(config, None, lambda spec, index: None)

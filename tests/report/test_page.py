@@ -1,11 +1,15 @@
 """The page of the report in a browser: what it loads, what fits, and its script."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.analysis.plots.figure import EXPERT_COLOURS, TYPE_COLOURS
 from keras_moe.ops import Routing
-from keras_moe.report import Options, write_report
+from keras_moe.report import Options, write_report, writing
 from keras_moe.report.sections.explorer import Explorer
 from keras_moe.report.writing import page_html
 from tests.browser import OVERFLOWS, opened_browser
@@ -87,6 +91,14 @@ def test_the_page_fits_and_loads_nothing(name, page, tmp_path):
     assert page.evaluate(doubles) == []
     assert page.requests == []
     assert page.errors == []
+
+
+def test_an_expert_has_one_colour():
+    css = (Path(writing.__file__).parent / "report.css").read_text("utf-8")
+    tints = dict(re.findall(r"\.c(\d)(?:, \.h)? \{ --tint: (#\w+);", css))
+    expected = {str(e): x.lower() for e, x in enumerate(EXPERT_COLOURS)}
+    assert tints == expected
+    assert not {*TYPE_COLOURS.values()} & {*EXPERT_COLOURS}
 
 
 def test_a_page_that_loads_or_overflows_is_seen(page, tmp_path):
@@ -205,10 +217,14 @@ def test_the_page_without_the_script(written, page):
     shown = "getComputedStyle(document.getElementById('explorer-chooser')).display"
     assert page.evaluate(shown) == "none"
     maps = "[...document.querySelectorAll('.map svg')].map(x => x.ariaLabel)"
-    assert page.evaluate(maps) == [
-        f"block_{layer}, expert (number of patches): {expert} (1), none (1)"
-        for layer, expert in ((1, 2), (3, 2), (1, 0), (3, 2))
-    ]
+    first, second = (
+        [
+            f"block_{layer}, expert (number of patches): {expert} (1), none (1)"
+            for layer, expert in zip((1, 3), experts)
+        ]
+        for experts in ((2, 2), (0, 2))
+    )
+    assert page.evaluate(maps) == ["The image", *first, "The image", *second]
     height = "document.querySelector('.map svg').getBoundingClientRect().height"
     assert page.evaluate(height) > 20
     page.open(written, 390)

@@ -7,6 +7,7 @@ import inspect
 import json
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 
@@ -124,9 +125,15 @@ def test_the_files_of_a_report(model, tmp_path):
     data = images(5, 16, 8, 3), np.arange(5) % 3
     names = [HOSTILE, "b", "c"]
     written = write_report(
-        model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0
-    )
+        model, data, folder, name=HOSTILE, class_names=names, batch_size=2, verbose=0,
+        command="keras-moe report 'a b'", credit="Ann & Bob, CC BY 4.0",
+    )  # fmt: skip
     page = written.page.read_text(encoding="utf-8")
+    hits = model.predict(data[0], verbose=0).argmax(axis=-1) == data[1]
+    assert f"<span>accuracy</span> {hits.mean():.1%}" in page
+    assert f"<span>backend</span> {keras.backend.backend()}, Keras" in page
+    assert "keras-moe report &#39;a b&#39;" in page
+    assert "Pictures: Ann &amp; Bob, CC BY 4.0</footer>" in page
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
     values = json.loads(written.data.read_text(encoding="utf-8"))

@@ -3,6 +3,9 @@
 Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
 
+import re
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -431,6 +434,37 @@ def test_tokens_of_an_unknown_modality_are_not_routed(cls, pools):
         _, alone = call(router, tokens[:, known], modality_ids=ids[:, known])
         actual = to_numpy(alone.dispatched)[0]
         assert_same(dispatched[known], actual)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "routers.md"
+
+
+@pytest.mark.every_backend
+def test_the_page_s_own_router_changes_the_logits(tmp_path):
+    [code] = re.findall(
+        r"```python\n([^`]+class CosineRouter[^`]+)```", PAGE.read_text("utf-8")
+    )
+    names = {}
+    try:
+        exec(code, names)
+        model = names["model"]
+        router = model.backbone.get_layer("block_1").feed_forward.router
+        tokens = np.random.default_rng(0).normal(size=(2, 3, 64)).astype("float32")
+        kernel = to_numpy(router.kernel)
+        norms = np.linalg.norm(tokens, axis=-1)[..., None]
+        expected = tokens @ kernel / norms / np.linalg.norm(kernel, axis=0) / 0.2
+        _, record = router(tokens)
+        np.testing.assert_allclose(to_numpy(record.logits), expected, atol=1e-4)
+        images = np.random.default_rng(1).uniform(-1, 1, (4, 16, 16, 1))
+        before = kernel.copy()
+        model.compile(keras.optimizers.Adam(1e-2))
+        model.fit(images, np.arange(4), verbose=0)
+        assert not np.allclose(to_numpy(router.kernel), before)
+        model.save_to_preset(tmp_path)
+        again = names["models"].from_preset(tmp_path)
+        assert_same(model.predict(images, verbose=0), again.predict(images, verbose=0))
+    finally:
+        ROUTERS.pop("cosine", None)
 
 
 def test_names():

@@ -264,17 +264,26 @@ def test_vision_models_of_keras_hub_are_upcycled(make):
             training.upcycle(model, carry_optimizer=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"gated_mlp": True}, "gated=True"), ({"use_bias": False}, "use_bias=False")],
-)
-def test_other_dense_mlps_are_refused(options, message):
-    backbone = models.ViTBackbone(
-        image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2, num_heads=2,
-        mlp_dim=16, **options,
+@pytest.mark.parametrize("options", [{"gated_mlp": True}, {"use_bias": False}])
+def test_experts_are_like_other_dense_mlps(options):
+    backbone = with_weights(
+        models.ViTBackbone(
+            image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
+            num_heads=2, mlp_dim=16, **options,
+        )
     )  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        training.upcycle(backbone, num_experts=2)
+    sparse, report = training.upcycle(backbone, num_experts=2)
+    assert report.preserved
+    assert report.largest_difference < 1e-4
+    experts = sparse.get_layer("block_1").feed_forward.experts
+    assert experts.gated == ("gated_mlp" in options)
+    assert experts.use_bias == ("use_bias" not in options)
+    if not experts.gated:
+        sparse, report = training.upcycle(backbone, router="mumoe", rank=20)
+        assert report.preserved == (report.largest_difference < 1e-4)
+        return
+    with pytest.raises(ValueError, match=r"without gates.*gated=True"):
+        training.upcycle(backbone, router="mumoe")
 
 
 def compiled(**kwargs):

@@ -149,6 +149,20 @@ ROWS = (
         for name, title in (("vit-s32", "ViT-S/32"), ("vit-b16", "ViT-B/16, 4 blocks"))
         for work in ("forward", "training step")
     ),
+    *(
+        Row(
+            name=f"decoding-{batch}",
+            work="32 tokens by Mixtral, 4 blocks of 8 experts, K=2, D=512, H=1,792, "
+            f"batch {batch}",
+            source="decoding:models_and_prompts",
+            arguments={"batch": batch},
+            subject="keras_moe",
+            goals={"keras_hub": 0.5},
+            backends=("jax", "torch"),
+            rounds=7,
+        )
+        for batch in (1, 16)
+    ),
     Row(
         name="import-models",
         work="Importing keras_moe.models in a new process",

@@ -5,14 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure, save_figure
+from keras_moe.analysis.plots.figure import (
+    EXPERT_COLOURS,
+    TYPE_COLOURS,
+    new_figure,
+    save_figure,
+)
 
 # Hatches distinguish them without colours.
 _TYPES = {
-    "ffn": ("FFN", "#0072B2", ""),
-    "constant": ("constant", "#009E73", "///"),
-    "copy": ("copy", "#E69F00", "..."),
-    "zero": ("zero", "#A0A0A0", "xxx"),
+    "ffn": ("FFN", ""),
+    "constant": ("constant", "///"),
+    "copy": ("copy", "..."),
+    "zero": ("zero", "xxx"),
 }
 
 
@@ -139,7 +144,7 @@ def plot_expert_load(
     """
     figure = new_figure(figsize=(width, 0.7 + 1.5 * len(loads)), dpi=110)
     axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
-    colours = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
+    colours = EXPERT_COLOURS
     for axis, (name, load) in zip(axes, loads.items()):
         load = np.asarray(load)
         experts = np.arange(len(load))
@@ -237,7 +242,8 @@ def plot_load_by_type(
     axis = figure.subplots()
     rows = np.arange(len(loads))
     left = np.zeros(len(loads))
-    for expert_type, (label, colour, hatch) in _TYPES.items():
+    for expert_type, (label, hatch) in _TYPES.items():
+        colour = TYPE_COLOURS[expert_type]
         shares = np.array([100 * row.shares[expert_type] for row in loads.values()])
         style = {"hatch": hatch, "edgecolor": "white", "linewidth": 0.3, "height": 0.7}
         axis.barh(rows, shares, left=left, color=colour, label=label, **style)

@@ -14,6 +14,15 @@ from keras_moe.files import write_bytes
 # Okabe and Ito's colours, safe for colour blindness, without black and yellow, which
 # are hard to see on dark or light pages.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# Of experts, by number modulo eight, wherever they are shown.
+EXPERT_COLOURS = (*COLOURS, "#F0E442", "#999999")
+# Of types of experts: muted, since they are not those of single experts.
+TYPE_COLOURS = {
+    "ffn": "#5A7D9A",
+    "zero": "#B0A48A",
+    "copy": "#8A9A5B",
+    "constant": "#A0708F",
+}
 # Visible on light and dark pages.
 GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}

@@ -1,4 +1,4 @@
-"""Converts KerasHub's ViT, CLIP and SigLIP models."""
+"""Converts KerasHub's ViT, CLIP, SigLIP and GPT-2 models."""
 
 import re
 
@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 
 from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._gpt2 import GPT2
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 from keras_moe.models.conversion._rules import (
     Direct,
@@ -24,10 +25,12 @@ from keras_moe.models.conversion._spec import (
     ConversionSpec,
     pair_spec,
 )
+from keras_moe.models.text_tokenizer import TextTokenizer
 
 _hub = keras_hub.models
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
 _PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
+_GPT2 = (_hub.GPT2Backbone, _hub.GPT2CausalLM)
 CLASSES = (
     _hub.ViTBackbone,
     _hub.ViTImageClassifier,
@@ -35,17 +38,23 @@ CLASSES = (
     _hub.SigLIPVisionEncoder,
     *_TEXTS,
     *_PAIRS,
+    *_GPT2,
 )
-WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS)
+WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS, _hub.GPT2Backbone)
 # Parts of a block: norms, attention and MLP layers.
 _VIT_BLOCK = ("ln_1", "ln_2", "mha", "mlp/dense_1", "mlp/dense_2")
 _CLIP_BLOCK = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
 _SIGLIP_BLOCK = ("layer_norm1", "layer_norm2", "self_attn", "mlp/fc1", "mlp/fc2")
+_GPT2_BLOCK = (
+    "self_attention_layer_norm", "feedforward_layer_norm", "self_attention",
+    "feedforward_intermediate_dense", "feedforward_output_dense",
+)  # fmt: skip
 # May be preceded by a model's name.
 _ROOTS = (
     "vit_patching_and_embedding/|vit_encoder/|encoder_block_|embedding/|"
     "pre_layer_norm/|post_layer_norm/|layer_norm/|head/|pre_logits/|predictions/|"
-    "vision_projection/|text_projection/"
+    "vision_projection/|text_projection/|token_embedding/|position_embedding/|"
+    r"transformer_layer_\d+/"
 )
 _CLIP_EPSILON = 1e-5
 
@@ -80,13 +89,13 @@ def keras_hub_spec(
     """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
-    own = "text" if isinstance(model, _TEXTS) else "image"
+    own = "text" if isinstance(model, (*_TEXTS, *_GPT2)) else "image"
     if tower not in (None, own):
         raise ValueError(
             f"Expected a model of KerasHub with a {tower} tower; received: "
             f"{type(model).__name__} {model.name!r}"
         )
-    is_task = isinstance(model, _hub.ViTImageClassifier)
+    is_task = isinstance(model, (_hub.ViTImageClassifier, _hub.GPT2CausalLM))
     file = KerasHubModel(model)
     return file, _spec(model, model.backbone if is_task else model, file)
 
@@ -132,6 +141,8 @@ def _spec(model, encoder, names):
         spec = _text_spec(encoder, around)
     elif isinstance(encoder, _hub.ViTBackbone):
         spec = _vit_spec(encoder, around)
+    elif isinstance(encoder, _hub.GPT2Backbone):
+        spec = _gpt2_spec(encoder, getattr(model, "preprocessor", None))
     else:
         spec = _image_spec(encoder, around, _probe(names))
     full = _full_names(names)
@@ -242,6 +253,37 @@ def _vit_spec(encoder, classifier):
         "attention_dropout": encoder.attention_dropout,
     }
     return ConversionSpec("ViT (KerasHub)", "ViTBackbone", arguments, rules, task)
+
+
+def _gpt2_spec(encoder, preprocessor):
+    rules = {
+        "token_embedding/embeddings": Direct("token_embedding/embeddings"),
+        "text_positions/embedding": Direct("position_embedding/embeddings", axes=1),
+        **_hub_norm("final_norm", "layer_norm/"),
+    }
+    for i in range(encoder.num_layers):
+        rules.update(_block(f"block_{i}", f"transformer_layer_{i}", _GPT2_BLOCK))
+    arguments = {
+        **GPT2,
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": encoder.max_sequence_length,
+        "hidden_dim": encoder.hidden_dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": encoder.num_heads,
+        "mlp_dim": encoder.intermediate_dim,
+        "activation": "gelu_tanh",
+        "layer_norm_epsilon": 1e-5,
+        "tied_embeddings": True,
+        "dropout_rate": encoder.dropout,
+        "attention_dropout": encoder.dropout,
+    }
+    spec = ConversionSpec("GPT-2 (KerasHub)", "DecoderBackbone", arguments, rules, {})
+    if preprocessor is not None:
+        tokenizer, length = preprocessor.tokenizer, encoder.max_sequence_length
+        start = tokenizer.start_token_id if preprocessor.add_start_token else None
+        end = tokenizer.end_token_id
+        spec.tokenizer = TextTokenizer(tokenizer, length, start, end)
+    return spec
 
 
 def _classifier_arguments(classifier, encoder):

@@ -101,6 +101,24 @@ class Matrix(Vector):
 
 
 @dataclass(frozen=True)
+class TransposedMatrix(Matrix):
+    """A kernel (inputs, outputs), as of GPT-2's `Conv1D`, or one of several."""
+
+    axis = 1
+
+    def shapes(self, target):
+        (outputs, inputs), *_ = super().shapes(target).values()
+        return {self.name: (inputs, outputs)}
+
+    def make(self, read, target):
+        kernels = np.split(read(self.name), self.parts, axis=self.axis)
+        return kernels[self.part].reshape(target)
+
+    def tensor(self, value):
+        return super().tensor(value).T
+
+
+@dataclass(frozen=True)
 class ExpertMatrix(Matrix):
     """A PyTorch kernel to experts in another order; `square` also from experts.
 
@@ -280,7 +298,7 @@ def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict
             f"Expected a model with the weights of {library}; received: a model with "
             f"more or fewer of them, such as {different[0]!r}"
         )
-    parts = {}
+    parts, axes = {}, {}
     for path, value in values.items():
         rule = rules[path]
         if isinstance(rule, Filled):
@@ -297,8 +315,11 @@ def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict
             tensors = {name: rule.tensor(value)}
         for name, tensor in tensors.items():
             parts.setdefault(name, {})[getattr(rule, "part", 0)] = tensor
+            axes[name] = getattr(rule, "axis", 0)
     return {
-        name: np.ascontiguousarray(np.concatenate([pieces[i] for i in sorted(pieces)]))
+        name: np.ascontiguousarray(
+            np.concatenate([pieces[i] for i in sorted(pieces)], axis=axes[name])
+        )
         for name, pieces in parts.items()
     }
 

@@ -23,10 +23,11 @@ class ConversionSpec:
         backbone: class name.
         arguments: arguments of the backbone.
         rules: dict from weight path to rule.
-        task_arguments: arguments of the classifier; None without a head.
+        task_arguments: arguments of the task; None for a backbone.
         ignored: dict from unused tensors to the reason.
         notes: remarks for the user.
         preprocessing: arguments of `ImagePreprocessor` without the image shape.
+        tokenizer: `TextTokenizer` of an image-text or a language model, if known.
     """
 
     scheme: str
@@ -37,13 +38,17 @@ class ConversionSpec:
     ignored: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     preprocessing: dict | None = None
+    tokenizer: Any = None
 
-    def preprocessor(self) -> ImagePreprocessor | None:
-        """Returns the source's image preprocessor, or None if unknown."""
-        if self.preprocessing is None:
-            return None
-        image = self.arguments.get("image", self.arguments)
-        return ImagePreprocessor(image["image_shape"], **self.preprocessing)
+    def preprocessors(self) -> dict:
+        """Returns a task's arguments with the source's preprocessing, if known."""
+        images = None
+        if self.preprocessing is not None:
+            shape = self.arguments.get("image", self.arguments)["image_shape"]
+            images = ImagePreprocessor(shape, **self.preprocessing)
+        if "image" in self.arguments:
+            return {"preprocessor": self.tokenizer, "image_preprocessor": images}
+        return {"preprocessor": images or self.tokenizer}
 
 
 # Sizes that follow from names and shapes
@@ -251,6 +256,7 @@ def pair_spec(
             **shared,
         },
         rules,
+        task_arguments={},
         ignored={name: reason for name, reason in left.items() if name not in used},
         notes=tuple(dict.fromkeys((*image.notes, *text.notes))),
         preprocessing=image.preprocessing,

@@ -9,7 +9,13 @@ from safetensors.numpy import save
 
 from keras_moe.checks import check_one_of
 from keras_moe.files import staged_folder, write_bytes, write_json
-from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
+from keras_moe.models.conversion import (
+    _dinov2,
+    _gpt2,
+    _moepp,
+    _openclip,
+    _transformers,
+)
 from keras_moe.models.conversion._configs import CLIP_IMAGES
 from keras_moe.models.conversion._rules import Normalization
 from keras_moe.models.conversion._spec import ACTIVATIONS
@@ -17,6 +23,8 @@ from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
 
 def _transformers_files(model):
+    if model.is_decoder:
+        return _gpt2.gpt2_files(model)
     images_only = model.towers.keys() == {"image"}
     if images_only and model.towers["image"].config["layer_scale_initial_value"]:
         return _dinov2.dinov2_files(model)
@@ -46,10 +54,12 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     """Writes a model so that transformers, OpenCLIP or MoE++'s code can load it.
 
     `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
-    `ViTBackbone` with LayerScale as `Dinov2Model`; `open_clip` can load image-text
+    `ViTBackbone` with LayerScale as `Dinov2Model`, and a dense `DecoderBackbone` with
+    GPT-2's parts as `GPT2LMHeadModel`; `open_clip` can load image-text
     models with its own image towers; `moe_plus_plus`, the released code of MoE++'s
     language models, a `DecoderBackbone` with its kind of experts. Weights are float32,
-    in `.safetensors` files of up to 5 GB with a config. The tokenizer is not exported.
+    in `.safetensors` files of up to 5 GB with a config. Only GPT-2's tokenizer is
+    exported.
 
     Converted weights round-trip bit for bit. The exception is CLIP's image
     normalisation, which is folded into the patch embedding: kernels that were half
@@ -89,11 +99,13 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     check_one_of("library", library, tuple(_FORMATS))
     files_of, weights_name, config_name = _FORMATS[library]
     exported = ExportedModel.of(model)
-    is_decoder = "positions" in getattr(exported.towers.get("text"), "config", {})
-    if is_decoder != (library == "moe_plus_plus"):
+    libraries = ("open_clip", "transformers")
+    if exported.is_decoder:
+        libraries = ("moe_plus_plus", "transformers")
+    if library not in libraries:
         raise ValueError(
-            "Expected library='moe_plus_plus' for a DecoderBackbone and for no other "
-            f"model; received: library={library!r} for {type(model).__name__}"
+            f"Expected library to be one of {libraries} for {type(model).__name__}; "
+            f"received: library={library!r}"
         )
     tensors, files = files_of(exported)
     shards = _shards(tensors, weights_name)
@@ -115,7 +127,10 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
         for name, part in shards.items():
             write_bytes(staging / name, save(part, {"format": "pt"}))
         for name, content in files.items():
-            write_json(staging / name, content)
+            if isinstance(content, str):
+                write_bytes(staging / name, content.encode())
+            else:
+                write_json(staging / name, content)
 
 
 def _shards(tensors, weights_name):
@@ -231,6 +246,11 @@ class ExportedModel(NamedTuple):
     logits: dict[str, np.ndarray]
     preprocessor: Any = None
 
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is a language model."""
+        return "positions" in getattr(self.towers.get("text"), "config", {})
+
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
         """Splits a model into its towers."""
@@ -249,7 +269,8 @@ class ExportedModel(NamedTuple):
             towers = _pair_towers(config, values, preprocessor)
             return cls(towers, _below(values, "logit_scale/"), preprocessor)
         if names & texts:
-            return cls({"text": ExportedTower(config, values)}, {})
+            tokenizer = getattr(model, "preprocessor", None)
+            return cls({"text": ExportedTower(config, values)}, {}, tokenizer)
         pooling = size = None
         if model is not backbone:
             head = model.get_config()

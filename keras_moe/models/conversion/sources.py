@@ -11,7 +11,14 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.models.conversion import _dinov2, _moepp, _openclip, _transformers
+from keras_moe.models.byte_pairs import TOKENIZER_FILES
+from keras_moe.models.conversion import (
+    _dinov2,
+    _gpt2,
+    _moepp,
+    _openclip,
+    _transformers,
+)
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
 from keras_moe.models.conversion._keras_hub import CLASSES, WITH_PRESETS, keras_hub_spec
@@ -28,6 +35,7 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
+from keras_moe.models.text_tokenizer import GPT2_FILES, TextTokenizer
 
 # Public buckets are also available here.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
@@ -85,27 +93,40 @@ def open_source(
     else:
         file, config = open_folder(text)
         name = text
+    folder = text if kind == "folder" else os.path.dirname(text)
     try:
         spec = (
             google_spec(file, name, overrides, tower)
             or timm_spec(file, config, overrides)
             or _dinov2.dinov2_spec(file, config, overrides)
             or _moepp.moepp_spec(file, config, overrides)
-            or _clip_spec(file, config, overrides, tower)
+            or _gpt2.gpt2_spec(file, config, overrides)
+            or _clip_spec(file, config, overrides, tower, folder)
         )
         if spec is None:
             raise ValueError(
                 "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP, "
-                f"SigLIP, DINOv2 or MoE++; received: {len(file)} tensors such as "
-                f"{sorted(file)[:3]} in {file.path}"
+                f"SigLIP, DINOv2, MoE++ or GPT-2; received: {len(file)} tensors such "
+                f"as {sorted(file)[:3]} in {file.path}"
             )
+        if kind == "folder" and spec.scheme.startswith("GPT-2"):
+            spec.tokenizer = _gpt2_tokenizer(text, spec)
     except BaseException:
         file.close()
         raise
     return file, spec
 
 
-def _clip_spec(file, config, overrides, tower):
+def _gpt2_tokenizer(folder, spec):
+    """Returns the tokenizer in a folder of GPT-2, or None with a note."""
+    if all(_has(folder, name) for name in GPT2_FILES):
+        files = [get_file(folder, name) for name in GPT2_FILES]
+        return TextTokenizer.gpt2(*files, max_length=spec.arguments["max_length"])
+    spec.notes += (f"no tokenizer: {' and '.join(GPT2_FILES)} are missing",)
+    return None
+
+
+def _clip_spec(file, config, overrides, tower, folder):
     """Returns the spec of a CLIP or SigLIP, or one tower; None for other names."""
     towers = _transformers.transformers_towers(file) | _openclip.openclip_towers(file)
     if not towers:
@@ -126,7 +147,22 @@ def _clip_spec(file, config, overrides, tower):
         name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
         for name, make_spec in towers.items()
     }
-    return pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+    spec = pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+    text, openclip = spec.arguments["text"], config.get("model_cfg", config)
+    # Texts of SigLIP are not causal; some of OpenCLIP's have another tokenizer.
+    is_clip = "hf_tokenizer_name" not in openclip.get("text_cfg", {})
+    if is_clip and text.get("causal", True):
+        spec.tokenizer = _tokenizer(folder, text["max_length"])
+    return spec
+
+
+def _tokenizer(folder, max_length):
+    """Returns the tokenizer in a CLIP's folder or repository, or None."""
+    for names in TOKENIZER_FILES:
+        if all(_has(folder, name) for name in names):
+            paths = [get_file(folder, name) for name in names]
+            return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
+    return None
 
 
 def _missing_tower(tower, config):
@@ -198,6 +234,7 @@ def _folder_kind(folder):
         *_transformers.MODEL_TYPES,
         *_dinov2.MODEL_TYPES,
         *_moepp.MODEL_TYPES,
+        *_gpt2.MODEL_TYPES,
     )
     if {"vision_config", "architecture"} & config.keys():
         return "folder"
@@ -277,6 +314,9 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     task = _json(source, "task.json")
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
+    kind = str(_json(source, "config.json").get("registered_name", ""))
+    if kind.endswith(">GPT2Backbone") and _has(source, "tokenizer.json"):
+        cls = keras_hub.models.GPT2CausalLM
     return cls.from_preset(source, load_weights=load_weights)
 
 

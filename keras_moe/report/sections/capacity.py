@@ -14,7 +14,8 @@ _EDGES = np.linspace(0.0, 3.0, 25)
 _GATES = np.linspace(0.0, 1.0, 21)
 # Types of tokens, in the order of the counts below.
 _TYPES = ("image patches", "class token", "text tokens")
-_MANY_DROPS = 0.1
+# Shares of choices: from one on there is a notice, which advises to get below another.
+_MANY_DROPS, _FEW_DROPS = 0.1, 0.05
 _FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 _MOST_LAYERS = 4
 _TILE, _BYTES = 56, 90_000
@@ -139,23 +140,47 @@ class Priorities(section.Section):
         return section.SectionContent(body, {"layers": data}, self._findings())
 
     def _findings(self):
-        findings, worst = [], 0.0
+        """One finding for all layers that drop many choices at one capacity."""
+        worst, layers = 0.0, {}
         for layer, counts in zip(self.layers, self.counts):
             choices, cut, tokens, dropped = counts.totals.sum(axis=0)
             share = cut / max(choices, 1)
             worst = max(worst, share)
             if share > _MANY_DROPS:
-                text = (
-                    f"{layer.name}: at the training capacity, {share:.0%} of the "
-                    f"tokens' choices would be dropped and {dropped / tokens:.0%} of "
-                    "the tokens would get no expert: raise capacity_factor."
-                )
-                findings.append(section.Finding("notice", text))
+                row = (layer, share, dropped / max(tokens, 1), _needed(layer, counts))
+                layers.setdefault(layer.capacity_factor, []).append(row)
+        if not layers:
+            text = (
+                f"At the training capacity, at most {worst:.1%} of routing choices "
+                "would be dropped in any layer."
+            )
+            return [section.Finding("good", text)]
+        return [
+            section.Finding("notice", self._advice(factor, rows))
+            for factor, rows in layers.items()
+        ]
+
+    def _advice(self, factor, rows):
+        own, shares, unserved, needed = zip(*rows)
+        limited = {
+            block.block
+            for block in self.model.blocks.values()
+            if block.capacity_factor is not None
+        }
+        where = f"with capacity_factor={factor:g}" if factor else "with its capacity"
         text = (
-            f"At the training capacity, at most {worst:.1%} of the tokens' choices "
-            "would be dropped in any layer."
+            f"{', '.join(layer.name for layer in own)}: {where}, as in training, "
+            f"{_range(shares)} of routing choices would be dropped and "
+            f"{_range(unserved)} of tokens would reach no expert. "
         )
-        return findings or [section.Finding("good", text)]
+        if not factor:
+            return f"{text}Train with a larger capacity."
+        value, most = max(needed), _EDGES[-1] * factor
+        enough = f"={value:g}" if value <= most else f" above {most:g}"
+        text += f"Train with capacity_factor{enough} to drop less than {_FEW_DROPS:.0%}"
+        if limited.isdisjoint(layer.name for layer in own):
+            text += ", or ignore it at inference, where nothing is dropped"
+        return f"{text}."
 
     def _figures(self, names, present, types):
         queues = [counts.queues[present] for counts in self.counts]
@@ -220,6 +245,24 @@ class Priorities(section.Section):
                 "priorities_positions",
             )
         ]
+
+
+def _needed(layer, counts):
+    """The capacity factor that drops few choices, by their positions in the queues."""
+    if not layer.capacity_factor:
+        return 0.0
+    queues = counts.queues.sum(axis=0)
+    # By the upper edge of each position: the choices after it.
+    after = 1.0 - np.cumsum(queues) / max(queues.sum(), 1)
+    enough = np.flatnonzero(after[:-1] < _FEW_DROPS)
+    edge = _EDGES[1 + enough[0]] if len(enough) else 2 * _EDGES[-1]
+    # Up to the next twentieth.
+    return float(np.ceil(edge * layer.capacity_factor * 20 - 1e-6) / 20)
+
+
+def _range(shares):
+    texts = [f"{share:.0%}" for share in (min(shares), max(shares))]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def _row(layer, counts, token_type):

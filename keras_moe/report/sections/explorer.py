@@ -179,6 +179,8 @@ class Explorer(Section):
     def _example_maps(self, number, example, name):
         image, grid = example.picture(number), self.model.grid
         rows, chips = Markup(""), Markup("")
+        if example.image is not None:
+            rows += _markup.plain_map(grid, image)
         layers = list(self._layers.items())
         chosen = [layers[index] for index in evenly_spaced(len(layers), _LAYERS)]
         for layer, keys in chosen:

@@ -168,7 +168,7 @@ class Loads(section.LayerSection):
         body = self._maps(layers) if len(layers) > 1 else []
         body += [self._bars(name, layers[name]) for name in shown]
         body.append(
-            f"Figures show {len(shown)} of {len(layers)} layers. An orange line is an "
+            f"Figures show {len(shown)} of {len(layers)} layers. A solid line is an "
             "expert's capacity. If inference limits it, hatched tokens are dropped; "
             "otherwise it is the capacity of training, and inference serves all tokens."
         )

@@ -4,15 +4,17 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.report import section
-from keras_moe.report._markup import patch_tile, sprite_figure
+from keras_moe.report._figures import draw_patches
+from keras_moe.report._markup import COLOURS, patch_tile, sheet_of, sprite_figure
 from keras_moe.report.model import IMAGE, TEXT
 
 _MOST_LAYERS, _MOST_EXPERTS = 6, 32
 _TILE, _BYTES = 40, 150_000
-_MOST_CONTEXTS = 4
+_MOST_CONTEXTS, _MOST_IN_FRONT = 4, 16
 
 
 class BestPatches:
@@ -181,19 +183,33 @@ class TopTokens(section.Section):
             x.key: BestPatches(model.grid, options.top) for x in self.images
         }
         self.words = {block.key: BestWords(options.top) for block in self.texts}
+        # The start and the end of texts, which are no words.
+        tokenizer = getattr(model.keras_model, "preprocessor", None)
+        ids = (getattr(tokenizer, name, None) for name in ("start_id", "end_id"))
+        self._special = {
+            tokenizer.tokenizer.id_to_token(id) for id in ids if id is not None
+        }
 
     @classmethod
     def fits(cls, model):
         return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
 
     def update(self, batch):
+        words = batch.words and [
+            [self._word(word) for word in row] for row in batch.words
+        ]
         for block in self.images:
             weights = _weights(batch.routing[block.key], block)
             self.patches[block.key].update(weights, batch.images, batch.start)
         for block in self.texts:
             weights = _weights(batch.routing[block.key], block)
             mask = batch.mask_of(block)
-            self.words[block.key].update(weights, batch.words, mask)
+            self.words[block.key].update(weights, words, mask)
+
+    def _word(self, token):
+        """A token; empty if it is special or punctuation."""
+        is_word = token not in self._special and any(map(str.isalnum, token))
+        return token if is_word else ""
 
     def finish(self):
         body, data = [], {}
@@ -208,9 +224,21 @@ class TopTokens(section.Section):
         for block in self.texts:
             best = self.words[block.key]
             if best.experts is not None:
-                table, data[block.key] = _word_table(block, best)
-                body.append(table)
+                cards, data[block.key] = _word_cards(block, best)
+                body += cards
         return section.SectionContent(body, data) if body else section.NO_TOKENS
+
+    def front(self):
+        """A drawing of what experts of the last layer with images look at, if any."""
+        layers = [x for x in self.images if self.patches[x.key].tiles is not None]
+        if not layers:
+            return None
+        block, best = layers[-1], self.patches[layers[-1].key]
+        experts = best.experts[:_MOST_IN_FRONT]
+        names = [f"expert {block.expert_name(expert)}" for expert in experts]
+        sheet = sheet_of(best.tiles[: len(experts)])
+        title = f"{block.short_key}: patches of largest weight"
+        return draw_patches(sheet, names, title)
 
     def _sprite(self, block, best):
         names = [block.expert_name(expert) for expert in best.experts]
@@ -244,19 +272,25 @@ def _weights(record, block):
     return np.where(record.dispatched > 0, record.combined, 0.0)
 
 
-def _word_table(block, best):
-    """The table of an expert's words, and its data."""
-    rows, data = [], []
+def _word_cards(block, best):
+    """A card with each expert's words, and the data."""
+    cards, data = Markup(""), []
     for row, expert in enumerate(best.experts):
         heaviest, lifted = best.by_weight(row), best.by_lift(row)
         contexts = [f"{word.context} {word.score:.2f}" for word in heaviest]
-        columns = (
-            [word.word for word in heaviest],
-            contexts[:_MOST_CONTEXTS],
-            [f"{word.word} {word.score:.1f}x ({word.count})" for word in lifted],
+        lifts = [f"{word.word} {word.score:.1f}x" for word in lifted]
+        cards += Markup(
+            '<article class="c{}"><h4>Expert {}</h4><p>{}</p>{}{}</article>'
+        ).format(
+            int(expert) % COLOURS,
+            block.expert_name(expert),
+            " · ".join(word.word for word in heaviest) or "no word",
+            _line("<p>More often than others: {}</p>", lifts),
+            _line(
+                "<details><summary>In captions</summary>{}</details>",
+                contexts[:_MOST_CONTEXTS],
+            ),
         )
-        cells = [" · ".join(texts) or None for texts in columns]
-        rows.append([block.expert_name(expert), *cells])
         data.append(
             {
                 "expert": int(expert),
@@ -264,10 +298,14 @@ def _word_table(block, best):
                 "by_lift": [word._asdict() for word in lifted],
             }
         )
-    head = ["expert", "words by weight", "in context", "words by lift"]
-    caption = (
-        f"{block.key}: the words of largest weight, the same in their texts, and "
-        "the words that an expert gets more often than the others do, with the factor "
-        "and the number"
+    text = (
+        f"{block.key}: each expert's words of largest weight, the words that it gets "
+        "more often than the other experts do, by what factor, and the first words in "
+        "their captions. Punctuation is left out."
     )
-    return section.Table(head, rows, caption), data
+    cards = Markup('<div class="words">{}</div>').format(cards)
+    return [text, section.Html(cards)], data
+
+
+def _line(template, texts):
+    return Markup(template).format(" · ".join(texts)) if texts else ""

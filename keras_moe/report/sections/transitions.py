@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure
+from keras_moe.analysis.plots.figure import EXPERT_COLOURS, GREY, new_figure
 from keras_moe.analysis.tokens import flow_statistics, token_flows
 from keras_moe.report.model import shortened
 from keras_moe.report.section import NO_TOKENS, Figure, Section, SectionContent, Table
@@ -20,8 +20,8 @@ _WIDTH = 3.6
 _BAR = 0.15
 # Not pure black or white, which a page replaces by its own colours.
 _DARK, _LIGHT = "#101010", "#fefefe"
-_INKS = (_LIGHT, _DARK, _LIGHT, _DARK, _DARK, _LIGHT, _LIGHT)
-_INK = dict(zip((*COLOURS, GREY), _INKS))
+_INKS = (_LIGHT, _DARK, _LIGHT, _DARK, _DARK, _LIGHT, _DARK, _DARK, _LIGHT)
+_INK = dict(zip((*EXPERT_COLOURS, GREY), _INKS))
 
 
 class ExpertTransitions(Section):
@@ -273,7 +273,9 @@ def draw_flows(flows: MainFlows, names: list[str]) -> Any:
 
 def _colour(name):
     """The colour of an expert; neighbours in number differ."""
-    return GREY if name in (REST, UNSERVED) else COLOURS[int(name) % len(COLOURS)]
+    if name in (REST, UNSERVED):
+        return GREY
+    return EXPERT_COLOURS[int(name) % len(EXPERT_COLOURS)]
 
 
 def _draw_node(axis, column, bar, node, points):

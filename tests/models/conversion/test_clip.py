@@ -5,9 +5,11 @@ import json
 import keras
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from keras_moe import models
+from keras_moe.models import byte_pairs
 from tests import golden, published
 from tests.published import (
     HALF,
@@ -102,11 +104,54 @@ def test_other_dinov2s(tmp_path, name, word):
 def test_pairs_of_transformers(tmp_path, kind):
     reference = getattr(published, f"transformers_{kind}")()
     normalized = pixels(MEAN, STD) if kind == "clip" else pixels()
-    backbone, report = models.convert(saved(reference, tmp_path))
-    assert type(backbone).__name__ == "CLIPBackbone"
+    model, report = models.convert(saved(reference, tmp_path))
+    assert type(model).__name__ == "ContrastiveModel"
     assert report.ignored == {}
-    published.check_transformers_pair(backbone, reference, normalized)
-    assert "logit_bias" in backbone.logit_scale.parameters() or kind == "clip"
+    published.check_transformers_pair(model.backbone, reference, normalized)
+    assert "logit_bias" in model.backbone.logit_scale.parameters() or kind == "clip"
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", ["vocab.json", "tokenizer.json"])
+def test_a_photo_and_names_of_classes(tmp_path, kind):
+    """A folder as OpenAI's on the hub: logits of photo and texts by transformers."""
+    transformers = pytest.importorskip("transformers")
+    pairs = byte_pairs.trained_byte_pairs(["a photo of a cat", "a photo of a dog"], 530)
+    size = len(pairs.vocabulary)
+    sizes = {"vocab_size": size, "max_position_embeddings": 24}
+    reference = transformers_clip(end_of_text_id=size - 1, **sizes)
+    folder = saved(reference, tmp_path)
+    merges = [tuple(merge.split()) for merge in pairs.merges]
+    tokenizer = transformers.CLIPTokenizer(vocab=pairs.vocabulary, merges=merges)
+    if kind == "vocab.json":
+        (tmp_path / kind).write_text(json.dumps(pairs.vocabulary))
+        lines = ["#version: 0.2", *pairs.merges]
+        (tmp_path / "merges.txt").write_text("\n".join(lines))
+    else:
+        tokenizer.backend_tokenizer.save(str(tmp_path / kind))
+    processor = {
+        "image_mean": MEAN.tolist(), "image_std": STD.tolist(), "resample": 3,
+        "size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8},
+    }  # fmt: skip
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    photo = np.random.default_rng(0).integers(0, 255, (8, 11, 3), "uint8")
+    texts = [f"a photo of a {name}" for name in ("cat", "dog", "fox")]
+
+    clip = models.from_preset(folder)
+    received = clip.similarity(Image.fromarray(photo), texts)
+
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    # The centre of a photo as high as the model's images; nothing is resized.
+    pixels = (photo[:, 2:10] / 255 - MEAN) / STD
+    pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(pixel_values=pixels, **tokens).logits_per_image
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
+    clip.save_to_preset(tmp_path / "saved")
+    again = models.from_preset(tmp_path / "saved")
+    np.testing.assert_allclose(again.similarity(photo, texts), received, rtol=1e-5)
+    resized = models.from_preset(folder, image_shape=(16, 16, 3))
+    assert resized.encode_images(photo).shape == (1, 4)
 
 
 SCALED = {"ls_init_value": 0.1}
@@ -140,21 +185,22 @@ def test_pairs_of_open_clip(tmp_path, text, image, model):
         texts = reference.encode_text(token_ids)
         logits = reference.get_logits(normalized, token_ids)[0]
     folder = save_open_clip(reference, config, tmp_path)
-    check_pair(models.from_preset(folder), images, texts, logits, ids)
+    check_pair(models.from_preset(folder).backbone, images, texts, logits, ids)
     text = models.TextBackbone.from_preset(folder)
     np.testing.assert_allclose(texts_of(text, ids)["pooled"], texts, **TOLERANCE)
 
 
 def test_overrides_and_another_image_size(tmp_path):
     folder = saved(transformers_clip(), tmp_path)
-    backbone, report = models.convert(folder, image_shape=(16, 16, 3), seed=3)
+    model, report = models.convert(folder, image_shape=(16, 16, 3), seed=3)
+    backbone = model.backbone
     assert backbone.image_shape == (16, 16, 3)
     (positions,) = [
         x for x in report.weights if x.weight == "image/position_embedding/embedding"
     ]
     assert "resized from (2, 2) to (4, 4)" in positions.how
     other = models.convert(folder, text={"dropout_rate": 0.1})[0]
-    assert other.get_config()["text"]["dropout_rate"] == 0.1
+    assert other.backbone.get_config()["text"]["dropout_rate"] == 0.1
 
 
 # One tower
@@ -325,7 +371,7 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
     model, report = models.convert(folder, **overrides)
     if not is_map:
         assert report.ignored == {}
-        model = model.encoder("image")
+        model = model.backbone.encoder("image")
         expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     received = predict(model, arrays["inputs/images"])
     np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)

@@ -39,8 +39,8 @@ def check_equal(source, target):
 def test_pairs_of_transformers(tmp_path, kind):
     reference = getattr(published, f"transformers_{kind}")()
     half_precision_patches(reference).save_pretrained(tmp_path / "source")
-    backbone = models.from_preset(str(tmp_path / "source"))
-    models.export_weights(backbone, "transformers", tmp_path / "exported")
+    model = models.from_preset(str(tmp_path / "source"))
+    models.export_weights(model, "transformers", tmp_path / "exported")
     file = "model.safetensors"
     check_equal(tmp_path / "source" / file, tmp_path / "exported" / file)
     cls = type(reference)
@@ -52,7 +52,7 @@ def test_pairs_of_transformers(tmp_path, kind):
     content = json.loads((tmp_path / "exported/preprocessor_config.json").read_text())
     mean, std = np.array(content["image_mean"]), np.array(content["image_std"])
     assert mean.tolist() == (MEAN.tolist() if kind == "clip" else [0.5] * 3)
-    published.check_transformers_pair(backbone, loaded.eval(), pixels(mean, std))
+    published.check_transformers_pair(model.backbone, loaded.eval(), pixels(mean, std))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_vmoes_two_towers(tmp_path, case):
                 "num_selected_experts": moe["router"]["num_selected_experts"],
                 "examples_per_group": examples,
             }
-    backbone, report = models.convert(prefix, **overrides)
+    backbone, report = models.convert(prefix, task="backbone", **overrides)
     texts = arrays["inputs/texts"]
     outputs = backbone(
         {

@@ -103,7 +103,7 @@ def test_texts_of_siglip():
 @pytest.mark.parametrize("make", [hub_clip, hub_siglip])
 def test_pairs(make):
     hub = hub_randomized(make())
-    backbone = models.from_preset(hub)
+    backbone = models.from_preset(hub, task="backbone")
     outputs = backbone({"images": SQUARE, **TEXTS})
     both = outputs["image_embeddings"], outputs["text_embeddings"]
     expected = hub({"images": SQUARE, "token_ids": TOKENS})["vision_logits"]
