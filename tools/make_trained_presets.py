@@ -226,6 +226,12 @@ def card_of(
     path = PRESETS / f"{folder.name}.json"
     listed = json.loads(path.read_text(encoding="utf-8"))
     settings = {**recipe.settings(), **made_by}
+    shown = "The patches of largest weight of each expert, a row for each, in the last "
+    shown += "layer with experts of"
+    if recipe.objective.name == "next_token":
+        # Reports on texts have no patches.
+        shown = "A heat map of the load of each expert, a row for each layer with "
+        shown += "experts of"
     source, split = recipe.data.evaluated_source, recipe.data.test_split
     return models.ModelCard(
         name=recipe.name,
@@ -236,8 +242,7 @@ def card_of(
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[models.CardResult(**result) for result in listed["results"]],
         picture=picture,
-        picture_text="The patches of largest weight of each expert, a row for each, in "
-        f"the last layer with experts of {recipe.name}, on {source}, {split}",
+        picture_text=f"{shown} {recipe.name}, on {source}, {split}",
     )
 
 

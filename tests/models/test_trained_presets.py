@@ -153,7 +153,9 @@ def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
     assert f"| {licence} |" in row
     assert of_data in zoo
 
-    assert re.search(r"!\[The patches of largest weight [^]]+\]\(card\.png\)", page)
+    is_text = recipe.objective.name == "next_token"
+    shown = "A heat map of the load" if is_text else "The patches of largest weight"
+    assert re.search(rf"!\[{shown} [^]]+\]\(card\.png\)", page)
     with Image.open(picture) as image:
         assert image.format == "PNG"
         assert 200 < image.width <= make_trained_presets.WIDEST
