@@ -16,7 +16,7 @@ def test_a_model_of_texts_is_trained_measured_and_reported_on(program, tmp_path)
     status, output, errors = program(
         "train", "moepp_lm_python", "--data", source, "--output", run, "--set", *sizes,
         "--recipe-set", "schedule.epochs=1", "schedule.warmup_steps=0",
-        "data.batch_size=4", "data.test_split=test",
+        "data.batch_size=1", "data.test_split=test",
     )  # fmt: skip
     assert status == 0, errors
     results = json.loads((run / "results.json").read_text())
