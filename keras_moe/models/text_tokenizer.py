@@ -269,7 +269,10 @@ class TextTokenizer:
     def texts(self, rows: Any) -> list[str]:
         """Returns the texts of lists of ids, without special tokens."""
         special = (self.start_id, self.end_id)
-        return [self._joined([int(x) for x in row if x not in special]) for row in rows]
+        # A model may have more ids than its tokenizer.
+        known = range(self.vocabulary_size)
+        rows = [[int(x) for x in row if x not in special] for row in rows]
+        return [self._joined([x for x in row if x in known]) for row in rows]
 
     def _joined(self, ids):
         """The text of ids; KerasHub would join CLIP's words without spaces."""
