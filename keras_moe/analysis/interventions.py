@@ -254,8 +254,6 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
             f"block={block!r}, expert={expert}"
         )
     steered, vector = model.copy(), strength * centres[expert]
-    for name in _blocks(model):
-        moe_block(steered, name).steering = moe_block(model, name).steering
     target = moe_block(steered, block)
     offset = getattr(target.feed_forward_norm, "beta", None)
     if offset is not None:

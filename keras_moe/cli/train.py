@@ -171,9 +171,8 @@ def run(args: argparse.Namespace, console: Any) -> Result | None:
         # Pictures need an extra; the results are there without.
         console.print(f"no pictures: {error}")
     report = write_report(args, recipe, trained, test, folder, console)
-    if report and report.pictures:
-        card = dataclasses.replace(card, picture=report.pictures[0])
-        card.write(trained.model, folder / "preset", "preset")
+    if report:
+        add_picture(card, report.pictures, recipe, trained, folder)
     rows = {results["metric"]: f"{results['score']:.4f}"}
     if trained.linear_probe is not None:
         rows["linear probe"] = f"{trained.linear_probe:.4f} with the starting features"
@@ -460,6 +459,20 @@ def card_of(recipe: Any, trained: Any) -> Any:
         results=[score],
         picture_text="What each expert does with the test data",
     )
+
+
+def add_picture(
+    card: Any, pictures: list, recipe: Any, trained: Any, folder: Path
+) -> None:
+    """Puts the report's first picture on the card of a saved preset."""
+    from keras_moe.report.writing import FRONT
+
+    credit = keras_moe.data.credit(recipe.data.evaluated_source) or ""
+    # Pieces of the user's own photos are not for a page that may be published.
+    shown = [x for x in pictures if credit or Path(x).name != FRONT]
+    if shown:
+        card = dataclasses.replace(card, picture=shown[0], attribution=credit)
+        card.write(trained.model, folder / "preset", "preset")
 
 
 def results_of(recipe: Any, trained: Any, folder: Path) -> dict:

@@ -8,11 +8,11 @@ sentences. Copyright Python Software Foundation, PSF-2.0.
 import ast
 import functools
 import importlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from keras_moe.data._files import files_below
 from keras_moe.data._texts import of_split
 
 # Folders that are no documentation: tests, and what others installed.
@@ -30,10 +30,8 @@ def _documents():
     """Names of packages and texts, which are kept: parsing takes seconds."""
     documents = []
     root = Path(sysconfig.get_paths()["stdlib"])
-    for file in files_below(root, root):
+    for file in _sources(root):
         name = file.relative_to(root)
-        if file.suffix != ".py" or _OTHERS.intersection(name.parts):
-            continue
         try:
             tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):
@@ -47,3 +45,12 @@ def _documents():
     topics = importlib.import_module("pydoc_data.topics").topics
     # Topics repeat parts of each other.
     return documents + [("lib/pydoc_data", topics[x]) for x in sorted(topics)]
+
+
+def _sources(root):
+    """The library's own modules; distributions link others into its folder."""
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [x for x in folders if x not in _OTHERS and not x.startswith(".")]
+        paths += [Path(folder, x) for x in files if x.endswith(".py")]
+    return sorted(path for path in paths if not path.is_symlink())

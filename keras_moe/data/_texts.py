@@ -11,6 +11,7 @@ Without such folders, a tenth of the documents, drawn by their contents, is the 
 import glob
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,11 @@ def open_texts(path: str, split: str, data_dir: str | None = None) -> Iterator[s
     if root.is_dir():
         files = files_below(root, root)
     else:
-        files = [Path(x) for x in sorted(glob.glob(path)) if os.path.isfile(x)]
+        files = [
+            Path(x)
+            for x in sorted(glob.glob(path, recursive=True))
+            if os.path.isfile(x)
+        ]
     yield from of_split(((text, text) for text in _documents(files, path)), split)
 
 
@@ -65,10 +70,13 @@ def record_texts(
 
 
 def _documents(files, place):
-    found = False
+    found, others = False, []
     for file in files:
-        if file.suffix in (*_PLAIN, _LINES):
-            texts = _lines(file) if file.suffix == _LINES else [_read(file)]
+        suffix = file.suffix.lower()
+        if suffix not in (*_PLAIN, _LINES):
+            others.append(file)
+        else:
+            texts = _lines(file) if suffix == _LINES else [_read(file)]
             for text in texts:
                 # Empty documents, such as `__init__.py`, have no tokens.
                 if text.strip():
@@ -79,11 +87,18 @@ def _documents(files, place):
             f"Expected texts ({', '.join(_PLAIN)}, {_LINES}) in {place}; "
             f"received: {len(files)} files without any"
         )
+    if others:
+        warnings.warn(
+            f"{len(others)} files in {place} are not among its texts, such as "
+            f"{others[0]}: texts are {', '.join(_PLAIN)} and {_LINES}",
+            stacklevel=2,
+        )
 
 
 def _read(file):
     try:
-        return file.read_text(encoding="utf-8")
+        # The mark that some editors put first is no text.
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"Expected text in UTF-8; received: {file}: {error}"
@@ -91,7 +106,7 @@ def _read(file):
 
 
 def _lines(file):
-    for number, line in enumerate(_read(file).splitlines(), start=1):
+    for number, line in enumerate(_read(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:

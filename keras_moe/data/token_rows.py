@@ -97,6 +97,14 @@ def _in_memory(rows, name):
             "Expected rows as a dict of arrays of one length; received: "
             f"{ {key: array.shape for key, array in arrays.items()} }"
         )
+    for key, array in arrays.items():
+        if array.dtype.kind not in "biu" or (
+            array.size and not -(2**31) <= array.min() <= array.max() < 2**31
+        ):
+            raise ValueError(
+                f"Expected {key} to be integers of 32 bits; received: "
+                f"dtype={array.dtype}, up to {array.max(initial=0)}"
+            )
     tensors = {key: tf.constant(array) for key, array in arrays.items()}
     examples = IndexedExamples(
         len(next(iter(arrays.values()))),

@@ -63,18 +63,15 @@ def multiple_choice(
     """
     questions = [(question, list(choices)) for question, choices in questions]
     if not questions or not all(
-        isinstance(question, str) and choices and all(choices)
+        isinstance(question, str) and choices and all(x.strip() for x in choices)
         for question, choices in questions
     ):
         raise ValueError(
             "Expected (question, choices) with a text and at least one choice, none of "
             f"them empty; received: {questions[:1]}"
         )
-    if answers is not None and len(answers) != len(questions):
-        raise ValueError(
-            f"Expected an answer for each of {len(questions)} questions; received: "
-            f"{len(answers)}"
-        )
+    if answers is not None:
+        answers = _checked_answers(answers, questions)
     pairs = [(q, f" {choice}") for q, choices in questions for choice in choices]
     scores = [x for x, _ in continuation_log_likelihoods(model, pairs, batch_size)]
     ends = np.cumsum([len(choices) for _, choices in questions])[:-1]
@@ -84,8 +81,21 @@ def multiple_choice(
     normalized = np.array([(x / size).argmax() for x, size in zip(values, lengths)])
     shares = (None, None)
     if answers is not None:
-        shares = [float((x == np.asarray(answers)).mean()) for x in (own, normalized)]
+        shares = [float((x == answers).mean()) for x in (own, normalized)]
     return MultipleChoiceResult(values, own, normalized, *shares)
+
+
+def _checked_answers(answers, questions):
+    """The answers as an array of an index for each question."""
+    answers = np.asarray(answers)
+    sizes = np.array([len(choices) for _, choices in questions])
+    fits = answers.shape == sizes.shape and answers.dtype.kind in "iu"
+    if not fits or not ((answers >= 0) & (answers < sizes)).all():
+        raise ValueError(
+            f"Expected the index of a choice for each of {len(questions)} questions; "
+            f"received: answers={answers.tolist()!r:.200}"
+        )
+    return answers
 
 
 def continuation_log_likelihoods(
@@ -144,8 +154,13 @@ class _Scorer:
         continuation = context[len(kept) :] + continuation
         ids, before = self.ids(kept + continuation), self.ids(kept)
         count = max(len(ids) - len(before), 0)
+        if count > self.length:
+            raise ValueError(
+                f"Expected continuations of at most {self.length} tokens, as many as "
+                f"the model reads; received: {count} tokens, {continuation[:40]!r}..."
+            )
         # The first token of a cut sequence is not predicted.
-        return ids[-self.length - 1 :], min(count, self.length)
+        return ids[-self.length - 1 :], count
 
     def scores(self, sequences: Sequence[tuple[list[int], int]]):
         """The (log-likelihood, whether all are the likeliest) of each."""

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.compat import flatten_layers
 from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
 from keras_moe.routers.pruned import checked_kept
@@ -33,6 +34,10 @@ def copied(
         # Copy through an array: on JAX both variables would share one buffer.
         new_weight.assign(value(old_weight))
         new_weight.trainable = old_weight.trainable
+    for old_layer, new_layer in zip(*map(flatten_layers, (model, new))):
+        # Vectors of `analysis.steer_expert`, which the config does not include either.
+        if getattr(old_layer, "steering", None) is not None:
+            new_layer.steering = old_layer.steering
     preprocessor = getattr(model, "preprocessor", None)
     if hasattr(preprocessor, "load_preset_assets"):
         # The config does not include assets such as a vocabulary.

@@ -237,6 +237,12 @@ def _encoder_spec(model, decoder, names, weights, overrides):
     moe = updated_moe(None, overrides)
     if overrides["router"] != "mumoe":
         check_causal(moe)
+        if moe.gating_residual == "every_block":
+            raise ValueError(
+                "Expected gating_residual=True or False, since the first block of a "
+                "KerasHub model has no logits before it; received: "
+                "gating_residual='every_block'"
+            )
     backbone = getattr(model, "backbone", model)
     lengths = (
         getattr(getattr(model, "preprocessor", None), "sequence_length", None),

@@ -45,6 +45,10 @@ class CardResult(NamedTuple):
     split: str = "test"
 
 
+# Licences that the Hub does not know by name.
+_OTHER_LICENCES = ("psf-2.0",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Contents of a model card, in addition to architecture and costs.
@@ -162,7 +166,7 @@ class ModelCard:
         ]
         return ModelCardData(
             library_name="keras_moe",
-            license=self.license,
+            **_licence(self.license),
             base_model=self.base_model,
             pipeline_tag=kind,
             tags=["keras", *experts, *self.tags],
@@ -199,6 +203,13 @@ def write_card(
     ):
         return
     (card or ModelCard()).write(model, folder, target.name)
+
+
+def _licence(name):
+    """The entries of a licence, which the Hub may not have on its list."""
+    if name not in _OTHER_LICENCES:
+        return {"license": name}
+    return {"license": "other", "license_name": name, "license_link": "LICENSE"}
 
 
 def _usage(source):

@@ -88,7 +88,7 @@ class TokenizedObjective(Objective):
             )
         return tokenizer
 
-    def taken_from_data(self, model):
+    def taken_from_data(self, model, config):
         """Returns the digest of a byte-pair vocabulary, which may have been trained."""
         tokenizer = getattr(model.preprocessor, "tokenizer", None)
         merges = getattr(tokenizer, "merges", None)

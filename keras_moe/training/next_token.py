@@ -1,6 +1,7 @@
 """The objective of language models. Axes: B batch, N tokens."""
 
 import dataclasses
+import hashlib
 
 import numpy as np
 from keras import ops
@@ -87,6 +88,15 @@ class NextToken(TokenizedObjective):
     def loss_and_metrics(self, model, config):
         return "auto", [Perplexity()]
 
+    def taken_from_data(self, model, config):
+        """Adds a digest of the packed rows, which another document would move."""
+        digest = hashlib.sha256()
+        for (sources, _), (_, rows) in config.packed.items():
+            for source in sources or ():
+                digest.update(rows[source]["token_ids"])
+        found = super().taken_from_data(model, config)
+        return {**found, "rows_sha256": digest.hexdigest()}
+
 
 def _packed(model, source, split, data_dir):
     tokenizer = model.preprocessor
@@ -106,7 +116,7 @@ def _for_evaluation(rows, batch_size):
         name: np.concatenate([x, x[:1].repeat(missing, axis=0)]).astype("int32")
         for name, x in rows.items()
     }
+    # Padding counts neither for the loss nor for statistics of routers.
+    filled["padding_mask"][len(rows["token_ids"]) :] = 0
     targets = next_tokens(filled["token_ids"], filled["padding_mask"])
-    targets = np.array(ops.convert_to_numpy(targets))
-    targets[len(targets) - missing :] = -1
-    return {**filled, "targets": targets}
+    return {**filled, "targets": ops.convert_to_numpy(targets)}

@@ -120,8 +120,8 @@ class Objective(Section):
         """Returns what a linear probe of a new model's features scores, if wanted."""
         return None
 
-    def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """Returns digests of what `prepare` took from the data."""
+    def taken_from_data(self, model: keras.Model, config: DataConfig) -> dict[str, str]:
+        """Returns digests of what `prepare` and `datasets` took from the data."""
         return {}
 
     def datasets(

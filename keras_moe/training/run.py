@@ -255,7 +255,7 @@ class _Run:
                 }
                 for split, indices in zip(("train", "test"), left_out)
             }
-        return settings | recipe.objective.taken_from_data(self.model)
+        return settings | recipe.objective.taken_from_data(self.model, recipe.data)
 
 
 def _trained(run, checkpoint, callbacks, verbose) -> Training:

@@ -95,6 +95,9 @@ def test_tokens_are_steered_to_an_expert(preset):
         for x in (model, steered, back)
     ]
     np.testing.assert_array_equal(written[0], written[2])
+    # Other copies of it are steered, too.
+    copies = [records(x, rows)["block_1"].gates for x in (steered, steered.copy())]
+    np.testing.assert_array_equal(*copies)
     scores = [x.score(TEXTS) for x in (model, steered, back)]
     np.testing.assert_allclose(scores[0], scores[2], rtol=1e-4)
     assert np.abs(scores[1] - scores[0]).max() > 1e-3

@@ -1,11 +1,12 @@
 """Sources of texts, and batches of rows of token ids."""
 
+import collections
 import json
 
 import numpy as np
 import pytest
 
-from keras_moe.data import load_rows, load_texts, num_classes
+from keras_moe.data import _python_docs, load_rows, load_texts, num_classes
 from tests.pipelines import check_resumption
 
 tf = pytest.importorskip("tensorflow")
@@ -47,9 +48,49 @@ def test_a_folder_may_have_splits(tmp_path):
 def test_documentation_of_python_is_split_by_package():
     splits = {x: load_texts("python_docs", x) for x in ("train", "validation", "test")}
     sizes = {x: sum(map(len, texts)) for x, texts in splits.items()}
+    packages = collections.defaultdict(set)
+    for name, text in _python_docs._documents():
+        packages[name] |= {x for x, texts in splits.items() if text in texts}
+    assert all(len(found) == 1 for found in packages.values())
+    assert (
+        max(collections.Counter(x for x, _ in _python_docs._documents()).values()) > 9
+    )
     assert min(sizes.values()) > 50_000
     assert sizes["train"] > 0.7 * sum(sizes.values())
     assert any("JSON" in text for texts in splits.values() for text in texts)
+
+
+def test_links_out_of_python_s_library_are_left_out(tmp_path, monkeypatch):
+    """As Debian has them."""
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "other.py").write_text('"""Of a linked package."""')
+    for name in ("linked.py", "site-packages/linked.py"):
+        (tmp_path / "lib" / name).symlink_to(tmp_path / "other.py")
+    (tmp_path / "lib" / "own.py").write_text('"""Of the library."""')
+    monkeypatch.setattr(
+        _python_docs.sysconfig, "get_paths", lambda: {"stdlib": tmp_path / "lib"}
+    )
+    documents = _python_docs._documents.__wrapped__()
+    assert documents[0] == ("lib/own", "Of the library.")
+    assert not any("Of a linked package" in text for _, text in documents)
+
+
+def test_what_json_and_file_names_may_have(tmp_path):
+    texts = ["hello\u2028world", "a\x0cb"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    file = tmp_path / "deep" / "er" / "a.JSONL"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(lines), encoding="utf-8-sig")
+    (tmp_path / "page.html").write_text("no text")
+    with pytest.warns(UserWarning, match=r"1 files in .*page\.html"):
+        assert load_texts(f"text:{tmp_path}", "all") == tuple(texts)
+    assert load_texts(f"text:{tmp_path}/**/*.JSONL", "all") == tuple(texts)
+
+
+@pytest.mark.parametrize("ids", [[[0.7]], [[2**31]]])
+def test_ids_that_are_no_integers_of_32_bits(ids):
+    with pytest.raises(ValueError, match="token_ids to be integers of 32 bits"):
+        load_rows({"token_ids": np.array(ids)}, 1)
 
 
 def test_rows_go_on_anywhere():

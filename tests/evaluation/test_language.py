@@ -89,10 +89,16 @@ def test_choices_are_made_by_likelihood_and_by_length(model):
     assert result.choices[0] == 0
     assert result.normalized_choices[0] == np.argmax(first / [3, 14])
     assert result.accuracy == np.mean(result.choices == [1, 0])
-    with pytest.raises(ValueError, match="Expected an answer for each of 2 questions"):
+    with pytest.raises(ValueError, match="index of a choice for each of 2"):
         evaluation.multiple_choice(model, questions, answers=[1])
-    with pytest.raises(ValueError, match="at least one choice"):
-        evaluation.multiple_choice(model, [("the cat", [])])
+    for answers in ([[1], [0]], [2, 0], [-1, 0], [0.5, 0]):
+        with pytest.raises(ValueError, match="index of a choice for each of 2"):
+            evaluation.multiple_choice(model, questions, answers=answers)
+    for choices in ([], ["sat", "  "]):
+        with pytest.raises(ValueError, match="at least one choice"):
+            evaluation.multiple_choice(model, [("the cat", choices)])
+    with pytest.raises(ValueError, match="continuations of at most 12 tokens"):
+        evaluation.continuation_log_likelihoods(model, [("a", " cat sat" * 20)])
     with pytest.raises(ValueError, match="Expected a CausalLM with a tokenizer"):
         evaluation.multiple_choice(model.backbone, questions)
 

@@ -1,5 +1,7 @@
 """The objective of language models: its data, its tokenizer, and exact resumption."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,12 @@ def test_a_run_trains_and_goes_on_exactly(source, tmp_path):
     again = train(mine, checkpoint_dir=tmp_path / "ended", **options)
     assert again.history == whole.history
     assert_same_arrays(again, whole)
+    # Another document moves those after it, so that the run cannot go on.
+    folder = pathlib.Path(source.partition(":")[2])
+    (folder / "train" / "0.txt").write_text("the cat sat")
+    with pytest.raises(ValueError, match="rows_sha256"):
+        train(text_recipe(source), checkpoint_dir=tmp_path / "ended", **options)
+    (folder / "train" / "0.txt").unlink()
     # The tokenizer was trained on the training texts, and is saved with the model.
     whole.model.save_to_preset(tmp_path / "preset")
     saved = models.from_preset(str(tmp_path / "preset"))

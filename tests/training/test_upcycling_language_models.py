@@ -247,6 +247,8 @@ def test_bad_input():
     check(r"\['GPTNeoXDecoder', .*received: BloomDecoder in BloomBackbone", bloom)
     check("without a gate for router='mumoe'", llama, router="mumoe")
     check("Expected a token choice router, .*look ahead", llama, router="soft")
+    every = {"preset": "moepp", "gating_residual": "every_block"}
+    check("gating_residual=True or False.*'every_block'", llama, **every)
     check("no carry_optimizer", llama, carry_optimizer=True)
     check("no towers", llama, towers=("text",))
     check("num_layers=2", llama, moe_layers=[5])

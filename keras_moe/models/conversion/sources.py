@@ -161,7 +161,11 @@ def _tokenizer(folder, max_length):
     for names in TOKENIZER_FILES:
         if all(_has(folder, name) for name in names):
             paths = [get_file(folder, name) for name in names]
-            return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
+            try:
+                return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
+            except ValueError:
+                # Some CLIPs have a tokenizer of another kind.
+                return None
     return None
 
 
