@@ -16,6 +16,7 @@ from keras_moe.models import ContrastiveModel
 from keras_moe.training import (
     Contrastive,
     MultiLabel,
+    NextToken,
     cooldown_branch,
     list_recipes,
     load_recipe,
@@ -159,16 +160,21 @@ def test_shipped_recipes_make_models(name):
     preset, arguments = actual.model.preset, actual.model.overrides
     if "://" in preset or name in PAIRS:
         return
-    assert models.describe(preset, num_classes=10, **arguments).parameters
-    model = actual.abstract_model(num_classes=10)
+    classes = None if isinstance(actual.objective, NextToken) else 10
+    assert models.describe(preset, num_classes=classes, **arguments).parameters
+    model = actual.abstract_model(num_classes=classes)
     if not actual.optimizer.groups:
         return
     # Kernels decay, biases and norms do not.
-    paths = [weight.path for weight in model.trainable_variables]
+    shapes = {weight.path: weight.shape for weight in model.trainable_variables}
+    paths = [*shapes]
     for path, factors in zip(
         paths, group_factors(actual.optimizer.groups, paths), strict=True
     ):
         decays = path.endswith(("kernel", "router/scale"))
+        if name == "mumoe_gpt2":
+            # As in nanoGPT: all matrices, embeddings included. Biases are by head here.
+            decays = len(shapes[path]) > 1 and not path.endswith("bias")
         head = name == "soft_moe_s16_jft" and path == "predictions/kernel"
         assert factors.weight_decay == (100.0 if head else float(decays)), path
 
