@@ -187,8 +187,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         if isinstance(x, list):
             padding_id = getattr(self.preprocessor, "padding_id", 0)
             x = pack(x, self.max_length, padding_id)
-        elif is_id_array(x):
-            x = padded_rows(x, x.shape[1])
+        x = self._rows(x)
         if not isinstance(x, dict) or TARGETS in x:
             return x
         self.backbone._check_inputs(x)

@@ -11,6 +11,7 @@ from keras import ops
 
 import keras_moe
 from keras_moe import compat, models, training
+from keras_moe.models.conversion._gpt2 import GPT2
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import (
     IDS,
@@ -44,10 +45,7 @@ def gpt2(**kwargs):
         mlp_dim=12,
         seed=0,
         **{
-            "positions": "learned",
-            "norm": "layer",
-            "use_bias": True,
-            "gated_mlp": False,
+            **GPT2,
             "tied_embeddings": True,
             "activation": "gelu_tanh",
             **kwargs,

@@ -265,12 +265,7 @@ def _gpt2_spec(encoder, preprocessor):
         rules.update(_block(f"block_{i}", f"transformer_layer_{i}", _GPT2_BLOCK))
     arguments = {
         **GPT2,
-        "vocabulary_size": encoder.vocabulary_size,
-        "max_length": encoder.max_sequence_length,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
+        **_text_sizes(encoder),
         "activation": "gelu_tanh",
         "layer_norm_epsilon": 1e-5,
         "tied_embeddings": True,
@@ -284,6 +279,18 @@ def _gpt2_spec(encoder, preprocessor):
         end = tokenizer.end_token_id
         spec.tokenizer = TextTokenizer(tokenizer, length, start, end)
     return spec
+
+
+def _text_sizes(encoder):
+    """Sizes of a text tower, under our names."""
+    return {
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": encoder.max_sequence_length,
+        "hidden_dim": encoder.hidden_dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": encoder.num_heads,
+        "mlp_dim": encoder.intermediate_dim,
+    }
 
 
 def _classifier_arguments(classifier, encoder):
@@ -365,12 +372,7 @@ def _text_spec(encoder, clip):
         **_encoder_blocks(encoder, is_clip),
     }
     arguments = {
-        "vocabulary_size": encoder.vocabulary_size,
-        "max_length": encoder.max_sequence_length,
-        "hidden_dim": encoder.hidden_dim,
-        "num_layers": encoder.num_layers,
-        "num_heads": encoder.num_heads,
-        "mlp_dim": encoder.intermediate_dim,
+        **_text_sizes(encoder),
         "activation": _activation(encoder),
         "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
     }
