@@ -162,7 +162,7 @@ def of_arrays(function, *arguments, **others):
         (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
         (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
         (lambda own: prune_experts(own.expert_choice, {"block_0": [0]}), "ExpertCho"),
-        (lambda own: prune_experts(own.typed, {"block_0": [0, 1]}), "PathwayAware"),
+        (lambda own: prune_experts(own.typed, {"block_0": [3, 4]}), "an FFN expert"),
         (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "pruned with m"),
         (
             lambda own: prune_experts(
