@@ -19,7 +19,12 @@ from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
-from keras_moe.ops.nn import attend, has_float16_attention, has_own_attention
+from keras_moe.ops.nn import (
+    attend,
+    has_float16_attention,
+    has_own_attention,
+    record_attention,
+)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -164,6 +169,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         if self.query_key_norm:
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
+        scale = 1.0 / math.sqrt(self.key_dim)
+        record_attention(query, key, scale, attention_mask)
         attends_directly = (
             has_own_attention(query)
             and self.dropout == 0.0
@@ -174,7 +181,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         if attends_directly:
             if attention_mask is not None:
                 attention_mask = ops.expand_dims(attention_mask, 1)
-            scale = 1.0 / math.sqrt(self.key_dim)
             return attend(query, key, value, scale, attention_mask), None
         if self.compute_dtype == "float16" and not has_float16_attention():
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
