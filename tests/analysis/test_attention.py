@@ -36,8 +36,9 @@ def attention(layer, queries, keys):
     projected = []
     for name, tokens in (("query", queries), ("key", keys)):
         dense = getattr(layer, f"{name}_dense")
-        x = np.einsum("bnd,dhk->bhnk", tokens, numpy(dense.kernel)) + (
-            numpy(dense.bias)[:, None]
+        x = (
+            np.einsum("bnd,dhk->bhnk", tokens, numpy(dense.kernel))
+            + (numpy(dense.bias)[:, None])
         )
         if layer.query_key_norm:
             x = normed(x, getattr(layer, f"{name}_norm"))
@@ -83,7 +84,7 @@ def rows_of(pooling, count, pooler=None, tokens=None):
 
 @pytest.mark.every_backend
 @pytest.mark.parametrize(
-    "pooling, fields",
+    ("pooling", "fields"),
     [
         ("class_token", {"query_key_norm": True}),
         ("patch_average", {}),
@@ -185,16 +186,3 @@ def test_masked_tokens_have_no_attention():
     (weights,) = map(keras.ops.convert_to_numpy, weights)
     assert not weights[..., 2].any()
     np.testing.assert_allclose(weights.sum(axis=-1), 1.0, rtol=1e-6)
-
-
-def test_models_without_attention_over_patches():
-    mixer = models.MixerBackbone(
-        image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1, mlp_dim=16
-    )
-    with pytest.raises(ValueError, match="a Mixer has none; received: MixerBackbone"):
-        attention_rollout(mixer, images(1, 8, 8, 3))
-    texts = models.from_preset("moepp_lm_python", load_weights=False)
-    with pytest.raises(ValueError, match="Expected an image model with attention"):
-        attention_rollout(texts, np.zeros((1, 4), "int32"))
-    with pytest.raises(ValueError, match=r"\(batch, 16, 8, 3\).*shape=\(0, 16, 8, 3\)"):
-        attention_rollout(small_classifier(), np.zeros((0, 16, 8, 3)))
