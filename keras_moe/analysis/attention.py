@@ -1,5 +1,6 @@
 """Where image models attend. Axes: B batch, N tokens."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -8,7 +9,6 @@ from keras import ops
 
 from keras_moe.checks import check_integer, fits_shape
 from keras_moe.compat import flatten_layers
-from keras_moe.ops.nn import recorded_attention
 from keras_moe.processes import predict_batch
 
 
@@ -70,8 +70,7 @@ def has_attention(model: Any) -> bool:
         return False
     mixers = [getattr(x, "token_mixer", None) for x in flatten_layers(_encoder(model))]
     mixers = [mixer for mixer in mixers if mixer is not None]
-    attention = keras.layers.MultiHeadAttention
-    return bool(mixers) and all(isinstance(mixer, attention) for mixer in mixers)
+    return bool(mixers) and all(hasattr(mixer, "recording") for mixer in mixers)
 
 
 def _encoder(model):
@@ -97,7 +96,11 @@ class _Rollout(keras.Model):
                 self.pooling = getattr(layer, "pooling", "map")
 
     def call(self, images):
-        with recorded_attention() as attention:
+        attention = []
+        with contextlib.ExitStack() as stack:
+            for layer in flatten_layers(self.encoder):
+                if hasattr(layer, "recording"):
+                    stack.enter_context(layer.recording(attention))
             self.encoder(images, training=False)
         if self.pooling == "map":
             *attention, pooled = attention

@@ -3,17 +3,12 @@
 A function with a backend's kernel has a reference in plain `keras.ops` next to it.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_moe.ops.primitives import custom_gradient
-
-_RECORDED = contextvars.ContextVar("recorded", default=None)
 
 
 def gelu_tanh(x: Any) -> Any:
@@ -81,33 +76,6 @@ def attend_reference(
 ) -> Any:
     """`attend` as Keras computes it."""
     return ops.dot_product_attention(query, key, value, mask=mask, scale=scale)
-
-
-@contextlib.contextmanager
-def recorded_attention() -> Iterator[list]:
-    """Context that lists the attention of each layer called: float32 (B, N, M).
-
-    Open it in a model's `call`, and return the list from there: it may hold tracers.
-    """
-    token = _RECORDED.set([])
-    try:
-        yield _RECORDED.get()
-    finally:
-        _RECORDED.reset(token)
-
-
-def record_attention(query: Any, key: Any, scale: float, mask: Any = None) -> None:
-    """Appends the mean over heads of attention weights to a record, if one is open.
-
-    As in `attend`, with a boolean mask (B, N, M).
-    """
-    if (recorded := _RECORDED.get()) is None:
-        return
-    query, key = (ops.cast(x, "float32") for x in (query, key))
-    logits = scale * ops.einsum("bnhd,bmhd->bhnm", query, key)
-    if mask is not None:
-        logits = ops.where(ops.expand_dims(mask, 1), logits, -1e30)
-    recorded.append(ops.mean(ops.softmax(logits), axis=1))
 
 
 def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:

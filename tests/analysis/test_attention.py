@@ -6,7 +6,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.analysis import attention_rollout
-from keras_moe.ops.nn import record_attention, recorded_attention
+from keras_moe.layers import SelfAttention
 from tests.small_models import (
     ONE_EXPERT_PER_TOKEN,
     SMALL,
@@ -178,11 +178,13 @@ def test_image_towers_of_pairs():
 
 
 def test_masked_tokens_have_no_attention():
-    x = images(1, 3, 2, 4)
+    x = images(1, 3, 8)
     mask = np.array([[[True, True, False]] * 3])
-    with recorded_attention() as weights:
-        record_attention(x, x, 0.5, mask)
-    record_attention(x, x, 0.5)
+    layer, weights = SelfAttention(num_heads=2, key_dim=4), []
+    layer(x)
+    with layer.recording(weights):
+        layer(x, mask=mask)
+    layer(x)
     (weights,) = map(keras.ops.convert_to_numpy, weights)
     assert not weights[..., 2].any()
     np.testing.assert_allclose(weights.sum(axis=-1), 1.0, rtol=1e-6)
