@@ -142,7 +142,7 @@ def _check_labels(labels, count, model):
 def _removals(experts, removal, part):
     """Names of the removals, and pairs of how to remove which experts."""
     expert_types = part.expert_types
-    entries = list(range(expert_types.ffn) if experts is None else experts)
+    entries = list(part.ffn_experts if experts is None else experts)
     names, removals = [], []
     for entry in entries:
         numbers = numbers_of(entry, expert_types)
@@ -235,6 +235,11 @@ class MuMoEPart:
         """Number of experts of each type; all are FFN experts."""
         return self.gate.expert_types
 
+    @property
+    def ffn_experts(self) -> range:
+        """Numbers of the experts with weights."""
+        return range(self.expert_types.ffn)
+
     def without(self, inputs: Any, experts: Any) -> Any:
         """The classifier's outputs with one expert's weights zeroed."""
         if self.is_head:
@@ -254,14 +259,20 @@ class RoutedPart:
         """Number of experts of each type."""
         return self.layers[0].router.expert_types
 
+    @property
+    def ffn_experts(self) -> list[int]:
+        """Numbers of the experts with weights, which pruning removes by block."""
+        return sorted({e for layer in self.layers for e in layer.router.expert_columns})
+
     @contextlib.contextmanager
     def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
         """Context in which FFN experts of all layers have zero weights."""
         parts = [
             pair
             for layer in self.layers
-            for expert in experts
-            for pair in layer.expert_slices(expert)
+            for index, expert in enumerate(layer.router.expert_columns)
+            if expert in experts
+            for pair in layer.expert_slices(index)
         ]
         with restored([variable for variable, _ in parts]):
             for variable, index in parts:

@@ -66,10 +66,10 @@ def _check_groups(routers, input_signature):
         if isinstance(router, SparseRouter) and not router.groups_per_example(False):
             raise ValueError(
                 "Expected an input_signature of one size of batch, such as "
-                "[keras.InputSpec((8, height, width, channels))], or a model loaded "
-                "with evaluation='batch_invariant', since the program needs to know "
-                f"the number of groups; received: router={router.summary!r}, "
-                f"input_signature={input_signature}"
+                "[keras.InputSpec('float32', (8, height, width, channels))], or a "
+                "model loaded with evaluation='batch_invariant', since the program "
+                "needs to know the number of groups; received: "
+                f"router={router.summary!r}, input_signature={input_signature}"
             )
 
 

@@ -90,7 +90,8 @@ def _searchsorted(
 ):
     values = op.Unsqueeze(op.Cast(self, to=_INT64), op.Constant(value_ints=[-1]))
     edges = op.Cast(sorted_sequence, to=_INT64)
-    before = op.LessOrEqual(edges, values) if right else op.Less(edges, values)
+    is_right = right or side == "right"
+    before = op.LessOrEqual(edges, values) if is_right else op.Less(edges, values)
     counts = op.ReduceSum(
         op.Cast(before, to=_INT64), op.Constant(value_ints=[-1]), keepdims=0
     )

@@ -44,7 +44,7 @@ class _Pruned:
                 if expert not in self.kept_experts
             )
         super().__init__(num_experts, **kwargs)
-        if not self.expert_columns:
+        if self.kept_experts[0] >= self.expert_types.ffn:
             raise ValueError(
                 "Expected an FFN expert among kept_experts; "
                 f"received: kept_experts={kept_experts}"

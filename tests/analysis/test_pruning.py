@@ -11,6 +11,7 @@ from keras_moe import models
 from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
+    ablate_experts,
     coverage_curves,
     exclude_experts,
     expert_scores,
@@ -200,6 +201,31 @@ def test_moe_plus_plus_keeps_its_residuals(method, options, tmp_path):
     further.save_to_preset(tmp_path / "pruned")
     loaded = models.from_preset(str(tmp_path / "pruned"))
     np.testing.assert_allclose(outputs(loaded), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [MOEPP, {}])
+def test_the_experts_of_a_pruned_model_are_ablated(fields):
+    model = classifier(**fields, moe_layers=[0, 1])
+    kept = {"block_0": [0, 2], "block_1": [1, 2]}
+    pixels = images(24, *model.input.shape[1:])
+
+    def logits():
+        pruned = prune_experts(model, kept, "router_pred")
+        return pruned.predict(pixels, verbose=0)
+
+    # Centred, so that no class is every image's.
+    bias = model.weights[-1]
+    bias.assign(bias - logits().mean(axis=0))
+    labels = logits().argmax(axis=1)
+    masked, pruned = (
+        ablate_experts(
+            prune(model, kept, "router_pred"), pixels, labels, "all", verbose=0, **some
+        )
+        for prune, some in ((mask_experts, {"experts": [0, 1, 2]}), (prune_experts, {}))
+    )
+    assert pruned.experts.tolist() == [0, 1, 2]
+    assert (masked.changes != 0).any()
+    np.testing.assert_allclose(pruned.changes, masked.changes)
 
 
 def test_texts_with_a_kernel_for_each_modality_are_pruned():

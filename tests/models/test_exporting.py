@@ -190,6 +190,7 @@ def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
 LIMITED = {"evaluation": "batch_invariant", "eval_capacity_factor": 0.5}
 ONNX = {
     "vmoe": ANY_BATCH["classifier"],
+    "int8": lambda: quantized(ANY_BATCH["classifier"]()),
     "capacity": lambda: vit(**LIMITED, priority="max_gate"),
     "expert choice": ANY_BATCH["expert choice"],
     "soft": ANY_BATCH["soft"],
@@ -197,6 +198,11 @@ ONNX = {
     "moepp": lambda: preset("moepp_digits", num_layers=2),
     "mumoe": lambda: preset("mumoe_digits", num_layers=1),
 }
+
+
+def quantized(model):
+    model.quantize("int8")
+    return model
 
 
 def preset(name, **config):
@@ -236,10 +242,12 @@ def test_onnx_serves_any_batch(name, tmp_path):
 def test_onnx_of_groups_of_images(tmp_path):
     config = {**SMALL, **ONE_BLOCK, "evaluation": "official"}
     model, path = ViTBackbone.from_config(config), tmp_path / "model.onnx"
-    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
+    message = r"\[keras.InputSpec\('float32', \(8, .*input_signature=None"
+    with pytest.raises(ValueError, match=message):
         model.export(path, format="onnx")
     model.train()
-    model.export(path, format="onnx", verbose=False, input_signature=signature(3))
+    spec = keras.InputSpec("float32", (3, *SMALL["image_shape"]))
+    model.export(path, format="onnx", verbose=False, input_signature=[spec])
     assert model.training
     inputs = inputs_of("vmoe", 3)
     compare(onnx_outputs(path, inputs), model.predict(inputs, verbose=0))

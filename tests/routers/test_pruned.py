@@ -149,7 +149,7 @@ def test_the_config_makes_an_equal_router():
         (PathwayAwareRouter(6, zero_experts=3), [3, 4], "an FFN expert"),
         (TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
         (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
-        (TokenChoiceRouter(4), [0], "received: num_selected_experts=2"),
+        (TokenChoiceRouter(4), [0], "num_selected_experts=2"),
         (TokenChoiceRouter(4), [0, 4], "kept_experts=4"),
         (TokenChoiceRouter(4), [1, 1, 2], "each once"),
         (TokenChoiceRouter(4), [], "at least one"),
@@ -157,6 +157,7 @@ def test_the_config_makes_an_equal_router():
         (TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1], "router_pred"),
     ],
 )
-def test_errors_name_what_cannot_be_pruned(router, kept, message):
+@pytest.mark.parametrize("removed", [False, True])
+def test_errors_name_what_cannot_be_pruned(router, kept, message, removed):
     with pytest.raises(ValueError, match=message):
-        pruned_router(router, kept, "router_drop", removed=True)
+        pruned_router(router, kept, "router_drop", removed)
