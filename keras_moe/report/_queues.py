@@ -175,7 +175,7 @@ class LayerQueues:
                     group_tokens, factor, selected, multiple_of
                 )
                 return np.where(kept, capacity, 0)
-            capacities = heterogeneous_capacity(
+            ffn, in_place = heterogeneous_capacity(
                 group_tokens,
                 router.balanced_types,
                 router.tau,
@@ -187,7 +187,10 @@ class LayerQueues:
         except ValueError:
             # A single example is too small a group for this factor.
             return kept.astype("int64")
-        capacities = np.repeat(capacities, [types.ffn, types.zero_computation])
+        # Pruning may have kept no zero-computation expert.
+        capacities = np.repeat(
+            [ffn, in_place or 0], [types.ffn, types.zero_computation]
+        )
         return np.where(kept, capacities, 0)
 
     def _kept(self):

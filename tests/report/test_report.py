@@ -247,6 +247,21 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     assert ("4 (2 pruned)" in page) == (not is_new)
 
 
+@pytest.mark.parametrize("kept", [[0, 2, 4], [0, 2]])
+def test_a_report_on_pruned_moe_plus_plus(kept, tmp_path):
+    types = {"num_experts": 3, "copy_experts": 1, "constant_experts": 1}
+    model = small_classifier(moe_layers=[0], **types, evaluation="official")
+    pruned = prune_experts(model, {"block_0": kept})
+    (layer,) = reported_model(pruned).blocks.values()
+    names = ("ffn", "ffn", "ffn", "copy", "constant")
+    expected = [x if e in kept else "pruned" for e, x in enumerate(names)]
+    assert list(layer.expert_types) == expected
+    inputs = images(5, 16, 8, 3), np.arange(5) % 3
+    written = write_report(pruned, inputs, tmp_path / "r", verbose=0)
+    page = written.page.read_text(encoding="utf-8")
+    assert ("Where compute goes" in page) == (4 in kept)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_choices_of_pruned_experts(method):
     layer = block("b", ("ffn", "pruned", "ffn"), pruning=method)

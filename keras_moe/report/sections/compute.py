@@ -27,6 +27,7 @@ class _Counts:
     """Counts of one layer."""
 
     def __init__(self, block):
+        # Of the experts that pruning has kept.
         counts = (block.expert_types.count(name) for name in EXPERT_TYPES)
         self.block, self.expert_types = block, ExpertTypes(*counts)
         self.selected = block.num_selected_experts or 1
@@ -90,7 +91,8 @@ class Compute(section.LayerSection):
 
     def count(self, counts, block, batch):
         record, mask = batch.routing[block.key], batch.mask_of(block)
-        counts.served += record.dispatched[mask].sum(axis=0, dtype="float64")
+        served = record.dispatched[mask][:, block.is_present]
+        counts.served += served.sum(axis=0, dtype="float64")
         counts.tokens += int(mask.sum())
         gates = _two_highest(record)[mask].astype("float64")
         counts.moments += [gates.sum(axis=0), np.square(gates).sum(axis=0)]
@@ -102,7 +104,8 @@ class Compute(section.LayerSection):
         for key, block in self.blocks.items():
             record = batch.routing[key]
             parts = self.counts[key].expert_types.slices().values()
-            by_type = [record.dispatched[..., part].sum(axis=-1) for part in parts]
+            served = record.dispatched[..., block.is_present]
+            by_type = [served[..., part].sum(axis=-1) for part in parts]
             by_token[block.modality].append(np.stack(by_type, axis=-1))
             complete &= batch.finite.get(key, np.ones((batch.size, 1))).all(axis=1)
             scores[key] = _two_highest(record), batch.mask_of(block)
