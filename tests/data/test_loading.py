@@ -73,7 +73,6 @@ def test_training_data_is_shuffled_by_seed_and_pass():
 NAMES = ("random_resized_crop", "randaugment", "mixup", "flip", "cutmix")
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize("augment", [*NAMES, NAMES], ids=str)
 def test_every_name_works_with_every_backend(augment):
     def make(seed):
