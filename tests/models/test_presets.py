@@ -378,7 +378,8 @@ def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_pat
             models.from_preset(source)
 
 
-BUILD = """
+# The first models of a process: Keras changes their classes when it builds them.
+IN_THREADS = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from keras_moe import models
@@ -398,11 +399,6 @@ def build(name):
 with ThreadPoolExecutor(8) as pool:
     list(pool.map(build, ("vit_s32", None, "mixer_s16", None) * 2))
 """
-
-
-def test_models_are_built_in_several_threads():
-    # The first models of a process: Keras changes their classes when it builds them.
-    subprocess.run([sys.executable, "-c", BUILD], check=True)
 
 
 def test_a_saved_task_comes_back_by_every_door(saved):
@@ -524,9 +520,9 @@ assert [x.numpy().tolist() for x in texts.map(lambda x: tokenizer("but"))] == [[
 """
 
 
-def test_models_need_no_tensorflow():
+def test_models_are_built_in_several_threads_and_without_tensorflow():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW],
+        [sys.executable, "-c", IN_THREADS + WITHOUT_TENSORFLOW],
         env={**os.environ, "KERAS_BACKEND": "torch"},
         capture_output=True,
         text=True,
