@@ -160,10 +160,10 @@ def test_pairs_are_told_apart_after_training(kind):
     else:
         backbone = clip()
     model = models.ContrastiveModel(backbone)
-    model.compile(keras.optimizers.Adam(3e-3))
+    model.compile(keras.optimizers.Adam(1e-2))
     scale = model.backbone.logit_scale
     before = float(scale.parameters()["logit_scale"])
-    history = model.fit(PAIRS, batch_size=3, epochs=60, verbose=0).history["loss"]
+    history = model.fit(PAIRS, batch_size=3, epochs=25, verbose=0).history["loss"]
     assert np.isfinite(history).all()
     assert float(scale.parameters()["logit_scale"]) != before
     # Auxiliary losses are those of training alone.
