@@ -288,7 +288,7 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
         except ValueError as error:
             errors.append(str(error))
     model.backbone.set_weights(before)
-    assert len(errors) > 5
+    assert len(errors) > 2
     # Or Keras says which weight does not fit.
     report = (str(path), "could not be loaded", "shape")
     assert [x for x in errors if not any(text in x for text in report)] == []
