@@ -38,7 +38,7 @@ ONLY_IN = {
     "tensorflow": ("data/", "ops/kernels/"),
     # The last runs timm's models, which are PyTorch's, on any backend. It is a program
     # of its own, which imports nothing of keras_moe.
-    "torch": ("ops/kernels/", "cli/timm_outputs.py"),
+    "torch": ("ops/kernels/", "models/onnx_torch.py", "cli/timm_outputs.py"),
     "filelock": ("files.py",),
     "keras_hub": ("models/", "compat.py"),
     "matplotlib": ("analysis/plots/", "report/"),

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from keras_moe.compat import flatten_layers
-from keras_moe.layers import ExpertCoefficients, MoEEncoderBlock
-from keras_moe.routers import SoftRouter, SparseRouter, TokenChoiceRouter
+from keras_moe.layers import MoEEncoderBlock
+from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
 
 
 def export_signature(
@@ -19,12 +19,13 @@ def export_signature(
     layers = flatten_layers(model, include_self=False)
     blocks = [layer for layer in layers if isinstance(layer, MoEEncoderBlock)]
     routers = [block.feed_forward.router for block in blocks]
+    if backend == "torch" and format in ("torch", "onnx"):
+        _check_steps(routers, format)
     if backend == "torch" and format == "onnx":
-        if input_signature is None:
-            input_signature = _signature(model, batch=1)
-        _check_onnx(model, routers, input_signature)
+        _check_onnx(model)
+        _check_groups(routers, input_signature)
     if backend == "torch" and format == "torch" and dynamic_shapes is not None:
-        _check_any_batch(routers)
+        _check_groups(routers, None)
     if backend == "torch" and format == "tf_saved_model" and not _has_torch_xla():
         raise ValueError(
             "Expected format='torch' or 'onnx' on PyTorch; received: "
@@ -35,7 +36,7 @@ def export_signature(
         _check_groups(routers, input_signature)
     if input_signature is None and backend != "tensorflow":
         # The other two formats have a fixed number of tokens.
-        return _signature(model, batch=None)
+        return _signature(model)
     return input_signature
 
 
@@ -43,21 +44,21 @@ def _has_torch_xla():
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def _signature(model, batch):
-    """Returns the inputs for a batch size, with texts of maximum length."""
+def _signature(model):
+    """Returns the inputs of any batch size, with texts of maximum length."""
     length = getattr(getattr(model, "backbone", model), "max_length", None)
 
     def spec(symbolic):
         sizes = (length if size is None else size for size in symbolic.shape[1:])
         return keras.InputSpec(
-            shape=(batch, *sizes), dtype=symbolic.dtype, name=symbolic.name
+            shape=(None, *sizes), dtype=symbolic.dtype, name=symbolic.name
         )
 
     return [keras.tree.map_structure(spec, model.input)]
 
 
 def _check_groups(routers, input_signature):
-    """Refuses multi-image groups with a dynamic batch size on JAX."""
+    """Refuses multi-image groups with a dynamic batch size."""
     specs = keras.tree.flatten(input_signature)
     if specs != [None] and all(None not in spec.shape for spec in specs):
         return
@@ -66,46 +67,36 @@ def _check_groups(routers, input_signature):
             raise ValueError(
                 "Expected an input_signature of one size of batch, such as "
                 "[keras.InputSpec((8, height, width, channels))], or a model loaded "
-                "with evaluation='batch_invariant', since JAX needs to know the number "
-                f"of groups; received: router={router.summary!r}, "
+                "with evaluation='batch_invariant', since the program needs to know "
+                f"the number of groups; received: router={router.summary!r}, "
                 f"input_signature={input_signature}"
             )
 
 
-def _check_onnx(model, routers, input_signature):
-    """Refuses what PyTorch's exporter cannot translate."""
-    shapes = [tuple(spec.shape) for spec in keras.tree.flatten(input_signature)]
-    if any(None in shape for shape in shapes):
-        raise ValueError(
-            "Expected an input_signature of a fixed size for format='onnx' on PyTorch; "
-            f"received: shapes={shapes}"
-        )
+def _check_steps(routers, format):
+    """Refuses routers that stop when they have converged."""
     for router in routers:
-        if not isinstance(router, SoftRouter):
+        affinity = getattr(router, "affinity", None)
+        if isinstance(affinity, SparsityConstrainedAffinity):
             raise ValueError(
-                "Expected a dense model or soft routing for format='onnx' on PyTorch; "
-                f"received: router={router.summary!r}. Use format='torch', or "
-                "format='tf_saved_model' on JAX or TensorFlow."
+                f"Expected a router whose number of steps is fixed for {format=}; "
+                f"received: router={router.summary!r}. Use format='tf_saved_model' on "
+                "JAX or TensorFlow."
+            )
+
+
+def _check_onnx(model):
+    """Refuses what ONNX does not hold."""
+    for name in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"format='onnx' needs {name}: pip install 'keras-moe[onnx]'"
             )
     if model.dtype_policy.compute_dtype != "float32":
         raise ValueError(
             "Expected a model loaded with dtype='float32' for format='onnx'; "
             f"received: dtype={model.dtype_policy.name!r}"
         )
-
-
-def _check_any_batch(routers):
-    for router in routers:
-        any_batch = isinstance(router, (SoftRouter, ExpertCoefficients)) or (
-            isinstance(router, TokenChoiceRouter) and router.groups_per_example(False)
-        )
-        if not any_batch:
-            raise ValueError(
-                "Expected a dense model, soft routing, or token choice without "
-                "eval_capacity_factor and evaluation='official' for dynamic_shapes; "
-                f"received: router={router.summary!r}. Export it for one size of "
-                "batch, by input_signature."
-            )
 
 
 class Exportable:
@@ -122,6 +113,14 @@ class Exportable:
         """Exports the model for inference; see `keras.Model.export`."""
         shapes = kwargs.get("dynamic_shapes")
         signature = export_signature(self, format, input_signature, shapes)
+        if keras.backend.backend() == "torch" and format == "onnx":
+            # Keras's has a fixed batch size, and not the operations of routing.
+            from keras_moe.models.onnx_torch import export_onnx
+
+            export_onnx(self, os.fspath(filepath), signature, **kwargs)
+            if verbose is not False:
+                print(f"Saved ONNX program at '{filepath}'.")
+            return
         super().export(
             filepath,
             format=format,

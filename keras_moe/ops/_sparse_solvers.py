@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.primitives import max_along, min_along, top_values
+from keras_moe.ops.primitives import max_along, min_along, take_along_axis, top_values
 
 # Utilities below are forbidden. Far enough that no potential makes up for it.
 FORBIDDEN = -1e4
@@ -442,7 +442,7 @@ def _sample_index(real, num_tokens, axis):
 
 def _sampled(values, index, axis):
     """The sample's part of the values."""
-    return values if index is None else ops.take_along_axis(values, index, axis=axis)
+    return values if index is None else take_along_axis(values, index, axis=axis)
 
 
 def _sum(values, axis):

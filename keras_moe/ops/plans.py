@@ -27,7 +27,7 @@ from keras import ops
 
 from keras_moe.checks import fits_shape
 from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
-from keras_moe.ops.primitives import vmap_groups
+from keras_moe.ops.primitives import take_along_axis, vmap_groups
 
 
 class Routing(NamedTuple):
@@ -344,7 +344,7 @@ class SlotPlan(NamedTuple):
         size, count = (math.prod(ops.shape(x)[1:]) for x in (self.slot_weights, slots))
         flat = ops.reshape(self.slot_weights, (shape[0], size))
         slots = ops.reshape(slots, (shape[0], count))
-        weights = ops.reshape(ops.take_along_axis(flat, slots, axis=1), shape)
+        weights = ops.reshape(take_along_axis(flat, slots, axis=1), shape)
         return ops.cast(is_served, "float32"), ops.where(is_served, weights, 0.0)
 
     def _owners(self):

@@ -92,6 +92,24 @@ def take(table: Any, rows: Any) -> Any:
     return ops.zeros((*ops.shape(rows), *table.shape[1:]), table.dtype)
 
 
+def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
+    """`ops.take_along_axis` for indices of at least 0, which are broadcast to `x`."""
+    if keras.backend.backend() != "torch":
+        return ops.take_along_axis(x, indices, axis=axis)
+    from keras_moe.ops.kernels import indexing_torch
+
+    return indexing_torch.take_along_axis(x, indices, axis)
+
+
+def searchsorted(edges: Any, values: Any) -> Any:
+    """The number of sorted `edges` (N,) below each value (V,), int32."""
+    if keras.backend.backend() != "torch":
+        return ops.cast(ops.searchsorted(edges, values), "int32")
+    from keras_moe.ops.kernels import indexing_torch
+
+    return indexing_torch.searchsorted(edges, values)
+
+
 def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]:
     """The largest values along the last axis, in falling order, and their indices.
 
@@ -103,7 +121,7 @@ def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]
     exports = backend == "jax" and not all(isinstance(d, int) for d in values.shape)
     if exports or (backend == "torch" and stable):
         index = ops.argsort(-values, axis=-1)[..., :number]
-        return ops.take_along_axis(values, index, axis=-1), ops.cast(index, "int32")
+        return take_along_axis(values, index, axis=-1), ops.cast(index, "int32")
     best, index = ops.top_k(values, number)
     return best, ops.cast(index, "int32")
 

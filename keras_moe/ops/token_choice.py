@@ -21,7 +21,7 @@ from keras_moe.ops.plans import (
     RoutingPlan,
     one_hot_choices,
 )
-from keras_moe.ops.primitives import max_along, take
+from keras_moe.ops.primitives import max_along, searchsorted, take, take_along_axis
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -160,7 +160,7 @@ def _sorted_queues(experts, order, num_queues):
     """One sort for all queues: a position is a rank less that of its queue's start."""
     num_groups, num_tokens, num_choices = shape = ops.shape(experts)
     if order is not None:
-        experts = ops.take_along_axis(experts, ops.expand_dims(order, -1), axis=1)
+        experts = take_along_axis(experts, ops.expand_dims(order, -1), axis=1)
     queue_size = num_choices * num_tokens
     _check_range(num_groups, num_queues, queue_size)
     group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
@@ -170,7 +170,7 @@ def _sorted_queues(experts, order, num_queues):
     keys = queue * queue_size + choice * num_tokens + position
     keys = ops.sort(ops.reshape(keys, (-1,)))
     first = ops.arange(num_groups * num_queues, dtype="int32") * queue_size
-    starts = ops.cast(ops.searchsorted(keys, first), "int32")
+    starts = searchsorted(keys, first)
     return _Queues(keys, starts, order, num_queues, shape)
 
 
@@ -181,12 +181,11 @@ def _tokens_of_slots(queues, num_experts, capacity):
     bounds = bounds[:, : num_experts + 1]
     rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
     filled = rank < bounds[:, 1:, None]
-    last = ops.shape(queues.keys)[0] - 1
-    token = take(queues.keys, ops.minimum(rank, last)) % num_tokens
+    token = take(queues.keys, ops.where(filled, rank, 0)) % num_tokens
     if queues.order is not None:
         # order[g, token[g, e, c]]
         flat = ops.reshape(token, (num_groups, num_experts * capacity))
-        flat = ops.take_along_axis(queues.order, flat, axis=1)
+        flat = take_along_axis(queues.order, flat, axis=1)
         token = ops.reshape(flat, ops.shape(token))
     return ops.where(filled, token, -1)
 

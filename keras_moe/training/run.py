@@ -15,7 +15,11 @@ from keras import ops
 
 from keras_moe import data
 from keras_moe.files import write_json
-from keras_moe.processes import process_index, rank_and_world_size
+from keras_moe.processes import (
+    broadcast_from_primary,
+    process_index,
+    rank_and_world_size,
+)
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
@@ -193,8 +197,15 @@ class _Run:
 
     def _probe(self):
         path = self.folder and self.folder / _PROBE
-        if path and path.is_file():
-            return json.loads(path.read_text("utf-8"))
+
+        def earlier():
+            is_there = path and path.is_file()
+            return json.loads(path.read_text("utf-8")) if is_there else None
+
+        # Hosts may share no folder, and all of them probe together or none does.
+        accuracy = broadcast_from_primary(earlier)
+        if accuracy is not None:
+            return accuracy
         recipe = self.recipe
         accuracy = recipe.objective.probe(self.model, recipe.data, self.data_dir)
         if path and accuracy is not None and process_index() == 0:

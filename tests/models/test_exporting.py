@@ -1,6 +1,7 @@
 """Exported programs, and the errors of formats that cannot hold a model."""
 
 import importlib.util
+import os
 
 import keras
 import numpy as np
@@ -13,20 +14,30 @@ from keras_moe.models import (
     TextBackbone,
     ViTBackbone,
     ViTImageClassifier,
+    from_preset,
 )
 from keras_moe.routers import SparsityConstrainedAffinity
 from tests.pair_models import MOE, ONE, PAIRS, TEXT, TEXTS, one_block
-from tests.small_models import ONE_BLOCK, SMALL, images
+from tests.small_models import ONE_BLOCK, SMALL, images, with_weights
 
 BACKEND = keras.backend.backend()
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="a format of PyTorch")
 not_on_torch = pytest.mark.skipif(BACKEND == "torch", reason="needs TensorFlow")
 MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
+
+
+def vit(**config):
+    return ViTBackbone.from_config({**SMALL, **ONE_BLOCK, **config})
+
+
 ANY_BATCH = {
     "dense": lambda: ViTBackbone.from_config({**SMALL, "moe_layers": None}),
     "vmoe": lambda: ViTBackbone.from_config(SMALL),
-    "soft": lambda: ViTBackbone.from_config({**SMALL, "router": "soft"}),
-    "classifier": lambda: ViTImageClassifier(ViTBackbone.from_config(SMALL), 3),
+    "soft": lambda: vit(router="soft"),
+    "expert choice": lambda: vit(router="softmax_expert_choice"),
+    "classifier": lambda: with_weights(
+        ViTImageClassifier(ViTBackbone.from_config(SMALL), 3)
+    ),
     "mixer classifier": lambda: MixerImageClassifier(
         MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8}), 3, head_bias=1.0
     ),
@@ -38,7 +49,7 @@ ANY_BATCH = {
     "limoe": lambda: ContrastiveModel(one_block("limoe")),
 }
 ONE_BATCH = {
-    "expert_choice": {"router": "softmax_expert_choice"},
+    "official": {"router": "softmax_expert_choice", "evaluation": "official"},
     "limited": {"eval_capacity_factor": 2.0},
 }
 
@@ -145,7 +156,7 @@ def torch_program(path):
 
 
 @on_torch
-@pytest.mark.parametrize("name", ["vmoe", "soft", "mixer classifier"])
+@pytest.mark.parametrize("name", ["vmoe", "soft", "expert choice"])
 def test_pytorch_programs_serve_any_batch(name, tmp_path):
     import torch
 
@@ -170,7 +181,7 @@ def test_pytorch_programs_of_one_batch(name, tmp_path):
     model.export(path, **options, input_signature=signature(3))
     inputs = inputs_of("vmoe", 3)
     compare(torch_program(path)(inputs), model.predict(inputs, verbose=0))
-    with pytest.raises(ValueError, match="dynamic_shapes"):
+    with pytest.raises(ValueError, match="one size of batch"):
         model.export(path, **options, dynamic_shapes={0: torch.export.Dim("b")})
 
 
@@ -183,22 +194,62 @@ def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
     compare(outputs, model.predict(inputs, verbose=0))
 
 
-@on_torch
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(x) is None for x in ("onnxscript", "onnxruntime")),
-    reason="needs onnx, onnxscript and onnxruntime",
-)
-@pytest.mark.parametrize("name", ["dense", "soft", "dense mixer"])
-def test_onnx_of_models_that_sort_nothing(name, tmp_path):
+LIMITED = {"evaluation": "batch_invariant", "eval_capacity_factor": 0.5}
+ONNX = {
+    "vmoe": ANY_BATCH["classifier"],
+    "capacity": lambda: vit(**LIMITED, priority="max_gate"),
+    "expert choice": ANY_BATCH["expert choice"],
+    "soft": ANY_BATCH["soft"],
+    "limoe": ANY_BATCH["limoe"],
+    "moepp": lambda: preset("moepp_digits", num_layers=2),
+    "mumoe": lambda: preset("mumoe_digits", num_layers=1),
+}
+
+
+def preset(name, **config):
+    return with_weights(from_preset(name, load_weights=False, **config))
+
+
+def onnx_outputs(path, inputs):
+    """What ONNX Runtime makes of the inputs, in the model's structure."""
     import onnxruntime
 
-    model, path = ANY_BATCH[name](), str(tmp_path / "model.onnx")
-    for batch, specs in ((1, None), (3, signature(3))):
-        model.export(path, format="onnx", verbose=False, input_signature=specs)
-        session = onnxruntime.InferenceSession(path)
-        inputs = inputs_of(name, batch)
-        (outputs,) = session.run(None, {session.get_inputs()[0].name: inputs})
-        compare(outputs, model.predict(inputs, verbose=0), tolerance=1e-4)
+    session = onnxruntime.InferenceSession(path)
+    names = [x.name for x in session.get_inputs()]
+    if not isinstance(inputs, dict):
+        inputs = {names[0]: inputs}
+    assert names == sorted(inputs)
+    outputs = session.run(None, inputs)
+    names = [x.name for x in session.get_outputs()]
+    return dict(zip(names, outputs)) if len(outputs) > 1 else outputs[0]
+
+
+@on_torch
+@pytest.mark.parametrize("name", ONNX)
+def test_onnx_serves_any_batch(name, tmp_path):
+    model, path = ONNX[name](), tmp_path / "model.onnx"
+    model.export(path, format="onnx", verbose=False)
+    for batch in (1, 3):
+        if name == "limoe":
+            inputs = inputs_of(name, batch)
+        else:
+            inputs = images(batch, *model.input.shape[1:])
+        expected = model.predict(inputs, verbose=0)
+        compare(onnx_outputs(path, inputs), expected)
+    assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+@on_torch
+def test_onnx_of_groups_of_images(tmp_path):
+    config = {**SMALL, **ONE_BLOCK, "evaluation": "official"}
+    model, path = ViTBackbone.from_config(config), tmp_path / "model.onnx"
+    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
+        model.export(path, format="onnx")
+    model.train()
+    model.export(path, format="onnx", verbose=False, input_signature=signature(3))
+    assert model.training
+    inputs = inputs_of("vmoe", 3)
+    compare(onnx_outputs(path, inputs), model.predict(inputs, verbose=0))
 
 
 # Refusals
@@ -218,16 +269,30 @@ def test_saved_models_are_refused_with_what_works(tmp_path):
 
 @on_torch
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("config", "message"),
     [
-        ({}, {}, "router="),
-        (ONE_BATCH["expert_choice"], {}, "router="),
-        ({"router": "soft", "dtype": "mixed_bfloat16"}, {}, "dtype='mixed_bfloat16'"),
-        ({"router": "soft"}, {"input_signature": signature(None)}, r"shapes=\[\(None"),
+        ({"router": "sparsity_constrained_token_choice"}, "number of steps is fixed"),
+        ({"dtype": "mixed_bfloat16"}, "dtype='mixed_bfloat16'"),
     ],
 )
-def test_onnx_refuses_what_pytorch_cannot_translate(config, options, message, tmp_path):
-    model, path = ViTBackbone.from_config({**SMALL, **config}), tmp_path / "model.onnx"
+def test_onnx_refuses_what_it_does_not_hold(config, message, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_text("an earlier model")
+    model = ViTBackbone.from_config({**SMALL, **ONE_BLOCK, **config})
     with pytest.raises(ValueError, match=message):
-        model.export(path, format="onnx", **options)
-    assert not path.exists()
+        model.export(path, format="onnx")
+    if "router" in config:
+        with pytest.raises(ValueError, match="format='torch'"):
+            model.export(path, format="torch", input_signature=signature(3))
+    assert path.read_text() == "an earlier model"
+
+
+@on_torch
+def test_onnx_names_what_is_not_installed(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    missing = {"onnxscript": None}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda x: missing.get(x, find_spec(x) or True)
+    )
+    with pytest.raises(ImportError, match=r"keras-moe\[onnx\]"):
+        ANY_BATCH["dense"]().export(tmp_path / "model.onnx", format="onnx")

@@ -7,7 +7,10 @@ as many active parameters as the dense one, and train for equal steps.
 rates trains the dense model and the vanilla mixture for a third of the steps, to choose
 the learning rate; ngrams chooses the order of a Kneser-Ney model; both look at the
 validation documents alone. training trains all models from several seeds by the chosen
-rate, and looks at the test documents once, at its end.
+rate, and looks at the test documents once, at its end. types trains MoE++ with several
+numbers of constant experts (Figure 3 of the paper), removes types of experts after
+training (Table C), and counts the experts of each type by the class of the token
+(Figure 4), all on validation documents.
 """
 
 import argparse
@@ -21,10 +24,11 @@ import keras
 import numpy as np
 from rich.console import Console
 
-from keras_moe import analysis, data, models
+from keras_moe import analysis, models
 from keras_moe.cli.arguments import RESUMES, Result, add_count, add_output
 from keras_moe.cli.train import backend_and_versions
-from keras_moe.losses import next_tokens
+from keras_moe.ops.expert_types import EXPERT_TYPES
+from tools.studies.moepp import REMOVALS
 from tools.studies.ngrams import KneserNey
 from tools.studies.study import (
     OnProgress,
@@ -39,13 +43,14 @@ from tools.studies.study import (
     spread,
     spread_of,
 )
+from tools.studies.texts import CLASSES, Texts
 
 EXAMPLES = """\
 python -m tools.studies language
 python -m tools.studies language --data text:BOOKS --steps 3000
 python -m tools.studies language --parts ngrams"""
 INTERRUPTED = RESUMES
-PARTS = ("rates", "ngrams", "training")
+PARTS = ("rates", "ngrams", "training", "types")
 RATES = (1e-3, 3e-3)
 ORDERS = range(2, 11)
 # Points of each curve of validation perplexities.
@@ -73,14 +78,16 @@ MODELS = {
         3,
     ),
 }
-FUNCTION_WORDS = (
-    "a an and any are as at be been but by can could do does for from had has "
-    "have how if in into is it its may more most must no not of on one only or "
-    "other should so some such than that the their them then there these they "
-    "this those to two was were what when where which while will with without "
-    "would you your "
-)
-CLASSES = ("special", "punctuation", "number", "function word", "word", "piece of word")
+# MoE++ by its number of constant experts, beside one zero and one copy expert.
+CONSTANTS = {
+    f"MoE++, {number} constant experts": (
+        "moepp_lm_0.6b",
+        {"tau": 0.75, "constant_experts": number},
+        1,
+    )
+    for number in (0, 2, 4, 6)
+}
+DEFAULT_TYPES = "MoE++, 2 constant experts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,64 +128,11 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         "rates": lambda: rates,
         "ngrams": lambda: Ngrams(study, texts),
         "training": lambda: Training(study, trainer, args.seeds, rates),
+        "types": lambda: Types(study, trainer, args.seeds, rates),
     }
     return run_parts(
         study, {name: make[name]() for name in PARTS if name in args.parts}
     )
-
-
-class Texts:
-    """The documents of each split as token ids, and packed into rows."""
-
-    def __init__(self, source: str, vocabulary_size: int, length: int):
-        self.source, self.size, self.length = source, vocabulary_size, length
-
-    @functools.cached_property
-    def tokenizer(self) -> models.TextTokenizer:
-        """The tokenizer, trained on the training documents."""
-        texts = data.load_texts(self.source, "train")
-        return models.TextTokenizer.trained(texts, self.size, self.length)
-
-    @functools.cached_property
-    def documents(self) -> dict[str, list[list[int]]]:
-        """The token ids of each document by split."""
-        return {
-            split: self.tokenizer.documents(data.load_texts(self.source, split))
-            for split in ("train", "validation", "test")
-        }
-
-    @functools.cached_property
-    def rows(self) -> dict[str, dict[str, np.ndarray]]:
-        """Rows by split, with the targets that count."""
-        packed = {}
-        for split, documents in self.documents.items():
-            rows = models.pack(documents, self.length)
-            targets = next_tokens(rows["token_ids"], rows["padding_mask"])
-            packed[split] = {**rows, "targets": keras.ops.convert_to_numpy(targets)}
-        return packed
-
-    def classes(self) -> np.ndarray:
-        """The class of each token id, as an index into `CLASSES`."""
-        return np.array([self._class(id) for id in range(self.size)])
-
-    def _class(self, id):
-        tokenizer = self.tokenizer
-        if id >= tokenizer.vocabulary_size or id in (
-            tokenizer.start_id,
-            tokenizer.end_id,
-        ):
-            return CLASSES.index("special")
-        token = tokenizer.tokenizer.id_to_token(id)
-        text = token.removesuffix("</w>")
-        if not any(x.isalnum() for x in text):
-            return CLASSES.index("punctuation")
-        if text.isdigit():
-            return CLASSES.index("number")
-        if token == text:
-            return CLASSES.index("piece of word")
-        return CLASSES.index(
-            "function word" if text in FUNCTION_WORDS.split() else "word"
-        )
 
 
 class Trainer:
@@ -188,9 +142,13 @@ class Trainer:
         self.texts, self.settings = texts, settings
         self._kept = (None, None)
 
+    def of(self, name: str) -> tuple[str, dict[str, Any], int]:
+        """A model's preset, its overrides and its width."""
+        return {**MODELS, **CONSTANTS}[name]
+
     def overrides(self, name: str) -> dict[str, Any]:
         """The overrides of a model's preset."""
-        _, own, width = MODELS[name]
+        _, own, width = self.of(name)
         size = self.settings
         experts = {}
         if own.get("moe_layers", 1) is not None and "num_experts" not in own:
@@ -210,7 +168,7 @@ class Trainer:
     def new_model(self, name: str, seed: int) -> keras.Model:
         """A model with the weights of a seed."""
         return models.from_preset(
-            MODELS[name][0],
+            self.of(name)[0],
             task="causal_lm",
             load_weights=False,
             seed=seed,
@@ -283,6 +241,17 @@ class Trainer:
             )
         model.reset_metrics()
         return float(values["perplexity"])
+
+    def routing(self, model: keras.Model) -> tuple[dict, np.ndarray, ...]:
+        """Routing of validation rows; which tokens are real, their ids and classes."""
+        rows = {k: x[:192] for k, x in self.texts.rows["validation"].items()}
+        inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
+        routing = keras.Model(model.input, model.routing).predict(
+            inputs, batch_size=EVALUATED, verbose=0
+        )
+        mask = rows["padding_mask"] > 0
+        ids = rows["token_ids"][mask]
+        return routing, mask, ids, self.texts.classes()[ids]
 
 
 class Rates(Part):
@@ -423,14 +392,7 @@ class Training(Part):
 
     def routed(self, model: keras.Model) -> dict[str, float]:
         """What the experts do with the validation documents."""
-        rows = {k: x[:192] for k, x in self.trainer.texts.rows["validation"].items()}
-        inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
-        routing = keras.Model(model.input, model.routing).predict(
-            inputs, batch_size=EVALUATED, verbose=0
-        )
-        mask = rows["padding_mask"] > 0
-        ids = rows["token_ids"][mask]
-        classes = self.trainer.texts.classes()[ids]
+        routing, mask, ids, classes = self.trainer.routing(model)
         records = list(routing.values())
         experts = [analysis.main_experts(record)[mask] for record in records]
         scores = [analysis.routing_scores(record) for record in records]
@@ -480,6 +442,99 @@ class Training(Part):
                 f"{row['time']:.2f}",
                 *cells,
             )
+        console.print(table)
+
+
+class Types(Part):
+    """What the types of experts of MoE++ are for."""
+
+    def __init__(self, study: Study, trainer: Trainer, seeds: int, rates: Rates):
+        super().__init__(study)
+        self.trainer, self.seeds, self.rates = trainer, seeds, rates
+
+    def results(self) -> dict:
+        rate = self.rates.results()["chosen"]
+        runs = [
+            Run(
+                name,
+                seed,
+                {"overrides": self.trainer.overrides(name), "rate": rate},
+                functools.partial(self.train, name, seed, rate),
+            )
+            for name in CONSTANTS
+            for seed in range(self.seeds)
+        ]
+        found = self.study.finish_all(runs)
+        default = found[DEFAULT_TYPES]
+        return {
+            "constants": {
+                name: {x: spread_of(results, x) for x in ("perplexity", "ffn_experts")}
+                for name, results in found.items()
+            },
+            "removed": {
+                types: spread([x["removed"][types] for x in default])
+                for types in default[0]["removed"]
+            },
+            "by_class": {
+                name: {
+                    types: spread([x["by_class"][name][types] for x in default])
+                    for types in EXPERT_TYPES
+                }
+                for name in default[0]["by_class"]
+            },
+        }
+
+    def train(
+        self, name: str, seed: int, rate: float, on_progress: OnProgress
+    ) -> tuple[dict, dict]:
+        """Trains from a seed and measures the model on validation documents."""
+        trainer = self.trainer
+        steps = trainer.settings["steps"]
+        model, _ = trainer.fit(name, seed, rate, steps, on_progress)
+        rows = trainer.texts.rows["validation"]
+        routing, mask, _, classes = trainer.routing(model)
+        counts = {
+            expert_type: analysis.experts_per_token(
+                routing, model.backbone.expert_types, expert_type
+            )[mask]
+            for expert_type in EXPERT_TYPES
+        }
+        result = {
+            "perplexity": trainer.perplexity(model, rows),
+            "ffn_experts": float(counts["ffn"].mean()),
+        }
+        if name == DEFAULT_TYPES:
+            result["by_class"] = {
+                CLASSES[index]: {
+                    types: float(x[classes == index].mean())
+                    for types, x in counts.items()
+                }
+                for index in np.unique(classes)
+            }
+            result["removed"] = {}
+            for types in REMOVALS:
+                without = analysis.exclude_experts(model, types)
+                without.compile()
+                label = types if isinstance(types, str) else " and ".join(types)
+                result["removed"][label] = trainer.perplexity(without, rows)
+                on_progress(f"without {label}")
+        return result, {}
+
+    def show(self, results: dict, console: Console) -> None:
+        table = new_table(
+            "Constant experts", "model", "validation perplexity", "FFN per token"
+        )
+        for name, row in results["constants"].items():
+            cells = (plus_minus(row[x]) for x in ("perplexity", "ffn_experts"))
+            table.add_row(name, *cells)
+        console.print(table)
+        table = new_table("Removed after training", "types", "validation perplexity")
+        for name, value in results["removed"].items():
+            table.add_row(name, plus_minus(value))
+        console.print(table)
+        table = new_table("Experts of a token", "class", *EXPERT_TYPES)
+        for name, row in results["by_class"].items():
+            table.add_row(name, *(plus_minus(row[x]) for x in EXPERT_TYPES))
         console.print(table)
 
 

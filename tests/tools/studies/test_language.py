@@ -114,6 +114,9 @@ def test_a_small_study(program, source, tmp_path, monkeypatch):
     chosen = {name: language.MODELS[name] for name in names}
     monkeypatch.setattr(language, "MODELS", {**chosen, "vanilla MoE": chosen[names[1]]})
     monkeypatch.setattr(language, "ORDERS", range(2, 4))
+    constants = {language.DEFAULT_TYPES: language.CONSTANTS[language.DEFAULT_TYPES]}
+    monkeypatch.setattr(language, "CONSTANTS", constants)
+    monkeypatch.setattr(language, "REMOVALS", ["zero", ("zero", "copy")])
     sizes = [x for k, v in SIZES.items() for x in (f"--{k.replace('_', '-')}", str(v))]
     folder = tmp_path / "study"
     arguments = ["language", "--data", source, "--seeds", "1", "--output", folder]
@@ -125,5 +128,10 @@ def test_a_small_study(program, source, tmp_path, monkeypatch):
     assert set(rows) == {*names, "vanilla MoE"}
     assert rows["dense"]["time"] == 1.0
     assert 0 < rows["MoE++, tau=0.75"]["ffn_experts"]["mean"] < 2
+    types = results["types"]
+    assert list(types["removed"]) == ["zero", "zero and copy"]
+    # Two experts serve a token, but for what is dropped.
+    for row in types["by_class"].values():
+        assert 0 < sum(x["mean"] for x in row.values()) <= 2
     assert results["ngrams"]["test"] < SIZES["vocabulary_size"]
     assert results["rates"]["chosen"] in language.RATES
