@@ -1,6 +1,7 @@
 """Statistics, views and interventions of experts, and plots of them (`plots`)."""
 
 from keras_moe.analysis.ablation import ExpertAblation, ablate_experts, print_ablation
+from keras_moe.analysis.attention import attention_rollout
 from keras_moe.analysis.compute import (
     RoutingScores,
     TypeLoads,
@@ -72,6 +73,7 @@ __all__ = [
     "TokenTags",
     "TypeLoads",
     "ablate_experts",
+    "attention_rollout",
     "class_polysemanticity",
     "compute_map",
     "coverage_curves",

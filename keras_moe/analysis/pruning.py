@@ -249,11 +249,12 @@ def prune_experts(
     `"router_pred_skip"` is ours. A capacity factor counts the kept experts in
     C = S K c / E, or with `"router_pred_skip"` all E. To train the result, use
     `"router_drop"`: with the other methods auxiliary losses still balance the load over
-    pruned experts, so set `auxiliary_losses=None`.
+    pruned experts, so set `auxiliary_losses=None`. Of MoE++'s experts, only FFN experts
+    have weights to save; the router keeps its columns, which the next block reads.
 
     Args:
-        model: backbone or task with token choice routers; not modified. A pruned model
-            can be pruned further by the same method.
+        model: backbone or task with token choice or MoE++ routers; not modified. A
+            pruned model can be pruned further by the same method.
         kept_experts: dict from block name to the numbers of the experts to keep, at
             least K, such as `select_experts` returns; other blocks are unchanged.
         method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.

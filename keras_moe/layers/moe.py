@@ -98,11 +98,13 @@ class MoE(Layer):
             router = routers.get(router, self.experts.num_experts)
         self.router = layer_argument(router, "router")
         types = self.router.expert_types
-        if types.ffn != self.experts.num_experts:
+        num_ffn_experts = len(self.router.expert_columns)
+        if num_ffn_experts != self.experts.num_experts:
             raise ValueError(
                 "Expected router and experts of one num_experts; received: "
-                f"router.num_experts={self.router.num_experts}, of these {types.ffn} "
-                f"FFN experts, experts.num_experts={self.experts.num_experts}"
+                f"router.num_experts={self.router.num_experts}, of these "
+                f"{num_ffn_experts} FFN experts, "
+                f"experts.num_experts={self.experts.num_experts}"
             )
         self.zero_computation_experts = None
         if types.zero_computation:

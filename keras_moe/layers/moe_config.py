@@ -286,7 +286,7 @@ class MoEConfig(BlockConfig):
         if self.examples_per_group is not None:
             group_size = self.examples_per_group * encoder.num_tokens
         experts = Experts(
-            router.expert_types.ffn,
+            len(router.expert_columns),
             self.expert_mlp_dim or encoder.mlp_dim,
             activation=self.expert_activation or encoder.activation,
             dropout=self.expert_dropout,

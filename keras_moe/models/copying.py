@@ -10,7 +10,7 @@ from keras import ops
 from keras_moe.compat import flatten_layers
 from keras_moe.models.overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
-from keras_moe.routers.pruned import checked_kept
+from keras_moe.routers.pruned import checked_kept, columns_go
 
 
 def copied(
@@ -103,13 +103,14 @@ def with_kept_experts(
         kept = {}
         for name in {**own, **before["kept_experts"]}:
             layer = layers[prefix + name]
+            columns_are_cut = removed and columns_go(layer.router, method)
             kept[name], columns, rows = _selection(
-                layer.router.num_experts, name, own.get(name), before, method
+                layer.router, name, own.get(name), before, columns_are_cut
             )
             if removed:
                 for weight in layer.experts.weights:
                     selections[id(weight)] = (0, rows)
-            if removed and method == "router_drop":
+            if columns_are_cut:
                 selections[id(layer.router.kernel)] = (-1, columns)
         pruning = {"method": method, "kept_experts": kept, "removed": removed}
         tower["moe"] = {**tower["moe"], "pruning": pruning}
@@ -151,23 +152,24 @@ def _moe_layers(backbone, towers):
     return layers
 
 
-def _selection(num_columns, name, experts, before, method):
+def _selection(router, name, experts, before, columns_are_cut):
     """A block's kept experts (original ids), router columns and weight indices."""
-    kept_before = before["kept_experts"].get(name)
-    columns_are_gone = before["removed"] and method == "router_drop"
+    kept_before, num_columns = before["kept_experts"].get(name), router.num_experts
+    columns_are_gone = before["removed"] and columns_are_cut
     if experts is None:
         experts = [*range(num_columns)] if columns_are_gone else kept_before
     experts = list(checked_kept(experts, num_columns))
+    # Zero-computation experts are the last, and have no rows.
+    rows = [expert for expert in experts if expert < router.expert_types.ffn]
     if kept_before is None:
-        return experts, experts, experts
+        return experts, experts, rows
     if columns_are_gone:
-        return [kept_before[expert] for expert in experts], experts, experts
+        return [kept_before[expert] for expert in experts], experts, rows
     if not {*experts} <= {*kept_before}:
         raise ValueError(
             f"Expected experts that the model has kept, among {kept_before}; "
             f"received: kept_experts={experts}"
         )
-    rows = experts
     if before["removed"]:
-        rows = [kept_before.index(expert) for expert in experts]
+        rows = [kept_before.index(expert) for expert in rows]
     return experts, experts, rows

@@ -329,7 +329,8 @@ def block_kind(block: keras.layers.Layer) -> str:
     if not isinstance(block, MoEEncoderBlock):
         return "dense"
     router = block.feed_forward.router
-    return f"MoE {router.expert_types}, {router.summary}"
+    types = router.expert_types._replace(ffn=len(router.expert_columns))
+    return f"MoE {types}, {router.summary}"
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:

@@ -469,6 +469,10 @@ class HeterogeneousPlan(NamedTuple):
         """Sums the outputs of slots or rows; see `RoutingPlan.combine`."""
         return self.plan.combine(outputs)
 
+    def of_experts(self, experts: Any) -> "HeterogeneousPlan":
+        """The plan of some experts with slots or rows; see `RoutingPlan.of_experts`."""
+        return self._replace(plan=self.plan.of_experts(experts))
+
     def dense(self) -> "HeterogeneousPlan":
         """The same plan with slots or rows as equation 2's tensors."""
         return self._replace(plan=self.plan.dense())

@@ -160,7 +160,7 @@ def plain_map(grid: tuple[int, int], image: str) -> Markup:
 def heat_map(
     values: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
-    """A map of each patch's share of an expert's slots, over the image."""
+    """A map of shares of the patches, such as of an expert's slots, over the image."""
     largest = max(float(values.max(initial=0.0)), 1e-9)
     levels = np.rint(values / largest * _LEVELS).astype(int)
     paths = Markup()
@@ -279,6 +279,14 @@ def pack(routing: TokenRouting, kept: int) -> dict:
     entries |= order.astype("<u4") << np.uint32(VALUE_BITS + 1)
     text = base64.b64encode(entries.astype("<u4").tobytes()).decode("ascii")
     return {"entries": text, "largest": round(largest, 6)}
+
+
+def pack_shares(shares: np.ndarray) -> dict:
+    """Packs a map of one example as JSON, in 8 bits."""
+    largest = max(float(shares.max()), 1e-9)
+    parts = np.rint(shares / largest * 255).astype("u1")
+    text = base64.b64encode(parts.tobytes()).decode("ascii")
+    return {"shares": text, "largest": round(largest, 6)}
 
 
 def json_script(name: str, data: Any) -> Markup:

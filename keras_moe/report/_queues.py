@@ -177,7 +177,7 @@ class LayerQueues:
                 return np.where(kept, capacity, 0)
             capacities = heterogeneous_capacity(
                 group_tokens,
-                types,
+                router.balanced_types,
                 router.tau,
                 factor,
                 selected,
@@ -187,7 +187,8 @@ class LayerQueues:
         except ValueError:
             # A single example is too small a group for this factor.
             return kept.astype("int64")
-        return np.repeat(capacities, [types.ffn, types.zero_computation])
+        capacities = np.repeat(capacities, [types.ffn, types.zero_computation])
+        return np.where(kept, capacities, 0)
 
     def _kept(self):
         """Mask (E,) of the experts that are not pruned."""

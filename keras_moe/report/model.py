@@ -190,11 +190,10 @@ def _block(model, backbone, key, default):
         training_capacity_factor = None
     # Experts that a pruned layer keeps.
     kept = getattr(router, "kept_experts", None)
-    if kept is None:
-        counts = router.expert_types._asdict()
-        types = tuple(name for name, count in counts.items() for _ in range(count))
-    else:
-        types = tuple("ffn" if e in kept else PRUNED for e in range(num_experts))
+    counts = router.expert_types._asdict()
+    types = tuple(name for name, count in counts.items() for _ in range(count))
+    if kept is not None:
+        types = tuple(x if e in kept else PRUNED for e, x in enumerate(types))
     return block._replace(
         block=_name_of(backbone, key, layer, model.routing),
         kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),

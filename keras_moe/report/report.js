@@ -93,25 +93,51 @@
     return entry.expert === null ? "none" : "c" + (entry.expert % data.colours);
   }
 
-  function drawPatches(tokens, example, expert, largest, chosen) {
+  // A box for each patch, which `paint` changes, over some elements.
+  function drawMap(map, below, count, paint) {
     const size = data.cell;
-    const map = part("map");
     map.setAttribute("viewBox", "0 0 " + columns * size + " " + rows * size);
-    map.replaceChildren(element("use", { href: "#" + example.image }));
-    tokens.forEach((entries, index) => {
-      const entry = shown(entries, expert);
+    map.replaceChildren(...below);
+    for (let index = 0; index < count; index++) {
       const x = (index % columns) * size;
       const y = Math.floor(index / columns) * size;
-      const name = classOf(entry, expert);
-      const box = element("rect", { x, y, width: size, height: size, class: name });
+      const box = element("rect", { x, y, width: size, height: size });
+      map.append(box);
+      paint(box, index, x, y);
+    }
+  }
+
+  function drawPatches(tokens, example, expert, largest, chosen) {
+    const [size, map] = [data.cell, part("map")];
+    const image = element("use", { href: "#" + example.image });
+    drawMap(map, [image], tokens.length, (box, index, x, y) => {
+      const entry = shown(tokens[index], expert);
+      box.setAttribute("class", classOf(entry, expert));
       if (expert !== ALL) box.style.fillOpacity = (0.75 * entry.value) / largest;
       if (chosen === "image:" + index) box.classList.add("chosen");
       box.addEventListener("click", () => choose("image:" + index));
-      map.append(box);
       if (expert !== ALL && columns > 8) return;
       const corner = { x: x + 0.06 * size, y: y + 0.3 * size };
       map.append(element("text", corner, textOf(entry, expert)));
     });
+  }
+
+  // The bytes of `pack_shares` in _markup.py.
+  function drawAttention(example) {
+    const figure = part("attention");
+    figure.toggleAttribute("hidden", !example.attention);
+    if (!example.attention) return;
+    const { shares, largest } = example.attention;
+    const parts = Array.from(atob(shares), (c) => c.charCodeAt(0) / 255);
+    const [map, caption] = figure.children;
+    drawMap(map, [], parts.length, (box, index) => {
+      box.style.fillOpacity = parts[index];
+    });
+    const times = (largest * parts.length).toFixed(1);
+    caption.textContent =
+      "Attention rollout of all layers, not a cause of the output: the strongest grey " +
+      "is a share of " + largest.toFixed(3) + ", " + times + " times the mean.";
+    map.setAttribute("aria-label", caption.textContent);
   }
 
   function drawWords(tokens, words, expert, largest, chosen) {
@@ -168,6 +194,7 @@
     const values = tokens.map((entries) => shown(entries, expert).value);
     const largest = Math.max(...values, 1e-9);
     if (parts.image) drawPatches(parts.image, example, expert, largest, chosen);
+    drawAttention(example);
     if (parts.text) drawWords(parts.text, example.words, expert, largest, chosen);
     const said = sentence(parts, layer, expert, largest, chosen) + ".";
     part("says").textContent = said;

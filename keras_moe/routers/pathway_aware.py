@@ -16,7 +16,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import heterogeneous_capacity
-from keras_moe.ops.expert_types import expert_types
+from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
 from keras_moe.routers.sparse_router import both_masks
 from keras_moe.routers.token_choice import TokenChoiceRouter
@@ -141,6 +141,11 @@ class PathwayAwareRouter(TokenChoiceRouter):
     def expert_types(self):
         return self._expert_types
 
+    @property
+    def balanced_types(self) -> ExpertTypes:
+        """Experts over which capacities and shares are balanced."""
+        return self.expert_types
+
     def build(self, input_shape):
         super().build(input_shape)
         shapes = self.weight_shapes(input_shape[-2:])
@@ -202,7 +207,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             return None, None
         return heterogeneous_capacity(
             num_tokens,
-            self.expert_types,
+            self.balanced_types,
             self.tau,
             self.limits(training)[0],
             self.num_selected_experts,
@@ -216,8 +221,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
     @property
     def ffn_share(self) -> float:
         """FFN experts' share of assignments under a balanced load (Table 1)."""
-        weight = self.tau * self.expert_types.ffn
-        return weight / (weight + self.expert_types.zero_computation)
+        weight = self.tau * self.balanced_types.ffn
+        return weight / (weight + self.balanced_types.zero_computation)
 
     def total_slots(self, num_tokens: int) -> int:
         return round(num_tokens * self.experts_per_token(num_tokens))
@@ -225,7 +230,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     def experts_per_token(self, num_tokens: int) -> float:
         # A token uses an expert at most once, whatever tau is.
         balanced = self.num_selected_experts * self.ffn_share
-        return min(balanced, self.expert_types.ffn)
+        return min(balanced, self.balanced_types.ffn)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         hidden = self.gate_hidden_dim

@@ -110,7 +110,7 @@ class Router(keras.layers.Layer):
 
     @property
     def expert_types(self) -> ExpertTypes:
-        """Number of experts of each type."""
+        """Number of experts of each type in the routing record."""
         return ExpertTypes(self.num_experts)
 
     @property

@@ -232,7 +232,7 @@ class TokenChoiceRouter(SparseRouter):
     def compute_output_spec(self, tokens, training=None, **kwargs):
         # JAX cannot trace the search in the sorted queues for unknown sizes.
         num_groups, num_tokens, _ = tokens.shape
-        num_experts = self.expert_types.ffn
+        num_experts = len(self.expert_columns)
         choices = (num_groups, num_tokens, self.num_selected_experts)
         if self.serves_every_token(training):
             num_rows = None if None in choices else math.prod(choices)

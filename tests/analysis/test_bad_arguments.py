@@ -10,6 +10,7 @@ from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
     ablate_experts,
+    attention_rollout,
     class_polysemanticity,
     compute_map,
     edit_expert_logits,
@@ -78,6 +79,17 @@ def own():
         head=with_weights(classifier(MuMoE(3, 4, rank=5), **router)),
         pruned=prune_experts(plain, kept, "router_pred_skip"),
         excluded=exclude_experts(plain, [1]),
+        mixer=models.MixerBackbone(
+            image_shape=(16, 8, 2), patch_size=4, hidden_dim=8, num_layers=1, mlp_dim=16
+        ),
+        texts=models.TextBackbone(
+            vocabulary_size=9,
+            max_length=4,
+            hidden_dim=8,
+            num_layers=1,
+            num_heads=2,
+            mlp_dim=16,
+        ),
     )
 
 
@@ -145,6 +157,18 @@ def of_arrays(function, *arguments, **others):
         (lambda own: usage(own.broken), "NaN"),
         (lambda own: usage(own.soft), "SoftRouter"),
         (lambda own: usage(own.dense), "ViTImageClassifier"),
+        # Attention
+        (
+            lambda own: attention_rollout(own.mixer, IMAGES),
+            "a Mixer has none; .*MixerBack",
+        ),
+        (lambda own: attention_rollout(own.texts, IMAGES), "Expected an image model"),
+        (
+            lambda own: attention_rollout(own.plain, IMAGES[:0]),
+            r"shape=\(0, 16, 8, 2\)",
+        ),
+        (lambda own: attention_rollout(own.plain, IMAGES[..., 0]), r"batch, 16, 8, 2"),
+        (lambda own: attention_rollout(own.plain, IMAGES, 0), "batch_size=0"),
         # Selections
         (of_arrays(expert_scores, NAN), "NaN or Inf in block_1"),
         (of_arrays(select), "count=None, coverage=None"),
@@ -162,7 +186,7 @@ def of_arrays(function, *arguments, **others):
         (lambda own: prune_experts(own.plain, {"block_0": [0, 1]}, "drop"), "method"),
         (lambda own: prune_experts(own.soft, {"block_0": [0, 1]}), "SoftRouter"),
         (lambda own: prune_experts(own.expert_choice, {"block_0": [0]}), "ExpertCho"),
-        (lambda own: prune_experts(own.typed, {"block_0": [0, 1]}), "PathwayAware"),
+        (lambda own: prune_experts(own.typed, {"block_0": [3, 4]}), "an FFN expert"),
         (lambda own: prune_experts(own.pruned, {"block_0": [1, 3]}), "pruned with m"),
         (
             lambda own: prune_experts(

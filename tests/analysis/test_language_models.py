@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from keras_moe import analysis, models, report
-from tests.backends import every_backend_for
 
 TEXTS = ["the cat sat on the mat", "a dog ran over two hills", "one two three four"]
 
@@ -67,9 +66,31 @@ def test_types_of_experts_are_removed_after_training(moepp):
         analysis.exclude_experts(language_model("mumoe_gpt2_cp", rank=4), "ffn")
 
 
-@pytest.mark.parametrize(
-    "preset", every_backend_for(["moepp_lm_0.6b", "mumoe_gpt2_cp"], "mumoe_gpt2_cp")
-)
+@pytest.mark.every_backend
+def test_experts_are_pruned(moepp):
+    rows = moepp.training_inputs(TEXTS)
+    usage = analysis.expert_usage(moepp, rows, verbose=0)
+    types = moepp.backbone.expert_types
+    kept = {
+        # Two FFN experts, and all others, which have no weights to save.
+        name: [*np.argsort(block.tokens[0, : types.ffn])[2:], *range(4, types.total)]
+        for name, block in usage.blocks.items()
+    }
+    masked, pruned = (
+        prune(moepp, kept) for prune in (analysis.mask_experts, analysis.prune_experts)
+    )
+    # Three kernels of 16 x 16 in each of two blocks' two experts.
+    assert moepp.count_params() - pruned.count_params() == 2 * 2 * 3 * 16 * 16
+    outputs = []
+    for model in (masked, pruned):
+        model.compile(sampler="greedy")
+        texts = model.generate(TEXTS[:2], max_length=10)
+        outputs.append((texts, model.evaluate(rows, verbose=0, return_dict=True)))
+    assert outputs[0][0] == outputs[1][0]
+    np.testing.assert_allclose(*(x["perplexity"] for _, x in outputs), rtol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["moepp_lm_0.6b", "mumoe_gpt2_cp"])
 def test_tokens_are_steered_to_an_expert(preset):
     model = language_model(preset)
     # Untrained gates of muMoE are zero.

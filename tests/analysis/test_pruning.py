@@ -176,6 +176,32 @@ def test_a_pruned_model_can_be_pruned_further(model, method):
         np.testing.assert_allclose(outputs(other), outputs(at_once), atol=1e-6)
 
 
+MOEPP = {"num_experts": 3, "copy_experts": 1, "constant_experts": 2}
+# FFN experts 0 to 2, a copy expert 3, and constant experts 4 and 5.
+KEPT_MOEPP = {"block_0": [0, 2, 3, 5], "block_1": [1, 3, 4, 5]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{}, {"evaluation": "official", "tau": 0.5}])
+def test_moe_plus_plus_keeps_its_residuals(method, options, tmp_path):
+    model = classifier(**MOEPP, **options)
+    assert model.backbone.get_layer("block_1").feed_forward.router.gating_residual
+    masked = mask_experts(model, KEPT_MOEPP, method)
+    pruned = prune_experts(model, KEPT_MOEPP, method)
+    expected = outputs(masked)
+    assert np.abs(expected - outputs(model)).max() > 1e-2
+    np.testing.assert_allclose(outputs(pruned), expected, atol=1e-5)
+    # Two FFN experts and one of three are left; the router keeps its columns.
+    assert model.count_params() - pruned.count_params() == 3 * (16 * 32 * 2 + 48)
+    further = prune_experts(pruned, {"block_0": [2, 3, 5]}, method)
+    at_once = {**KEPT_MOEPP, "block_0": [2, 3, 5]}
+    expected = outputs(prune_experts(model, at_once, method))
+    np.testing.assert_allclose(outputs(further), expected, atol=1e-6)
+    further.save_to_preset(tmp_path / "pruned")
+    loaded = models.from_preset(str(tmp_path / "pruned"))
+    np.testing.assert_allclose(outputs(loaded), expected, atol=1e-6)
+
+
 def test_texts_with_a_kernel_for_each_modality_are_pruned():
     model = with_weights(text_of_modalities())
     inputs = {**TEXTS, "modality_ids": IDS % 2}

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from keras_moe.analysis import attention_rollout
 from keras_moe.ops import Routing
 from keras_moe.report._markup import (
     VALUE_BITS,
@@ -17,9 +18,11 @@ from keras_moe.report._markup import (
     token_routing,
     word_chips,
 )
+from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options, Reservoir
 from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer
 from tests.report_records import batch, block, record, reported
+from tests.small_models import images, small_classifier
 
 HOSTILE = ["</script>", "<img onerror=alert(1)>", "$x^2$"]
 
@@ -131,6 +134,39 @@ def test_one_example_of_images():
     packed = data["examples"][0]["layers"][0]["image"]
     assert [row[0][:2] for row in unpack(packed, 3)] == [(0, True), (1, True)]
     assert data["layers"][0]["experts"] == ["0", "1", "2"]
+    # There is no model, and so no attention.
+    assert data["examples"][0]["attention"] is None
+    assert "rollout" not in text + section.intro
+
+
+def test_attention_is_shown_beside_the_experts():
+    model, pixels = small_classifier(), images(2, 16, 8, 3)
+    gates = np.random.default_rng(0).dirichlet(np.ones(4), (2, 9))
+
+    def written():
+        section = Explorer(reported_model(model), Options())
+        section.update(batch({"block_1": record(gates)}, images=pixels))
+        content = section.finish()
+        return section.intro, markup(content), content.data["examples"], content
+
+    intro, text, examples, content = written()
+    expected = attention_rollout(model, pixels).reshape(2, 8)
+    np.testing.assert_allclose([x["attention"] for x in examples], expected, rtol=1e-5)
+    assert "not what causes its output" in intro
+    for example, shares in zip(data_of(content)["examples"], expected):
+        packed = example["attention"]
+        parts = np.frombuffer(base64.b64decode(packed["shares"]), "u1") / 255
+        np.testing.assert_allclose(parts * packed["largest"], shares, atol=1e-3)
+        title = f"attention rollout: up to {8 * shares.max():.1f} times the mean"
+        assert f"<figcaption>{title}</figcaption>" in text
+    # A broken model has no map.
+    for weight in model.weights:
+        if weight.path.endswith("query/kernel"):
+            weight.assign(np.full(weight.shape, np.nan))
+    _, text, examples, content = written()
+    assert "rollout:" not in text
+    assert "attention" not in examples[0]
+    assert data_of(content)["examples"][0]["attention"] is None
 
 
 def test_captions_without_images():

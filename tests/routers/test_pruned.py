@@ -146,7 +146,7 @@ def test_the_config_makes_an_equal_router():
     [
         (SoftRouter(4), [0], "received: SoftRouter"),
         (ExpertChoiceRouter(4), [0], "received: ExpertChoiceRouter"),
-        (PathwayAwareRouter(4), [0, 1], "received: PathwayAwareRouter"),
+        (PathwayAwareRouter(6, zero_experts=3), [3, 4], "an FFN expert"),
         (TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
         (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
         (TokenChoiceRouter(4), [0], "received: num_selected_experts=2"),

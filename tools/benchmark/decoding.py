@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import keras_hub
@@ -55,19 +55,33 @@ def mixtral(
     return model
 
 
-def models_and_prompts(batch: int, **sizes: int) -> dict[str, Callable]:
+def models_and_prompts(
+    batch: int, prompt: int = PROMPT, generated: int = GENERATED, **sizes: int
+) -> dict[str, Callable]:
     """Generation of a batch by both models."""
     models = {"keras_hub": mixtral(**sizes), "keras_moe": replace_moe(mixtral(**sizes))}
-    size = models["keras_hub"].backbone.vocabulary_size
-    shape = (batch, PROMPT + GENERATED)
+    return {
+        name: _generation(model, batch, prompt, generated)
+        for name, model in models.items()
+    }
+
+
+def by_length(batch: int, prompts: Sequence[int], **sizes: int) -> dict[str, Callable]:
+    """Generation by our model after prompts of several lengths."""
+    model = replace_moe(mixtral(**sizes))
+    return {
+        f"after {prompt}": _generation(model, batch, prompt, GENERATED)
+        for prompt in prompts
+    }
+
+
+def _generation(model, batch, prompt, generated):
+    shape = (batch, prompt + generated)
+    size = model.backbone.vocabulary_size
     ids = np.random.default_rng(0).integers(1, size, shape, "int32")
-    prompts = {"token_ids": ids, "padding_mask": np.arange(shape[1]) < PROMPT}
+    prompts = {"token_ids": ids, "padding_mask": np.arange(shape[1]) < prompt}
     prompts["padding_mask"] = np.broadcast_to(prompts["padding_mask"], shape)
-
-    def generate(model):
-        return lambda: model.generate(prompts, stop_token_ids=None)["token_ids"]
-
-    return {name: generate(model) for name, model in models.items()}
+    return lambda: model.generate(prompts, stop_token_ids=None)["token_ids"]
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

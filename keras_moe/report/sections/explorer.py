@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
+from keras_moe.analysis.attention import attention_rollout, has_attention
 from keras_moe.analysis.tokens import of_patches
 from keras_moe.report import _markup
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
@@ -24,6 +25,12 @@ _ENTRIES = DATA_BUDGET * 3 // 16
 _LAYERS, _EXPERTS = 12, 8
 # Number of static maps; the chooser shows the rest.
 _MAPS = 36
+# What the map of attention is, and is not.
+_ATTENTION = (
+    " The attention rollout is each patch's share in the image's embedding if only "
+    "attention and residuals counted: it shows where the model looks, not what causes "
+    "its output."
+)
 # Largest image side in pixels, and bytes per image file and in total.
 _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 
@@ -74,6 +81,9 @@ class Explorer(Section):
         for key, block in self._blocks.items():
             self._layers.setdefault(block.block, {})[block.modality] = key
         self._reservoir = Reservoir.of_options(options)
+        self._attends = model.grid is not None and has_attention(model.keras_model)
+        if self._attends:
+            self.intro += _ATTENTION
 
     def update(self, batch):
         self._reservoir.offer(
@@ -84,14 +94,25 @@ class Explorer(Section):
     def finish(self):
         examples, kept = _within_budget(self._reservoir.kept, self._blocks)
         names = {number: self._name(number, x) for number, x in examples.items()}
-        data = _markup.json_script("explorer-data", self._data(examples, names, kept))
-        maps, shown = self._maps(examples, names)
+        attention = self._attention(examples)
+        data = self._data(examples, names, kept, attention)
+        data = _markup.json_script("explorer-data", data)
+        maps, shown = self._maps(examples, names, attention)
         text = (
             f"{len(examples)} of {self._reservoir.seen:,} examples, the first {shown} "
             "of them as maps; the chooser, which needs JavaScript, has all."
         )
         body = [Html(self._pictures(examples) + _chooser() + data), Html(maps), text]
-        return SectionContent(body, {"examples": _routing_data(examples)})
+        return SectionContent(body, {"examples": _routing_data(examples, attention)})
+
+    def _attention(self, examples):
+        """The attention rollout (N,) of each example with an image, if it is finite."""
+        numbers = [n for n, x in examples.items() if x.image is not None]
+        if not self._attends or not numbers:
+            return {}
+        images = np.stack([examples[number].image for number in numbers])
+        maps = attention_rollout(self.model.keras_model, images)
+        return {n: x.ravel() for n, x in zip(numbers, maps) if np.isfinite(x).all()}
 
     def _name(self, number, example):
         parts = [f"Example {number}"]
@@ -124,7 +145,7 @@ class Explorer(Section):
             "</defs></svg>"
         ).format(images)
 
-    def _data(self, examples, names, kept):
+    def _data(self, examples, names, kept, attention):
         """The script's data."""
         layers = []
         for name, keys in self._layers.items():
@@ -146,6 +167,11 @@ class Explorer(Section):
                     "name": names[number],
                     "image": example.picture(number),
                     "words": example.words or [],
+                    "attention": (
+                        _markup.pack_shares(attention[number])
+                        if number in attention
+                        else None
+                    ),
                     "layers": [
                         {
                             modality: _markup.pack(example.routing[key], kept[key])
@@ -158,7 +184,7 @@ class Explorer(Section):
             ],
         }
 
-    def _maps(self, examples, names):
+    def _maps(self, examples, names, attention):
         """The maps of the first examples, and their number."""
         blocks = self._blocks.values()
         colours, drawn, shown, count = Markup(""), Markup(""), 0, 0
@@ -168,7 +194,9 @@ class Explorer(Section):
                 [longest.expert_name(e) for e in range(longest.num_experts)]
             )
         for number, example in examples.items():
-            markup = self._example_maps(number, example, names[number])
+            markup = self._example_maps(
+                number, example, names[number], attention.get(number)
+            )
             count += markup.count("<svg ")
             if shown and (count > _MAPS or len(drawn + markup) > MAPS_BUDGET):
                 break
@@ -176,11 +204,16 @@ class Explorer(Section):
         maps = colours + Markup('<div class="examples">{}</div>').format(drawn)
         return maps, shown
 
-    def _example_maps(self, number, example, name):
+    def _example_maps(self, number, example, name, attention):
         image, grid = example.picture(number), self.model.grid
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
             rows += _markup.plain_map(grid, image)
+        if attention is not None:
+            times = f"{attention.max() / attention.mean():.1f}"
+            title = f"attention rollout: up to {times} times the mean"
+            heat = _markup.heat_map(attention, grid, None, title)
+            rows += Markup('<div class="attention">{}</div>').format(heat)
         layers = list(self._layers.items())
         chosen = [layers[index] for index in evenly_spaced(len(layers), _LAYERS)]
         for layer, keys in chosen:
@@ -206,13 +239,15 @@ class Explorer(Section):
         ).format(name, note, caption, rows, chips)
 
 
-def _routing_data(examples):
+def _routing_data(examples, attention):
     """The examples for report.json."""
     data = []
     for number, example in examples.items():
         fields = example._asdict()
         experts = {k: x.heaviest().tolist() for k, x in fields.pop("routing").items()}
         fields.pop("image")
+        if number in attention:
+            fields["attention"] = attention[number].tolist()
         data.append({"number": number, **fields, "experts": experts})
     return data
 
@@ -303,8 +338,9 @@ def _chooser():
         '<div id="explorer-chooser" class="explorer" hidden><p class="controls">{}'
         '<button type="button" id="explorer-back">Previous layer</button> '
         '<button type="button" id="explorer-on">Next layer</button></p>'
-        '<figure><svg id="explorer-map" role="img"></svg>'
+        '<div class="side"><figure><svg id="explorer-map" role="img"></svg>'
         '<p class="chips" id="explorer-words"></p>'
         '<figcaption id="explorer-says" aria-live="polite"></figcaption></figure>'
-        "</div>"
+        '<figure id="explorer-attention" class="attention" hidden>'
+        '<svg role="img"></svg><figcaption></figcaption></figure></div></div>'
     ).format(selects)

@@ -1,0 +1,121 @@
+"""Where image models attend. Axes: B batch, N tokens."""
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_integer, fits_shape
+from keras_moe.compat import flatten_layers
+from keras_moe.processes import predict_batch
+
+
+def attention_rollout(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
+    """Each patch's share in the embedding of an image, by attention rollout.
+
+    With A the mean of a block's attention over heads, the rollout is the product of
+    (A + I) / 2 over all blocks. The map is the row of the class token or first patch,
+    the mean row of an average, or MAP pooling's attention times the rollout, over the
+    patches alone. It follows attention through residuals only: neither values nor
+    experts weigh a patch, so it shows where a model looks and not what causes its
+    output.
+
+    Args:
+        model: backbone, classifier or image-text model whose image blocks have
+            attention: any of ours but Mixers.
+        images: (B, height, width, channels), prepared for the model.
+        batch_size: images per batch.
+
+    Returns:
+        float32 (B, rows, columns) over the grid of patches; each map sums to 1.
+
+    Raises:
+        ValueError: if the model has no attention over patches, or for other images.
+
+    Reference: *Quantifying Attention Flow in Transformers*, section 3.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits")
+    >>> maps = analysis.attention_rollout(model, np.zeros((2, 16, 16, 1), "float32"))
+    >>> maps.shape, round(float(maps[0].sum()), 3)
+    ((2, 4, 4), 1.0)
+    """
+    check_integer("batch_size", batch_size)
+    if not has_attention(model):
+        raise ValueError(
+            "Expected an image model with attention over patches, such as a ViT; a "
+            f"Mixer has none; received: {type(model).__name__}"
+        )
+    rollout, images = _Rollout(model), np.asarray(images)
+    expected = (None, *keras.tree.flatten(rollout.encoder.input)[0].shape[1:])
+    if not fits_shape(images.shape, expected) or not len(images):
+        raise ValueError(
+            f"Expected images of shape (batch, {', '.join(map(str, expected[1:]))}), "
+            f"at least one; received: shape={images.shape}"
+        )
+    starts = range(0, len(images), batch_size)
+    batches = (images[start : start + batch_size] for start in starts)
+    return np.concatenate([predict_batch(rollout, batch) for batch in batches])
+
+
+def has_attention(model: Any) -> bool:
+    """Whether `attention_rollout` is defined for a model."""
+    backbone = getattr(model, "backbone", model)
+    if not hasattr(type(backbone), "grid"):
+        return False
+    mixers = [getattr(x, "token_mixer", None) for x in flatten_layers(_encoder(model))]
+    mixers = [mixer for mixer in mixers if mixer is not None]
+    return bool(mixers) and all(hasattr(mixer, "recording") for mixer in mixers)
+
+
+def _encoder(model):
+    """The model from images alone."""
+    backbone = getattr(model, "backbone", model)
+    return backbone.encoder("image") if hasattr(backbone, "encoder") else model
+
+
+class _Rollout(keras.Model):
+    """Computes the maps of images, (B, rows, columns)."""
+
+    def __init__(self, model):
+        # The global dtype policy may differ from the model's.
+        super().__init__(name="attention_rollout", dtype="float32")
+        self.encoder = _encoder(model)
+        backbone = getattr(model, "backbone", model)
+        self.grid = tuple(backbone.grid)
+        self.pooling = "average"
+        if getattr(backbone, "class_token", False):
+            self.pooling = "class_token"
+        for layer in flatten_layers(self.encoder):
+            if layer.name in ("pooler", "image_pooler"):
+                self.pooling = getattr(layer, "pooling", "map")
+
+    def call(self, images):
+        attention = []
+        with contextlib.ExitStack() as stack:
+            for layer in flatten_layers(self.encoder):
+                if hasattr(layer, "recording"):
+                    stack.enter_context(layer.recording(attention))
+            self.encoder(images, training=False)
+        if self.pooling == "map":
+            *attention, pooled = attention
+            share = pooled[:, 0]
+        else:
+            row = np.ones(attention[0].shape[-1], "float32")
+            if self.pooling == "patch_average":
+                row[0] = 0.0
+            elif self.pooling != "average":
+                row[1:] = 0.0
+            share = ops.zeros_like(attention[0][:, 0]) + row / row.sum()
+        # One row of the product of (A + I) / 2, from the last block to the first.
+        for weights in reversed(attention):
+            share = 0.5 * (share + ops.einsum("bn,bnm->bm", share, weights))
+        # A class token comes first.
+        share = share[:, -self.grid[0] * self.grid[1] :]
+        share = share / ops.sum(share, axis=1, keepdims=True)
+        return ops.reshape(share, (-1, *self.grid))
