@@ -49,6 +49,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 import functools  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -94,22 +95,32 @@ def _part(text):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Imports no file that has nothing for the fast set: imports take seconds."""
-    return (
-        config.getoption("--fast")
-        and collection_path.match("test_*.py")
-        and "every_backend" not in collection_path.read_text(encoding="utf-8")
-    ) or None
+    """Imports only files of this part that have something to run: imports take seconds.
+
+    Files are dealt in turn, `-k` or not.
+    """
+    number, count = config.getoption("--part")
+    fast = config.getoption("--fast")
+    if not collection_path.match("test_*.py") or (count == 1 and not fast):
+        return None
+    return collection_path not in _test_files(fast)[number - 1 :: count] or None
+
+
+@functools.cache
+def _test_files(fast):
+    return [
+        path
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))
+        if not fast or "every_backend" in path.read_text(encoding="utf-8")
+    ]
 
 
 # Last, after -k and -m have deselected tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    fast = config.getoption("--fast")
-    number, count = config.getoption("--part")
-    kept = [x for x in items if not fast or x.get_closest_marker("every_backend")]
-    files = list(dict.fromkeys(item.path for item in kept))
-    kept = [item for item in kept if item.path in set(files[number - 1 :: count])]
+    if not config.getoption("--fast"):
+        return
+    kept = [item for item in items if item.get_closest_marker("every_backend")]
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = kept
 

@@ -243,11 +243,12 @@ def test_the_core_imports_quickly_and_no_heavy_library():
     heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
     heavy |= {"tensorflow_datasets", "keras_cv"}
     seconds = []
-    for backend in ("jax", "tensorflow", "torch"):
+    # Each of the two has what would be heavy for the other.
+    for backend in ("jax", "torch"):
         done = run_python("-c", IMPORT_PROBE, KERAS_BACKEND=backend)
         assert done.returncode == 0, done.stderr
         actual = json.loads(done.stdout.splitlines()[-1])
         assert heavy.isdisjoint(actual["new"]), backend
         seconds.append(actual["seconds"])
-    # Time of the processor, and the quickest of three: other work changes neither.
+    # Time of the processor, and the quicker of two: other work changes neither.
     assert min(seconds) < 0.2

@@ -147,11 +147,11 @@ def main(argv: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as compiled,
         ThreadPoolExecutor(max(args.jobs, 1)) as pool,
     ):
-        # The whole suite in parts, between the others: no process is idle at the end.
+        # The whole suite comes last, in parts: no process is idle at the end.
         whole = "torch" if "torch" in args.backends else args.backends[0]
         others = [backend for backend in args.backends if backend != whole]
         running = []
-        for backend in (*others[:1], whole, *others[1:]):
+        for backend in (*others, whole):
             is_whole = backend == whole and not args.fast
             # Keras on TensorFlow keeps memory after each training: a third of the suite
             # takes more than 12 GB.

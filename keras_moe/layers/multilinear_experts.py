@@ -188,6 +188,11 @@ class ExpertCoefficients(Layer):
         """Number of experts over all levels."""
         return ExpertTypes(math.prod(self.num_experts))
 
+    @property
+    def expert_columns(self) -> tuple[int, ...]:
+        """Columns of the experts in the routing record: all of it."""
+        return tuple(range(self.expert_types.ffn))
+
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         return {
             f"kernel_{level}": (shape[-1], count)

@@ -26,10 +26,7 @@ def test_the_next_steps_are_commands(tmp_path):
 
 @pytest.fixture
 def mixtures(monkeypatch):
-    """The blocks with experts: on JAX one of two, as two of four compile for long."""
-    if keras.backend.backend() != "jax":
-        return {"block_1", "block_3"}
-
+    """The blocks with experts: one of two, for four take twice as long."""
     build = models.from_preset
 
     def from_preset(name, **overrides):

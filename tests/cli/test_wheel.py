@@ -51,7 +51,8 @@ def run(installed, tmp_path):
 
 
 PROGRAM = """
-import importlib, sys
+import importlib, json, sys
+from pathlib import Path
 import keras_moe
 
 for name in sys.argv[1:]:
@@ -62,13 +63,9 @@ from keras_moe.models.registry import builtin_presets
 
 for name, preset in builtin_presets().items():
     if "weights" in preset and "package" not in preset:
-        print(name, models.from_preset(name).count_params())
-"""
-
-
-MISSING = """
-from keras_moe import models
-
+        files = [x for x in Path(preset["weights"]).rglob("*") if x.is_file()]
+        print(json.dumps([name, sorted([x.name, x.stat().st_size] for x in files)]))
+print(models.from_preset("vmoe_digits").count_params())
 model = models.from_preset("limoe_emoji", load_weights=False)
 assert type(model).__name__ == "ContrastiveModel"
 models.from_preset("limoe_emoji")
@@ -85,15 +82,20 @@ def test_every_module_and_trained_preset_is_there(run, installed, tmp_path):
     program = tmp_path / "everything.py"
     program.write_text(PROGRAM)
     done = run("python", program, *modules)
-    assert done.returncode == 0, done.stderr
-    place, *presets = done.stdout.splitlines()
+    place, *presets, parameters = done.stdout.splitlines()
     assert Path(place).is_relative_to(installed.parent)
-    trained = {path.parent.name for path in ROOT.glob("presets/*/config.json")}
-    assert {line.split()[0] for line in presets} == trained
+    trained = {
+        folder.parent.name: sorted(
+            [path.name, path.stat().st_size]
+            for path in folder.parent.rglob("*")
+            if path.is_file()
+        )
+        for folder in ROOT.glob("presets/*/config.json")
+    }
+    assert dict(map(json.loads, presets)) == trained
+    assert int(parameters) > 0
     # Weights under another licence than the library's have their own package.
     assert "limoe_emoji" not in trained
-    program.write_text(MISSING)
-    done = run("python", program)
     assert "Expected the package keras-moe-emoji" in done.stderr
 
 

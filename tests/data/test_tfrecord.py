@@ -188,14 +188,18 @@ def test_a_record_without_an_image_is_named(tmp_path):
     path = tmp_path / "train-00002-of-00003.tfrecord"
     records = [x.numpy() for x in tf.data.TFRecordDataset(str(path))]
     broken = png(5)[:-20] + b"0" * 20
-    for new, message in (
-        (b"no example", "Expected a tf.train.Example with .*received: "),
-        (records[1].replace(png(5), broken), "Expected an image that can"),
+    for new, message, augment in (
+        (b"no example", "Expected a tf.train.Example with .*received: ", None),
+        # This decodes a part of an image.
+        (
+            records[1].replace(png(5), broken),
+            "Expected an image that can",
+            "random_resized_crop",
+        ),
     ):
         write_records(path, [records[0], new, *records[2:]])
-        for augment in (None, "random_resized_crop"):
-            with pytest.raises(ValueError, match=f"{message}.*{path}, record 1$"):
-                read_all(source, augment=augment)
+        with pytest.raises(ValueError, match=f"{message}.*{path}, record 1$"):
+            read_all(source, augment=augment)
         # The files one after the other, of which two have 8.
         assert find_unreadable(source, "train").tolist() == [17]
         with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}, record 1$"):
@@ -284,21 +288,21 @@ def sources(tmp_path_factory):
 def test_shards(sources, kind):
     source = sources[kind]
     # A pass in order: disjoint, complete, equally many batches.
-    parts = [read(source, batch_size=6, shard=(i, 3)) for i in range(3)]
-    assert [len(part) for part in parts] == [4, 4, 4]
+    parts = [read(source, batch_size=6, shard=(i, 2)) for i in range(2)]
+    assert [len(part) for part in parts] == [4, 4]
     assert sorted(n for part in parts for n in flat(part)) == list(range(23))
     options = {"batch_size": 6, "shuffle": True, "seed": 3}
     options["drop_remainder"] = True
-    parts = [read(source, **options, shard=(i, 3)) for i in range(3)]
-    assert [[len(x) for x, _ in part] for part in parts] == [[2, 2, 2]] * 3
+    parts = [read(source, **options, shard=(i, 2)) for i in range(2)]
+    assert [[len(x) for x, _ in part] for part in parts] == [[3, 3, 3]] * 2
     seen = [n for part in parts for n in flat(part)]
     assert len(set(seen)) == 18
     # And passes without end, from the middle.
     options["repeat"] = True
-    whole = [read(source, **options, shard=(i, 3)) for i in range(3)]
+    whole = [read(source, **options, shard=(i, 2)) for i in range(2)]
     # Whatever the program's own seed.
     tf.random.set_seed(3)
-    later = [read(source, **options, shard=(i, 3), start_batch=4) for i in range(3)]
+    later = [read(source, **options, shard=(i, 2), start_batch=4) for i in range(2)]
     for part, rest in zip(whole, later):
         assert part[4:] == rest[:8]
     epoch = [n for part in whole for n in flat(part[:3])]

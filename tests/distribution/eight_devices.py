@@ -64,11 +64,9 @@ PAIRS = {
 MODELS = {
     **PAIRS,
     "token choice": {**VIT, "num_layers": 2, "moe_layers": "last_1"},
-    "max gate": {**VIT, "priority": "max_gate"},
     "dropless": {**VIT, "dropless": True},
     "whole batch": {**VIT, "examples_per_group": None},
     "expert choice": {**VIT, "router": "softmax_expert_choice"},
-    "sinkhorn": {**VIT, "router": "sinkhorn_expert_choice"},
     "soft": {**VIT, "router": "soft"},
     "einsum": {**VIT, "dispatcher": "einsum"},
     "rematerialize": {**VIT, "rematerialize": True},

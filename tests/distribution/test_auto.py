@@ -23,24 +23,19 @@ SPLITS = {
     "model and experts": (4, 2),
     "all three": (2, 2),
 }
-# Every layout with token choice, and every router with the layouts that differ for it.
-WITH_CAPACITY = (
-    "max gate",
-    "expert choice",
-    "sinkhorn",
-    "soft",
-    "einsum",
-    "rematerialize",
-    "moe++",
-)
+# Every layout, and every kind of model with a layout that differs for it. Affinities
+# and priorities are arithmetic within a group, which is whole on a device.
+WITH_CAPACITY = ("expert choice", "einsum", "rematerialize", "moe++")
 CASES = [
-    *itertools.product(["token choice"], SPLITS),
-    *itertools.product(WITH_CAPACITY, ["experts on the batch"]),
-    *itertools.product(["expert choice", "soft"], ["experts on their own"]),
     # All three at once splits in each way of the others, too.
     *itertools.product(
-        ["dropless", "whole batch"], ["data", "experts on the batch", "all three"]
+        ["token choice"],
+        ["data", "experts on the batch", "model", "model and experts", "all three"],
     ),
+    *itertools.product(WITH_CAPACITY, ["experts on the batch"]),
+    ("soft", "experts on their own"),
+    *itertools.product(["dropless"], ["data", "all three"]),
+    ("whole batch", "experts on the batch"),
     ("mumoe", "model and data"),
     ("mixer", "all three"),
     ("clip", "experts on the batch"),
@@ -49,7 +44,6 @@ CASES = [
 PAIRS = ("clip", "limoe")
 # With the number of images: those of the last batch of 16 are no multiple of 8.
 EVALUATIONS = [
-    ("token choice", "experts on the batch", 19),
     ("token choice", "all three", 19),
     ("capacity at inference", "experts on the batch", 18),
     ("capacity at inference", "experts on the batch", 19),

@@ -242,8 +242,10 @@ def size(variable):
 
 @pytest.mark.every_backend
 def test_memory_and_rates(on_this_machine):
-    found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, dtype="float32")
-    model = models.abstract("vmoe_digits")
+    found = distribution.compiled_costs(
+        "vmoe_digits", "v5e:1x1", 8, dtype="float32", **SMALL
+    )
+    model = models.abstract("vmoe_digits", **SMALL)
     assert found.memory["weights"] == 4 * sum(map(size, model.variables))
     # Two moments, and a few numbers.
     moments = 8 * sum(map(size, model.trainable_variables))
@@ -277,7 +279,8 @@ def test_the_optimizer_has_its_name(on_this_machine, monkeypatch, dtype):
     [("clip_emoji", "train"), ("limoe_emoji", "predict"), ("moepp_digits", "predict")],
 )
 def test_every_kind_of_model(on_this_machine, preset, step):
-    found = distribution.compiled_costs(preset, "v5e:1x1", 4, step)
+    small = {"num_layers": 1, "load_weights": False} if step == "train" else {}
+    found = distribution.compiled_costs(preset, "v5e:1x1", 4, step, **small)
     assert found.name == preset
     assert found.memory_bytes > found.memory["weights"] > 0
     assert (found.memory["optimizer"] > 0) == (step == "train")
@@ -458,9 +461,9 @@ def test_what_does_not_fit_is_made_smaller(on_this_machine, monkeypatch):
 
     monkeypatch.setattr(on_this_machine, "compile_lowered", narrow)
     with pytest.raises(DoesNotFit, match=r"batch_size=8.*4\.50 more"):
-        distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8)
+        distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, **SMALL)
     tried.clear()
-    found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, fit=True)
+    found = distribution.compiled_costs("vmoe_digits", "v5e:1x1", 8, fit=True, **SMALL)
     assert tried == [8, 8, 4]
     assert found.changes == {"rematerialize": True, "batch_size": 4}
     assert found.batch_size == 4

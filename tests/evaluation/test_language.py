@@ -36,7 +36,6 @@ def by_score(model, context, continuation):
     return model.score([whole], per_token=True)[0, len(before) :].sum()
 
 
-@pytest.mark.every_backend
 def test_likelihoods_are_those_of_score(model):
     pairs = [("the cat", " sat on"), ("a dog ran", " over"), ("", "one two three")]
     scores = evaluation.continuation_log_likelihoods(model, pairs, batch_size=2)

@@ -10,6 +10,7 @@ from keras_moe.losses import heterogeneous_balance_loss
 from keras_moe.ops import ExpertTypes, heterogeneous_capacity, selected_experts
 from keras_moe.routers import PathwayAwareRouter
 from tests import golden
+from tests.backends import every_backend_for
 from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
@@ -130,8 +131,7 @@ def official_pairs(moe, prefix, config, order):
     yield constants.vector, of_constants("constant")
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("case", OFFICIAL)
+@pytest.mark.parametrize("case", every_backend_for(OFFICIAL, "official_default"))
 def test_released_code(case):
     arrays, stack, pairs, order = official(case)
     for variable, of in pairs:

@@ -10,6 +10,7 @@ import pytest
 
 from keras_moe import data, models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier, adaptation
+from tests.backends import every_backend_for
 from tests.small_models import SMALL, images
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -108,7 +109,6 @@ def test_a_preset_has_the_adapters_in_its_weights(tmp_path):
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.every_backend
 def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
     model = adapted()
     path = tmp_path / "adapters.lora.h5"
@@ -211,8 +211,9 @@ def test_attention_and_experts_become_int8_and_routers_do_not(router):
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.every_backend
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", every_backend_for(["float32", "mixed_bfloat16"], "mixed_bfloat16")
+)
 def test_int8_models_come_back(tmp_path, policy):
     head = {"representation_dim": 5, "pooling": "map"}
     model = classifier(dtype=policy, num_layers=1, moe_layers=[0], head=head)

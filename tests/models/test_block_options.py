@@ -72,7 +72,6 @@ def test_every_backbone_takes_layer_scale(kind):
     assert backbone.describe().parameters == count
 
 
-@pytest.mark.every_backend
 def test_layer_scale_trains_beside_stochastic_depth_and_is_saved(tmp_path):
     options = {"layer_scale_initial_value": 1e-2, "stochastic_depth": 0.2}
     backbone = MAKERS["vit"](**options, moe=MOE)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from keras_moe import models
 from keras_moe.models.conversion._moepp import moepp_spec
 from tests import golden
+from tests.backends import every_backend_for
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
@@ -20,11 +21,6 @@ FOLDER = "17_moepp_lm"
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
 CASES = [x for x in golden.cases(f"{FOLDER}/lm_*") if "rope_scaling" not in x]
-GRADIENTS = [
-    # Each of these two differs from the others in all that has a gradient.
-    pytest.param(x, marks=[pytest.mark.every_backend] if i in (0, 2) else [])
-    for i, x in enumerate(CASES)
-]
 RELEASED = ("released_tiny", "released_tiny_sharded")
 to_numpy = ops.convert_to_numpy
 
@@ -63,8 +59,7 @@ def ids_of(arrays):
     return arrays["inputs/input_ids"].astype("int32")
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_backend_for(CASES, "lm_gqa_mixtral_pad"))
 def test_logits_states_and_routing(case):
     arrays, config = golden.load(case)
     model, spec = language_model(arrays, config)
@@ -112,7 +107,7 @@ def test_logits_states_and_routing(case):
             assert_close(actual[own], expected, 1e-4, 3e-5)
 
 
-@pytest.mark.parametrize("case", GRADIENTS)
+@pytest.mark.parametrize("case", every_backend_for(CASES, "lm_linear_gate_norm_tied"))
 def test_training_loss_and_gradients(case):
     arrays, config = golden.load(case)
     # The released code has neither a capacity nor a balance loss.
@@ -153,7 +148,6 @@ def test_training_loss_and_gradients(case):
         assert_close(gradient, expected, 1e-3, 1e-5, err_msg=weight.path)
 
 
-@pytest.mark.every_backend
 def test_cached_decoding():
     arrays, config = golden.load(CASES[0])
     model, _ = language_model(arrays, config)

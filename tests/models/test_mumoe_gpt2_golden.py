@@ -6,16 +6,13 @@ from keras import ops
 
 from keras_moe import models
 from tests import golden
+from tests.backends import every_backend_for
 from tests.compare import assert_close, assert_same
 from tests.training_gradients import training_gradients
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
-CASES = [
-    # The others have other sizes only.
-    pytest.param(x, marks=[] if "official" in x else [pytest.mark.every_backend])
-    for x in golden.cases("18_mumoe_gpt2/gpt_*")
-]
+CASES = every_backend_for(golden.cases("18_mumoe_gpt2/gpt_*"), "gpt_tr_n8")
 
 
 def config_of(arrays, config):

@@ -13,6 +13,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier, registry
 from keras_moe.models.registry import builtin_presets
+from tests.backends import every_backend_for
 from tests.small_models import assert_same_outputs, images
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -377,7 +378,8 @@ def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_pat
             models.from_preset(source)
 
 
-BUILD = """
+# The first models of a process: Keras changes their classes when it builds them.
+IN_THREADS = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from keras_moe import models
@@ -397,11 +399,6 @@ def build(name):
 with ThreadPoolExecutor(8) as pool:
     list(pool.map(build, ("vit_s32", None, "mixer_s16", None) * 2))
 """
-
-
-def test_models_are_built_in_several_threads():
-    # The first models of a process: Keras changes their classes when it builds them.
-    subprocess.run([sys.executable, "-c", BUILD], check=True)
 
 
 def test_a_saved_task_comes_back_by_every_door(saved):
@@ -425,8 +422,9 @@ def test_a_saved_task_comes_back_by_every_door(saved):
     assert "vmoe_b32" in ViTImageClassifier.presets
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("preset", ["vmoe_digits", "clip_emoji"])
+@pytest.mark.parametrize(
+    "preset", every_backend_for(["vmoe_digits", "clip_emoji"], "vmoe_digits")
+)
 def test_a_model_without_weights_is_the_same_model(preset):
     abstract, model = models.abstract(preset), models.from_preset(preset)
     assert type(abstract) is type(model)
@@ -522,9 +520,9 @@ assert [x.numpy().tolist() for x in texts.map(lambda x: tokenizer("but"))] == [[
 """
 
 
-def test_models_need_no_tensorflow():
+def test_models_are_built_in_several_threads_and_without_tensorflow():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW],
+        [sys.executable, "-c", IN_THREADS + WITHOUT_TENSORFLOW],
         env={**os.environ, "KERAS_BACKEND": "torch"},
         capture_output=True,
         text=True,

@@ -270,7 +270,7 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
     whole = path.read_bytes()
     draw = np.random.default_rng(0)
     # The head of the file has the tables that HDF5 follows.
-    positions = [*draw.integers(0, 12_000, 60), *draw.integers(0, len(whole), 20)]
+    positions = [*draw.integers(0, 12_000, 30), *draw.integers(0, len(whole), 10)]
     for position in positions:
         flip(path, position)
         with pytest.raises(ValueError, match=re.escape(str(path))):
@@ -288,7 +288,7 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
         except ValueError as error:
             errors.append(str(error))
     model.backbone.set_weights(before)
-    assert len(errors) > 5
+    assert len(errors) > 2
     # Or Keras says which weight does not fit.
     report = (str(path), "could not be loaded", "shape")
     assert [x for x in errors if not any(text in x for text in report)] == []

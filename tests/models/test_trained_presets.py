@@ -15,6 +15,7 @@ from keras_moe import data, distribution, evaluation, models
 from keras_moe.models import registry
 from keras_moe.models.registry import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
+from tests.backends import every_backend_for
 from tools import make_trained_presets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +50,7 @@ def weight(model, path="block_1/moe/experts/hidden_kernel"):
     return keras.ops.convert_to_numpy(variable)
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("name", DIGITS)
+@pytest.mark.parametrize("name", every_backend_for(DIGITS, "vmoe_digits"))
 def test_digits_are_read_as_well_as_the_list_says(name):
     images, labels = digits_of_tests()
     model = models.from_preset(name)
@@ -62,7 +62,6 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert model.classify(photo)[0].name == str(labels[0])
 
 
-@pytest.mark.every_backend
 def test_emoji_find_their_names_as_well_as_the_list_says():
     model = models.from_preset("limoe_emoji")
     pairs = emoji_of_tests(model, captions="all")

@@ -29,11 +29,10 @@ def report(model, data, folder, **kwargs):
     return written, values["sections"]
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_images_that_are_not_finite_are_left_out(model, tmp_path, number):
+def test_images_that_are_not_finite_are_left_out(model, tmp_path):
     pixels, labels = images(8, 16, 8, 3), np.arange(8) % 3
     broken = np.concatenate([pixels, pixels[:4]])
-    broken[8:, 0, 0, 0] = number
+    broken[8:10, 0, 0, 0], broken[10:, 0, 0, 0] = np.nan, np.inf
     _, expected = report(model, (pixels, labels), tmp_path / "a", batch_size=4)
     written, sections = report(
         model,

@@ -9,8 +9,6 @@ from pathlib import Path
 import keras
 import pytest
 
-from tests.forks import run_python
-
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
 
@@ -130,19 +128,21 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     assert notes == {"not measured: no time was left"}
 
 
-def test_the_program_measures_a_row_in_a_child():
+def test_the_program_measures_a_row_in_a_child(folder, monkeypatch, capfd):
     backend = keras.backend.backend()
     arguments = ["--rows", "router-soft=", "--seconds", "0", "--json"]
-    done = run_python("-m", "tools.benchmark", *arguments, "--backends", backend)
-    assert done.returncode == 0, done.stderr[-3000:]
-    document = json.loads(done.stdout)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--backends", backend])
+    runpy.run_path(str(BENCHMARKS), run_name="__main__")
+    output, errors = capfd.readouterr()
+    document = json.loads(output)
     (table,) = document["tables"]
     (line,) = table["rows"]
     assert (line["row"], line["backend"]) == ("router-soft", backend)
     assert line["over"] == "softmax_token_choice"
     assert line["ratio"] > 0
     assert line["rounds"] == 3
-    assert "router-soft" in done.stderr
+    assert "router-soft" in errors
 
 
 def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ use_jax_on_cpu(JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
 from keras_moe import training  # noqa: E402
 
@@ -140,4 +141,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # Keras imports it where it sets a seed: once for all lives.
+    _ = tf.data
     main()

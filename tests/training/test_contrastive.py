@@ -1,5 +1,7 @@
 """The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
 
+import json
+import re
 import shutil
 import signal
 
@@ -20,10 +22,22 @@ def folder(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
-def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
+OPTIONS = {"verbose": 0, "checkpoint_every": 1}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder, tmp_path_factory):
+    """A run to its end, whose model and history nobody changes, and its folder."""
+    place = tmp_path_factory.mktemp("whole")
     mine = recipe(folder, **{"data.unreadable": "exclude"})
-    options = {"verbose": 0, "checkpoint_every": 1}
-    whole = train(mine, checkpoint_dir=tmp_path / "whole", **options)
+    return train(mine, checkpoint_dir=place, **OPTIONS), place
+
+
+def test_a_run_trains_and_goes_on_exactly(folder, uninterrupted, tmp_path, monkeypatch):
+    mine = recipe(folder, **{"data.unreadable": "exclude"})
+    options = OPTIONS
+    whole, place = uninterrupted
+    shutil.copytree(place, tmp_path / "whole")
     names = ("loss", "contrastive_accuracy")
     assert set(whole.history) == {*names, *(f"val_{name}" for name in names)}
     assert whole.score == whole.history["val_contrastive_accuracy"][-1]
@@ -62,27 +76,23 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
     assert values["contrastive_accuracy"] == pytest.approx(whole.score)
 
 
-# A life of a run, which ends while its tokenizer is written, or before a step.
-LIFE = """
-import os, signal, sys
-import keras
+# Two lives of a run: one ends while its tokenizer is written, one before a step.
+LIVES = """
+import json, os, signal, sys
+from pathlib import Path
+import keras, tensorflow
 if keras.backend.backend() == "tensorflow":
     # As in the tests: other graphs round otherwise.
-    import tensorflow
     options = {"disable_meta_optimizer": True}
     tensorflow.config.optimizer.set_experimental_options(options)
 from keras_moe.models import text_tokenizer as tokenizer
 from keras_moe.training import train
+from tests.forks import start_forked
 from tests.training.runs import Ends
 from tests.training.pair_folder import pair_recipe as recipe
 
 def end(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-
-source, folder, moment = sys.argv[1:]
-if moment == "tokenizer":
-    tokenizer.write_json = end
-
 
 class Killed(Ends):
     def on_train_batch_begin(self, batch, logs=None):
@@ -91,22 +101,31 @@ class Killed(Ends):
         self.left -= 1
 
 
-train(recipe(source), checkpoint_dir=folder, checkpoint_every=1, callbacks=[Killed(3)])
+def live(moment):
+    if moment == "tokenizer":
+        tokenizer.write_json = end
+    mine, options = recipe(source), {"checkpoint_every": 1, "verbose": 0}
+    train(mine, checkpoint_dir=folder, callbacks=[Killed(3)], **options)
+
+source, folder = sys.argv[1:]
+for moment in ("tokenizer", "step"):
+    _, status = os.waitpid(start_forked(live, moment), 0)
+    kept = Path(folder, "tokenizer", "text_tokenizer.json").is_file()
+    print("LIFE", json.dumps([os.waitstatus_to_exitcode(status), kept]))
 """
 
 
-def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, tmp_path):
-    options = {"verbose": 0, "checkpoint_every": 1}
-    whole = train(recipe(folder), checkpoint_dir=tmp_path / "whole", **options)
-    killed = tmp_path / "killed"
-    for moment in ("tokenizer", "step"):
-        life = run_python("-c", LIFE, folder, killed, moment)
-        assert life.returncode == -signal.SIGKILL, life.stderr[-2000:]
-        has_tokenizer = (killed / "tokenizer" / "text_tokenizer.json").is_file()
-        assert has_tokenizer == (moment == "step")
+def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, uninterrupted, tmp_path):
+    (whole, _), killed = uninterrupted, tmp_path / "killed"
+    done = run_python("-c", LIVES, folder, killed)
+    lives = re.findall("LIFE (.*)", done.stdout)
+    assert [json.loads(life) for life in lives] == [
+        [-signal.SIGKILL, False],
+        [-signal.SIGKILL, True],
+    ], done.stderr[-2000:]
     assert training.find_checkpoint(killed) is not None
     kept = (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes()
-    again = train(recipe(folder), checkpoint_dir=killed, **options)
+    again = train(recipe(folder), checkpoint_dir=killed, **OPTIONS)
     assert (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes() == kept
     one, other = (x.model.preprocessor.tokenizer for x in (whole, again))
     assert (one.vocabulary, one.merges) == (other.vocabulary, other.merges)

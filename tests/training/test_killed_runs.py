@@ -22,27 +22,27 @@ def results_of(script, *arguments):
 
 
 def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
-    results, _ = results_of("killed_run.py", tmp_path, 10)
+    results, _ = results_of("killed_run.py", tmp_path, 6)
     # All over the run, and while checkpoints were being written.
-    assert len(results["steps"]) == 10
-    assert results["steps"][-1] > 40
-    assert len(set(results["steps"])) > 5
+    assert len(results["steps"]) == 6
+    assert results["steps"][-1] > 24
+    assert len(set(results["steps"])) > 3
     assert results["in a write"] > 0
     killed, uninterrupted = (
         training.find_checkpoint(tmp_path / name)
         for name in ("killed", "uninterrupted")
     )
-    assert killed.step == uninterrupted.step == 140
+    assert killed.step == uninterrupted.step == 60
     # History, random state, and the state of a callback; then all arrays.
     assert killed.state == uninterrupted.state
-    assert killed.state["callbacks"] == {"Counts 1": {"steps": 140}}
-    assert len(killed.state["history"]["val_loss"]) == 4
+    assert killed.state["callbacks"] == {"Counts 1": {"steps": 60}}
+    assert len(killed.state["history"]["val_loss"]) == 3
     for name in ("model.safetensors", "optimizer.safetensors"):
         a, b = (checkpoint.path / name for checkpoint in (killed, uninterrupted))
         assert a.read_bytes() == b.read_bytes()
     # Nothing half-written is left, and no more than is to be kept.
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
-    assert names == [f"step-00000{step}" for step in (136, 138, 140)]
+    assert names == [f"step-000000{step}" for step in (56, 58, 60)]
 
 
 def arrays_of(checkpoint):

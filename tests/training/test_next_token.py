@@ -16,7 +16,6 @@ def source(tmp_path_factory):
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-@pytest.mark.every_backend
 def test_a_run_trains_and_goes_on_exactly(source, tmp_path):
     mine = text_recipe(source)
     options = {"verbose": 0, "checkpoint_every": 2}

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from keras_moe import data, models, training
 from tests import golden
+from tests.backends import every_backend_for
 from tests.flax_weights import assign_flax_weights, flax_name
 from tests.pair_models import PAIRS, TEXT, clip, limoe
 from tests.published import hub_clip, hub_siglip, hub_vit
@@ -37,9 +38,10 @@ def by_path(model):
     return {w.path: keras.ops.convert_to_numpy(w) for w in model.weights}
 
 
-@pytest.mark.every_backend
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("case", golden.cases("14_upcycling/*"))
+@pytest.mark.parametrize(
+    "case", every_backend_for(golden.cases("14_upcycling/*"), "k2_large_capacity")
+)
 def test_reference_upcycling(case):
     arrays, config = golden.load(case)
     dense, moe = config["dense_model"], config["moe_model"]["encoder"]["moe"]
@@ -390,11 +392,10 @@ def dense_pairs():
     }
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("kind", "arguments", "blocks", "preserved"),
     [
-        ("clip", {}, BOTH, (True, True)),
+        pytest.param("clip", {}, BOTH, (True, True), marks=pytest.mark.every_backend),
         ("clip", {"towers": ("image",)}, BOTH[:1], (True, True)),
         ("clip", {"preset": "clip_up", "towers": ("text",)}, BOTH[1:], (True, False)),
         ("clip", {"preset": "clip_up", "normalize_gates": True}, BOTH, (True, True)),

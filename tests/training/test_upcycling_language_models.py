@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = [name for name in MODELS if not name.endswith(("Moe", "Mixtral"))]
 # A kind of feed-forward each; the others have the same names.
-KINDS = ("GPT2", pytest.param("Llama", marks=pytest.mark.every_backend), "Gemma")
+KINDS = ("GPT2", "Llama", "Gemma")
 
 
 def greedy(model):
@@ -152,7 +152,6 @@ def test_generation_training_and_weights(name, tmp_path):
             save(tmp_path / path)
 
 
-@pytest.mark.every_backend
 def test_moe_plus_plus_hands_logits_from_block_to_block():
     dense = language_model("Llama")
     sparse, report = training.upcycle(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from keras_moe import models
 from keras_moe.models import byte_pairs
 from tests import golden, published
+from tests.backends import every_backend_for
 from tests.published import (
     HALF,
     IDS,
@@ -59,7 +60,6 @@ def texts_of(backbone, ids=IDS):
 # DINOv2
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize("head", [False, True])
 def test_dinov2(tmp_path, head):
     reference = published.transformers_dinov2()
@@ -111,8 +111,9 @@ def test_pairs_of_transformers(tmp_path, kind):
     assert "logit_bias" in model.backbone.logit_scale.parameters() or kind == "clip"
 
 
-@pytest.mark.every_backend
-@pytest.mark.parametrize("kind", ["vocab.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "kind", every_backend_for(["vocab.json", "tokenizer.json"], "tokenizer.json")
+)
 def test_a_photo_and_names_of_classes(tmp_path, kind):
     """A folder as OpenAI's on the hub: logits of photo and texts by transformers."""
     transformers = pytest.importorskip("transformers")
@@ -216,7 +217,6 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize("kind", ["open_clip", "file", "transformers"])
 def test_image_towers_of_clip(tmp_path, kind):
     overrides = {}

@@ -94,7 +94,6 @@ def check_same(ours, hub):
     assert_same(*(x["token_ids"] for x in tokens))
 
 
-@pytest.mark.every_backend
 def test_transformers_files(tmp_path):
     hub = language_model("GPT2")
     folder = folder_of(hub, tmp_path / "hf")

@@ -57,10 +57,10 @@ def test_features_forget_the_attribute():
         classifier = models.ViTImageClassifier(
             models.ViTBackbone.from_config(sizes), 2, pooling="average"
         )
-        classifier.compile(keras.optimizers.Adam(0.01), loss="auto")
+        classifier.compile(keras.optimizers.Adam(0.02), loss="auto")
         model = adversarial_debiasing(classifier, 2, weight)
         targets = {"predictions": labels, "attribute": attributes}
-        history = model.fit(inputs, targets, batch_size=32, epochs=100, verbose=0)
+        history = model.fit(inputs, targets, batch_size=64, epochs=80, verbose=0)
         actual[weight] = history.history["attribute_loss"][-1]
         # The classifier has learnt with the model.
         predicted = classifier.predict(inputs, verbose=0).argmax(axis=1)

@@ -66,7 +66,7 @@ def test_the_bias_is_planted():
 
 def test_parts_are_stored_and_drawn(study, tmp_path):
     parts = ["--parts", "specialisation", "editing", "patches"]
-    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "8"]
+    arguments = [*parts, "--output", tmp_path, *TINY, "--epochs", "4"]
     arguments += ["--edited-experts", "2"]
     status, text, errors = study(*arguments)
     assert status == 0, errors

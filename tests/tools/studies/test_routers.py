@@ -19,8 +19,8 @@ TINY = [
 @pytest.fixture
 def study(program, monkeypatch):
     monkeypatch.setattr(routers, "TIMING_ROUNDS", 1)
-    # Fewer than all 21 batches to train on, and all to test.
-    load_few(monkeypatch, routers, train=12, test=8)
+    # Fewer than all 21 batches to train on, and all 8 to test.
+    load_few(monkeypatch, routers, train=8, test=4)
 
     def run(output, *arguments):
         return program("routers", *TINY, "--output", output, *arguments)
@@ -55,7 +55,7 @@ def test_a_study_resumes_where_it_stopped(study, tmp_path):
     assert runs[0]["result"]["test_accuracy"] != runs[1]["result"]["test_accuracy"]
     for row in summary:
         curves = row["curves"]
-        assert (row["combine"], curves["step"]) == ("softmax", [12])
+        assert (row["combine"], curves["step"]) == ("softmax", [8])
         assert curves["train_loss"]["mean"][0] > 0
         last = row["grouped_test_accuracy"]
         accuracies = curves["grouped_test_accuracy"]
