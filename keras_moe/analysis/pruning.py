@@ -249,8 +249,10 @@ def prune_experts(
     `"router_pred_skip"` is ours. A capacity factor counts the kept experts in
     C = S K c / E, or with `"router_pred_skip"` all E. To train the result, use
     `"router_drop"`: with the other methods auxiliary losses still balance the load over
-    pruned experts, so set `auxiliary_losses=None`. Of MoE++'s experts, only FFN experts
-    have weights to save; the router keeps its columns, which the next block reads.
+    pruned experts, so set `auxiliary_losses=None`.
+
+    MoE++ loses only FFN experts; others that are not kept are never chosen. Its routers
+    keep all columns, which the next block reads.
 
     Args:
         model: backbone or task with token choice or MoE++ routers; not modified. A

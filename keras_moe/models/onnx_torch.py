@@ -32,7 +32,7 @@ def export_onnx(
     def example(spec):
         size, *rest = spec.shape
         shape = (size or _EXAMPLE_BATCH, *rest)
-        return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype or "float32"))
 
     def dynamic(spec):
         return {0: batch} if spec.shape[0] is None else {}

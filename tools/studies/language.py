@@ -242,7 +242,7 @@ class Trainer:
         model.reset_metrics()
         return float(values["perplexity"])
 
-    def routing(self, model: keras.Model) -> tuple[dict, np.ndarray, ...]:
+    def routing(self, model: keras.Model) -> tuple[dict, *tuple[np.ndarray, ...]]:
         """Routing of validation rows; which tokens are real, their ids and classes."""
         rows = {k: x[:192] for k, x in self.texts.rows["validation"].items()}
         inputs = {name: rows[name] for name in ("token_ids", "padding_mask")}
