@@ -190,7 +190,7 @@ class ExpertCoefficients(Layer):
 
     @property
     def expert_columns(self) -> tuple[int, ...]:
-        """Columns of the experts in the routing record: all of it."""
+        """Columns of the experts in the routing record, which are all."""
         return tuple(range(self.expert_types.ffn))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
