@@ -71,12 +71,13 @@ LAYOUTS = [
     ("limoe_h14", "v5e:8x8", 8, {"rematerialize": True}),
     ("limoe_h14", "v5p:4x4x4", 32, {}),
     ("limoe_h14", "v6e:8x8", 8, {}),
-    ("moepp_lm_7b", "v5e:4x4", 1, {"rematerialize": True}),
-    ("moepp_lm_7b", "v5e:8x8", 1, {"rematerialize": True}),
-    ("moepp_lm_7b", "v5p:2x2x4", 4, {}),
-    ("moepp_lm_7b", "v5p:4x4x4", 4, {}),
-    ("moepp_lm_7b", "v6e:4x4", 2, {}),
-    ("moepp_lm_7b", "h200:2x8", 4, {}),
+    # Groups of one text, since a group of several would be gathered.
+    ("moepp_lm_7b", "v5e:8x8", 1, {"rematerialize": True, "examples_per_group": 1}),
+    ("moepp_lm_7b", "v5e:16x16", 1, {"rematerialize": True, "examples_per_group": 1}),
+    ("moepp_lm_7b", "v5p:2x2x4", 4, {"examples_per_group": 1}),
+    ("moepp_lm_7b", "v5p:4x4x4", 4, {"examples_per_group": 1}),
+    ("moepp_lm_7b", "v6e:8x8", 2, {"examples_per_group": 1}),
+    ("moepp_lm_7b", "h200:2x8", 4, {"examples_per_group": 1}),
 ]
 # What a layout's table says of a step, as in `CompiledCosts.seconds`.
 PARTS = ("experts", "attention", "MLPs", "optimizer", "collectives")
@@ -223,24 +224,24 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
 
 def layouts_as_markdown(results: dict) -> str:
     """A row for each layout, with its memory and the time of each part."""
-    head = ("model", "devices", "batch", "options", "GiB, of", *PARTS, "other")
-    lines = [f"| {' | '.join((*head, 'step, ms', 'utilisation'))} |"]
-    lines.append("|---" * (len(head) + 2) + "|")
+    head = ("model", "devices", "batch", "GiB, of", "step, ms", "utilisation")
+    lines = [f"| {' | '.join((*head, ', '.join((*PARTS, 'other'))))} |"]
+    lines.append("|---" * (len(head) + 1) + "|")
     for key, found in results.items():
         preset, topology, changes = key.split(" | ")
         _, _, options = changes.partition(", ")
-        row = [f"`{preset}`", f"`{topology}`", "", options]
+        row = [f"`{preset}`" + (f", {options}" if options else ""), f"`{topology}`"]
         if "error" in found:
-            row += ["no", *[""] * (len(head) - 3)]
+            row += ["no", *[""] * (len(head) - 2)]
         else:
-            row[2] = f"{found['batch']:,}"
-            row.append(f"{found['GiB']} of {found['of']}")
-            times = dict(found.get("ms", {}))
-            row += [str(times.pop(part, "")) for part in PARTS]
-            row.append(f"{sum(times.values()):.1f}" if times else "")
+            row += [f"{found['batch']:,}", f"{found['GiB']} of {found['of']}"]
             row.append(" to ".join(map(str, found.get("step", ()))))
             share = found.get("utilization")
             row.append("" if share is None else f"{share:.0%}")
+            times = dict(found.get("ms", {}))
+            parts = [times.pop(part, 0.0) for part in PARTS]
+            parts = [*parts, sum(times.values())] if found.get("ms") else []
+            row.append(", ".join(f"{x:.0f}" for x in parts))
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
