@@ -74,10 +74,8 @@ def _sorted(inputs):
 
 
 def _output_names(model):
-    output = model.output
-    if isinstance(output, dict):
-        return list(tree.pack_sequence_as(output, tree.flatten(output)))
-    return None
+    # Keras's functional models return a dict sorted by name.
+    return sorted(model.output) if isinstance(model.output, dict) else None
 
 
 def _searchsorted(

@@ -3,7 +3,7 @@
     KERAS_BACKEND=jax python tools/benchmark/language_step.py
 
 The step is that of two blocks of MoE++'s 0.6B model, over its vanilla twin's, with
-plain gradient descent, whose cost is nobody's. Its routers are new, so that tokens
+plain gradient descent, which costs next to nothing. Its routers are new, so that tokens
 choose evenly among all types of experts. The memory is that of the log-likelihoods and
 their gradients, by JAX's compiler, over that of logits that exist whole.
 """

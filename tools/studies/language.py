@@ -17,6 +17,7 @@ import argparse
 import functools
 import itertools
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -337,28 +338,48 @@ class Ngrams(Part):
         console.print(table)
 
 
-class Training(Part):
-    """All models from several seeds, and what their experts do."""
+class Seeds(Part):
+    """A part that trains models from several seeds by the chosen rate."""
 
     def __init__(self, study: Study, trainer: Trainer, seeds: int, rates: Rates):
         super().__init__(study)
         self.trainer, self.seeds, self.rates = trainer, seeds, rates
 
-    def results(self) -> dict:
-        rate = self.rates.results()["chosen"]
-        steps = self.trainer.settings["steps"]
+    def finish_all(self, names: Iterable[str], rate: float) -> dict[str, list[dict]]:
+        """What `measure` says of each model, from each seed."""
         runs = [
             Run(
                 name,
                 seed,
                 {"overrides": self.trainer.overrides(name), "rate": rate},
-                functools.partial(self.train, name, seed, rate, steps),
+                functools.partial(self.train, name, seed, rate),
             )
-            for name in MODELS
+            for name in names
             for seed in range(self.seeds)
         ]
-        rows = {}
-        for name, results in self.study.finish_all(runs).items():
+        return self.study.finish_all(runs)
+
+    def train(
+        self, name: str, seed: int, rate: float, on_progress: OnProgress
+    ) -> tuple[dict, dict]:
+        """Trains from a seed and measures the model."""
+        steps = self.trainer.settings["steps"]
+        model, result = self.trainer.fit(name, seed, rate, steps, on_progress)
+        return self.measure(name, model, result, on_progress), {}
+
+    def measure(
+        self, name: str, model: keras.Model, result: dict, on_progress: OnProgress
+    ) -> dict:
+        """The result of a run, given that of its training."""
+        raise NotImplementedError
+
+
+class Training(Seeds):
+    """All models, and what their experts do."""
+
+    def results(self) -> dict:
+        rate, rows = self.rates.results()["chosen"], {}
+        for name, results in self.finish_all(MODELS, rate).items():
             figures = [x for x in results[0] if isinstance(results[0][x], float)]
             rows[name] = {x: spread_of(results, x) for x in figures}
             rows[name]["curve"] = [x["curve"] for x in results]
@@ -373,13 +394,9 @@ class Training(Part):
             reached = [x for x in times if np.isfinite(x)]
             row["until_dense"] = spread(reached) if reached else None
             row["reached"] = len(reached)
-        return {"rate": rate, "steps": steps, "rows": rows}
+        return {"rate": rate, "steps": self.trainer.settings["steps"], "rows": rows}
 
-    def train(
-        self, name: str, seed: int, rate: float, steps: int, on_progress: OnProgress
-    ) -> tuple[dict, dict]:
-        """Trains from a seed and measures the model."""
-        model, result = self.trainer.fit(name, seed, rate, steps, on_progress)
+    def measure(self, name, model, result, on_progress):
         texts, overrides = self.trainer.texts, self.trainer.overrides(name)
         costs = models.describe(MODELS[name][0], load_weights=False, **overrides)
         for split in ("validation", "test"):
@@ -388,7 +405,7 @@ class Training(Part):
         result["active"] = costs.active_parameters
         if model.routing:
             result |= self.routed(model)
-        return result, {}
+        return result
 
     def routed(self, model: keras.Model) -> dict[str, float]:
         """What the experts do with the validation documents."""
@@ -445,26 +462,11 @@ class Training(Part):
         console.print(table)
 
 
-class Types(Part):
-    """What the types of experts of MoE++ are for."""
-
-    def __init__(self, study: Study, trainer: Trainer, seeds: int, rates: Rates):
-        super().__init__(study)
-        self.trainer, self.seeds, self.rates = trainer, seeds, rates
+class Types(Seeds):
+    """What the types of experts of MoE++ are for, on validation documents."""
 
     def results(self) -> dict:
-        rate = self.rates.results()["chosen"]
-        runs = [
-            Run(
-                name,
-                seed,
-                {"overrides": self.trainer.overrides(name), "rate": rate},
-                functools.partial(self.train, name, seed, rate),
-            )
-            for name in CONSTANTS
-            for seed in range(self.seeds)
-        ]
-        found = self.study.finish_all(runs)
+        found = self.finish_all(CONSTANTS, self.rates.results()["chosen"])
         default = found[DEFAULT_TYPES]
         return {
             "constants": {
@@ -484,13 +486,8 @@ class Types(Part):
             },
         }
 
-    def train(
-        self, name: str, seed: int, rate: float, on_progress: OnProgress
-    ) -> tuple[dict, dict]:
-        """Trains from a seed and measures the model on validation documents."""
+    def measure(self, name, model, result, on_progress):
         trainer = self.trainer
-        steps = trainer.settings["steps"]
-        model, _ = trainer.fit(name, seed, rate, steps, on_progress)
         rows = trainer.texts.rows["validation"]
         routing, mask, _, classes = trainer.routing(model)
         counts = {
@@ -518,7 +515,7 @@ class Types(Part):
                 label = types if isinstance(types, str) else " and ".join(types)
                 result["removed"][label] = trainer.perplexity(without, rows)
                 on_progress(f"without {label}")
-        return result, {}
+        return result
 
     def show(self, results: dict, console: Console) -> None:
         table = new_table(
