@@ -25,7 +25,8 @@ from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.layer import Layer, build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.plans import Routing
+from keras_moe.ops.nn import is_bfloat16_on_tpus
+from keras_moe.ops.plans import Routing, in_tiles
 
 DISPATCHERS = ("index", "einsum")
 
@@ -167,6 +168,8 @@ class MoE(Layer):
             self._add_losses(routing, group_mask, group_ids)
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
+        if is_bfloat16_on_tpus(grouped):
+            plan = in_tiles(plan)
         # Equation 2: MoE(X)[t] = sum over r, c of C[t,r,c] * Expert_r(X^T D[:,r,c]).
         slots = plan
         if self.dispatcher == "einsum" and plan.group_sizes is None:

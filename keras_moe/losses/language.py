@@ -6,10 +6,11 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.primitives import custom_gradient
+from keras_moe.processes import batch_devices
 
 
 def token_log_likelihoods(
-    tokens: Any, kernel: Any, targets: Any, chunk_size: int = 128
+    tokens: Any, kernel: Any, targets: Any, chunk_size: int | None = None
 ) -> Any:
     """Log-likelihoods of target ids, without logits for the whole sequence.
 
@@ -19,7 +20,8 @@ def token_log_likelihoods(
         tokens: (B, N, D).
         kernel: (D, V), from tokens to logits.
         targets: integers (B, N); negative ones are ignored.
-        chunk_size: positions per chunk.
+        chunk_size: positions per chunk; None for those of 512 tokens on each device,
+            and at least 128.
 
     Returns: float32 (B, N), 0 for ignored targets.
 
@@ -35,6 +37,7 @@ def token_log_likelihoods(
     tokens, targets = ops.convert_to_tensor(tokens), ops.cast(targets, "int32")
     kernel = ops.cast(kernel, tokens.dtype)
     length = tokens.shape[1]
+    chunk_size = chunk_size or _chunk_size(tokens.shape[0])
     # TensorFlow may not know the length while it traces.
     if length is None or length <= chunk_size:
         return logit_log_likelihoods(ops.matmul(tokens, kernel), targets)
@@ -51,6 +54,11 @@ def token_log_likelihoods(
         targets,
     )
     return values[:, :length]
+
+
+def _chunk_size(batch):
+    """With fewer tokens, reading the kernel and its gradient takes most of the time."""
+    return max(128, 512 * batch_devices() // batch) if batch else 128
 
 
 def _forward(tokens, kernel, targets, chunk_size):

@@ -486,6 +486,32 @@ class HeterogeneousPlan(NamedTuple):
         )
 
 
+def in_tiles(plan: Any, size: int = 8) -> Any:
+    """The plan with empty slots up to a multiple of `size`, a tile of TPUs' memory.
+
+    Without them, TPUs copy the slots around each all-to-all. Experts with so few slots
+    that these would cost more than an eighth keep theirs, as do rows.
+    """
+    if isinstance(plan, HeterogeneousPlan):
+        return plan._replace(plan=in_tiles(plan.plan, size))
+    if not isinstance(plan, RoutingPlan | SlotPlan):
+        return plan
+    capacity = plan.slot_tokens.shape[2]
+    padding = -capacity % size
+    if not padding or 8 * padding > capacity:
+        return plan
+    after = ((0, 0), (0, 0), (0, padding))
+    slots = plan.token_slots
+    moved = slots + padding * ops.floor_divide(slots, capacity)
+    plan = plan._replace(
+        slot_tokens=ops.pad(plan.slot_tokens, after, constant_values=-1),
+        token_slots=ops.where(slots >= 0, moved, -1),
+    )
+    if isinstance(plan, RoutingPlan):
+        return plan
+    return plan._replace(slot_weights=ops.pad(plan.slot_weights, after))
+
+
 def one_hot_choices(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
     """Choices (G, S, K) and their weights as sums of one-hots, two (G, S, E)."""
     experts = ops.arange(num_experts, dtype="int32")

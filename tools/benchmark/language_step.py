@@ -69,7 +69,7 @@ def logits_memory(
         memory = step.lower(*arrays).compile().memory_analysis()
         return memory.temp_size_in_bytes / MIB
 
-    return {"in chunks": temporary(128), "whole": temporary(length)}
+    return {"in chunks": temporary(None), "whole": temporary(length)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
