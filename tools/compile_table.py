@@ -105,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows
             for topology in args.topologies
             for step in args.steps
+            # Predictions have no capacity anyway.
+            if not (row.endswith("dropless") and step == "predict")
         }
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
     for key, (measure, job) in jobs.items():
@@ -124,10 +126,16 @@ def preset_rows() -> list[str]:
     rows = []
     for name in models.list_presets():
         rows.append(name)
+        if all(part.kind == "dense" for part in blocks_of(name)):
+            continue
         with contextlib.suppress(ValueError):
             models.abstract(name, load_weights=False, dropless=True)
             rows.append(f"{name}, dropless")
     return rows
+
+
+def blocks_of(preset: str) -> list:
+    return [x for x in models.describe(preset).parts if "block_" in x.name]
 
 
 def result(row: str, topology: str, step: str) -> dict:
@@ -166,7 +174,7 @@ def whole(preset: str, topology: str, examples: int, options: dict) -> dict:
     devices *= math.prod(map(int, topology.partition(":")[2].split("x")))
     num_classes = None if preset.startswith(NO_CLASSES) else 1000
     options = {"num_classes": num_classes, **options}
-    blocks = [x.kind for x in models.describe(preset).parts if "block_" in x.name]
+    blocks = [x.kind for x in blocks_of(preset)]
     num_dense = blocks.count("dense")
     num_moe = len(blocks) - num_dense
     # Blocks, those with experts, and how many of the model's are as the last one.

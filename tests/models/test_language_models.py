@@ -8,7 +8,11 @@ import pytest
 from keras import ops
 
 from keras_moe import distribution, models
-from keras_moe.losses import logit_log_likelihoods, token_log_likelihoods
+from keras_moe.losses import (
+    language,
+    logit_log_likelihoods,
+    token_log_likelihoods,
+)
 from keras_moe.models import CausalLM, DecoderBackbone, TextTokenizer, pack
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
@@ -200,6 +204,13 @@ def test_chunks_give_the_whole_loss():
     for size in (3, 7, 128):
         received = token_log_likelihoods(tokens, kernel, targets, chunk_size=size)
         assert_close(received, whole, 1e-6, 1e-6)
+
+
+def test_a_device_has_512_tokens_in_a_chunk(monkeypatch):
+    sizes = [language._chunk_size(batch) for batch in (1, 2, 16, 0, None)]
+    assert sizes == [512, 256, 128, 128, 128]
+    monkeypatch.setattr(language, "batch_devices", lambda: 8)
+    assert [language._chunk_size(batch) for batch in (8, 64)] == [512, 128]
 
 
 @pytest.mark.every_backend

@@ -9,7 +9,8 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import _rows
-from keras_moe.ops.plans import SlotPlan
+from keras_moe.ops.expert_choice import expert_choice
+from keras_moe.ops.plans import SlotPlan, in_tiles
 from keras_moe.ops.token_choice import (
     PRIORITIES,
     dropless_token_choice,
@@ -143,6 +144,30 @@ def test_expert_choice_on_a_tpu_scatters_no_rows_of_bfloat16():
 
     tokens = ops.cast(normal(2, 2, 5, 3), "bfloat16")
     assert "stablehlo.scatter" not in lowered(jax.grad(loss), tokens)
+
+
+@every_backend
+@pytest.mark.parametrize("kind", ["token", "in place", "expert"])
+def test_slots_in_whole_tiles_move_the_same_tokens(kind):
+    gates = np.abs(normal(0, 2, 40, 4))
+    if kind == "expert":
+        plan = expert_choice(gates, gates, 15)
+    else:
+        in_place = {"in_place_experts": 1, "in_place_capacity": 9}
+        plan = token_choice(gates, gates, 2, 15, **in_place if kind != "token" else {})
+    tiled = in_tiles(plan)
+    tokens = normal(1, 2, 40, 3)
+    slots, tiles = (ops.convert_to_numpy(x.dispatch(tokens)) for x in (plan, tiled))
+    assert tiles.shape == (2, slots.shape[1], 16, 3)
+    assert_same(tiles[:, :, :15], slots)
+    assert not tiles[:, :, 15:].any()
+    tiles[:, :, 15:] = 7.0  # as biases would
+    assert_same(tiled.combine(tiles), plan.combine(slots))
+    for x, y in zip(tiled.assignments(), plan.assignments(), strict=True):
+        assert_same(x, y)
+    assert in_tiles(tiled).dispatch(tokens).shape[2] == 16
+    few = token_choice(gates, gates, 2, 7)
+    assert in_tiles(few) is few
 
 
 @every_backend
