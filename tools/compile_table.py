@@ -93,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="ROW",
         help="kinds of models, names of presets, 'presets' for all, or 'layouts'",
     )
-    parser.add_argument("--topologies", nargs="+", default=["v5e:2x2", "v6e:2x2"])
+    parser.add_argument(
+        "--topologies", nargs="+", default=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
+    )
     parser.add_argument("--steps", nargs="+", default=["train", "predict"])
     args = parser.parse_args(arguments)
     if args.rows == ["layouts"]:
@@ -255,15 +257,18 @@ def layouts_as_markdown(results: dict) -> str:
 
 
 def as_markdown(results: dict) -> str:
-    """A row for each model, and a column for each topology and step."""
+    """For each step a table with a row for each model and a column for each device."""
     keys = [key.split(" | ") for key in results]
-    columns = list(dict.fromkeys((topology, step) for _, topology, step in keys))
-    lines = ["| model | " + " | ".join(f"{t}, {s}" for t, s in columns) + " |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
-    for row in dict.fromkeys(row for row, *_ in keys):
-        cells = [cell(results.get(f"{row} | {t} | {s}")) for t, s in columns]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    topologies = list(dict.fromkeys(topology for _, topology, _ in keys))
+    tables = []
+    for step in dict.fromkeys(step for *_, step in keys):
+        lines = [f"| {' | '.join((step, *topologies))} |"]
+        lines.append("|---" * (1 + len(topologies)) + "|")
+        for row in dict.fromkeys(row for row, _, its in keys if its == step):
+            cells = [cell(results.get(f"{row} | {x} | {step}")) for x in topologies]
+            lines.append(f"| {' | '.join((row, *cells))} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def cell(found: dict | None) -> str:
