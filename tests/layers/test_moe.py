@@ -4,7 +4,7 @@ import pytest
 from keras import ops
 
 from keras_moe import routers
-from keras_moe.layers import Experts, MoE
+from keras_moe.layers import Experts, MoE, moe
 from keras_moe.ops import expert_capacity, expert_types, token_choice
 from keras_moe.routers import ExpertChoiceRouter, TokenChoiceRouter
 from tests.calls import call, call_with_losses
@@ -130,6 +130,26 @@ def test_einsum_and_index_dispatch_agree(group_size):
     assert_close(a, b, 1e-4, 1e-4)
     for x, y in zip(grads_a, grads_b):
         assert_close(x, y, 1e-3, 1e-3 * np.abs(y).max())
+
+
+def test_whole_tiles_of_slots_change_nothing(monkeypatch):
+    layer = make(capacity=15, evaluation="official")
+    tokens, shapes, results = images(batch=7), [], []
+    for weight in layer.experts.weights:
+        weight.assign(keras.random.normal(weight.shape, seed=1))
+    run = layer.experts.call
+
+    def experts(slots, *args, **kwargs):
+        shapes.append(slots.shape)
+        return run(slots, *args, **kwargs)
+
+    monkeypatch.setattr(layer.experts, "call", experts)
+    for on_tpus in (False, True):
+        monkeypatch.setattr(moe, "is_bfloat16_on_tpus", lambda x, on=on_tpus: on)
+        results.append(to_numpy(call(layer, tokens, training=True)[0]))
+    assert shapes == [(1, 4, 15, 8), (1, 4, 16, 8)]
+    assert np.abs(results[0]).max() > 0.01
+    assert_close(results[1], results[0], 1e-6, 1e-6)
 
 
 def test_losses_are_added_in_training_alone_and_skip_padding():
