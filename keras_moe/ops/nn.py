@@ -34,9 +34,10 @@ def is_bfloat16_on_tpus(x: Any) -> bool:
     """Whether JAX's program is for TPUs, and `x` in bfloat16."""
     if keras.backend.backend() != "jax":
         return False
-    from keras_moe.ops.kernels import attention_jax
+    from keras_moe.ops.kernels.platform_jax import platform
 
-    return attention_jax.is_valid(x)
+    dtype = keras.backend.standardize_dtype(x.dtype)
+    return dtype == "bfloat16" and platform() == "tpu"
 
 
 def has_own_attention(query: Any) -> bool:
@@ -48,9 +49,9 @@ def has_float16_attention() -> bool:
     """Whether Keras's attention works in float16, which on JAX needs a GPU."""
     if keras.backend.backend() != "jax":
         return True
-    from keras_moe.ops.kernels import attention_jax
+    from keras_moe.ops.kernels.platform_jax import platform
 
-    return attention_jax.platform() not in ("cpu", "tpu")
+    return platform() not in ("cpu", "tpu")
 
 
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:

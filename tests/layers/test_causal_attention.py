@@ -8,6 +8,7 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import CausalAttention, CausalMask
+from keras_moe.ops import nn
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
@@ -130,7 +131,7 @@ def test_tpus_have_a_kernel_for_it(monkeypatch):
     inputs, called = (tokens(), mask, positions), []
     expected = ops.cast(full(*inputs), "float32")
     attend = attention_jax.attend
-    monkeypatch.setattr(attention_jax, "is_valid", lambda query: True)
+    monkeypatch.setattr(nn, "is_bfloat16_on_tpus", lambda query: True)
     monkeypatch.setattr(
         attention_jax, "attend", lambda *args: called.append(1) or attend(*args)
     )

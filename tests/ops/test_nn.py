@@ -93,7 +93,7 @@ def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
 def test_attention_is_keras_own(masked, dtype, monkeypatch):
     if keras.backend.backend() == "jax":
         # As on TPUs, where it is for bfloat16.
-        kernel = "keras_moe.ops.kernels.attention_jax.is_valid"
+        kernel = "keras_moe.ops.nn.is_bfloat16_on_tpus"
         monkeypatch.setattr(kernel, lambda query: True)
     query, key, value = normal(2, 5, 2, 4), normal(2, 6, 2, 4), normal(2, 6, 2, 4) + 1
     # The first query has no key to attend to.

@@ -8,24 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
-
-
-def is_valid(x: Any) -> bool:
-    """Whether the program is for TPUs, and in bfloat16."""
-    dtype = keras.backend.standardize_dtype(x.dtype)
-    return dtype == "bfloat16" and platform() == "tpu"
-
-
-def platform() -> str:
-    """What the program is for."""
-    distribution = keras.distribution.distribution()
-    if distribution is not None:
-        # The devices may be those of a topology that is compiled for.
-        return distribution.device_mesh.backend_mesh.devices.flat[0].platform
-    # A device or its platform, such as within `keras.device("cpu:0")`.
-    device = jax.config.jax_default_device
-    return getattr(device, "platform", device) or jax.default_backend()
 
 
 def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> Any:
