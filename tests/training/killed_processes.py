@@ -1,8 +1,8 @@
 """Two processes train one model, and are killed again and again, on JAX.
 
-Then two others save and restore a sharded model. Argument: a folder. Prints what happened. Lives are forked from a process that has
-imported everything and computed nothing, so each is short; none lasts longer than
-`PATIENCE`.
+Then two others save and restore a sharded model. Argument: a folder. Prints what
+happened. Lives are forked from a process that has imported everything and computed
+nothing, so each is short; none lasts longer than `PATIENCE`.
 """
 
 import json

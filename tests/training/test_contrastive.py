@@ -39,9 +39,10 @@ def leave_half_a_tokenizer(mine, folder, monkeypatch):
         shutil.copytree(place, folder)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(text_tokenizer, "write_json", end)
-        train(mine, checkpoint_dir=place, **OPTIONS)
+        with pytest.raises(KeyboardInterrupt):
+            train(mine, checkpoint_dir=place, **OPTIONS)
     assert (folder / "tokenizer" / "assets").is_dir()
     assert not (folder / "tokenizer" / "text_tokenizer.json").exists()
 
