@@ -191,7 +191,6 @@ def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
     options = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
     options += ("--recipe-set", "schedule.epochs=1", "schedule.warmup_steps=0")
     options += ("data.batch_size=256",)
-    options = ("mumoe_digits", "--report-examples", 2, *options[1:])
     status, _, errors = train(*options, "--wandb", "mine")
     assert (status, "pip install wandb" in errors) == (2, True)
     for module in (wandb, wandb.integration, wandb.integration.keras):
