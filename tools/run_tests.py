@@ -72,6 +72,8 @@ def run_backend(
     environment = {
         "JAX_COMPILATION_CACHE_DIR": compiled,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # The tests' small tensors cost PyTorch more in several threads than in one.
+        "OMP_NUM_THREADS": "1",
         **os.environ,
         "KERAS_BACKEND": backend,
         "PYTHONUNBUFFERED": "1",

@@ -59,11 +59,12 @@ def test_training_data_is_shuffled_by_seed_and_pass():
     first, second = arrays(dataset), arrays(dataset)
     assert not same(first, second)
     assert same(first, digits("train"))
-    assert not same(first, digits("train", seed=1))
+    other = digits("train", seed=1)
+    assert not same(first, other)
     ordered = digits("train", shuffle=False)
     np.testing.assert_array_equal(ordered[1], load_digits("train")[1])
     # The same images, whatever the seed: the split does not depend on it.
-    for labels in (first[1], digits("train", seed=1)[1]):
+    for labels in (first[1], other[1]):
         np.testing.assert_array_equal(np.bincount(labels), np.bincount(ordered[1]))
     # Other splits keep their order.
     assert same(digits(), digits(shuffle=False))
@@ -73,8 +74,8 @@ def test_training_data_is_shuffled_by_seed_and_pass():
 NAMES = ("random_resized_crop", "randaugment", "mixup", "flip", "cutmix")
 
 
-# The two slow ones have tests of their own in test_augmentation.py.
-@pytest.mark.parametrize("augment", ["mixup", "flip", "cutmix", NAMES], ids=str)
+# The others have tests of their own, below and in test_augmentation.py.
+@pytest.mark.parametrize("augment", ["flip", NAMES], ids=str)
 def test_every_name_works_with_every_backend(augment):
     def make(seed):
         # The test split includes the batch that is not full.
@@ -258,8 +259,8 @@ def same_batches(some, others):
 
 def test_a_later_start_gives_the_same_batches():
     whole = first(endless(), 14)
-    # Within the first epoch, at the ends of epochs, in the third.
-    for start in (5, 6, 13):
+    # Within the first epoch, and at the end of the second.
+    for start in (5, 12):
         assert same_batches(first(endless(start), 14 - start), whole[start:])
     # However often it was read, and whatever was drawn before.
     dataset = endless(9)
@@ -285,7 +286,7 @@ def test_passes_in_runs_are_the_same(tmp_path, monkeypatch):
     # Runs of one pass of five batches, and of two.
     for size in (1, 21):
         monkeypatch.setattr(_pipeline, "_EXAMPLES_OF_A_RUN", size)
-        for start in (0, 7, 13):
+        for start in (0, 13) if size == 1 else (7,):
             assert batches(start) == whole[start:]
 
 

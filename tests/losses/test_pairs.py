@@ -1,13 +1,7 @@
-"""The contrastive losses in chunks are the whole losses, on one device and on eight.
+"""The contrastive losses in chunks are the whole losses.
 
 Axes: B pairs, C chunk size, D embedding.
 """
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -25,7 +19,6 @@ from tests.losses.loss_table import (
     normal,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 # The logarithm of the scale and the bias, at which no term vanishes.
 SCALARS = (np.float32(1.5), np.float32(-0.5))
 INPUTS = (normal(0, 6, 4), normal(1, 6, 4), *SCALARS)
@@ -112,40 +105,3 @@ def test_a_batch_of_unknown_size():
     expected = value_and_gradients("softmax", INPUTS)[:3]
     assert_close(traced(*INPUTS[:2]), expected, **CLOSE)
     assert traced(*(x[:0] for x in INPUTS[:2]))[0].numpy() == 0
-
-
-@pytest.fixture(scope="module")
-def on_eight_devices():
-    """The results of the contrastive losses and the routers by modality there."""
-    script = Path(__file__).with_name("eight_devices.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULTS "))
-
-
-def test_eight_devices_are_one(on_eight_devices):
-    results, _ = on_eight_devices
-    assert len(results) == 4
-    for case, result in results.items():
-        # Largest differences of the value and the gradients.
-        assert len(result["differences"]) == 5, case
-        assert all(difference < 1e-5 for difference in result["differences"]), case
-        # A device has the logits of its own images, and of a chunk of texts alone.
-        assert result["own_logits"], case
-        assert result["others"] == [], case
-
-
-def test_eight_devices_route_modalities_as_one(on_eight_devices):
-    _, result = on_eight_devices
-    # The value, the gradients of weights and tokens, and the tokens that are served.
-    assert len(result["differences"]) == 1 + 5 + 1 + 1
-    assert all(difference < 1e-5 for difference in result["differences"])
-    # Each group fills most of its six experts' two slots.
-    assert result["served"] > 8 * 6
-    assert result["in_other_pools"] == 0

@@ -112,8 +112,8 @@ def test_the_largest_label_takes_no_memory(model, tmp_path):
 def test_a_page_that_would_be_too_large_says_what_it_leaves_out(
     model, tmp_path, monkeypatch
 ):
-    data = images(30, 16, 8, 3), np.arange(30) % 3
-    options = Options(num_examples=30)
+    data = images(15, 16, 8, 3), np.arange(15) % 3
+    options = Options(num_examples=15)
 
     def page_of(name):
         folder = tmp_path / name

@@ -1,8 +1,8 @@
 """Two processes train one model, and are killed again and again, on JAX.
 
-Argument: a folder. Prints what happened. Lives are forked from a process that has
-imported everything and computed nothing, so each is short; none lasts longer than
-`PATIENCE`.
+Then two others save and restore a sharded model. Argument: a folder. Prints what
+happened. Lives are forked from a process that has imported everything and computed
+nothing, so each is short; none lasts longer than `PATIENCE`.
 """
 
 import json
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from tests.forks import start_forked, use_jax_on_cpu
 
-use_jax_on_cpu(JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
+use_jax_on_cpu(devices=2, JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from keras_moe import training  # noqa: E402
+from keras_moe import models, training  # noqa: E402
+from tests.training import sharded_checkpoint  # noqa: E402
 
 ROOT = Path(sys.argv[1])
 # Seconds in which a life of both processes must end.
@@ -66,7 +67,7 @@ def train(number, port, folder, kill=None):
         kill_before(*kill[1:])
     keras.distribution.initialize(f"127.0.0.1:{port}", 2, number)
     devices = keras.distribution.list_devices()
-    mesh = keras.distribution.DeviceMesh((2,), ("batch",), devices)
+    mesh = keras.distribution.DeviceMesh((4,), ("batch",), devices)
     layouts = keras.distribution.LayoutMap(mesh)
     layouts[".*kernel"] = ("batch", None)
     keras.distribution.set_distribution(
@@ -107,14 +108,14 @@ KILLS = (
 )
 
 
-def live(folder, kill=None):
+def live(work, *arguments):
     """Both processes, until they end or one is killed; their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
     for number in (0, 1):
-        children.append(start_forked(train, number, port, folder, kill))
+        children.append(start_forked(work, number, port, *arguments))
         os.setpgid(children[number], children[0])
     codes, end = {}, time.monotonic() + PATIENCE
     while len(codes) < 2:
@@ -131,16 +132,18 @@ def live(folder, kill=None):
 
 
 def main():
-    lives = [live(ROOT / "whole")]
+    lives = [live(train, ROOT / "whole")]
     finished = []
     for kill in KILLS:
-        lives.append(live(ROOT / "killed", kill))
+        lives.append(live(train, ROOT / "killed", kill))
         finished.append([x.name for x in training.list_checkpoints(ROOT / "killed")])
-    lives.append(live(ROOT / "killed"))
-    print("RESULTS " + json.dumps({"lives": lives, "finished": finished}))
+    lives.append(live(train, ROOT / "killed"))
+    sharded = live(sharded_checkpoint.work, ROOT)
+    results = {"lives": lives, "finished": finished, "sharded": sharded}
+    print("RESULTS " + json.dumps(results))
 
 
 if __name__ == "__main__":
-    # Keras imports it where it sets a seed: once for all lives.
-    _ = tf.data
+    # Imported once for all lives; Keras imports TensorFlow where it sets a seed.
+    _ = tf.data, models.ViTBackbone, training.RunCheckpoint
     main()

@@ -14,18 +14,21 @@ from pathlib import Path
 
 from tests.forks import start_forked, use_jax_on_cpu
 
+# The recipe's folder for compiled programs is the one that counts.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 use_jax_on_cpu(
-    JAX_COMPILATION_CACHE_DIR=str(Path(sys.argv[1]) / "programs"),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
 )
 
+import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from keras_moe import layers, routers, training  # noqa: E402
 
+ROOT, PROGRAMS = Path(sys.argv[1]), Path(sys.argv[1]) / "programs"
 EPOCHS, STEPS, EVERY = 3, 20, 2
 RECIPE = training.Recipe(
     "killed",
@@ -33,6 +36,7 @@ RECIPE = training.Recipe(
     model={"preset": "vmoe_digits", "load_weights": False},
     schedule={"epochs": EPOCHS, "learning_rate": 1e-2, "warmup_steps": 5},
     optimizer={"weight_decay": 0.1},
+    compilation_cache=str(PROGRAMS),
 )
 
 
@@ -75,7 +79,12 @@ class Counts(keras.callbacks.Callback):
         self.steps = state["steps"]
 
 
-def train(folder):
+def train(folder, compiles=None):
+    """Trains; `compiles` says whether programs are compiled that were not kept."""
+    misses = []
+    jax.monitoring.register_event_listener(
+        lambda name, **_: misses.append(name) if name.endswith("cache_misses") else None
+    )
     training.Recipe.new_model = new_model
     training.train(
         RECIPE,
@@ -85,6 +94,7 @@ def train(folder):
         checkpoint_dir=folder,
         checkpoint_every=EVERY,
     )
+    assert compiles in (None, bool(misses)), misses
 
 
 def newest(folder):
@@ -102,16 +112,17 @@ def check_alive(child):
 
 
 def main():
-    root, wanted = Path(sys.argv[1]), int(sys.argv[2])
-    uninterrupted, killed = root / "uninterrupted", root / "killed"
-    _, status = os.waitpid(start_forked(train, uninterrupted), 0)
+    uninterrupted, killed = ROOT / "uninterrupted", ROOT / "killed"
+    _, status = os.waitpid(start_forked(train, uninterrupted, True), 0)
     assert status == 0, status
+    names = [path.name for path in PROGRAMS.iterdir()]
+    assert any("train_step" in name for name in names), names
     draw = random.Random(0)
     in_a_write, steps = 0, []
-    for kill in range(wanted):
+    for kill in range(int(sys.argv[2])):
         start = newest(killed)
         child = start_forked(train, killed)
-        if kill == 4:
+        if kill == 2:
             # While it starts.
             time.sleep(draw.uniform(0, 1))
         else:
@@ -129,7 +140,7 @@ def main():
         assert status == signal.SIGKILL, status
         in_a_write += is_writing(killed)
         steps.append(newest(killed))
-    _, status = os.waitpid(start_forked(train, killed), 0)
+    _, status = os.waitpid(start_forked(train, killed, False), 0)
     assert status == 0, status
     print("RESULTS " + json.dumps({"in a write": in_a_write, "steps": steps}))
 

@@ -1,27 +1,16 @@
-"""Two processes on loopback, which save a sharded model, and restore it.
+"""A sharded model of two processes, which save it, and restore it on another layout.
 
-Arguments: the port of the first, and a folder. They restore on another layout, also
-what one process has written, and compare; each writes how many weights were split.
+They restore what one process has written, too, and compare; each writes how many
+weights were split. `killed_processes.py`, which starts processes, imports it.
 """
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-from tests.forks import run_forked, use_jax_on_cpu
+import keras
+import numpy as np
 
-use_jax_on_cpu(devices=2, JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
-PORT, FOLDER = sys.argv[1], Path(sys.argv[2])
-
-# Keras imports it to look for its kinds of shapes: two seconds for nothing.
-sys.modules["tensorflow"] = None
-
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import orbax.checkpoint  # noqa: E402
-
-from keras_moe import distribution, models, training  # noqa: E402
-from keras_moe.training import _checkpoint_files as checkpoint_files  # noqa: E402
+from keras_moe import distribution, models, training
+from keras_moe.training import _checkpoint_files as checkpoint_files
 
 CONFIG = {
     "image_shape": (16, 16, 3),
@@ -60,7 +49,7 @@ def values(model):
     ]
 
 
-def write_alone(model, arrays):
+def write_alone(folder, model, arrays):
     """Writes the same checkpoint as one process does."""
     arrays = iter(arrays)
     whole = {
@@ -72,13 +61,13 @@ def write_alone(model, arrays):
         for group, variables in groups(model).items()
     }
     content = {"step": 1, "state": {}, "variables": described}
-    path = FOLDER / "one" / "step-00000001"
+    path = folder / "one" / "step-00000001"
     checkpoint_files.write_safetensors(path, whole, content)
 
 
-def work(number):
+def work(number, port, folder):
     # Before anything asks for devices.
-    keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, number)
+    keras.distribution.initialize(f"127.0.0.1:{port}", 2, number)
     keras.utils.set_random_seed(0)
     model = make()
     draw = np.random.default_rng(0)
@@ -87,25 +76,19 @@ def work(number):
     expected = values(model)
     other = make(model_parallel=2)
     before = [variable.value.sharding for variable in other.variables]
-    training.save_checkpoint(FOLDER / "several", 1, groups(model), {})
+    training.save_checkpoint(folder / "several", 1, groups(model), {})
     if number == 0:
-        write_alone(model, expected)
+        write_alone(folder, model, expected)
     for name in ("several", "one"):
         # A collective, so that the first process has committed.
         values(model)
         for variable in other.variables:
             variable.assign(np.zeros(variable.shape))
-        training.find_checkpoint(FOLDER / name).restore(groups(other))
+        training.find_checkpoint(folder / name).restore(groups(other))
         for a, b in zip(values(other), expected, strict=True):
             np.testing.assert_array_equal(a, b)
         assert [variable.value.sharding for variable in other.variables] == before
     split = [x for x in other.weights if not x.value.sharding.is_fully_replicated]
     if number == 0:
-        np.savez(FOLDER / "expected.npz", *expected)
-    (FOLDER / f"split-{number}").write_text(str(len(split)))
-
-
-if __name__ == "__main__":
-    # Imported once for both.
-    _ = models.ViTBackbone, training.RunCheckpoint, orbax.checkpoint
-    run_forked(work, 2)
+        np.savez(folder / "expected.npz", *expected)
+    (folder / f"split-{number}").write_text(str(len(split)))

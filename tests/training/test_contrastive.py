@@ -1,17 +1,14 @@
 """The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
 
-import json
-import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
 
 from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
+from keras_moe.models import text_tokenizer
 from keras_moe.training import Contrastive, Datasets, load_recipe, train
-from tests.forks import run_python
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
 from tests.training.runs import Ends, assert_same_arrays
@@ -33,6 +30,23 @@ def uninterrupted(folder, tmp_path_factory):
     return train(mine, checkpoint_dir=place, **OPTIONS), place
 
 
+def leave_half_a_tokenizer(mine, folder, monkeypatch):
+    """Leaves in `folder` what a kill leaves while the tokenizer is being written."""
+    place = folder.with_name("written")
+
+    def end(*_):
+        # As it is on disk: what an exception cleans up comes later.
+        shutil.copytree(place, folder)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(text_tokenizer, "write_json", end)
+        with pytest.raises(KeyboardInterrupt):
+            train(mine, checkpoint_dir=place, **OPTIONS)
+    assert (folder / "tokenizer" / "assets").is_dir()
+    assert not (folder / "tokenizer" / "text_tokenizer.json").exists()
+
+
 def test_a_run_trains_and_goes_on_exactly(folder, uninterrupted, tmp_path, monkeypatch):
     mine = recipe(folder, **{"data.unreadable": "exclude"})
     options = OPTIONS
@@ -46,9 +60,16 @@ def test_a_run_trains_and_goes_on_exactly(folder, uninterrupted, tmp_path, monke
     assert "unreadable_images" not in state["settings"]
     # Nine images make two batches of four; a step is one draw of captions.
     assert int(whole.model.optimizer.iterations) == 4
+    left = tmp_path / "left"
+    leave_half_a_tokenizer(mine, left, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        train(mine, checkpoint_dir=tmp_path / "ended", callbacks=[Ends(3)], **options)
-    again = train(mine, checkpoint_dir=tmp_path / "ended", **options)
+        train(mine, checkpoint_dir=left, callbacks=[Ends(3)], **options)
+    merges = left / "tokenizer/assets/tokenizer/merges.txt"
+    kept = merges.read_bytes()
+    again = train(mine, checkpoint_dir=left, **options)
+    assert merges.read_bytes() == kept
+    one, other = (x.model.preprocessor.tokenizer for x in (whole, again))
+    assert (one.vocabulary, one.merges) == (other.vocabulary, other.merges)
     assert again.history == whole.history
     assert_same_arrays(again, whole)
     # The tokenizer was trained on the captions, and takes others.
@@ -74,63 +95,6 @@ def test_a_run_trains_and_goes_on_exactly(folder, uninterrupted, tmp_path, monke
     test = mine.datasets(whole.model).test
     values = whole.model.evaluate(test, verbose=0, return_dict=True)
     assert values["contrastive_accuracy"] == pytest.approx(whole.score)
-
-
-# Two lives of a run: one ends while its tokenizer is written, one before a step.
-LIVES = """
-import json, os, signal, sys
-from pathlib import Path
-import keras, tensorflow
-if keras.backend.backend() == "tensorflow":
-    # As in the tests: other graphs round otherwise.
-    options = {"disable_meta_optimizer": True}
-    tensorflow.config.optimizer.set_experimental_options(options)
-from keras_moe.models import text_tokenizer as tokenizer
-from keras_moe.training import train
-from tests.forks import start_forked
-from tests.training.runs import Ends
-from tests.training.pair_folder import pair_recipe as recipe
-
-def end(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-class Killed(Ends):
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            end()
-        self.left -= 1
-
-
-def live(moment):
-    if moment == "tokenizer":
-        tokenizer.write_json = end
-    mine, options = recipe(source), {"checkpoint_every": 1, "verbose": 0}
-    train(mine, checkpoint_dir=folder, callbacks=[Killed(3)], **options)
-
-source, folder = sys.argv[1:]
-for moment in ("tokenizer", "step"):
-    _, status = os.waitpid(start_forked(live, moment), 0)
-    kept = Path(folder, "tokenizer", "text_tokenizer.json").is_file()
-    print("LIFE", json.dumps([os.waitstatus_to_exitcode(status), kept]))
-"""
-
-
-def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, uninterrupted, tmp_path):
-    (whole, _), killed = uninterrupted, tmp_path / "killed"
-    done = run_python("-c", LIVES, folder, killed)
-    lives = re.findall("LIFE (.*)", done.stdout)
-    assert [json.loads(life) for life in lives] == [
-        [-signal.SIGKILL, False],
-        [-signal.SIGKILL, True],
-    ], done.stderr[-2000:]
-    assert training.find_checkpoint(killed) is not None
-    kept = (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes()
-    again = train(recipe(folder), checkpoint_dir=killed, **OPTIONS)
-    assert (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes() == kept
-    one, other = (x.model.preprocessor.tokenizer for x in (whole, again))
-    assert (one.vocabulary, one.merges) == (other.vocabulary, other.merges)
-    assert again.history == whole.history
-    assert_same_arrays(again, whole)
 
 
 def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):

@@ -1,14 +1,11 @@
 """Runs that end too early go on; runs that go wrong say where."""
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 
 from keras_moe import layers, routers, training
 from keras_moe.training import Recipe, train
-from tests.forks import run_script
 from tests.training.runs import (
     Ends,
     assert_same_arrays,
@@ -277,10 +274,6 @@ def test_checkpoints_to_keep_and_averages_to_look_at(quick, tmp_path):
     np.testing.assert_array_equal(seen[0], to_numpy(actual.model.layers[-1].kernel))
     plain = run(tmp_path / "plain", mine=mine)
     np.testing.assert_array_equal(seen[0], to_numpy(plain.model.layers[-1].kernel))
-
-
-def test_compiled_programs_are_kept(tmp_path):
-    run_script(Path(__file__).with_name("compilation_cache.py"), tmp_path)
 
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX keeps programs")

@@ -85,12 +85,13 @@ class Pruning(Part):
         )
         usage = recorders[0].usage
         on_progress("pruning")
-        whole = self.embedded(model)
+        test = self.pairs.test_pairs(self.pairs.recipe, model)
+        whole = self.embedded(model, test)
         result["pruned"] = {
             modality: {
                 method: {
                     str(count): self.retrieval(
-                        model, usage, modality, method, count, whole
+                        model, usage, modality, method, count, whole, test
                     )
                     for count in self.counts
                 }
@@ -117,20 +118,19 @@ class Pruning(Part):
         method: str,
         count: int,
         whole: evaluation.PairEmbeddings,
+        test: Any,
     ) -> float:
         """R@1, the mean of both ways, with fewer experts for one modality."""
         keep = analysis.select_experts(usage, count, groups=modality)
-        pruned = self.embedded(analysis.mask_experts(model, keep, method))
+        pruned = self.embedded(analysis.mask_experts(model, keep, method), test)
         # The other modality has all its experts.
         name = f"{modality}s"
         both = whole._replace(**{name: getattr(pruned, name)})
         return retrieval_figures(both)["r1"]
 
-    def embedded(self, model: keras.Model) -> evaluation.PairEmbeddings:
+    def embedded(self, model: keras.Model, test: Any) -> evaluation.PairEmbeddings:
         """The embeddings of the test pairs."""
-        recipe = self.pairs.recipe
-        pairs = self.pairs.test_pairs(recipe, model)
-        return evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
+        return evaluation.encode_pairs(model, test, self.pairs.recipe.data.batch_size)
 
     def results(self) -> dict:
         rows = self.study.finish_all(self.runs)

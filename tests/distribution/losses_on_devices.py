@@ -1,34 +1,18 @@
 """Compares losses and routers by modality on 8 virtual devices with one.
 
-It prints what it saw.
-
-A process of its own: XLA counts its devices when it starts.
+`eight_devices.py`, which has these devices, imports it.
 """
 
 import functools
-import json
-import os
-import sys
 
-os.environ.update(
-    KERAS_BACKEND="jax",
-    JAX_PLATFORMS="cpu",
-    XLA_FLAGS="--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+import jax
+import keras
+import numpy as np
 
-# Keras imports it to look for its kinds of shapes: two seconds for nothing.
-sys.modules["tensorflow"] = None
-
-import jax  # noqa: E402
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-
-from keras_moe import losses  # noqa: E402
-from keras_moe.layers import Experts, MoE  # noqa: E402
-from keras_moe.routers import TokenChoiceRouter  # noqa: E402
-from tests.losses.loss_table import contrastive_loss  # noqa: E402
+from keras_moe import losses
+from keras_moe.layers import Experts, MoE
+from keras_moe.routers import TokenChoiceRouter
+from tests.losses.loss_table import contrastive_loss
 
 BATCH, CHUNK = 24, 7
 GENERATOR = np.random.default_rng(0)
@@ -146,10 +130,11 @@ def routers_by_modality():
     }
 
 
-if __name__ == "__main__":
-    results = {
+def results():
+    """What eight devices compute: the contrastive losses, and the routers."""
+    contrastive = {
         f"{name} {chunk_size}": compared(name, chunk_size)
         for name in ("softmax", "sigmoid")
         for chunk_size in (None, CHUNK)
     }
-    print("RESULTS " + json.dumps([results, routers_by_modality()]))
+    return [contrastive, routers_by_modality()]
