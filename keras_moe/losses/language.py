@@ -20,8 +20,8 @@ def token_log_likelihoods(
         tokens: (B, N, D).
         kernel: (D, V), from tokens to logits.
         targets: integers (B, N); negative ones are ignored.
-        chunk_size: positions per chunk; None for those of 512 tokens on each device,
-            and at least 128.
+        chunk_size: positions per chunk; None for those of about 512 tokens on each
+            device, and at least 128.
 
     Returns: float32 (B, N), 0 for ignored targets.
 
@@ -37,7 +37,8 @@ def token_log_likelihoods(
     tokens, targets = ops.convert_to_tensor(tokens), ops.cast(targets, "int32")
     kernel = ops.cast(kernel, tokens.dtype)
     length = tokens.shape[1]
-    chunk_size = chunk_size or _chunk_size(tokens.shape[0])
+    if chunk_size is None:
+        chunk_size = _chunk_size(tokens.shape[0], length)
     # TensorFlow may not know the length while it traces.
     if length is None or length <= chunk_size:
         return logit_log_likelihoods(ops.matmul(tokens, kernel), targets)
@@ -56,9 +57,17 @@ def token_log_likelihoods(
     return values[:, :length]
 
 
-def _chunk_size(batch):
-    """With fewer tokens, reading the kernel and its gradient takes most of the time."""
-    return max(128, 512 * batch_devices() // batch) if batch else 128
+def _chunk_size(batch, length):
+    """Chunks of one size, of about 512 tokens on each device.
+
+    With fewer, reading the kernel and its gradient takes most of the time.
+    """
+    size = max(128, 512 // max(1, batch // batch_devices())) if batch else 128
+    if not length:
+        return size
+    # Equal parts of the text, in multiples of 8, so that little is padded.
+    longest = -(-length // -(-length // size))
+    return longest + -longest % 8
 
 
 def _forward(tokens, kernel, targets, chunk_size):

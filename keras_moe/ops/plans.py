@@ -486,18 +486,19 @@ class HeterogeneousPlan(NamedTuple):
         )
 
 
-def in_tiles(plan: Any, size: int = 8) -> Any:
-    """The plan with empty slots up to a multiple of `size`, a tile of TPUs' memory.
+def in_tiles(plan: Any) -> Any:
+    """The plan with empty slots up to a multiple of 8, a tile of TPUs' memory.
 
-    Without them, TPUs copy the slots around each all-to-all. Experts with so few slots
-    that these would cost more than an eighth keep theirs, as do rows.
+    Without them, TPUs copy the slots around each all-to-all. Where they would be more
+    than an eighth, the plan stays as it is, as do rows. Results are the same but for
+    dropout within experts, which draws a mask for all slots.
     """
     if isinstance(plan, HeterogeneousPlan):
-        return plan._replace(plan=in_tiles(plan.plan, size))
+        return plan._replace(plan=in_tiles(plan.plan))
     if not isinstance(plan, RoutingPlan | SlotPlan):
         return plan
     capacity = plan.slot_tokens.shape[2]
-    padding = -capacity % size
+    padding = -capacity % 8
     if not padding or 8 * padding > capacity:
         return plan
     after = ((0, 0), (0, 0), (0, padding))

@@ -75,7 +75,7 @@ NAMES = ("random_resized_crop", "randaugment", "mixup", "flip", "cutmix")
 
 
 # The others have tests of their own, below and in test_augmentation.py.
-@pytest.mark.parametrize("augment", ["flip", NAMES], ids=str)
+@pytest.mark.parametrize("augment", ["flip", "mixup", NAMES], ids=str)
 def test_every_name_works_with_every_backend(augment):
     def make(seed):
         # The test split includes the batch that is not full.

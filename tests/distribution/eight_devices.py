@@ -67,9 +67,13 @@ MODELS = {
     "token choice": {**VIT, "num_layers": 2, "moe_layers": "last_1"},
     "dropless": {**VIT, "dropless": True},
     "whole batch": {**VIT, "examples_per_group": None},
-    "expert choice": {**VIT, "router": "softmax_expert_choice"},
+    "expert choice, rematerialized": {
+        **VIT,
+        "router": "softmax_expert_choice",
+        "rematerialize": True,
+    },
     "soft": {**VIT, "router": "soft"},
-    "einsum, rematerialized": {**VIT, "dispatcher": "einsum", "rematerialize": True},
+    "einsum": {**VIT, "dispatcher": "einsum"},
     "moe++": {**VIT, "zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
     "mumoe": {k: x for k, x in VIT.items() if k != "examples_per_group"}
     | {"router": "mumoe"},
@@ -91,6 +95,7 @@ LAYOUTS = {
     "data": {"expert_parallel": 1},
     "experts on the batch": {"expert_parallel": "batch"},
     "experts on their own": {"expert_parallel": 2},
+    "model": {"expert_parallel": 1, "model_parallel": 8},
     "model and data": {"expert_parallel": 1, "model_parallel": 2},
     "model and experts": {"expert_parallel": "batch", "model_parallel": 2},
     "all three": {"expert_parallel": 2, "model_parallel": 2},

@@ -18,16 +18,19 @@ SPLITS = {
     "data": (1, 1),
     "experts on the batch": (8, 1),
     "experts on their own": (2, 1),
+    "model": (1, 8),
     "model and data": (1, 2),
     "model and experts": (4, 2),
     "all three": (2, 2),
 }
 # Every layout, and every kind of model with a layout that differs for it. Affinities
 # and priorities are arithmetic within a group, which is whole on a device.
-WITH_CAPACITY = ("expert choice", "einsum, rematerialized", "moe++")
+WITH_CAPACITY = ("expert choice, rematerialized", "einsum", "moe++")
 CASES = [
     # All three at once splits in each way of the others, too.
-    *itertools.product(["token choice"], ["data", "model and experts", "all three"]),
+    *itertools.product(
+        ["token choice"], ["data", "model", "model and experts", "all three"]
+    ),
     *itertools.product(WITH_CAPACITY, ["experts on the batch"]),
     ("soft", "experts on their own"),
     *itertools.product(["dropless"], ["data", "all three"]),

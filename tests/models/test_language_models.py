@@ -206,11 +206,23 @@ def test_chunks_give_the_whole_loss():
         assert_close(received, whole, 1e-6, 1e-6)
 
 
-def test_a_device_has_512_tokens_in_a_chunk(monkeypatch):
-    sizes = [language._chunk_size(batch) for batch in (1, 2, 16, 0, None)]
-    assert sizes == [512, 256, 128, 128, 128]
-    monkeypatch.setattr(language, "batch_devices", lambda: 8)
-    assert [language._chunk_size(batch) for batch in (8, 64)] == [512, 128]
+@pytest.mark.parametrize(
+    ("batch", "length", "devices", "size"),
+    # Three texts have 170 positions in a chunk: 250 are two parts of 125, and 3 more.
+    [(1, 1024, 1, 512), (3, 250, 1, 128), (8, 1024, 8, 512), (2, 1024, 8, 512)],
+)
+def test_a_device_has_512_tokens_in_a_chunk(batch, length, devices, size, monkeypatch):
+    sizes, whole = [], logit_log_likelihoods
+    monkeypatch.setattr(language, "batch_devices", lambda: devices)
+    monkeypatch.setattr(
+        language,
+        "logit_log_likelihoods",
+        lambda logits, ids: sizes.append(logits.shape) or whole(logits, ids),
+    )
+    tokens, kernel = np.ones((batch, length, 1), "float32"), np.ones((1, 2), "float32")
+    values = token_log_likelihoods(tokens, kernel, np.zeros((batch, length), "int32"))
+    assert_close(values, np.full((batch, length), -np.log(2)), 1e-6, 1e-6)
+    assert set(sizes) == {(batch, size, 2)}
 
 
 @pytest.mark.every_backend

@@ -21,7 +21,8 @@ def test_a_second_run_compiles_what_failed(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(distribution, "compiled_costs", compiled_costs)
     file = tmp_path / "table.json"
-    command = [str(file), "--rows", "ViT", "soft", "--topologies", "v5e:1x1", "h200:1"]
+    rows = ["ViT", "soft", "softmax_token_choice, dropless"]
+    command = [str(file), "--rows", *rows, "--topologies", "v5e:1x1", "h200:1"]
     compile_table.main(command)
     stored = json.loads(file.read_text())
     assert stored["ViT | v5e:1x1 | train"] == {"ms": 100.0, "GiB": 1.0, "untimed": 1}
@@ -30,6 +31,8 @@ def test_a_second_run_compiles_what_failed(monkeypatch, tmp_path, capsys):
     assert "| soft | 100.0 ms+, 1.0 GiB | 1.0 GiB |" in table
     assert "| soft | no | no |" in table
     assert ("vmoe_s32", "v5e:1x1", "train", "soft") in asked
+    # Predictions have no capacity anyway.
+    assert not [key for key in stored if "dropless" in key and "predict" in key]
 
     asked.clear()
     fails = False
