@@ -276,10 +276,10 @@ def cell(found: dict | None) -> str:
         return ""
     if "error" in found:
         return "no"
-    memory = f"{found['GiB']} GiB"
+    memory = f"{found['GiB']:.2f} GiB"
     if found["ms"] is None:
         return memory
-    return f"{found['ms']} ms{'+' if found['untimed'] else ''}, {memory}"
+    return f"{found['ms']:.2f} ms{'+' if found['untimed'] else ''}, {memory}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_a_second_run_compiles_what_failed(monkeypatch, tmp_path, capsys):
     assert stored["ViT | v5e:1x1 | train"] == {"ms": 100.0, "GiB": 1.0, "untimed": 1}
     assert stored["soft | h200:1 | predict"] == {"error": "no way"}
     table = capsys.readouterr().out
-    assert "| soft | 100.0 ms+, 1.0 GiB | 1.0 GiB |" in table
+    assert "| soft | 100.00 ms+, 1.00 GiB | 1.00 GiB |" in table
     assert "| soft | no | no |" in table
     assert ("vmoe_s32", "v5e:1x1", "train", "soft") in asked
     # Predictions have no capacity anyway.
