@@ -137,6 +137,7 @@ def preset_rows() -> list[str]:
 
 
 def blocks_of(preset: str) -> list:
+    """What `describe` says of a preset's blocks."""
     return [x for x in models.describe(preset).parts if "block_" in x.name]
 
 

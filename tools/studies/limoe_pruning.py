@@ -85,20 +85,7 @@ class Pruning(Part):
         )
         usage = recorders[0].usage
         on_progress("pruning")
-        test = self.pairs.test_pairs(self.pairs.recipe, model)
-        whole = self.embedded(model, test)
-        result["pruned"] = {
-            modality: {
-                method: {
-                    str(count): self.retrieval(
-                        model, usage, modality, method, count, whole, test
-                    )
-                    for count in self.counts
-                }
-                for method in METHODS
-            }
-            for modality in MODALITIES
-        }
+        result["pruned"] = self.pruned(model, usage)
         result["coverage"] = {
             modality: {
                 name: curve.covered.tolist()
@@ -110,27 +97,33 @@ class Pruning(Part):
         }
         return result, {}
 
-    def retrieval(
-        self,
-        model: keras.Model,
-        usage: Any,
-        modality: str,
-        method: str,
-        count: int,
-        whole: evaluation.PairEmbeddings,
-        test: Any,
-    ) -> float:
-        """R@1, the mean of both ways, with fewer experts for one modality."""
-        keep = analysis.select_experts(usage, count, groups=modality)
-        pruned = self.embedded(analysis.mask_experts(model, keep, method), test)
-        # The other modality has all its experts.
-        name = f"{modality}s"
-        both = whole._replace(**{name: getattr(pruned, name)})
-        return retrieval_figures(both)["r1"]
+    def pruned(self, model: keras.Model, usage: Any) -> dict:
+        """R@1 of test pairs, the mean of both ways, by modality, method and experts."""
+        recipe = self.pairs.recipe
+        embedded = functools.partial(
+            evaluation.encode_pairs,
+            pairs=self.pairs.test_pairs(recipe, model),
+            batch_size=recipe.data.batch_size,
+        )
+        whole = embedded(model)
 
-    def embedded(self, model: keras.Model, test: Any) -> evaluation.PairEmbeddings:
-        """The embeddings of the test pairs."""
-        return evaluation.encode_pairs(model, test, self.pairs.recipe.data.batch_size)
+        def recall(modality, method, count):
+            keep = analysis.select_experts(usage, count, groups=modality)
+            masked = embedded(analysis.mask_experts(model, keep, method))
+            # The other modality has all its experts.
+            name = f"{modality}s"
+            both = whole._replace(**{name: getattr(masked, name)})
+            return retrieval_figures(both)["r1"]
+
+        return {
+            modality: {
+                method: {
+                    str(count): recall(modality, method, count) for count in self.counts
+                }
+                for method in METHODS
+            }
+            for modality in MODALITIES
+        }
 
     def results(self) -> dict:
         rows = self.study.finish_all(self.runs)
