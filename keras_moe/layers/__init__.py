@@ -4,7 +4,6 @@ from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.causal_attention import CausalAttention, CausalMask
 from keras_moe.layers.encoder_block import EncoderBlock, LayerScale, MoEEncoderBlock
 from keras_moe.layers.encoder_spec import EncoderConfig, EncoderSpec
-from keras_moe.layers.expert_kernels import PerExpert
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
@@ -33,6 +32,7 @@ from keras_moe.layers.text_embedding import (
     TokenEmbedding,
 )
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.ops.initializers import PerExpert
 
 __all__ = [
     "MLP",

@@ -14,7 +14,7 @@ from keras_moe.layers.inner_call import dropped_out, fused_bias, inner_call
 from keras_moe.layers.layer import Layer, layer_argument
 from keras_moe.layers.normalization import norm_layer
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 from keras_moe.ops.nn import attend, has_own_attention
 
 
@@ -151,14 +151,6 @@ class CausalAttention(Layer):
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )
-        # Glorot uniform for the D x D matrix; Keras would count heads as a receptive
-        # field.
-        limit = math.sqrt(3.0 / (num_heads * key_dim))
-        self._uniform = keras.initializers.RandomUniform(-limit, limit)
-        for name in ("query", "key", "value"):
-            heads = self.num_heads if name == "query" else self.num_key_value_heads
-            dense = self._dense("abc,cde->abde", (None, heads, key_dim), "de", name)
-            setattr(self, f"{name}_dense", dense)
         if query_key_norm is not None:
             self.query_norm, self.key_norm = (
                 norm_layer(
@@ -172,11 +164,16 @@ class CausalAttention(Layer):
             )
 
     def _dense(self, equation, output_shape, bias_axes, name):
+        # Glorot uniform for the D x D matrix; Keras would count heads as a receptive
+        # field.
+        limit = math.sqrt(3.0 / (self.num_heads * self.key_dim))
+        uniform, path = keras.initializers.RandomUniform(-limit, limit), self.path
         dense = keras.layers.EinsumDense(
             equation,
             output_shape=output_shape,
             bias_axes=bias_axes if self.use_bias else None,
-            kernel_initializer=FastInitializer(self._uniform),
+            kernel_initializer=PathInitializer(uniform, f"{path}/{name}/kernel"),
+            bias_initializer=PathInitializer("zeros", f"{path}/{name}/bias"),
             dtype=self.dtype_policy,
             name=name,
         )
@@ -185,8 +182,12 @@ class CausalAttention(Layer):
 
     def build(self, tokens_shape, *_):
         dim, heads = tokens_shape[-1], (self.num_heads, self.key_dim)
-        for dense in (self.query_dense, self.key_dense, self.value_dense):
+        for name in ("query", "key", "value"):
+            num = self.num_heads if name == "query" else self.num_key_value_heads
+            shape = (None, num, self.key_dim)
+            dense = self._dense("abc,cde->abde", shape, "de", name)
             fused_bias(dense).build((None, None, dim))
+            setattr(self, f"{name}_dense", dense)
         self.output_dense = self._dense(
             "abde,dec->abc", (None, dim), "c", "attention_output"
         )

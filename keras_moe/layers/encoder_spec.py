@@ -20,6 +20,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers import activations
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
+from keras_moe.layers.initialization import check_initialization
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.mumoe_config import moe_config
 from keras_moe.layers.normalization import NORMS
@@ -47,7 +48,12 @@ class EncoderConfig:
             Experts have `expert_use_bias`.
         moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
         rematerialize: whether the backward pass recomputes the blocks, to save memory.
-        seed: seed of noise and dropout. Weights use Keras's global seed.
+        seed: seed of initial weights, noise and dropout; None for Keras's global seed.
+        initialization: how weights start: None as in ViT and V-MoE, or the name of
+            another published code: `"clip_image"`, `"clip_text"`, `"gpt2"`, `"limoe"`,
+            `"llama"` (MoE++'s language models, too), `"mixer"`, `"mumoe_mixer"` or
+            `"siglip"`. A dict maps patterns of weight paths to initializers, such as
+            `{".*/mlp/hidden/kernel": "he_normal"}`; the first that matches is used.
 
     Example:
 
@@ -70,6 +76,7 @@ class EncoderConfig:
     moe: Any = None
     rematerialize: bool = False
     seed: int | None = None
+    initialization: Any = None
 
     def __post_init__(self):
         moe = moe_config(self.moe)
@@ -81,6 +88,7 @@ class EncoderConfig:
             mlp_dim=check_integer("mlp_dim", self.mlp_dim),
             activation=activations.plain(self.activation),
             moe=moe and moe.for_layers(num_layers),
+            initialization=check_initialization(self.initialization),
         )
         check_dropout("dropout_rate", self.dropout_rate)
         check_dropout("stochastic_depth", self.stochastic_depth)

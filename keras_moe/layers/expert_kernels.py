@@ -10,81 +10,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_initializer, check_integer
+from keras_moe.checks import check_integer
 from keras_moe.compat import stored_dataset, unlocked
 from keras_moe.layers.layer import Layer
-from keras_moe.ops.initializers import host_values
+from keras_moe.ops.initializers import PerExpert
 from keras_moe.ops.kernels import host_memory
-from keras_moe.ops.primitives import on_several_devices
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class PerExpert(keras.initializers.Initializer):
-    """Initialises each expert's slice as a separate matrix.
-
-    Given (E, D, H), an initializer would count E as a receptive field.
-
-    Args:
-        initializer: initializer of one expert's slice.
-        shared: whether all experts start from the same values, as in V-MoE.
-
-    Example:
-
-    >>> from keras_moe.layers import PerExpert
-    >>> PerExpert("glorot_uniform")((4, 8, 16)).shape == (4, 8, 16)
-    True
-    """
-
-    def __init__(self, initializer: Any, shared: bool = False):
-        self.initializer = check_initializer("initializer", initializer)
-        self.shared = shared
-
-    @property
-    def seed(self) -> Any:
-        """The initializer's seed, if it has one."""
-        return getattr(self.initializer, "seed", None)
-
-    def __call__(self, shape, dtype=None):
-        num_experts, *shape = shape
-        first = host_values(self._initializer(0), shape, dtype)
-        if first is not None:
-            # Written in place, so that only one copy of all experts is in memory.
-            values = host_memory.zeros((num_experts, *shape), first.dtype)
-            # Shared values are drawn once.
-            values[:] = first
-            for index in range(1, 1 if self.shared else num_experts):
-                values[index] = host_values(self._initializer(index), shape, dtype)
-            return host_memory.to_tensor(values)
-        if self.shared:
-            value = self.initializer(shape, dtype=dtype)
-            return ops.tile(value[None], [num_experts] + [1] * len(shape))
-        slices = [
-            self._initializer(index)(shape, dtype=dtype) for index in range(num_experts)
-        ]
-        if not on_several_devices():
-            return ops.stack(slices)
-        # `ops.stack` would make XLA build the whole stack on every device.
-        experts = ops.reshape(
-            ops.arange(num_experts, dtype="int32"), (-1, *[1] * len(shape))
-        )
-        value = 0.0
-        for index, matrix in enumerate(slices):
-            value = ops.where(experts == index, matrix, value)
-        return ops.cast(value, dtype or keras.config.floatx())
-
-    def _initializer(self, index):
-        if self.shared or not isinstance(self.seed, int):
-            # Constants have no seed, and a SeedGenerator advances with each draw.
-            return self.initializer
-        # Initializers are deterministic, so each expert needs a different seed.
-        config = {**self.initializer.get_config(), "seed": self.seed + index}
-        return type(self.initializer).from_config(config)
-
-    def get_config(self):
-        return {
-            "initializer": keras.initializers.serialize(self.initializer),
-            "shared": self.shared,
-        }
 
 
 def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) -> None:

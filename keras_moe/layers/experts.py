@@ -10,9 +10,10 @@ from keras import ops
 
 from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
-from keras_moe.layers.expert_kernels import ExpertKernels, PerExpert
+from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
+from keras_moe.ops.initializers import PerExpert
 
 
 def with_layout(x: Any, path: str) -> Any:

@@ -8,16 +8,21 @@ import keras
 from keras_moe.checks import argument_values
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 
 
-class Layer(keras.layers.Layer):
-    """Base class of layers whose attributes are named like constructor arguments."""
+class OwnValues:
+    """Mixin of Keras layers whose weights start by their paths."""
 
     def add_weight(self, shape=None, initializer=None, *args, **kwargs):
         if initializer is not None:
-            initializer = FastInitializer(initializer)
+            path = f"{self.path}/{kwargs.get('name')}"
+            initializer = PathInitializer(initializer, path)
         return super().add_weight(shape, initializer, *args, **kwargs)
+
+
+class Layer(OwnValues, keras.layers.Layer):
+    """Base class of layers whose attributes are named like constructor arguments."""
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:
         """Inner layers, with the shapes of their inputs."""

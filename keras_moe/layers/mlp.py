@@ -10,7 +10,7 @@ from keras_moe.layers import activations
 from keras_moe.layers.inner_call import dropped_out, fused_bias, inner_call
 from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -62,14 +62,15 @@ class MLP(Layer):
         )
 
     def build(self, input_shape):
-        small = FastInitializer(keras.initializers.RandomNormal(stddev=1e-6))
+        small = keras.initializers.RandomNormal(stddev=1e-6)
 
         def dense(units, name):
+            path = f"{self.path}/{name}"
             layer = keras.layers.Dense(
                 units,
                 use_bias=self.use_bias,
-                kernel_initializer=FastInitializer("glorot_uniform"),
-                bias_initializer=small,
+                kernel_initializer=PathInitializer("glorot_uniform", f"{path}/kernel"),
+                bias_initializer=PathInitializer(small, f"{path}/bias"),
                 dtype=self.dtype_policy,
                 name=name,
             )

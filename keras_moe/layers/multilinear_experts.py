@@ -18,6 +18,7 @@ from keras_moe.ops import multilinear as tensors
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.ops.initializers import PathInitializer, host_values
 from keras_moe.ops.nn import standardize
 from keras_moe.ops.plans import Routing
 
@@ -437,11 +438,15 @@ class ExpertMode(keras.initializers.Initializer):
         self.sigma = sigma
 
     def __call__(self, shape, dtype=None):
-        draw = keras.initializers.RandomNormal(1.0, self.sigma)
-        if len(shape) == 2:
-            return draw(shape, dtype=dtype)
-        eye = ops.eye(shape[0], shape[2], dtype=dtype)
-        return ops.expand_dims(eye, 1) * draw(shape, dtype=dtype)
+        return PathInitializer(self)(shape, dtype)
+
+    def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray:
+        """The values of a stream, as `keras_moe.ops.initializers` draws them."""
+        noise = keras.initializers.RandomNormal(1.0, self.sigma)
+        values = host_values(noise, shape, stream)
+        if len(shape) > 2:
+            values *= np.eye(shape[0], shape[2], dtype="float32")[:, None]
+        return values
 
     def get_config(self):
         return {"sigma": self.sigma}

@@ -20,7 +20,7 @@ from keras_moe.compat import get_keras_mask
 from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 from keras_moe.ops.nn import attend, has_float16_attention, has_own_attention
 
 
@@ -205,8 +205,15 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 
     def _get_common_kwargs_for_sublayer(self):
         arguments = super()._get_common_kwargs_for_sublayer()
-        for name in ("kernel_initializer", "bias_initializer"):
-            arguments[name] = FastInitializer(arguments[name])
+        # Keras asks for each sublayer before it makes it.
+        names = ["query", "key", *["gate"] * self._use_gate, "value"]
+        made = sum(hasattr(self, f"_{name}_dense") for name in names)
+        path = [*names, "attention_output"][made]
+        for name in ("kernel", "bias"):
+            argument = f"{name}_initializer"
+            arguments[argument] = PathInitializer(
+                arguments[argument], f"{self.path}/{path}/{name}"
+            )
         return arguments
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:

@@ -7,12 +7,12 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_bool, check_initializer, check_integer
-from keras_moe.layers.layer import Layer
+from keras_moe.layers.layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenEmbedding(keras.layers.Embedding):
+class TokenEmbedding(OwnValues, keras.layers.Embedding):
     """Token embeddings with CLIP's initialisation.
 
     Ids are not checked here; `keras_moe.models.TextBackbone` checks them.
@@ -83,7 +83,7 @@ class TokenEmbedding(keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ReversibleTokenEmbedding(keras.layers.ReversibleEmbedding):
+class ReversibleTokenEmbedding(OwnValues, keras.layers.ReversibleEmbedding):
     """Token embeddings that also turn tokens into logits, with `reverse=True`.
 
     Args:

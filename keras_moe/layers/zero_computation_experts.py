@@ -9,10 +9,10 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_initializer
-from keras_moe.layers.expert_kernels import PerExpert
 from keras_moe.layers.layer import Layer
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
+from keras_moe.ops.initializers import PerExpert
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -28,7 +28,8 @@ class ZeroComputationExperts(Layer):
         copy_experts: number of copy experts.
         constant_experts: J, number of constant experts.
         kernel_initializer: initializer of one constant expert's W_c (D, 2).
-        vector_initializer: initializer of one constant expert's v (D,).
+        vector_initializer: initializer of one constant expert's v (D,); None for the
+            N(0, 1) of the released code.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -55,7 +56,7 @@ class ZeroComputationExperts(Layer):
         copy_experts: int = 0,
         constant_experts: int = 0,
         kernel_initializer: Any = "lecun_normal",
-        vector_initializer: Any = "random_normal",
+        vector_initializer: Any = None,
         **kwargs,
     ):
         # The weights stay float32, like all routing.
@@ -65,6 +66,8 @@ class ZeroComputationExperts(Layer):
         self.kernel_initializer = check_initializer(
             "kernel_initializer", kernel_initializer
         )
+        if vector_initializer is None:
+            vector_initializer = keras.initializers.RandomNormal(stddev=1.0)
         self.vector_initializer = check_initializer(
             "vector_initializer", vector_initializer
         )

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_moe.checks import check_dtype
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
+from keras_moe.layers.initialization import initialization_rules
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import saved_policy, settle_policies
 from keras_moe.models.backbone_config import set_docstring, set_signature
@@ -19,6 +20,7 @@ from keras_moe.models.model import MoEModel
 from keras_moe.models.soft_slots import config_for_slots
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.ops.initializers import initial_values
 
 
 class MoEBackbone(MoEModel, keras_hub.models.Backbone):
@@ -69,7 +71,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         check_dtype("dtype", dtype)
 
         # === Layers and functional model ===
-        inputs, outputs, encoded = cls._functional(config, dtype)
+        with initial_values(config.seed, cls.__name__, initialization_rules(config)):
+            inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
         # Bypass Keras's attribute tracking, which would wrap these dicts.

@@ -10,7 +10,7 @@ from keras_moe.checks import check_number, check_one_of
 from keras_moe.layers import AttentionPooling, MuMoE, TokenPooling
 from keras_moe.layers.layer import layer_argument
 from keras_moe.layers.pooling import POOLINGS
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
 # Loss classes by function, for losses that read probabilities by default.
@@ -104,8 +104,8 @@ def predictions_layer(
     return keras.layers.Dense(
         num_classes,
         activation=activation,
-        kernel_initializer=FastInitializer("zeros"),
-        bias_initializer=FastInitializer(bias),
+        kernel_initializer=PathInitializer("zeros"),
+        bias_initializer=PathInitializer(bias),
         dtype=dtype,
         name="predictions",
     )

@@ -67,6 +67,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
     rope_scaling: float = 1.0
     tied_embeddings: bool = False
     # LLaMA's parts.
+    initialization: Any = "llama"
     norm: str = "rms"
     gated_mlp: bool = True
     use_bias: bool = False

@@ -35,7 +35,7 @@ from keras_moe.models.input_checks import check_labels
 from keras_moe.models.source import PUBLISHED, SAVED, ModelSource, TaskConfig
 from keras_moe.models.task import MoETask, check_backbone
 from keras_moe.ops import Cost, Routing
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer, initial_values
 
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
@@ -190,26 +190,31 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
         # === Functional model ===
         inputs, routing = backbone.input, dict(backbone.routing)
-        features = self.pooler(backbone(inputs))
-        if pooled_norm:
-            features = self.pooled_normalization(features)
-        if representation_dim is not None:
-            self.representation = keras.layers.Dense(
-                representation_dim,
-                activation="tanh",
-                kernel_initializer=FastInitializer("glorot_uniform"),
-                dtype=policy,
-                name="pre_logits",
-            )
-            features = self.representation(features)
-        outputs = self.output_dropout(features)
-        if self.head is not None:
-            outputs, record = self.head(outputs)
-            # The only token is the pooled feature of the image.
-            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
-            if head_position == "penultimate":
-                outputs = keras.ops.relu(outputs)
-        outputs = self.output_dense(outputs)
+        with initial_values(seed, type(self).__name__):
+            features = self.pooler(backbone(inputs))
+            if pooled_norm:
+                features = self.pooled_normalization(features)
+            if representation_dim is not None:
+                self.representation = keras.layers.Dense(
+                    representation_dim,
+                    activation="tanh",
+                    kernel_initializer=PathInitializer(
+                        "lecun_normal", "pre_logits/kernel"
+                    ),
+                    dtype=policy,
+                    name="pre_logits",
+                )
+                features = self.representation(features)
+            outputs = self.output_dropout(features)
+            if self.head is not None:
+                outputs, record = self.head(outputs)
+                # The only token is the pooled feature of the image.
+                routing["head"] = Routing(
+                    *(keras.ops.expand_dims(x, 1) for x in record)
+                )
+                if head_position == "penultimate":
+                    outputs = keras.ops.relu(outputs)
+            outputs = self.output_dense(outputs)
         # The base constructor compiles and reads both, but Keras allows plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)

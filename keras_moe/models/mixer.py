@@ -36,6 +36,7 @@ class MixerConfig(ImageConfig):
 
     token_mlp_dim: int = 384
     token_mixer: str = "mlp"
+    initialization: Any = "mixer"
 
     def __post_init__(self):
         super().__post_init__()

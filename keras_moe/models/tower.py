@@ -27,7 +27,7 @@ from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbone_config import ImageConfig, TokenIdsConfig
 from keras_moe.models.description import Part
 from keras_moe.ops import Cost
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 
 
 class TowerOutputs(NamedTuple):
@@ -295,8 +295,9 @@ def embedding_projection(
         projection_dim,
         use_bias=use_bias,
         # Standard deviation 1 / sqrt(D).
-        kernel_initializer=FastInitializer(
-            keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal")
+        kernel_initializer=PathInitializer(
+            keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal"),
+            f"{name}/kernel",
         ),
         dtype=dtype,
         name=name,

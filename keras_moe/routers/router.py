@@ -18,7 +18,7 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.initializers import PathInitializer
 from keras_moe.ops.plans import Routing
 
 
@@ -91,7 +91,7 @@ class Router(keras.layers.Layer):
         return self.add_weight(
             name=name,
             shape=shape,
-            initializer=FastInitializer(initializer),
+            initializer=PathInitializer(initializer, f"{self.path}/{name}"),
             dtype="float32",
             autocast=False,
         )

@@ -19,6 +19,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.initializers import PerExpert
 from keras_moe.ops.plans import Routing
 from keras_moe.routers import affinities
 from keras_moe.routers.router import Router
@@ -160,8 +161,8 @@ class SparseRouter(Router):
     def build(self, input_shape):
         initializer = self.kernel_initializer
         if self.num_modalities:
-            # One draw per kernel, with a fan-in of D rather than M x D.
-            initializer = _each(initializer)
+            # One draw per modality, with a fan-in of D rather than M x D.
+            initializer = PerExpert(initializer)
         shape = self.weight_shapes(input_shape[-2:])["kernel"]
         self.kernel = self.add_kernel("kernel", shape, initializer)
 
@@ -375,10 +376,3 @@ def _check_pools(expert_pools, num_modalities, num_experts):
         )
     check_disjoint("expert_pools", pools)
     return pools
-
-
-def _each(initializer):
-    def draw(shape, dtype=None):
-        return ops.stack([initializer(shape[1:], dtype) for _ in range(shape[0])])
-
-    return draw

@@ -23,6 +23,21 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
+def holds_values() -> bool:
+    """Whether a new tensor is made at once, from values in the host's memory.
+
+    It is not on PyTorch's meta device, nor where JAX traces how a weight is made that
+    is split over devices.
+    """
+    if keras.backend.backend() == "torch":
+        return keras.ops.zeros((0,)).device.type != "meta"
+    if keras.backend.backend() != "jax" or not keras.distribution.distribution():
+        return True
+    import jax
+
+    return not isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
 def to_tensor(values: np.ndarray) -> Any:
     """A tensor of values that must not change any more; not a copy on CPUs."""
     if keras.backend.backend() == "jax":
