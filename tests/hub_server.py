@@ -18,6 +18,9 @@ from pathlib import Path
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The token that opens gated repositories and may write.
 TOKEN = "hf_member"
+# Files in a repository, which change the answers; the last is a suffix of a file that
+# ends in its middle.
+GATED, DOWN, BROKEN = ".gated", ".down", ".broken"
 _RESOLVE = re.compile(r"/(?P<repository>.+)/resolve/main/(?P<name>.+)")
 _LARGE = (".h5", ".safetensors")
 
@@ -47,10 +50,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._fail(404, "RepoNotFound")
         repository, name = found["repository"], found["name"]
         folder = self.server.folder / repository
+        if (folder / DOWN).exists():
+            return self._send(503, b"")
         if not folder.is_dir():
             # To who is logged in. Others get 401, since it could be private.
             return self._fail(404 if self._is_member() else 401, "RepoNotFound")
-        if repository in self.server.gated and not self._is_member():
+        if (folder / GATED).exists() and not self._is_member():
             is_known = "authorization" in self.headers
             return self._fail(403 if is_known else 401, "GatedRepo")
         if not (folder / name).is_file():
@@ -76,15 +81,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         first = int(start[1]) if start else 0
         if self.command == "GET":
             self.server.downloads.append(name)
-        if self.command == "GET" and name in self.server.broken:
+        if self.command == "GET" and path.with_name(path.name + BROKEN).exists():
             # Half of the file, and then nothing however often one asks.
             self.close_connection = True
             if first:
                 return None
-            self._send(200, content, headers, len(content) // 2)
-            return None
+            return self._send(200, content, headers, len(content) // 2)
         if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = (
+                f"bytes {first}-{len(content) - 1}/{len(content)}"
+            )
         return self._send(206 if first else 200, content[first:], headers)
 
     def _send(self, status, content, headers=(), sent=None):
@@ -136,7 +142,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer({"files": files})
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = [
-                {**wanted, "actions": {"upload": {"href": f"{address}/lfs/{wanted['oid']}"}}}
+                {
+                    **wanted,
+                    "actions": {"upload": {"href": f"{address}/lfs/{wanted['oid']}"}},
+                }
                 for wanted in json.loads(body)["objects"]
             ]
             return self._answer({"transfer": "basic", "objects": objects})
@@ -153,7 +162,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             target = self.server.folder / repository / value["path"]
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        return self._answer({"commitUrl": f"{address}/c", "commitOid": COMMIT})
+        return self._answer(
+            {
+                "commitUrl": f"{address}/{repository}/commit/{COMMIT}",
+                "commitOid": COMMIT,
+            }
+        )
 
     def _body(self):
         if "content-length" in self.headers:
@@ -167,18 +181,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class HubServer(http.server.ThreadingHTTPServer):
-    """Serves a folder of repositories, `USER/NAME` each.
-
-    `gated` repositories need `TOKEN`, and `broken` files end in their middle;
-    `downloads` lists the files that were sent.
-    """
+    """Serves a folder of repositories, `USER/NAME` each; lists what it has sent."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.gated, self.broken = folder, set(), set()
-        self.downloads, self.large = [], {}
+        self.folder, self.downloads, self.large = folder, [], {}
 
 
 @contextlib.contextmanager
