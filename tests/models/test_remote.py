@@ -57,7 +57,9 @@ def happened(tmp_path_factory):
     """What a process with a hub and one without a network report, and the folder."""
     folder = tmp_path_factory.mktemp("hub")
     model = models.from_preset("vmoe_digits", load_weights=False, hidden_dim=16)
-    model.save_to_preset(folder / "preset")
+    (folder / "loads.png").write_bytes(b"png")
+    card = models.ModelCard(picture=folder / "loads.png")
+    model.save_to_preset(folder / "preset", card=card)
     arrays, _ = golden.load("12_timm/vit_token")
     np.save(folder / "images.npy", arrays["inputs/images"])
     for number, name in enumerate(("cat", "dog") * 5):
@@ -112,7 +114,8 @@ def test_a_preset_of_ours_is_downloaded_and_uploaded(happened, loaded):
         np.testing.assert_array_equal(loaded[f"mine/{weight.path}"], value)
     sent, kept = folder / "repositories" / "me" / "mine", folder / "preset"
     assert {x.name for x in sent.iterdir()} >= {x.name for x in kept.iterdir()}
-    # The card is ours, not the one that KerasHub writes.
+    # The card is ours, not the one that KerasHub writes where there is none.
+    assert "(card.png)" in (kept / "README.md").read_text()
     assert (sent / "README.md").read_text() == (kept / "README.md").read_text()
 
 
@@ -170,7 +173,6 @@ def test_without_a_network_all_say_so_at_once(happened):
         "gs://bucket/preset": "storage.googleapis.com",
         "gs://vmoe_checkpoints/vmoe_s32": "storage.googleapis.com",
         "gs://vit_models/augreg/ViT.npz": "storage.googleapis.com",
-        "gs://bucket/run": "storage.googleapis.com",
         "http://127.0.0.2:9/model.safetensors": "127.0.0.2:9",
         "tokenizer hf://a/b": hub,
         "upload hf://me/mine": hub,
@@ -187,6 +189,12 @@ def test_without_a_network_all_say_so_at_once(happened):
         assert (status, output) == (2, "")
         assert errors.startswith(f"error: Expected a connection to {hub} for {handle}")
         assert errors.count("\n") == 1
+
+
+def test_remote_checkpoints_without_a_network(happened):
+    pytest.importorskip("orbax.checkpoint")
+    words = "Expected a connection to storage.googleapis.com for gs://bucket/run;"
+    assert check(happened[3], "gs://bucket/run", "ConnectionError", words) < 15
 
 
 def test_what_was_downloaded_needs_no_network(happened):
