@@ -10,26 +10,21 @@ import hashlib
 import http.server
 import json
 import re
-import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The token that opens gated repositories and may write.
 TOKEN = "hf_member"
-# Files in a repository, which change the answers; the last is a suffix of a file that
-# ends in its middle.
-GATED, DOWN, BROKEN = ".gated", ".down", ".broken"
+# Nothing listens there.
+NOWHERE = "http://127.0.0.1:9"
+# Files in a repository that change the answers: `XET` sends the client to a storage of
+# Xet's that cannot be reached, and the last is a suffix of a file that ends too early.
+GATED, DOWN, XET, BROKEN = ".gated", ".down", ".xet", ".broken"
 _RESOLVE = re.compile(r"/(?P<repository>.+)/resolve/main/(?P<name>.+)")
 _LARGE = (".h5", ".safetensors")
-
-
-def closed_port() -> int:
-    """A port at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -43,6 +38,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.partition("?")[0]
+        if path == "/xet":
+            expiry = str(int(time.time()) + 3600)
+            storage = {"X-Xet-Cas-Url": NOWHERE, "X-Xet-Token-Expiration": expiry}
+            return self._send(200, b"", {**storage, "X-Xet-Access-Token": "token"})
         if path.startswith("/cdn/"):
             return self._send_file(self.server.folder / path.removeprefix("/cdn/"))
         found = _RESOLVE.fullmatch(path)
@@ -71,11 +70,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}
         name = path.relative_to(self.server.folder).as_posix()
         if redirect and path.suffix in _LARGE:
-            headers |= {
-                "X-Linked-Etag": f'"{etag}"',
-                "X-Linked-Size": str(len(content)),
-                "Location": f"http://{self.headers['host']}/cdn/{name}",
-            }
+            headers["X-Linked-Etag"] = f'"{etag}"'
+            headers["X-Linked-Size"] = str(len(content))
+            # Large files are on another host.
+            host = f"localhost:{self.server.server_port}"
+            headers["Location"] = f"http://{host}/cdn/{name}"
+            if (path.parent / XET).exists():
+                headers["X-Xet-Hash"] = etag
+                headers["X-Xet-Refresh-Route"] = f"http://{host}/xet"
             return self._send(302, b"", headers)
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
         first = int(start[1]) if start else 0
@@ -170,14 +172,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         )
 
     def _body(self):
-        if "content-length" in self.headers:
-            return self.rfile.read(int(self.headers["content-length"]))
-        content = b""
-        while size := int(self.rfile.readline(), 16):
-            content += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return content
+        return self.rfile.read(int(self.headers["content-length"]))
 
 
 class HubServer(http.server.ThreadingHTTPServer):
@@ -206,15 +201,15 @@ def serving(folder: Path) -> Iterator[HubServer]:
 
 def environment(home: Path, port: int, **others: str) -> dict[str, str]:
     """The variables of a process with this server alone, and empty caches."""
-    proxy = "http://127.0.0.1:9"
     return {
         "HF_ENDPOINT": f"http://127.0.0.1:{port}",
         "HF_HOME": str(home / "hf"),
         "HF_HUB_DISABLE_XET": "1",
+        "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1",
         "KERAS_HOME": str(home / "keras"),
         "KAGGLEHUB_CACHE": str(home / "kaggle"),
         # What has no variable of its own goes to a port where nothing listens.
-        **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), proxy),
-        "no_proxy": "127.0.0.1",
+        **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), NOWHERE),
+        "no_proxy": "127.0.0.1,localhost",
         **others,
     }

@@ -291,7 +291,8 @@ def explained(preset: str, name: str | None = None, advice: str = "") -> Iterato
     received = f"preset={str(name or preset)!r}"
     try:
         # KerasHub downloads some files itself.
-        with named_errors(str(preset)):
+        is_remote = "://" in str(preset)
+        with named_errors(preset) if is_remote else contextlib.nullcontext():
             yield
     except (
         ArithmeticError,

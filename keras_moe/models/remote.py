@@ -87,7 +87,11 @@ def _hugging_face_file(preset, name):
                 if cached is None:
                     raise
                 raise FileNotFoundError(f"{preset} had no {name}") from error
-        return huggingface_hub.hf_hub_download(repository, name)
+        try:
+            return huggingface_hub.hf_hub_download(repository, name)
+        except RuntimeError as error:
+            # All that the client of Xet's storage says.
+            raise ConnectionError(error) from error
 
 
 def check_storage(address: str) -> None:
@@ -179,10 +183,9 @@ def _named(error, source):
     if is_missing and not isinstance(error, errors.LocalEntryNotFoundError):
         return FileNotFoundError(f"Expected a file of {source}; {received}")
     is_network = type(error).__module__.partition(".")[0] in _TRANSPORTS
-    # Of Python's own, those that this function has not made.
-    is_network |= isinstance(error, (ConnectionError, TimeoutError)) and (
-        source not in str(error)
-    )
+    # Of Python's own, neither those made here nor a closed standard output.
+    if isinstance(error, (ConnectionError, TimeoutError)) and source not in str(error):
+        is_network = not isinstance(error, BrokenPipeError)
     if is_network or isinstance(error, errors.HfHubHTTPError):
         return ConnectionError(
             f"Expected a connection to {server} for {source}; {received}{offline}"

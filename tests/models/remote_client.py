@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ def online():
 
     import keras
     import numpy as np
+    from huggingface_hub import constants
 
     from keras_moe import models
 
@@ -63,6 +65,7 @@ def online():
     gpt2 = models.from_preset("hf://openai-community/gpt2")
     tokens = gpt2.preprocessor.tokenizer.tokenize("hello world")
     happened["gpt2 tokens"] = np.asarray(tokens).tolist()
+    attempt("keras hub", models.from_preset, "hf://keras/vit")
     ours = models.from_preset("hf://ours/digits")
     for name, one in {"clip": clip, "gpt2": gpt2, "ours": ours}.items():
         for weight in one.weights:
@@ -83,6 +86,11 @@ def online():
     for path in (FOLDER / "repositories" / "ours" / "broken").glob(f"*{BROKEN}"):
         path.unlink()
     attempt("whole again", models.from_preset, "hf://ours/broken")
+
+    # Storage of Xet's, from which a client of its own downloads.
+    constants.HF_HUB_DISABLE_XET = False
+    attempt("xet", models.from_preset, "hf://ours/xet")
+    constants.HF_HUB_DISABLE_XET = True
 
     models.upload("hf://me/mine", FOLDER / "preset")
     mine = models.from_preset("hf://me/mine")
@@ -118,6 +126,9 @@ def offline():
     attempt("gs://bucket/run", training.find_checkpoint, "gs://bucket/run")
     # Downloaded before, so no network is needed.
     attempt("cached", models.from_preset, "hf://timm/vit")
+    cache = Path(os.environ["KERAS_HOME"]) / "models" / "gs_bucket_my_preset"
+    shutil.copytree(FOLDER / "preset", cache)
+    attempt("cached gs", models.from_preset, "gs://bucket/my-preset")
     constants.HF_HUB_OFFLINE = True
     attempt("cached alone", models.from_preset, "hf://timm/vit")
     attempt("not cached", models.from_preset, "hf://no/body")

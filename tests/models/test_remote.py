@@ -1,5 +1,6 @@
 """Handles of hubs: real clients in fresh processes, a server on 127.0.0.1, or none."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -15,15 +16,16 @@ from tests import golden, hub_server
 from tests.forks import run_python
 from tests.keras_hub_language_models import language_model
 from tests.models.conversion import test_gpt2 as gpt2
-from tests.published import open_clip_folder, timm_folder
+from tests.published import hub_vit, open_clip_folder, timm_folder
 
 FINETUNED = "timm/vit_small_patch16_224.augreg_in21k"
 
 
 def write_repositories(folder):
-    """A ViT of timm, a CLIP and a GPT-2 with tokenizers, and presets of ours."""
+    """Models of other libraries, some with tokenizers, and presets of ours."""
     timm_folder(folder / "timm" / "vit", "vit_token")
     shutil.copytree(folder / "timm" / "vit", folder / FINETUNED)
+    hub_vit().save_to_preset(folder / "keras" / "vit")
     gpt2_path = folder / "openai-community" / "gpt2"
     gpt2.add_tokenizer(
         gpt2.folder_of(language_model("GPT2", vocabulary_size=266), gpt2_path)
@@ -41,10 +43,11 @@ def write_repositories(folder):
     save_file(random, path)
     (clip / "vocab.json").write_text(json.dumps(pairs.vocabulary))
     (clip / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs.merges]))
-    for name in ("digits", "gated", "down", "broken"):
+    for name in ("digits", "gated", "down", "broken", "xet"):
         shutil.copytree(folder.parent / "preset", folder / "ours" / name)
     (folder / "ours" / "gated" / hub_server.GATED).touch()
     (folder / "ours" / "down" / hub_server.DOWN).touch()
+    (folder / "ours" / "xet" / hub_server.XET).touch()
     broken = f"model.weights.h5{hub_server.BROKEN}"
     (folder / "ours" / "broken" / broken).touch()
     # A repository without anything to load.
@@ -101,6 +104,7 @@ def test_models_of_other_libraries_are_downloaded(happened, loaded):
     given = load_file(folder / "repositories/openai-community/gpt2/model.safetensors")
     given = given["transformer.wte.weight"]
     assert any(np.array_equal(given, x) for k, x in loaded.items() if "gpt2/" in k)
+    assert online["keras hub"][1] == "no error"
     ids = gpt2.vocabulary()
     assert online["gpt2 tokens"] == [ids["hello"], ids["\u0120world"]]
 
@@ -150,6 +154,8 @@ def test_a_file_that_breaks_off_is_not_kept(happened):
     assert "config.json" in online["kept"]
     assert "model.weights.h5" not in online["kept"]
     assert online["whole again"][1] == "no error"
+    if importlib.util.find_spec("hf_xet"):
+        check(online, "xet", "ConnectionError", "hf://ours/xet", hub_server.NOWHERE)
 
 
 def test_programs_download(happened):
@@ -199,6 +205,8 @@ def test_remote_checkpoints_without_a_network(happened):
 
 def test_what_was_downloaded_needs_no_network(happened):
     offline = happened[3]
-    assert offline["cached"][1] == offline["cached alone"][1] == "no error"
+    for name in ("cached", "cached gs", "cached alone"):
+        kinds, text, seconds = offline[name]
+        assert (kinds, text, seconds < 15) == ([], "no error", True)
     words = "config.json of hf://no/body in the cache", "HF_HUB_OFFLINE"
     check(offline, "not cached", "FileNotFoundError", *words)

@@ -239,9 +239,9 @@ def _folder_kind(folder):
     )
     if {"vision_config", "architecture"} & config.keys():
         return "folder"
-    if config.get("model_type") in model_types or check_file_exists(
-        folder, _openclip.CONFIG_NAME
-    ):
+    if config.get("model_type") in model_types:
+        return "folder"
+    if check_file_exists(folder, _openclip.CONFIG_NAME):
         return "folder"
     # For a local file without a config, the names may be enough.
     if "://" in folder or config:
@@ -258,9 +258,9 @@ def _folder_kind(folder):
 
 def _json(folder, name):
     """Reads a JSON file, {} if missing; raises ValueError if damaged."""
-    return (
-        read_object(get_file(folder, name)) if check_file_exists(folder, name) else {}
-    )
+    if not check_file_exists(folder, name):
+        return {}
+    return read_object(get_file(folder, name))
 
 
 def _only_checkpoint(folder):
