@@ -8,7 +8,6 @@ and KerasHub 0.32.0, which is imported inside functions: the core needs only Ker
 import collections
 import contextlib
 import functools
-import json
 import os
 import random
 import re
@@ -249,60 +248,18 @@ def variable_layout(variable: keras.Variable) -> Any:
 # Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only entirely.
 
 
-def get_file(preset: str, name: str) -> str:
-    """Returns the path of a preset's file, and downloads remote ones."""
-    if os.path.isdir(preset):
-        # KerasHub imports TensorFlow before it looks for a folder.
-        path = os.path.join(preset, name)
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"Expected {name} in the folder {preset}")
-        return path
-
+def hub_file(preset: str, name: str) -> str:
+    """Returns the path of a file behind a handle or KerasHub's name of a preset."""
     from keras_hub.src.utils import preset_utils
 
-    if preset.startswith("hf://"):
-        _check_reachable(preset_utils.huggingface_hub, preset, name)
     return preset_utils.get_file(preset, name)
 
 
-def _check_reachable(hub, preset, name):
-    """Raises ConnectionError at once, where the download would try for a minute."""
-    constants, errors = hub.constants, hub.errors
-    repository = preset.removeprefix("hf://")
-    is_cached = False
-    try:
-        is_cached = hub.try_to_load_from_cache(repository, name) is not None
-        if not is_cached and not constants.HF_HUB_OFFLINE:
-            url = hub.hf_hub_url(repository, name)
-            hub.get_hf_file_metadata(url, timeout=10)
-    except (errors.HfHubHTTPError, errors.HFValidationError):
-        # An answer, which the download explains.
-        pass
-    except Exception as error:
-        raise ConnectionError(
-            f"Expected to reach {constants.ENDPOINT} for {preset}; received: "
-            f"{type(error).__name__}: {error}. Files that were downloaded before can "
-            "be read with HF_HUB_OFFLINE=1"
-        ) from error
-    if constants.HF_HUB_OFFLINE and not is_cached:
-        raise FileNotFoundError(
-            f"Expected {name} of {preset} in the cache, since HF_HUB_OFFLINE is set"
-        )
-
-
-def check_file_exists(preset: str, name: str) -> bool:
-    """Whether a preset has a file of this name."""
-    try:
-        get_file(preset, name)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def load_json(preset: str, name: str = "config.json") -> dict:
-    """Loads a preset's JSON file."""
-    with open(get_file(preset, name), encoding="utf-8") as file:
-        return json.load(file)
+def is_cached_of_storage(preset: str, name: str) -> bool:
+    """Whether KerasHub has downloaded a file of a `gs://` preset before."""
+    home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
+    folder = re.sub("://|-|/", "_", preset)
+    return os.path.exists(os.path.join(home, "models", folder, name))
 
 
 def stored_dataset(store: Any, key: str) -> Any | None:

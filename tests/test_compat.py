@@ -12,7 +12,7 @@ import keras
 import pytest
 
 import keras_moe
-from keras_moe import compat, models
+from keras_moe import compat
 
 PACKAGE = Path(keras_moe.__file__).parent
 # Methods of tuples with names, and documented functions of PyTorch and of Python.
@@ -151,22 +151,3 @@ def test_an_optimizer_counts_batches_and_keeps_its_schedule():
     assert compat.rate_or_schedule(optimizer) is schedule
     (average,) = compat.moving_averages(optimizer)
     assert average.shape == (2,)
-
-
-@pytest.mark.parametrize("is_offline", [False, True])
-def test_an_unreachable_hub_is_named_at_once(monkeypatch, is_offline):
-    def unreachable(url, timeout):
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
-    error, message = (
-        (FileNotFoundError, "config.json of hf://no/model in the cache")
-        if is_offline
-        else (
-            ConnectionError,
-            "Expected to reach http.* for hf://no/model; .*not known",
-        )
-    )
-    with pytest.raises(error, match=message):
-        models.from_preset("hf://no/model")

@@ -143,7 +143,7 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
         try:
             requests.head(urls[0], timeout=_PATIENCE)
         except requests.RequestException as error:
-            raise OSError(
+            raise ConnectionError(
                 f"Expected tfds:{name} in {builder.data_dir}, or to reach {urls[0]}; "
                 f"received: {error}"
             ) from error

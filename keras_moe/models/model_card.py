@@ -15,6 +15,7 @@ from keras_moe.checks import check_number, check_one_of
 from keras_moe.files import write_text
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, compare_preset
+from keras_moe.models.remote import named_errors
 from keras_moe.models.source import Blueprint
 
 CARD = "README.md"
@@ -299,9 +300,10 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
     folder = Path(preset_dir).expanduser()
     check_folder(folder)
     compare_preset(folder)
-    if kind == "hf" and (folder / CARD).is_file():
-        _upload_card(name, folder / CARD)
-    keras_hub.upload_preset(uri, str(folder))
+    with named_errors(uri):
+        if kind == "hf" and (folder / CARD).is_file():
+            _upload_card(name, folder / CARD)
+        keras_hub.upload_preset(uri, str(folder))
 
 
 def _upload_card(repository, page):

@@ -16,9 +16,9 @@ from typing import Any
 import keras
 
 from keras_moe.checks import nearest
-from keras_moe.compat import check_file_exists, get_file
 from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
 from keras_moe.models import registry
+from keras_moe.models.remote import check_file_exists, get_file, named_errors
 
 HUB_MODELS = (
     "KerasHub's ViT, CLIP and SigLIP become models of this library, see "
@@ -290,7 +290,10 @@ def explained(preset: str, name: str | None = None, advice: str = "") -> Iterato
     """Context that adds the preset's name to errors."""
     received = f"preset={str(name or preset)!r}"
     try:
-        yield
+        # KerasHub downloads some files itself.
+        is_remote = "://" in str(preset)
+        with named_errors(preset) if is_remote else contextlib.nullcontext():
+            yield
     except (
         ArithmeticError,
         AttributeError,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.checks import argument_names, check_bool, check_one_of
-from keras_moe.compat import check_file_exists, load_json, variables_without_values
+from keras_moe.compat import variables_without_values
 from keras_moe.models import registry
 from keras_moe.models.conversion import (
     HEAD,
@@ -32,6 +32,7 @@ from keras_moe.models.overrides import (
     tower_families,
 )
 from keras_moe.models.preset_folder import HUB_MODELS, check_preset, explained
+from keras_moe.models.remote import check_file_exists, load_json
 from keras_moe.models.weights_file import SavedWeights
 from keras_moe.ops.initializers import skip_init
 

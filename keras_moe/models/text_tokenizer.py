@@ -14,7 +14,6 @@ import numpy as np
 import sentencepiece
 
 from keras_moe.checks import argument_names, check_bool, check_integer
-from keras_moe.compat import load_json
 from keras_moe.files import write_json
 from keras_moe.models.byte_pairs import (
     END_OF_WORD,
@@ -27,6 +26,7 @@ from keras_moe.models.preset_folder import (
     add_tokenizer_checksums,
     compare_tokenizer,
 )
+from keras_moe.models.remote import load_json
 from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
 # A byte-pair vocabulary as transformers stores it.
@@ -375,6 +375,8 @@ def _explained(expected):
     """Context that turns any error into a ValueError with what was expected."""
     try:
         yield
+    except (ConnectionError, PermissionError):
+        raise
     except Exception as error:
         # Tokenizer libraries raise different errors, one of them plain `Exception`.
         raise ValueError(

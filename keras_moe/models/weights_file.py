@@ -15,12 +15,7 @@ import keras
 import ml_dtypes  # noqa: F401  NumPy then knows bfloat16.
 import numpy as np
 
-from keras_moe.compat import (
-    ask_to_proceed_with_overwrite,
-    check_file_exists,
-    get_file,
-    safe_get_h5_dataset,
-)
+from keras_moe.compat import ask_to_proceed_with_overwrite, safe_get_h5_dataset
 from keras_moe.files import (
     check_free_space,
     new_file,
@@ -37,6 +32,7 @@ from keras_moe.models.preset_folder import (
     compare_preset,
     explained,
 )
+from keras_moe.models.remote import check_file_exists, get_file
 
 # Advice if overrides do not fit the weights.
 LOAD_ANEW = "load_weights=False makes a model of these arguments with initial weights"

@@ -29,6 +29,7 @@ from keras_moe.files import (
     sync_folder,
     write_text,
 )
+from keras_moe.models.remote import check_storage
 from keras_moe.processes import rank_and_world_size
 
 STATE_FILE = "state.json"
@@ -52,6 +53,14 @@ def as_path(folder: str | os.PathLike) -> Any:
     from etils import epath
 
     return epath.Path(f"{remote['scheme']}://{remote['rest']}")
+
+
+def reached_path(folder: str | os.PathLike) -> Any:
+    """Returns a path object to read, or raises ConnectionError."""
+    path = as_path(folder)
+    if os.fspath(path).startswith("gs://"):
+        check_storage(os.fspath(path))
+    return path
 
 
 # Safetensors

@@ -189,7 +189,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
     Example: see `save_checkpoint`.
     """
-    path = formats.as_path(path)
+    path = formats.reached_path(path)
     opened = []
     try:
         checked_all_gather(lambda: opened.append(_read(path)))
@@ -212,7 +212,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    folder = formats.as_path(folder)
+    folder = formats.reached_path(folder)
     if not folder.exists():
         return []
     paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
@@ -221,7 +221,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
 
 def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
     """Deletes leftovers of interrupted writes, and optionally all checkpoints."""
-    folder = formats.as_path(folder)
+    folder = formats.reached_path(folder)
 
     def clean() -> None:
         for path in list(folder.iterdir()) if folder.exists() else ():

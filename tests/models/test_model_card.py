@@ -118,41 +118,6 @@ def test_the_working_directory_is_not_replaced(classifier, tmp_path, monkeypatch
     assert (tmp_path / "new" / "other" / CARD).is_file()
 
 
-def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
-    """KerasHub writes a page of its own where the repository has none."""
-    folder, calls = tmp_path / "preset", []
-    picture = tmp_path / "loads.png"
-    picture.write_bytes(b"png")
-    classifier.save_to_preset(folder, card=models.ModelCard(picture=picture))
-
-    class Created:
-        repo_id = "somebody/tiny"
-
-    monkeypatch.setattr(huggingface_hub, "create_repo", lambda **kwargs: Created)
-    monkeypatch.setattr(
-        huggingface_hub,
-        "upload_file",
-        lambda path_or_fileobj, path_in_repo, repo_id: calls.append(
-            (path_in_repo, repo_id, path_or_fileobj.read_text(encoding="utf-8"))
-        ),
-    )
-    monkeypatch.setattr(
-        huggingface_hub, "file_exists", lambda **kwargs: bool(calls) and calls[0]
-    )
-    monkeypatch.setattr(
-        huggingface_hub,
-        "upload_folder",
-        lambda repo_id, folder_path: calls.append((folder_path, repo_id)),
-    )
-    page = page_of(folder)
-    models.upload("hf://somebody/tiny", folder)
-    assert calls == [(CARD, "somebody/tiny", page), (str(folder), "somebody/tiny")]
-    assert page_of(folder) == page
-    # The picture is in the folder, which goes as a whole.
-    assert "(card.png)" in page
-    assert (folder / "card.png").read_bytes() == b"png"
-
-
 def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
     uploads = []
     monkeypatch.setattr(keras_hub, "upload_preset", lambda *a: uploads.append(a))

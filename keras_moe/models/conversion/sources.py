@@ -1,8 +1,6 @@
 """Opens published weights: files, folders, handles and models in memory."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_path
-from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.byte_pairs import TOKENIZER_FILES
 from keras_moe.models.conversion import (
     _dinov2,
@@ -35,10 +32,9 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
+from keras_moe.models.remote import check_file_exists, get_file, local, named_errors
 from keras_moe.models.text_tokenizer import GPT2_FILES, TextTokenizer
 
-# Public buckets are also available here.
-GOOGLE_STORAGE = "https://storage.googleapis.com"
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Reading these formats executes code in them.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
@@ -93,7 +89,8 @@ def open_source(
     else:
         file, config = open_folder(text)
         name = text
-    folder = text if kind == "folder" else os.path.dirname(text)
+    # A tokenizer is beside a local file.
+    folder = text if kind == "folder" else str(Path(file.path).parent)
     try:
         spec = (
             google_spec(file, name, overrides, tower)
@@ -119,7 +116,7 @@ def open_source(
 
 def _gpt2_tokenizer(folder, spec):
     """Returns the tokenizer in a folder of GPT-2, or None with a note."""
-    if all(_has(folder, name) for name in GPT2_FILES):
+    if all(check_file_exists(folder, name) for name in GPT2_FILES):
         files = [get_file(folder, name) for name in GPT2_FILES]
         return TextTokenizer.gpt2(*files, max_length=spec.arguments["max_length"])
     spec.notes += (f"no tokenizer: {' and '.join(GPT2_FILES)} are missing",)
@@ -159,7 +156,7 @@ def _clip_spec(file, config, overrides, tower, folder):
 def _tokenizer(folder, max_length):
     """Returns the tokenizer in a CLIP's folder or repository, or None."""
     for names in TOKENIZER_FILES:
-        if all(_has(folder, name) for name in names):
+        if all(check_file_exists(folder, name) for name in names):
             paths = [get_file(folder, name) for name in names]
             try:
                 return TextTokenizer.clip(os.path.dirname(paths[0]), max_length)
@@ -242,7 +239,9 @@ def _folder_kind(folder):
     )
     if {"vision_config", "architecture"} & config.keys():
         return "folder"
-    if config.get("model_type") in model_types or _has(folder, _openclip.CONFIG_NAME):
+    if config.get("model_type") in model_types:
+        return "folder"
+    if check_file_exists(folder, _openclip.CONFIG_NAME):
         return "folder"
     # For a local file without a config, the names may be enough.
     if "://" in folder or config:
@@ -257,18 +256,11 @@ def _folder_kind(folder):
 # Files in folders and on hubs
 
 
-def _has(folder, name):
-    try:
-        return check_file_exists(folder, name)
-    except ConnectionError:
-        raise
-    except (OSError, ValueError):
-        return False
-
-
 def _json(folder, name):
     """Reads a JSON file, {} if missing; raises ValueError if damaged."""
-    return read_object(get_file(folder, name)) if _has(folder, name) else {}
+    if not check_file_exists(folder, name):
+        return {}
+    return read_object(get_file(folder, name))
 
 
 def _only_checkpoint(folder):
@@ -279,7 +271,7 @@ def _only_checkpoint(folder):
 
 def _weights_file(folder):
     for name in _WEIGHTS:
-        if _has(folder, name):
+        if check_file_exists(folder, name):
             return name
     if "://" in folder:
         return None
@@ -319,9 +311,10 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
     kind = str(_json(source, "config.json").get("registered_name", ""))
-    if kind.endswith(">GPT2Backbone") and _has(source, "tokenizer.json"):
+    if kind.endswith(">GPT2Backbone") and check_file_exists(source, "tokenizer.json"):
         cls = keras_hub.models.GPT2CausalLM
-    return cls.from_preset(source, load_weights=load_weights)
+    with named_errors(source):
+        return cls.from_preset(source, load_weights=load_weights)
 
 
 # Downloads
@@ -336,33 +329,3 @@ def _local_vmoe(prefix):
     for number in range(count):
         local(shard_path(prefix, number, count))
     return index.removesuffix(".index")
-
-
-def local(address: str) -> str:
-    """Returns the local path of a `gs://` or `https://` file, downloaded once."""
-    if "://" not in address:
-        return address
-    scheme, _, path = address.partition("://")
-    if scheme not in ("gs", "http", "https") or ".." in path.split("/"):
-        raise ValueError(f"Expected gs:// or https://; received: {address!r}")
-    url = f"{GOOGLE_STORAGE}/{path}" if scheme == "gs" else address
-    # Keras's download folder.
-    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-    target = home / "keras_moe" / scheme / path
-    if target.is_file():
-        return str(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # An interrupted download must not leave a file that looks complete.
-    folder = tempfile.mkdtemp(prefix=".partial.", dir=target.parent)
-    try:
-        file = keras.utils.get_file(
-            fname=target.name, origin=url, cache_dir=folder, cache_subdir="."
-        )
-        os.replace(file, target)
-    except Exception as error:
-        raise ValueError(
-            f"Expected a file that can be downloaded from {url}; received: {error}"
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return str(target)
