@@ -417,6 +417,7 @@ NOT_DEFAULT = {
     "attention_dropout": 0.2,
     "dropout_rate": 0.1,
     "gated_mlp": False,
+    "initialization": "gpt2",
     "layer_norm_epsilon": 1e-5,
     "layer_scale_initial_value": 0.1,
     "name": "mine",
