@@ -6,12 +6,13 @@ from typing import Any
 import keras
 
 from keras_moe.checks import argument_values
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import FastInitializer
 
 
-class Layer(keras.layers.Layer):
+class Layer(KeepsFrozen, keras.layers.Layer):
     """Base class of layers whose attributes are named like constructor arguments."""
 
     def add_weight(self, shape=None, initializer=None, *args, **kwargs):

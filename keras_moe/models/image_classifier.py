@@ -18,7 +18,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers import LayerNorm
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.adaptation import new_head_dtype, quantized_head
+from keras_moe.models.adaptation import TRAINING, new_head_dtype, quantized_head
 from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.classifier_head import (
     check_pooling,
@@ -451,6 +451,9 @@ def _preprocessor(source, config, overrides, backbone_config):
 def _adapt_head(config, source, overrides, backbone_config):
     """Adapts a source's arguments to a new head; returns paths of new weights."""
     if source.kind == SAVED:
+        for name in TRAINING:
+            # The backbone's are in its own config.
+            config.pop(name, None)
         # A quantised head's policies do not apply to a new head.
         config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
         if config.get("head") and config.get("head_position") == "final":

@@ -9,7 +9,7 @@ import keras
 import keras_hub
 
 from keras_moe.compat import flatten_layers
-from keras_moe.models.adaptation import settle_policies
+from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
@@ -90,6 +90,9 @@ class MoETask(MoEModel):
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
         settle_policies(self)
+        if not self.trainable:
+            # Keras has set it before it knew the layers.
+            self.trainable = False
         # Bypass attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_features", features)
         object.__setattr__(self, "_routing", routing)
@@ -105,7 +108,7 @@ class MoETask(MoEModel):
         return self._routing
 
     def get_config(self):
-        return keras_hub.models.Task.get_config(self)
+        return {**keras_hub.models.Task.get_config(self), **training_config(self)}
 
     @classmethod
     def from_config(cls, config: dict) -> Any:

@@ -154,7 +154,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
     config = router.get_config()
     if not (removed and columns_go(router, method)):
         config.update(kept_experts=kept, method=method, removed=removed)
-        return _PRUNED[type(router)](**config)
+        return _PRUNED[type(router)].from_config(config)
     config["num_experts"] = len(kept)
     config["noise_std"] = router.noise_std * len(kept) / router.num_experts
     if router.expert_pools is not None:
@@ -162,7 +162,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
             [kept.index(expert) for expert in pool if expert in kept]
             for pool in router.expert_pools
         ]
-    return TokenChoiceRouter(**config)
+    return TokenChoiceRouter.from_config(config)
 
 
 def columns_go(router: Router, method: str) -> bool:

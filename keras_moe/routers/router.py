@@ -16,13 +16,14 @@ from keras_moe.checks import (
     check_seed,
     fits_shape,
 )
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.initializers import FastInitializer
 from keras_moe.ops.plans import Routing
 
 
-class Router(keras.layers.Layer):
+class Router(KeepsFrozen, keras.layers.Layer):
     """Base class of routers: tokens in, `(plan, Routing)` out.
 
     Routers compute in float32 under every dtype policy. Subclasses implement `call`,
