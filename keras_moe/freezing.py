@@ -1,7 +1,7 @@
 """What is frozen in a layer or model, as a part of its config.
 
-A config's `"frozen"` lists paths of layers and weights in it, such as `"block_0"`, which
-is frozen with all that is in it; `"!block_0/mlp"` is trained all the same.
+A config's `"frozen"` lists paths of layers and weights in it, such as `"block_0"`,
+which is frozen with all that is in it; `"!block_0/mlp"` is trained all the same.
 """
 
 from collections.abc import Iterable, Iterator

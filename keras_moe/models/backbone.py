@@ -9,7 +9,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_dtype
+from keras_moe.checks import check_concrete, check_dtype
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import (
@@ -66,6 +66,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     def __init__(self, *, dtype: Any = None, **kwargs):
         cls = type(self)
+        for base in (MoEBackbone, ImageBackbone):
+            check_concrete(cls, base, "ViTBackbone")
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         overrides.check_constructor_arguments(cls, kwargs)

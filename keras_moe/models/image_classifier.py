@@ -11,6 +11,7 @@ from keras_moe.checks import (
     argument_names,
     check_argument_names,
     check_bool,
+    check_concrete,
     check_dropout,
     check_dtype,
     check_integer,
@@ -18,6 +19,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers import LayerNorm
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models import registry
 from keras_moe.models.adaptation import TRAINING, new_head_dtype, quantized_head
 from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.classifier_head import (
@@ -150,6 +152,8 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         names, owner = ["name", "trainable", "compile"], type(self).__name__
         check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
         check_backbone(backbone, self.backbone_cls or ImageBackbone)
+        if type(self) is ImageClassifier:
+            check_concrete(ImageClassifier, ImageClassifier, _class_for(backbone))
         num_classes = check_integer("num_classes", num_classes)
         check_integer("representation_dim", representation_dim, optional=True)
         check_dropout("dropout", dropout)
@@ -433,6 +437,19 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 return parts
         parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
         return parts
+
+
+def _class_for(backbone):
+    """Says which classifier a backbone takes."""
+    name, found = (
+        type(backbone).__name__,
+        registry.task_class(
+            type(backbone), lambda cls: issubclass(cls, ImageClassifier)
+        ),
+    )
+    if found is None:
+        return f"one of your own with backbone_cls={name}, under @register_task"
+    return f"{found.__name__} for a {name}"
 
 
 def _preprocessor(source, config, overrides, backbone_config):

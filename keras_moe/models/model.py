@@ -160,6 +160,16 @@ class MoEModel(Exportable, TorchParameters):
         """Creates a model from a preset; see `keras_moe.models.from_preset`."""
         return build(preset, kwargs, cls=cls, load_weights=load_weights)
 
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves the whole model; see `keras.Model.save`."""
+        # Before Keras empties a file that is there.
+        registry.check_loadable(self)
+        super().save(filepath, *args, **kwargs)
+
+    def save_assets(self, dir_path: str) -> None:
+        # Whole models are saved by other ways, too, such as pickles and deep copies.
+        registry.check_loadable(self)
+
     def save_to_preset(
         self,
         preset_dir: str | os.PathLike,
@@ -171,6 +181,7 @@ class MoEModel(Exportable, TorchParameters):
         `metadata.json` records SHA-256 checksums, which loading verifies. `README.md`
         has the architecture, its costs and the fields of `card`.
         """
+        registry.check_loadable(self)
         with staged(preset_dir) as folder, merged_adapters():
             super().save_to_preset(folder, max_shard_size=max_shard_size)
             # The backbone inside a task that is being saved gets no card.

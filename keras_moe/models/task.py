@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import keras_hub
 
+from keras_moe.checks import check_concrete
 from keras_moe.compat import flatten_layers
 from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
@@ -84,6 +85,7 @@ class MoETask(MoEModel):
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
+        check_concrete(type(self), MoETask, "ViTImageClassifier")
         # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
             keras_hub.models.Task.__init__(
@@ -208,6 +210,7 @@ class MoETask(MoEModel):
             keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
 
     def save_assets(self, dir_path: str) -> None:
+        super().save_assets(dir_path)
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.save_assets(dir_path)
 

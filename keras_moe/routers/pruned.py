@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_bool, check_indices, check_one_of
+from keras_moe.freezing import FROZEN
 from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.affinities import SparsityConstrainedAffinity
@@ -152,9 +153,10 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
         )
     kept = checked_kept(kept_experts, router.num_experts)
     config = router.get_config()
+    config.pop(FROZEN, None)
     if not (removed and columns_go(router, method)):
         config.update(kept_experts=kept, method=method, removed=removed)
-        return _PRUNED[type(router)].from_config(config)
+        return _PRUNED[type(router)](**config)
     config["num_experts"] = len(kept)
     config["noise_std"] = router.noise_std * len(kept) / router.num_experts
     if router.expert_pools is not None:
@@ -162,7 +164,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
             [kept.index(expert) for expert in pool if expert in kept]
             for pool in router.expert_pools
         ]
-    return TokenChoiceRouter.from_config(config)
+    return TokenChoiceRouter(**config)
 
 
 def columns_go(router: Router, method: str) -> bool:

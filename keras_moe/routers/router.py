@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_moe.checks import (
     argument_values,
+    check_concrete,
     check_integer,
     check_not_negative,
     check_seed,
@@ -72,6 +73,7 @@ class Router(KeepsFrozen, keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
+        check_concrete(type(self), Router, "TokenChoiceRouter")
         num_experts = check_integer("num_experts", num_experts)
         kwargs["dtype"] = "float32"
         kwargs.setdefault("name", "router")
