@@ -145,5 +145,9 @@ class KeepsFrozen:
         return layer
 
     def get_config(self):
+        return {**super().get_config(), **self.frozen_config()}
+
+    def frozen_config(self) -> dict[str, list[str]]:
+        """Returns the part of the config that says what is frozen, if anything is."""
         frozen = list(self._frozen_when_built) or frozen_paths(self)
-        return {**super().get_config(), **({FROZEN: frozen} if frozen else {})}
+        return {FROZEN: frozen} if frozen else {}
