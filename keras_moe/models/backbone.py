@@ -9,7 +9,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_concrete, check_dtype
+from keras_moe.checks import check_bool, check_concrete, check_dtype
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import (
@@ -71,6 +71,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         overrides.check_constructor_arguments(cls, kwargs)
+        # Keras would set it before it knows the layers.
+        trainable = check_bool("trainable", kwargs.pop("trainable", True))
         config = cls.config_class(**own)
         check_dtype("dtype", dtype)
 
@@ -78,8 +80,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
-        if not self.trainable:
-            # Keras has set it before it knew the layers.
+        if not trainable:
             self.trainable = False
         # Bypass Keras's attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_routing", encoded.routing)

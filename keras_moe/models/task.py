@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.checks import check_concrete
+from keras_moe.checks import check_bool, check_concrete
 from keras_moe.compat import flatten_layers
 from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
@@ -86,14 +86,15 @@ class MoETask(MoEModel):
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
         check_concrete(type(self), MoETask, "ViTImageClassifier")
+        # Keras would set it before it knows the layers.
+        trainable = check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
         settle_policies(self)
-        if not self.trainable:
-            # Keras has set it before it knew the layers.
+        if not trainable:
             self.trainable = False
         # Bypass attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_features", features)
