@@ -10,7 +10,7 @@ import keras_hub
 from keras.dtype_policies import DTypePolicyMap
 
 from keras_moe.checks import check_bool
-from keras_moe.compat import flatten_layers, own_variables, set_dtype_policy
+from keras_moe.compat import flatten_layers, set_dtype_policy
 from keras_moe.freezing import FROZEN, freeze, frozen_paths, inner_layers
 from keras_moe.models.weights_file import (
     checked_weights,
@@ -108,19 +108,17 @@ def _adapted_layers(model):
 
 def training_config(model: keras.Model) -> dict[str, Any]:
     """Returns the parts of a model's config that say what is trained."""
-    adapted, config = _adapted_layers(model), {}
-    if not model.trainable:
-        config[TRAINABLE] = False
+    config = {} if model.trainable else {TRAINABLE: False}
+    adapted = _adapted_layers(model)
     if adapted and merges_adapters():
         # The adapters, and with them what they froze, are not in the file.
         return config
-    if frozen := frozen_paths(model):
-        config[FROZEN] = frozen
+    adapters = {}
     for path, layer in adapted.items():
-        settings = {"rank": layer.lora_rank, "lora_alpha": layer.lora_alpha}
-        config.setdefault(LORA, {})[path] = settings
+        adapters[path] = {"rank": layer.lora_rank, "lora_alpha": layer.lora_alpha}
         _keep_adapters(layer)
-    return config
+    parts = {FROZEN: frozen_paths(model), LORA: adapters}
+    return {**config, **{name: part for name, part in parts.items() if part}}
 
 
 def apply_training(model: keras.Model, config: dict[str, Any]) -> None:
@@ -145,27 +143,21 @@ def _keep_adapters(layer):
     layer.load_own_variables = functools.partial(_load_adapted, layer)
 
 
-def _own_weights(layer):
-    variables = (own_variables(layer, trainable=x) for x in (True, False))
-    return {variable.name: variable for each in variables for variable in each}
-
-
 def _save_adapted(layer, store):
     if merges_adapters():
         type(layer).save_own_variables(layer, store)
         return
-    for name, weight in _own_weights(layer).items():
-        store[name] = weight
+    for weight in layer.weights:
+        store[weight.name] = weight
 
 
 def _load_adapted(layer, store):
-    weights = _own_weights(layer)
-    if {*store.keys()} != {*weights}:
+    if {*store.keys()} != {weight.name for weight in layer.weights}:
         # A file with merged weights.
         type(layer).load_own_variables(layer, store)
         return
-    for name, weight in weights.items():
-        weight.assign(store[name])
+    for weight in layer.weights:
+        weight.assign(store[weight.name])
 
 
 def quantized_policies(layers: list, policy: Any) -> Any:

@@ -27,8 +27,7 @@ def copied(
     )
     if [w.name for w in old_weights] != [w.name for w in new_weights]:
         raise ValueError(
-            "Expected a model with the weights of its config; received others, such as "
-            "LoRA adapters: save_to_preset and load it first"
+            "Expected a model with the weights of its config; received others"
         )
     for old_weight, new_weight in zip(old_weights, new_weights):
         # Copy through an array: on JAX both variables would share one buffer.

@@ -153,7 +153,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
         check_backbone(backbone, self.backbone_cls or ImageBackbone)
         if type(self) is ImageClassifier:
-            check_concrete(ImageClassifier, ImageClassifier, _class_for(backbone))
+            found = registry.task_class(
+                type(backbone), lambda cls: issubclass(cls, ImageClassifier)
+            )
+            example = getattr(found, "__name__", "ViTImageClassifier")
+            check_concrete(ImageClassifier, ImageClassifier, example)
         num_classes = check_integer("num_classes", num_classes)
         check_integer("representation_dim", representation_dim, optional=True)
         check_dropout("dropout", dropout)
@@ -437,19 +441,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 return parts
         parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
         return parts
-
-
-def _class_for(backbone):
-    """Says which classifier a backbone takes."""
-    name, found = (
-        type(backbone).__name__,
-        registry.task_class(
-            type(backbone), lambda cls: issubclass(cls, ImageClassifier)
-        ),
-    )
-    if found is None:
-        return f"one of your own with backbone_cls={name}, under @register_task"
-    return f"{found.__name__} for a {name}"
 
 
 def _preprocessor(source, config, overrides, backbone_config):

@@ -78,6 +78,9 @@ class MoETask(MoEModel):
         return []
 
     def __new__(cls, *args, **kwargs):
+        if args or kwargs:
+            # Keras makes one of each base class without arguments.
+            check_concrete(cls, MoETask, "ViTImageClassifier")
         # Another thread may be changing the classes.
         with ONE_AT_A_TIME:
             return super().__new__(cls, *args, **kwargs)
@@ -85,7 +88,6 @@ class MoETask(MoEModel):
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
-        check_concrete(type(self), MoETask, "ViTImageClassifier")
         # Keras would set it before it knows the layers.
         trainable = check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
