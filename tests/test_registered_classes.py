@@ -132,6 +132,7 @@ def test_saving_an_unregistered_class_is_refused(tmp_path):
 
 def test_a_class_with_a_name_is_saved(tmp_path):
     model = UnregisteredTask(backbone(), 3)
+    model.optimizer.build(model.trainable_variables)
     with keras.saving.custom_object_scope({"UnregisteredTask": UnregisteredTask}):
         model.save(tmp_path / "model.keras")
         loaded = keras.saving.load_model(tmp_path / "model.keras")

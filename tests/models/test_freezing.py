@@ -332,6 +332,7 @@ def test_int8_models_with_adapters_come_back():
     model = vit(**MOE)
     model.quantize("int8", filters="query|experts")
     model.backbone.enable_lora(2, ["query", "experts"])
+    model.optimizer.build(model.trainable_variables)
     for weight in model.backbone.trainable_weights:
         weight.assign(np.random.default_rng(0).normal(size=weight.shape))
     other = copy.deepcopy(model)
