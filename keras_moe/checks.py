@@ -307,6 +307,15 @@ def argument_values(instance: Any, base: type) -> dict[str, Any]:
     return values
 
 
+def check_concrete(cls: type, base: type, example: str) -> None:
+    """Raises ValueError for a base class, whose instances could not be loaded."""
+    if cls is base:
+        raise ValueError(
+            f"Expected a class that extends {base.__name__}, such as {example}; "
+            f"received: {base.__name__} itself"
+        )
+
+
 def check_argument_names(
     kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
 ) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import tree
 
+from keras_moe.compat import flatten_layers
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
@@ -26,7 +27,7 @@ def check_layer(
     float32_weights: tuple[str, ...] = FLOAT32,
     no_gradient: tuple[str, ...] = (),
 ) -> None:
-    """Checks build, shapes, dtypes, config, saving, gradients and compilation.
+    """Checks build, shapes, dtypes, config, saving, gradients and freezing.
 
     Args:
         make: function that makes the layer from `dtype` and the other arguments of
@@ -42,6 +43,7 @@ def check_layer(
     for policy in POLICIES:
         check_policy(make, inputs, policy, float32_weights)
     check_gradients(make(), inputs, no_gradient)
+    check_freezing(make, inputs)
 
 
 def check_config(layer: keras.layers.Layer) -> None:
@@ -124,3 +126,35 @@ def check_gradients(layer, inputs, no_gradient):
         assert np.isfinite(value).all(), weight.path
         if weight.name not in no_gradient:
             assert np.abs(value).max() > 0, weight.path
+
+
+def check_freezing(make, inputs):
+    """`trainable=False` freezes all, and a config has what is frozen of a layer."""
+    symbol = keras.Input(inputs.shape[1:])
+    layer = make(trainable=False)
+    model = keras.Model(symbol, layer(symbol))
+    assert (layer.trainable, model.trainable_variables) == (False, [])
+    model = keras.Model(symbol, make()(symbol))
+    layer, weights = model.layers[-1], model.trainable_variables
+    inner = [x for x in flatten_layers(layer, include_self=False) if x.weights]
+    # Every second part; then all but these; then one weight.
+    for value in (False, True):
+        layer.trainable = not value
+        for part in inner[::2]:
+            part.trainable = value
+        assert_frozen_alike(model)
+    layer.trainable = True
+    for weight in weights[:1]:
+        weight.trainable = False
+        assert len(model.trainable_variables) == len(weights) - 1
+    assert_frozen_alike(model)
+
+
+def assert_frozen_alike(model):
+    again = keras.Model.from_config(model.get_config())
+    flags, other = (
+        [(x.name, tuple(x.shape), x.trainable) for x in each.weights]
+        for each in (model, again)
+    )
+    assert flags == other
+    assert again.layers[-1].trainable == model.layers[-1].trainable

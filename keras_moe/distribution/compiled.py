@@ -392,14 +392,11 @@ def _abstract(source, step, overrides):
 def _parts(blueprint, own=None):
     model = blueprint.build_abstract(own)
     if own is not None:
-        trained = {variable.path for variable in own.trainable_variables}
-        for variable in model.trainable_variables:
-            variable.trainable = variable.path in trained
-            trained.discard(variable.path)
-        if trained:
+        trained = [{x.path for x in each.trainable_variables} for each in (own, model)]
+        if different := trained[0] ^ trained[1]:
             raise ValueError(
                 "Expected a model as its config describes it; received: one with other "
-                f"weights to train, such as {min(trained)}"
+                f"weights to train, such as {min(different)}"
             )
     return blueprint.name, model, sum(x.flops for x in blueprint.describe().parts)
 

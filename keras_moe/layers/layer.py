@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe.checks import argument_values
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initializers import PathInitializer
@@ -21,7 +22,7 @@ class OwnValues:
         return super().add_weight(shape, initializer, *args, **kwargs)
 
 
-class Layer(OwnValues, keras.layers.Layer):
+class Layer(OwnValues, KeepsFrozen, keras.layers.Layer):
     """Base class of layers whose attributes are named like constructor arguments."""
 
     def parts(self, shape: tuple) -> dict[Any, tuple]:

@@ -17,6 +17,7 @@ from keras_moe.checks import (
     check_seed,
 )
 from keras_moe.compat import get_keras_mask
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.layers.inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
@@ -25,7 +26,7 @@ from keras_moe.ops.nn import attend, has_float16_attention, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class SelfAttention(keras.layers.MultiHeadAttention):
+class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
     """Multi-head self-attention, initialised as in ViT.
 
     Args:

@@ -7,12 +7,13 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_bool, check_initializer, check_integer
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.layers.layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenEmbedding(OwnValues, keras.layers.Embedding):
+class TokenEmbedding(OwnValues, KeepsFrozen, keras.layers.Embedding):
     """Token embeddings with CLIP's initialisation.
 
     Ids are not checked here; `keras_moe.models.TextBackbone` checks them.
@@ -83,7 +84,9 @@ class TokenEmbedding(OwnValues, keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ReversibleTokenEmbedding(OwnValues, keras.layers.ReversibleEmbedding):
+class ReversibleTokenEmbedding(
+    OwnValues, KeepsFrozen, keras.layers.ReversibleEmbedding
+):
     """Token embeddings that also turn tokens into logits, with `reverse=True`.
 
     Args:
@@ -153,6 +156,7 @@ class ReversibleTokenEmbedding(OwnValues, keras.layers.ReversibleEmbedding):
         config = keras.layers.Layer.get_config(self)
         return {
             **config,
+            **self.frozen_config(),
             "vocabulary_size": self.input_dim,
             "hidden_dim": self.output_dim,
             "tied": self.tie_weights,

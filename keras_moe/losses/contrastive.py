@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import argument_values, check_bool, check_one_of, check_positive
+from keras_moe.checks import (
+    argument_values,
+    check_bool,
+    check_concrete,
+    check_one_of,
+    check_positive,
+)
 from keras_moe.losses.pairs import (
     NEVER,
     check_similarity,
@@ -255,6 +261,7 @@ class ContrastiveLoss(keras.losses.Loss):
         similarity_dtype: str = "float32",
         name: str | None = None,
     ):
+        check_concrete(type(self), ContrastiveLoss, "SoftmaxContrastiveLoss")
         super().__init__(
             name=name or self.default_name, reduction="mean_with_sample_weight"
         )

@@ -1,5 +1,6 @@
-"""LoRA adapters, and dtype policies of quantised layers."""
+"""LoRA adapters, what is frozen, and dtype policies of quantised layers."""
 
+import functools
 import os
 from typing import Any
 
@@ -8,8 +9,18 @@ import keras
 import keras_hub
 from keras.dtype_policies import DTypePolicyMap
 
+from keras_moe.checks import check_bool
 from keras_moe.compat import flatten_layers, set_dtype_policy
-from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_values
+from keras_moe.freezing import FROZEN, freeze, frozen_paths, inner_layers
+from keras_moe.models.weights_file import (
+    checked_weights,
+    merges_adapters,
+    new_hdf5,
+    plain_values,
+)
+
+# Parts of a model's config that are no arguments.
+TRAINING = (TRAINABLE, FROZEN, LORA) = ("trainable", FROZEN, "lora")
 
 
 def add_adapters(
@@ -30,7 +41,6 @@ def add_adapters(
     keras_hub.models.Backbone.enable_lora(
         backbone, rank, target_layer_names=list(names)
     )
-    backbone._lora_names, backbone._adapter_rank = list(names), rank
     for layer in layers:
         if not flatten_layers(layer, include_self=False):
             for weight in layer.weights:
@@ -47,9 +57,10 @@ def save_adapters(
             f"ends with .lora.h5; received: {len(adapters)} adapters, "
             f"filepath={str(filepath)!r}"
         )
+    layers = list(_adapted_layers(backbone).values())
     with new_hdf5(filepath, adapters.values()) as file:
-        file.attrs["rank"] = backbone._adapter_rank
-        file.attrs["target_layer_names"] = backbone._lora_names
+        file.attrs["rank"] = layers[0].lora_rank
+        file.attrs["target_layer_names"] = sorted({layer.name for layer in layers})
         for path, weight in adapters.items():
             file[path] = keras.ops.convert_to_numpy(weight)
 
@@ -87,6 +98,66 @@ def adapter_weights(backbone: keras.Model) -> dict[str, keras.Variable]:
         for weight in backbone.weights
         if "lora" in weight.name
     }
+
+
+def _adapted_layers(model):
+    """Returns layers with adapters by path, but not those of inner models."""
+    layers = inner_layers(model)
+    return {path: x for path, x in layers if getattr(x, "lora_enabled", False)}
+
+
+def training_config(model: keras.Model) -> dict[str, Any]:
+    """Returns the parts of a model's config that say what is trained."""
+    config = {} if model.trainable else {TRAINABLE: False}
+    adapted = _adapted_layers(model)
+    if adapted and merges_adapters():
+        # The adapters, and with them what they froze, are not in the file.
+        return config
+    adapters = {}
+    for path, layer in adapted.items():
+        adapters[path] = {"rank": layer.lora_rank, "lora_alpha": layer.lora_alpha}
+        _keep_adapters(layer)
+    parts = {FROZEN: frozen_paths(model), LORA: adapters}
+    return {**config, **{name: part for name, part in parts.items() if part}}
+
+
+def apply_training(model: keras.Model, config: dict[str, Any]) -> None:
+    """Adds adapters and freezes layers, as `training_config` says."""
+    layers = dict(inner_layers(model))
+    for path, settings in (config.get(LORA) or {}).items():
+        if not hasattr(layers.get(path), "enable_lora"):
+            raise ValueError(
+                f"Expected {LORA} paths of layers of {type(model).__name__} that take "
+                f"adapters; received: {path!r}"
+            )
+        layers[path].enable_lora(**settings)
+        _keep_adapters(layers[path])
+    if not check_bool(TRAINABLE, config.get(TRAINABLE, True)):
+        model.trainable = False
+    freeze(model, config.get(FROZEN) or ())
+
+
+def _keep_adapters(layer):
+    """Lets a layer save its adapters, which Keras merges into the kernels."""
+    layer.save_own_variables = functools.partial(_save_adapted, layer)
+    layer.load_own_variables = functools.partial(_load_adapted, layer)
+
+
+def _save_adapted(layer, store):
+    if merges_adapters():
+        type(layer).save_own_variables(layer, store)
+        return
+    for weight in layer.weights:
+        store[weight.name] = weight
+
+
+def _load_adapted(layer, store):
+    if {*store.keys()} != {weight.name for weight in layer.weights}:
+        # A file with merged weights.
+        type(layer).load_own_variables(layer, store)
+        return
+    for weight in layer.weights:
+        weight.assign(store[weight.name])
 
 
 def quantized_policies(layers: list, policy: Any) -> Any:

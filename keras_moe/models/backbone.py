@@ -9,11 +9,15 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_dtype
+from keras_moe.checks import check_bool, check_concrete, check_dtype
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.layers.initialization import initialization_rules
 from keras_moe.models import adaptation, overrides
-from keras_moe.models.adaptation import saved_policy, settle_policies
+from keras_moe.models.adaptation import (
+    saved_policy,
+    settle_policies,
+    training_config,
+)
 from keras_moe.models.backbone_config import set_docstring, set_signature
 from keras_moe.models.description import Part
 from keras_moe.models.model import MoEModel
@@ -64,9 +68,13 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     def __init__(self, *, dtype: Any = None, **kwargs):
         cls = type(self)
+        for base in (MoEBackbone, ImageBackbone):
+            check_concrete(cls, base, "ViTBackbone")
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         overrides.check_constructor_arguments(cls, kwargs)
+        # Keras would set it before it knows the layers.
+        trainable = check_bool("trainable", kwargs.pop("trainable", True))
         config = cls.config_class(**own)
         check_dtype("dtype", dtype)
 
@@ -75,6 +83,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
+        if not trainable:
+            self.trainable = False
         # Bypass Keras's attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_routing", encoded.routing)
         object.__setattr__(self, "_block_tokens", encoded.block_tokens)
@@ -147,6 +157,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             "trainable": self.trainable,
             "dtype": saved_policy(self),
             **self.arguments,
+            **training_config(self),
         }
 
     def save_own_variables(self, store):
@@ -195,8 +206,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     ) -> None:
         """Freezes the backbone and adds trainable low-rank adapters, before `compile`.
 
-        `save_to_preset` and `save` merge the adapters into the saved weights;
-        `save_lora_weights` saves only the adapters.
+        `save` keeps the adapters; `save_to_preset` and `save_weights` merge them into
+        the saved weights, and `save_lora_weights` saves only the adapters.
 
         Args:
             rank: rank of the adapters.

@@ -11,6 +11,7 @@ import keras
 
 from keras_moe.checks import check_bool, check_integer, check_one_of, check_seed
 from keras_moe.compat import set_dtype_policy
+from keras_moe.freezing import copy_freezing
 from keras_moe.layers import LogitScale
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbone import MoEBackbone
@@ -174,6 +175,15 @@ class CLIPBackbone(PairBackbone):
                 _copy_weights(tower, self.tower_backbone(modality))
 
     @classmethod
+    def from_config(cls, config: dict) -> "CLIPBackbone":
+        model = super().from_config(config)
+        for tower in map(model.tower_backbone, MODALITIES):
+            # It is beside the layers that the config tells of.
+            if not any(weight.trainable for weight in tower.weights):
+                tower.trainable = False
+        return model
+
+    @classmethod
     def _functional(cls, config, dtype):
         inputs = {
             "images": keras.Input(config.image.image_shape, name="images"),
@@ -285,7 +295,7 @@ def _copy_weights(source, target):
         new = target.get_layer(layer.name)
         # Raises ValueError if there are other weights, such as LoRA adapters.
         new.set_weights(layer.get_weights())
-        new.trainable = layer.trainable
+    copy_freezing(source, target)
 
 
 def _check_one_modality(name, moe):

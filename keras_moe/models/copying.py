@@ -27,13 +27,11 @@ def copied(
     )
     if [w.name for w in old_weights] != [w.name for w in new_weights]:
         raise ValueError(
-            "Expected a model with the weights of its config; received others, such as "
-            "LoRA adapters: save_to_preset and load it first"
+            "Expected a model with the weights of its config; received others"
         )
     for old_weight, new_weight in zip(old_weights, new_weights):
         # Copy through an array: on JAX both variables would share one buffer.
         new_weight.assign(value(old_weight))
-        new_weight.trainable = old_weight.trainable
     for old_layer, new_layer in zip(*map(flatten_layers, (model, new))):
         # Vectors of `analysis.steer_expert`, which the config does not include either.
         if getattr(old_layer, "steering", None) is not None:

@@ -11,6 +11,7 @@ from keras_moe.checks import (
     argument_names,
     check_argument_names,
     check_bool,
+    check_concrete,
     check_dropout,
     check_dtype,
     check_integer,
@@ -18,7 +19,8 @@ from keras_moe.checks import (
 )
 from keras_moe.layers import LayerNorm
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.adaptation import new_head_dtype, quantized_head
+from keras_moe.models import registry
+from keras_moe.models.adaptation import TRAINING, new_head_dtype, quantized_head
 from keras_moe.models.backbone import ImageBackbone
 from keras_moe.models.classifier_head import (
     check_pooling,
@@ -150,6 +152,12 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         names, owner = ["name", "trainable", "compile"], type(self).__name__
         check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
         check_backbone(backbone, self.backbone_cls or ImageBackbone)
+        if type(self) is ImageClassifier:
+            found = registry.task_class(
+                type(backbone), lambda cls: issubclass(cls, ImageClassifier)
+            )
+            example = getattr(found, "__name__", "ViTImageClassifier")
+            check_concrete(ImageClassifier, ImageClassifier, example)
         num_classes = check_integer("num_classes", num_classes)
         check_integer("representation_dim", representation_dim, optional=True)
         check_dropout("dropout", dropout)
@@ -456,6 +464,9 @@ def _preprocessor(source, config, overrides, backbone_config):
 def _adapt_head(config, source, overrides, backbone_config):
     """Adapts a source's arguments to a new head; returns paths of new weights."""
     if source.kind == SAVED:
+        for name in TRAINING:
+            # The backbone's are in its own config.
+            config.pop(name, None)
         # A quantised head's policies do not apply to a new head.
         config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
         if config.get("head") and config.get("head_position") == "final":

@@ -14,6 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe import compat
+from keras_moe.freezing import copy_freezing
 from keras_moe.layers import EncoderSpec, Experts, MoE
 from keras_moe.layers import activations as named_activations
 from keras_moe.layers.inner_call import inner_call
@@ -120,11 +121,7 @@ def copied_language_model(model: Any) -> Any:
     for old_weight, new_weight in zip(backbone.weights, new.weights, strict=True):
         # Through an array: on JAX both variables would share one buffer.
         new_weight.assign(ops.convert_to_numpy(old_weight))
-    for old_layer, new_layer in zip(
-        compat.flatten_layers(backbone), compat.flatten_layers(new), strict=True
-    ):
-        if not old_layer.trainable:
-            new_layer.trainable = False
+    copy_freezing(backbone, new)
     if backbone is model:
         return new
     return type(model)(backbone=new, preprocessor=model.preprocessor)

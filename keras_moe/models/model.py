@@ -16,6 +16,7 @@ from keras_moe.compat import (
     is_jax_train_state,
 )
 from keras_moe.models import registry
+from keras_moe.models.adaptation import TRAINING, apply_training
 from keras_moe.models.compilation import announcing, make_step
 from keras_moe.models.copying import (
     config_with_router_arguments,
@@ -34,7 +35,11 @@ from keras_moe.models.input_checks import (
 from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
 from keras_moe.models.source import Blueprint, build
-from keras_moe.models.weights_file import checked_weights, save_weights
+from keras_moe.models.weights_file import (
+    checked_weights,
+    merged_adapters,
+    save_weights,
+)
 
 # Keras changes the bases of this shared class when it builds the first model, which
 # would break another thread building one. KerasHub does so per task: those are built
@@ -55,6 +60,16 @@ class ClassProperty:
 
 class MoEModel(Exportable, TorchParameters):
     """Methods shared by backbones and tasks."""
+
+    # The config says what is frozen.
+    keeps_own_freezing = True
+
+    @classmethod
+    def from_config(cls, config: dict) -> Any:
+        arguments = {k: v for k, v in config.items() if k not in TRAINING}
+        model = super().from_config(arguments)
+        apply_training(model, config)
+        return model
 
     def __setattr__(self, name, value):
         if is_jax_train_state(name):
@@ -145,6 +160,16 @@ class MoEModel(Exportable, TorchParameters):
         """Creates a model from a preset; see `keras_moe.models.from_preset`."""
         return build(preset, kwargs, cls=cls, load_weights=load_weights)
 
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves the whole model; see `keras.Model.save`."""
+        # Before Keras empties a file that is there.
+        registry.check_loadable(self)
+        super().save(filepath, *args, **kwargs)
+
+    def save_assets(self, dir_path: str) -> None:
+        # Whole models are saved by other ways, too, such as pickles and deep copies.
+        registry.check_loadable(self)
+
     def save_to_preset(
         self,
         preset_dir: str | os.PathLike,
@@ -156,7 +181,8 @@ class MoEModel(Exportable, TorchParameters):
         `metadata.json` records SHA-256 checksums, which loading verifies. `README.md`
         has the architecture, its costs and the fields of `card`.
         """
-        with staged(preset_dir) as folder:
+        registry.check_loadable(self)
+        with staged(preset_dir) as folder, merged_adapters():
             super().save_to_preset(folder, max_shard_size=max_shard_size)
             # The backbone inside a task that is being saved gets no card.
             if folder != str(preset_dir):

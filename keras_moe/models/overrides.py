@@ -9,13 +9,14 @@ from typing import Any
 from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config
 from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.models.adaptation import FROZEN, TRAINING
 from keras_moe.models.registry import backbone_class
 from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router
 from keras_moe.routers.names import router_class, split_router
 from keras_moe.routers.router import router_arguments
 
-# Arguments of every Keras model.
-_MODEL_ARGUMENTS = ("name", "trainable", "dtype")
+# Arguments of every model, and parts of every config.
+_MODEL_ARGUMENTS = ("name", "dtype", *TRAINING)
 # Those that go to a task instead of its backbone.
 _OUTERMOST = ("name", "trainable")
 # Fields shared by `MuMoEConfig` and `MoEConfig`.
@@ -186,7 +187,7 @@ def split_overrides(
     if task_cls is not None:
         own = [name for name in argument_names(task_cls) if name != "backbone"]
         own += [*_OUTERMOST, "compile"]
-    known = [*own, *override_names(backbone_cls)]
+    known = [*own, FROZEN, *override_names(backbone_cls)]
     check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
     if task_cls is None:
         return overrides, {}

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_concrete, check_one_of
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
@@ -40,6 +40,7 @@ class PairBackbone(MoEBackbone):
     pipeline_tag = "zero-shot-image-classification"
 
     def __init__(self, *, dtype: Any = None, **kwargs):
+        check_concrete(type(self), PairBackbone, "CLIPBackbone")
         super().__init__(dtype=dtype, **kwargs)
         # Bypass attribute tracking: the models share this backbone's layers.
         object.__setattr__(self, "_encoders", {})

@@ -54,7 +54,9 @@ def from_preset(
             rule above.
         load_weights: whether to load the preset's weights; arguments must then fit.
         **overrides: any argument of the backbone, its experts or the task, such as
-            `num_classes=10`, `image_shape=(384, 384, 3)` or `num_experts=8`.
+            `num_classes=10`, `image_shape=(384, 384, 3)` or `num_experts=8`. What is
+            frozen is that of the source, or all with `trainable=False`, or these parts
+            of the backbone: `frozen=["patch_embedding", "block_0"]`.
 
     Example:
 

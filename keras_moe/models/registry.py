@@ -171,6 +171,31 @@ def _register(cls, classes):
     return cls
 
 
+def check_loadable(model: keras.Model) -> None:
+    """Raises ValueError if loading a saved model would not find all classes."""
+    names = [keras.saving.get_registered_name(type(model))]
+    names += _registered_names(model.get_config())
+    for name in names:
+        if keras.saving.get_registered_object(name) is None:
+            raise ValueError(
+                "Expected classes that loading finds again, decorated with "
+                "@keras.saving.register_keras_serializable('my_package') (of models "
+                "also with @register_backbone or @register_task); received: a model "
+                f"with {name}, which is not. save_weights works all the same"
+            )
+
+
+def _registered_names(config):
+    """Yields the names of the classes in a config; Keras's own have none."""
+    if isinstance(config, dict):
+        if config.get("registered_name") and config.get("module") != "builtins":
+            yield config["registered_name"]
+        config = list(config.values())
+    if isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _registered_names(value)
+
+
 def presets() -> dict[str, dict]:
     """Returns a copy of all presets by name, as in `register_presets`."""
     return copy.deepcopy(_PRESETS)

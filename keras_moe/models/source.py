@@ -17,6 +17,7 @@ import keras
 from keras_moe.checks import argument_names, check_bool, check_one_of
 from keras_moe.compat import variables_without_values
 from keras_moe.models import registry
+from keras_moe.models.adaptation import FROZEN, TRAINABLE, TRAINING
 from keras_moe.models.conversion import (
     HEAD,
     POOLING,
@@ -338,19 +339,16 @@ class Blueprint:
                 model = self.backbone.from_config(self.config)
             if self.task is not None:
                 with skip_init(weights is not None and weights.fills_head()):
-                    model = self.task(model, **self.task_config)
+                    model = self._task_of(model)
             report = None if weights is None else weights.load(model, progress)
         return model, report
 
     def build_abstract(self, compiled_like: Any = None) -> keras.Model:
         """Creates the model with weights that have shapes, and no values."""
         with self._explained(), variables_without_values(), skip_init():
-            model = backbone = self.backbone.from_config(self.config)
+            model = self.backbone.from_config(self.config)
             if self.task is not None:
-                model = self.task(model, **{**self.task_config, "compile": False})
-            adapted = getattr(compiled_like, "backbone", compiled_like)
-            if rank := getattr(adapted, "_adapter_rank", None):
-                backbone.enable_lora(rank, adapted._lora_names)
+                model = self._task_of(model, compile=False)
         if self.task is not None:
             # Its optimizer has numbers, which have values.
             settings = {}
@@ -361,9 +359,13 @@ class Blueprint:
             model.compile(**settings)
         return model
 
+    def _task_of(self, backbone, **changes):
+        config = {**self.task_config, **changes, "backbone": backbone}
+        return self.task.from_config(config)
+
     def _sizes(self):
         """The arguments that determine costs, which are the same for every dtype."""
-        not_sizes = ("name", "trainable", "dtype")
+        not_sizes = ("name", "dtype", *TRAINING)
         return {k: v for k, v in self.config.items() if k not in not_sizes}
 
     def _explained(self):
@@ -464,9 +466,12 @@ def _resolved(source, overrides, task, cls, counts_only):
     backbone = source.backbone if cls is None else _backbone_class(source, cls)
     task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
     owner = task_cls or (source.task if counts_only else None)
+    # These replace what is frozen in the source.
+    given = TRAINING if {TRAINABLE, FROZEN} & {*overrides} else ()
     of_backbone, of_task = split_overrides(backbone, owner, overrides)
     with source.explained():
-        config = apply_overrides(backbone, source.config, of_backbone)
+        config = {k: v for k, v in source.config.items() if k not in given}
+        config = apply_overrides(backbone, config, of_backbone)
         if source.must_fit:
             saved = nested_config(backbone, source.config)
             config = backbone.config_for_weights(saved, config)
@@ -475,6 +480,8 @@ def _resolved(source, overrides, task, cls, counts_only):
             has_task = source.task and source.task.task_name == task_cls.task_name
             own = source if has_task else source.without_task()
             task_config, new_weights = task_cls.config_from(own, of_task, config)
+            replaced = {*given} - {*of_task}
+            task_config = {k: v for k, v in task_config.items() if k not in replaced}
         weights = source.weights(new_weights)
     return Blueprint(backbone, config, task_cls, task_config, weights, source.name)
 

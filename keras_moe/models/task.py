@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import keras_hub
 
+from keras_moe.checks import check_bool, check_concrete
 from keras_moe.compat import flatten_layers
-from keras_moe.models.adaptation import settle_policies
+from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
@@ -77,6 +78,9 @@ class MoETask(MoEModel):
         return []
 
     def __new__(cls, *args, **kwargs):
+        if args or kwargs:
+            # Keras makes one of each base class without arguments.
+            check_concrete(cls, MoETask, "ViTImageClassifier")
         # Another thread may be changing the classes.
         with ONE_AT_A_TIME:
             return super().__new__(cls, *args, **kwargs)
@@ -84,12 +88,16 @@ class MoETask(MoEModel):
     def __init__(
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
+        # Keras would set it before it knows the layers.
+        trainable = check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
         settle_policies(self)
+        if not trainable:
+            self.trainable = False
         # Bypass attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_features", features)
         object.__setattr__(self, "_routing", routing)
@@ -105,7 +113,7 @@ class MoETask(MoEModel):
         return self._routing
 
     def get_config(self):
-        return keras_hub.models.Task.get_config(self)
+        return {**keras_hub.models.Task.get_config(self), **training_config(self)}
 
     @classmethod
     def from_config(cls, config: dict) -> Any:
@@ -205,6 +213,7 @@ class MoETask(MoEModel):
             keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
 
     def save_assets(self, dir_path: str) -> None:
+        super().save_assets(dir_path)
         if isinstance(self.preprocessor, TextTokenizer):
             self.preprocessor.tokenizer.save_assets(dir_path)
 

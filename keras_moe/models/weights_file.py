@@ -1,6 +1,7 @@
 """HDF5 weight files: written atomically and verified when read."""
 
 import contextlib
+import contextvars
 import json
 import math
 import os
@@ -39,7 +40,23 @@ LOAD_ANEW = "load_weights=False makes a model of these arguments with initial we
 # HDF5 overhead per array, in bytes.
 _OVERHEAD = 4096
 
+# Files of weights and presets have LoRA adapters merged into the kernels, so that other
+# models can read them. Files of whole models keep them.
+_merges_adapters = contextvars.ContextVar("merges_adapters", default=False)
+merges_adapters = _merges_adapters.get
 
+
+@contextlib.contextmanager
+def merged_adapters() -> Iterator[None]:
+    """Context in which what is saved has no adapters."""
+    token = _merges_adapters.set(True)
+    try:
+        yield
+    finally:
+        _merges_adapters.reset(token)
+
+
+@merged_adapters()
 def save_weights(
     model: keras.Model,
     filepath: str | os.PathLike,

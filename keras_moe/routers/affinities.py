@@ -10,6 +10,7 @@ import keras
 from keras_moe.checks import (
     argument_values,
     check_bool,
+    check_concrete,
     check_integer,
     check_one_of,
     check_positive,
@@ -32,6 +33,10 @@ class Affinity:
     >>> TokenChoiceRouter(num_experts=4, affinity=Squared()).noise_std
     0.0
     """
+
+    def __new__(cls, *args, **kwargs):
+        check_concrete(cls, Affinity, "SoftmaxAffinity")
+        return super().__new__(cls)
 
     # Default std of the training noise, times E. Equations 7 to 9 of *Routers in Vision
     # Mixture of Experts* have no noise.

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_bool, check_indices, check_one_of
+from keras_moe.freezing import FROZEN
 from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.affinities import SparsityConstrainedAffinity
@@ -152,6 +153,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
         )
     kept = checked_kept(kept_experts, router.num_experts)
     config = router.get_config()
+    config.pop(FROZEN, None)
     if not (removed and columns_go(router, method)):
         config.update(kept_experts=kept, method=method, removed=removed)
         return _PRUNED[type(router)](**config)

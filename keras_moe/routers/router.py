@@ -11,18 +11,20 @@ from keras import ops
 
 from keras_moe.checks import (
     argument_values,
+    check_concrete,
     check_integer,
     check_not_negative,
     check_seed,
     fits_shape,
 )
+from keras_moe.freezing import KeepsFrozen
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.initializers import PathInitializer
 from keras_moe.ops.plans import Routing
 
 
-class Router(keras.layers.Layer):
+class Router(KeepsFrozen, keras.layers.Layer):
     """Base class of routers: tokens in, `(plan, Routing)` out.
 
     Routers compute in float32 under every dtype policy. Subclasses implement `call`,
@@ -71,6 +73,7 @@ class Router(keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
+        check_concrete(type(self), Router, "TokenChoiceRouter")
         num_experts = check_integer("num_experts", num_experts)
         kwargs["dtype"] = "float32"
         kwargs.setdefault("name", "router")

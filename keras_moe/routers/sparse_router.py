@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_moe.checks import (
     check_bool,
+    check_concrete,
     check_disjoint,
     check_indices,
     check_initializer,
@@ -103,6 +104,7 @@ class SparseRouter(Router):
         affinity = affinities.get(affinity)
         if noise_std is None:
             noise_std = affinity.default_noise_std
+        check_concrete(type(self), SparseRouter, "TokenChoiceRouter")
         super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
         self.affinity = affinity
         self.combine = check_one_of("combine", combine, COMBINES)

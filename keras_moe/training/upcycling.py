@@ -18,11 +18,13 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.compat import flatten_layers
+from keras_moe.freezing import copy_freezing
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, DecoderBackbone, convert, registry
 from keras_moe.models import keras_hub_experts as keras_hub_models
+from keras_moe.models.adaptation import TRAINING
 from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training._upcycled import (
@@ -188,7 +190,7 @@ def upcycle(
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
     blocks = _new_blocks(dense_model, sparse_model, overrides)
     copy_weights(dense_model, sparse_model, noise, noise_seed)
-    _freeze(dense_model, sparse_model)
+    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
     if getattr(dense_model, "compiled", False):
         _compile(dense_model, sparse_model)
     slots = 0
@@ -267,7 +269,10 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
     """Builds a model like the dense one except for its MoE blocks."""
     blueprint = Blueprint.of_model(dense_model)
     families = tower_families(blueprint.backbone)
-    config = dict(blueprint.config)
+    config, task_config = (
+        {name: value for name, value in each.items() if name not in TRAINING}
+        for each in (blueprint.config, blueprint.task_config)
+    )
     for tower, arguments in overrides.items():
         cls = blueprint.backbone if tower is None else families[tower]
         own = config if tower is None else config[tower]
@@ -284,18 +289,8 @@ def _sparse_twin(dense_model, overrides, moe_arguments):
         config = own if tower is None else {**config, tower: own}
     if families and "seed" in moe_arguments:
         config["seed"] = moe_arguments["seed"]
-    return dataclasses.replace(blueprint, config=config).build()
-
-
-def _freeze(dense_model, sparse_model):
-    frozen = {
-        layer.path
-        for layer in flatten_layers(dense_model, include_self=False)
-        if not layer.trainable
-    }
-    for layer in flatten_layers(sparse_model, include_self=False):
-        if layer.path in frozen:
-            layer.trainable = False
+    blueprint = dataclasses.replace(blueprint, config=config, task_config=task_config)
+    return blueprint.build()
 
 
 def _compile(dense_model, sparse_model):

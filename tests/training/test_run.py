@@ -82,6 +82,26 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     assert_same_arrays(again, actual)
 
 
+def test_a_run_goes_on_with_what_its_recipe_freezes(tmp_path):
+    sizes = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "num_heads": 2}
+    frozen = ["patch_embedding", "block_0", "!block_0/mlp"]
+    mine = recipe(epochs=1, model_arguments={"frozen": frozen, **sizes})
+    keras.utils.set_random_seed(mine.seed)
+    start = {x.path: to_numpy(x) for x in mine.new_model(10).weights}
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Ends(2), mine=mine)
+    model = run(tmp_path, mine=mine).model
+    fixed = [x for x in model.backbone.weights if not x.trainable]
+    assert {x.path.split("/")[0] for x in fixed} == {"patch_embedding", "block_0"}
+    for weight in model.weights:
+        is_fixed = any(weight is x for x in fixed)
+        is_mlp = "block_0/mlp" in weight.path
+        assert is_fixed == (
+            weight.path.startswith(("patch_", "block_0")) and not is_mlp
+        )
+        assert np.array_equal(to_numpy(weight), start[weight.path]) == is_fixed
+
+
 def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     long = recipe(decay="constant", epochs=None, steps=12)
     run(tmp_path / "long", mine=long, keep_checkpoints=9)
