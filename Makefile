@@ -76,9 +76,11 @@ test-newest: $(if $(NEWEST_PYTHON),$(NEWEST)/.installed)
 		echo "!!! LACKED Python 3.13, tried: $(or $(NEWEST_PYTHON),nothing)" >&2;; esac
 	@[ -z "$(NEWEST_PYTHON)" ] || $(NEWEST)/bin/python $(RUN_END) -- $(ARGS)
 
+# Old packages warn of what their newer dependencies have deprecated.
 test-lowest: $(if $(LOWEST_PYTHON),$(LOWEST)/.installed)
 	@[ -n "$(LOWEST_PYTHON)" ] || echo "!!! LACKED Python 3.11, tried: nothing" >&2
-	@[ -z "$(LOWEST_PYTHON)" ] || $(LOWEST)/bin/python $(RUN_END) -- $(ARGS)
+	@[ -z "$(LOWEST_PYTHON)" ] || $(LOWEST)/bin/python $(RUN_END) -- \
+		-W default $(ARGS)
 
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .

@@ -14,6 +14,7 @@ ROUTING = {
     "combine": "affinity",
     "capacity_factor": 1.5,
     "eval_capacity_factor": 2.0,
+    "evaluation": "official",
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
     "noise_std": 0.5,

@@ -105,7 +105,8 @@ def test_limoe_routes_both_modalities_of_a_group_together():
 
 @pytest.mark.usefixtures("op_by_op")
 def test_pools_serve_their_modality_alone():
-    model = with_weights(limoe({"expert_pools": [[0, 1, 2], [3]]}))
+    pools = [[0, 1, 2], [3]]
+    model = with_weights(limoe({"expert_pools": pools, "auxiliary_losses": None}))
     records = outputs(keras.Model(model.input, model.routing), PAIRS)
     assert records["image/block_1"].combined[..., 3].max() == 0
     assert records["text/block_1"].combined[..., :3].max() == 0
@@ -162,10 +163,11 @@ def test_pairs_are_told_apart_after_training(kind):
     model = models.ContrastiveModel(backbone)
     model.compile(keras.optimizers.Adam(1e-2))
     scale = model.backbone.logit_scale
-    before = float(scale.parameters()["logit_scale"])
+    before = keras.ops.convert_to_numpy(scale.parameters()["logit_scale"])
     history = model.fit(PAIRS, batch_size=3, epochs=25, verbose=0).history["loss"]
     assert np.isfinite(history).all()
-    assert float(scale.parameters()["logit_scale"]) != before
+    after = keras.ops.convert_to_numpy(scale.parameters()["logit_scale"])
+    assert after != before
     # Auxiliary losses are those of training alone.
     logits = model.similarity(IMAGES, TEXTS)
     losses = -(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).diagonal()
