@@ -3,34 +3,14 @@
 import contextlib
 import gc
 import os
-from importlib import metadata
 from unittest import mock
+
+from tests.xla_flags import quick
 
 # Imports and collection make a million objects that stay: Python's garbage collector
 # would walk through all of them again and again. It is switched on when they are made.
 gc.disable()
 
-
-def _at_least(package, *wanted):
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return True
-    return tuple(int(part) for part in version.split(".")[:2]) >= wanted
-
-
-# On JAX a small test is mostly compilation, and this takes a quarter off it. Programs
-# are compiled in one piece: pieces are for several cores, and each costs something.
-XLA_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-)
-# Without XLA's newest emitters the rest takes half the time, on PyTorch in the programs
-# on JAX that tests start. XLA ends the process over a flag that it does not know;
-# TensorFlow's XLA, which runs on JAX, too, reads them.
-if os.environ.get("KERAS_BACKEND", "jax") != "tensorflow" and (
-    _at_least("jax", 0, 7) and _at_least("tensorflow", 2, 20)
-):
-    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 # Before Keras is imported. The environment wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
@@ -44,7 +24,7 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
-    "XLA_FLAGS": XLA_FLAGS,
+    "XLA_FLAGS": quick(),
 }.items():
     os.environ.setdefault(name, value)
 

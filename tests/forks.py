@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.xla_flags import quick
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -22,10 +24,7 @@ def use_jax_on_cpu(devices: int = 1, **environment: str) -> None:
         JAX_PLATFORMS="cpu",
         CUDA_VISIBLE_DEVICES="",
         TF_CPP_MIN_LOG_LEVEL="3",
-        # Quick to compile.
-        XLA_FLAGS="--xla_backend_optimization_level=0 "
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-        f"--xla_force_host_platform_device_count={devices}",
+        XLA_FLAGS=quick(xla_force_host_platform_device_count=devices),
         **environment,
     )
 

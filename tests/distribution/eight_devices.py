@@ -12,15 +12,18 @@ import re
 import sys
 from pathlib import Path
 
+from tests.xla_flags import quick
+
 DUMPS = Path(sys.argv[1])
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
-    XLA_FLAGS="--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-    f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text "
-    "--xla_dump_hlo_module_re=.*(train_step|call).*",
+    XLA_FLAGS=quick(
+        xla_force_host_platform_device_count=8,
+        xla_dump_to=DUMPS,
+        xla_dump_hlo_as_text="true",
+        xla_dump_hlo_module_re=".*(train_step|call).*",
+    ),
 )
 
 import keras  # noqa: E402

@@ -9,14 +9,14 @@ import os
 import sys
 from pathlib import Path
 
+from tests.xla_flags import quick
+
 PORT, FOLDER = sys.argv[1], Path(sys.argv[2])
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
     JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_force_host_platform_device_count=2",
+    XLA_FLAGS=quick(xla_force_host_platform_device_count=2),
 )
 
 import keras  # noqa: E402

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from jax.experimental import topologies
 
 from keras_moe.ops import grouped_mlp
+from keras_moe.ops.kernels.platform_jax import traced_for
 
 H200 = """
 platform_name: "CUDA"
@@ -54,7 +55,9 @@ def main() -> None:
 
     step = jax.jit(jax.grad(loss, (0, 2, 3)))
     specs = spec(R, D), spec(E, dtype="int32"), spec(E, D, H), spec(E, H, D)
-    compiled = step.lower(*specs).compile(compiler_options=OPTIONS)
+    with traced_for("cuda"):
+        lowered = step.lower(*specs)
+    compiled = lowered.compile(compiler_options=OPTIONS)
     print(compiled.memory_analysis().temp_size_in_bytes, 2 * R * H)
 
 

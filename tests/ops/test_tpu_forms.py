@@ -32,7 +32,10 @@ def lowered(function, *inputs):
     """The program that JAX hands to a TPU's compiler."""
     import jax
 
-    traced = jax.jit(function).trace(*inputs)
+    from keras_moe.ops.kernels.platform_jax import traced_for
+
+    with traced_for("tpu"):
+        traced = jax.jit(function).trace(*inputs)
     return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moe.ops.kernels import block_loops, grouped_pallas
+from keras_moe.ops.kernels import block_loops
 from keras_moe.ops.kernels.block_loops import Weights, activate
+from keras_moe.ops.kernels.platform_jax import (
+    by_platform,
+    jit_by_platform,
+    platforms,
+)
 
 # (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
 _ROWS_TIMES_ROWS = lax.RaggedDotDimensionNumbers(
@@ -51,13 +56,18 @@ def _differentiable(kernel, ragged):
     return kernel
 
 
-PALLAS = (
-    _differentiable(grouped_pallas.forward, ragged_forward),
-    _differentiable(grouped_pallas.backward, ragged_backward),
-)
+@functools.cache
+def pallas() -> tuple[tuple[str, ...], tuple]:
+    """The kernels for NVIDIA GPUs, which only programs for these import, and dtypes."""
+    from keras_moe.ops.kernels import grouped_pallas
+
+    return grouped_pallas.DTYPES, (
+        _differentiable(grouped_pallas.forward, ragged_forward),
+        _differentiable(grouped_pallas.backward, ragged_backward),
+    )
 
 
-def _by_platform(loops, composed, rows, *arguments):
+def _matmuls_by_platform(loops, composed, rows, *arguments):
     """`loops` on CPUs, and elsewhere `composed` of the platform's grouped matmuls.
 
     On CPUs and GPUs `ragged_dot` computes every expert on every row.
@@ -65,17 +75,17 @@ def _by_platform(loops, composed, rows, *arguments):
     # Both need a number of rows, which a symbolic dimension is not.
     if not isinstance(rows.shape[0], int):
         return composed(RAGGED)(rows, *arguments)
-    platforms = {"cpu": loops}
-    if str(rows.dtype) in grouped_pallas.DTYPES:
-        platforms["cuda"] = composed(PALLAS)
-    return lax.platform_dependent(
-        rows, *arguments, **platforms, default=composed(RAGGED)
-    )
+    forms = {"cpu": loops, "default": composed(RAGGED)}
+    if "cuda" in platforms():
+        dtypes, matmuls = pallas()
+        if str(rows.dtype) in dtypes:
+            forms["cuda"] = composed(matmuls)
+    return by_platform(rows, *arguments, **forms)
 
 
-@jax.jit
+@jit_by_platform()
 def _matmul_forward(rows, kernels, group_sizes):
-    return _by_platform(
+    return _matmuls_by_platform(
         block_loops.matmul_forward,
         lambda matmuls: matmuls[0],
         rows,
@@ -84,9 +94,9 @@ def _matmul_forward(rows, kernels, group_sizes):
     )
 
 
-@jax.jit
+@jit_by_platform()
 def _matmul_backward(rows, kernels, group_sizes, upstream):
-    return _by_platform(
+    return _matmuls_by_platform(
         block_loops.matmul_backward,
         lambda matmuls: matmuls[1],
         rows,
@@ -167,10 +177,10 @@ def composed_backward(
     return jnp.where(own, dx, 0), weight_gradients
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "keep"))
+@jit_by_platform(static_argnums=(3, 4))
 def _mlp_forward(rows, group_sizes, weights, activation, keep):
     options = {"activation": activation, "keep": keep}
-    return _by_platform(
+    return _matmuls_by_platform(
         functools.partial(block_loops.mlp_forward, **options),
         lambda matmuls: functools.partial(composed_forward, matmuls=matmuls, **options),
         rows,
@@ -179,7 +189,7 @@ def _mlp_forward(rows, group_sizes, weights, activation, keep):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation",))
+@jit_by_platform(static_argnums=(5,))
 def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
     def loops(rows, group_sizes, weights, kept, upstream):
         return block_loops.mlp_backward(
@@ -194,26 +204,23 @@ def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
 
         return run
 
-    return _by_platform(loops, composed, rows, group_sizes, weights, kept, upstream)
+    return _matmuls_by_platform(
+        loops, composed, rows, group_sizes, weights, kept, upstream
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_mlp(activation, rows, group_sizes, weights):
-    outputs, _ = _mlp_forward(
-        rows, group_sizes, weights, activation=activation, keep=False
-    )
-    return outputs
+    return _mlp_forward(rows, group_sizes, weights, activation, False)[0]
 
 
 def _forward_and_residuals(activation, rows, group_sizes, weights):
-    outputs, kept = _mlp_forward(
-        rows, group_sizes, weights, activation=activation, keep=True
-    )
+    outputs, kept = _mlp_forward(rows, group_sizes, weights, activation, True)
     return outputs, (rows, group_sizes, weights, kept)
 
 
 def _gradients(activation, residuals, upstream):
-    dx, dw = _mlp_backward(*residuals, upstream, activation=activation)
+    dx, dw = _mlp_backward(*residuals, upstream, activation)
     return dx, None, dw
 
 

@@ -36,6 +36,12 @@ def _load(x, index, row_is_own, column, width):
     return triton.load(x.at[index], mask=mask & (column < width)[None], other=0)
 
 
+def _product(x, y, x_axis, y_axis):
+    """The float32 products of two blocks, summed over an axis of each."""
+    axes = ((x_axis,), (y_axis,)), ((), ())
+    return lax.dot_general(x, y, axes, preferred_element_type="float32")
+
+
 def _rows_body(blocks, rows, kernels, outputs, *, transposed, step):
     """A block of `rows @ kernels[expert]`, or of the product with the transpose."""
     num_experts, dim, width = kernels.shape
@@ -56,7 +62,7 @@ def _rows_body(blocks, rows, kernels, outputs, *, transposed, step):
         else:
             index = (expert, k[:, None], column[None])
             kernel = _load(kernels, index, within, column, width)
-        return total + pl.dot(x, kernel, trans_b=transposed)
+        return total + _product(x, kernel, 1, int(transposed))
 
     # The rows of no expert are the last group.
     steps = jnp.where(expert < num_experts, jnp.int32(pl.cdiv(dim, step)), 0)
@@ -80,7 +86,7 @@ def _kernels_body(ends, rows, upstream, outputs, *, step):
         row = start + i * step + jnp.arange(step)
         x = _load(rows, (row[:, None], d[None]), row < end, d, dim)
         dy = _load(upstream, (row[:, None], h[None]), row < end, h, width)
-        return total + pl.dot(x, dy, trans_a=True)
+        return total + _product(x, dy, 0, 0)
 
     steps = pl.cdiv(end - start, step)
     total = lax.fori_loop(0, steps, add, jnp.zeros((BLOCK, BLOCK), "float32"))

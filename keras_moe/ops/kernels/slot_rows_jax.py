@@ -9,7 +9,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from keras_moe.ops.kernels.platform_jax import by_platform, jit_by_platform
 
 # Tokens of a group: the work of the matmuls grows with its square.
 MOST_TOKENS = 4096
@@ -52,7 +53,7 @@ def _flat(owners, num_tokens):
     return jnp.where(owners >= 0, owners + first[:, None], 0)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@jit_by_platform(static_argnums=(2, 3))
 def _add_up(rows, owners, num_tokens, dtype):
     def scatter(rows, owners):
         return by_scatter(rows, owners, num_tokens).astype(dtype)
@@ -62,7 +63,7 @@ def _add_up(rows, owners, num_tokens, dtype):
 
     if dtype != "bfloat16" or num_tokens > MOST_TOKENS:
         return scatter(rows, owners)
-    return lax.platform_dependent(rows, owners, tpu=matmul, default=scatter)
+    return by_platform(rows, owners, tpu=matmul, default=scatter)
 
 
 def by_scatter(rows, owners, num_tokens):

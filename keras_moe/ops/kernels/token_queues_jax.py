@@ -6,13 +6,13 @@ seconds to compile. One-hots are exact in bfloat16, and so are sums of them in f
 Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from keras_moe.ops.kernels.platform_jax import by_platform, jit_by_platform
 
 # The comparisons of a group's tokens, or of its choices and positions: 32 MB.
 MOST_PAIRS = 2**24
@@ -37,13 +37,13 @@ def fill_slots(
     sizes = num_experts, num_slotted, capacity
     is_known = all(isinstance(x, int) for x in (num_tokens, *sizes))
     if is_known and num_tokens * max(num_tokens, num_choices * capacity) <= MOST_PAIRS:
-        return _by_platform(experts, rank, sizes, other)
+        return _fill_slots(experts, rank, sizes, other)
     return other(experts, rank, *sizes)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _by_platform(experts, rank, sizes, other):
-    return lax.platform_dependent(
+@jit_by_platform(static_argnums=(2, 3))
+def _fill_slots(experts, rank, sizes, other):
+    return by_platform(
         experts,
         rank,
         tpu=lambda *inputs: by_counting(*inputs, *sizes),
@@ -86,12 +86,12 @@ def invert(permutation: jax.Array, other: Callable) -> jax.Array:
     size = permutation.shape[0]
     if not isinstance(size, int) or size > MOST_ROWS:
         return other(permutation)
-    return _invert_by_platform(permutation, other)
+    return _invert(permutation, other)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _invert_by_platform(permutation, other):
-    return lax.platform_dependent(permutation, tpu=invert_by_matmul, default=other)
+@jit_by_platform(static_argnums=(1,))
+def _invert(permutation, other):
+    return by_platform(permutation, tpu=invert_by_matmul, default=other)
 
 
 def invert_by_matmul(permutation):
