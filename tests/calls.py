@@ -32,7 +32,7 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
 def call_with_losses(layer: keras.layers.Layer, *inputs: Any, training: bool):
     """The layer's outputs, and the values that it adds to the loss."""
     outputs, losses = _outputs_and_losses(layer, inputs, training, {})
-    return outputs, [float(keras.ops.convert_to_numpy(value)) for value in losses]
+    return outputs, [float(value) for value in losses]
 
 
 def _outputs_and_losses(layer, inputs, training, kwargs):

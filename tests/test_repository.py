@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -116,6 +117,11 @@ def test_pre_commit_has_the_version_of_ruff_that_lint_has():
     (repository,) = content["repos"]
     pinned = re.search(r'"ruff==(.+?)"', (ROOT / "pyproject.toml").read_text())
     assert repository["rev"] == f"v{pinned.group(1)}"
+
+
+def test_a_warning_that_nobody_expects_is_an_error():
+    with pytest.raises(DeprecationWarning):
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
 
 
 # Stands in for make: the outcomes of the suite and of the two ends.

@@ -14,6 +14,7 @@ tf = pytest.importorskip("tensorflow")
 ROWS = {"token_ids": np.arange(24, dtype="uint16").reshape(12, 2)}
 
 
+@pytest.mark.filterwarnings("ignore:1 files in")
 def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "a.md").write_text("# Ü\n\nfirst", encoding="utf-8")

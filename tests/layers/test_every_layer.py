@@ -41,7 +41,6 @@ def expert_choice_router(**kwargs):
             sparse=False, solver="adam", iterations=3, learning_rate=0.1
         ),
         normalize_gates="after",
-        evaluation="official",
         **ROUTING,
         **kwargs,
     )

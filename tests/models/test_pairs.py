@@ -163,11 +163,10 @@ def test_pairs_are_told_apart_after_training(kind):
     model = models.ContrastiveModel(backbone)
     model.compile(keras.optimizers.Adam(1e-2))
     scale = model.backbone.logit_scale
-    before = keras.ops.convert_to_numpy(scale.parameters()["logit_scale"])
+    before = float(scale.parameters()["logit_scale"])
     history = model.fit(PAIRS, batch_size=3, epochs=25, verbose=0).history["loss"]
     assert np.isfinite(history).all()
-    after = keras.ops.convert_to_numpy(scale.parameters()["logit_scale"])
-    assert after != before
+    assert float(scale.parameters()["logit_scale"]) != before
     # Auxiliary losses are those of training alone.
     logits = model.similarity(IMAGES, TEXTS)
     losses = -(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).diagonal()
