@@ -11,7 +11,6 @@ from tests.xla_flags import quick
 # would walk through all of them again and again. It is switched on when they are made.
 gc.disable()
 
-
 # Before Keras is imported. The environment wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
 for name, value in {
@@ -28,6 +27,10 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+# Before Keras, which imports TensorFlow on TensorFlow: see `keras_moe/triton_first.py`.
+import keras_moe  # noqa: E402, F401
+
+# isort: split
 import functools  # noqa: E402
 from pathlib import Path  # noqa: E402
 

@@ -40,6 +40,7 @@ ONLY_IN = {
     # of its own, which imports nothing of keras_moe.
     "torch": ("ops/kernels/", "models/onnx_torch.py", "cli/timm_outputs.py"),
     "filelock": ("files.py",),
+    "triton": ("triton_first.py",),
     "keras_hub": ("models/", "compat.py"),
     "matplotlib": ("analysis/plots/", "report/"),
     "tools": (),

@@ -1,0 +1,77 @@
+"""What a platform computes in its own way is traced for that platform alone."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.ops.grouped import grouped_mlp
+from tests.forks import ROOT, run_python
+from tests.ops.programs import normal
+
+pytestmark = [
+    pytest.mark.every_backend,
+    pytest.mark.skipif(keras.backend.backend() != "jax", reason="kernels of JAX"),
+]
+KERNELS = ROOT / "keras_moe" / "ops" / "kernels"
+
+
+def test_a_cpu_traces_no_kernel_of_another_platform():
+    done = run_python("-m", "tests.ops.other_platforms")
+    assert done.returncode == 0, done.stderr[-3000:]
+    sources = {path.name: path.read_text("utf-8") for path in KERNELS.glob("*_jax.py")}
+    choosing = [name for name, text in sources.items() if "platform_jax import" in text]
+    assert done.stdout.split() == sorted(choosing)
+    dependent = [name for name, text in sources.items() if "platform_dep" in text]
+    assert dependent == ["platform_jax.py"]
+
+
+def experts(rows, sizes, hidden, output):
+    return grouped_mlp(rows, sizes, hidden, output, activation=keras.activations.relu)
+
+
+INPUTS = (
+    normal(0, 12, 8),
+    np.array([5, 6], "int32"),
+    normal(1, 2, 8, 4),
+    normal(2, 2, 4, 8),
+)
+# Found in the traces of each platform's form, besides the loops of CPUs.
+FORMS = {"cuda": "pallas_call", "tpu": "ragged_dot"}
+
+
+def test_other_platforms_have_theirs_when_they_are_asked_for():
+    import jax
+
+    from keras_moe.ops.kernels.platform_jax import traced_for
+
+    def traced():
+        program = str(jax.make_jaxpr(jax.grad(lambda *x: experts(*x).sum()))(*INPUTS))
+        assert "while" in program
+        return {name for name, form in FORMS.items() if form in program}
+
+    assert traced() == set()
+    for name in FORMS:
+        with traced_for(name):
+            assert traced() == {name}
+    with traced_for(*FORMS):
+        assert traced() == set(FORMS)
+    assert traced() == set()
+
+
+@pytest.mark.parametrize("asked", [(), ("tpu",)])
+def test_one_program_for_several_platforms(asked):
+    import jax
+
+    from keras_moe.ops.kernels.platform_jax import traced_for
+
+    with traced_for(*asked):
+        exported = jax.export.export(jax.jit(experts), platforms=("cpu", "cuda", "tpu"))
+        exported = exported(*INPUTS)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    program = jax.export.deserialize(exported.serialize())
+    rows, (first, second), hidden, output = INPUTS
+    bounds = np.cumsum([0, first, second])
+    expected = np.zeros_like(rows)
+    for expert, own in enumerate(map(slice, bounds, bounds[1:])):
+        expected[own] = np.maximum(rows[own] @ hidden[expert], 0) @ output[expert]
+    np.testing.assert_allclose(program.call(*INPUTS), expected, rtol=1e-4, atol=1e-5)
