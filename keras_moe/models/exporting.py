@@ -1,5 +1,6 @@
 """`export`, with checks of what each format supports on each backend."""
 
+import contextlib
 import importlib.util
 import os
 from typing import Any
@@ -34,6 +35,7 @@ def export_signature(
         )
     if backend == "jax" and format == "tf_saved_model":
         _check_groups(routers, input_signature)
+        _check_solvers(routers)
     if input_signature is None and backend != "tensorflow":
         # The other two formats have a fixed number of tokens.
         return _signature(model)
@@ -75,14 +77,30 @@ def _check_groups(routers, input_signature):
 
 def _check_steps(routers, format):
     """Refuses routers that stop when they have converged."""
-    for router in routers:
-        affinity = getattr(router, "affinity", None)
-        if isinstance(affinity, SparsityConstrainedAffinity):
+    for router in _sparsity_constrained(routers):
+        raise ValueError(
+            f"Expected a router whose number of steps is fixed for {format=}; "
+            f"received: router={router.summary!r}. Use format='tf_saved_model' on "
+            "JAX or TensorFlow."
+        )
+
+
+def _check_solvers(routers):
+    """Refuses JAX's linear solver, which TensorFlow does not have."""
+    for router in _sparsity_constrained(routers):
+        if router.affinity.solver != "adam":
             raise ValueError(
-                f"Expected a router whose number of steps is fixed for {format=}; "
-                f"received: router={router.summary!r}. Use format='tf_saved_model' on "
-                "JAX or TensorFlow."
+                "Expected SparsityConstrainedAffinity(solver='adam') for "
+                "format='tf_saved_model' on JAX; received: "
+                f"solver={router.affinity.solver!r}. With KERAS_BACKEND=tensorflow "
+                "every solver can be exported."
             )
+
+
+def _sparsity_constrained(routers):
+    for router in routers:
+        if isinstance(getattr(router, "affinity", None), SparsityConstrainedAffinity):
+            yield router
 
 
 def _check_onnx(model):
@@ -97,6 +115,14 @@ def _check_onnx(model):
             "Expected a model loaded with dtype='float32' for format='onnx'; "
             f"received: dtype={model.dtype_policy.name!r}"
         )
+
+
+def _version_of_programs(format):
+    if keras.backend.backend() != "jax" or format != "tf_saved_model":
+        return contextlib.nullcontext()
+    from keras_moe.ops.kernels.saved_model_jax import readable_by_tensorflow
+
+    return readable_by_tensorflow()
 
 
 class Exportable:
@@ -121,10 +147,11 @@ class Exportable:
             if verbose is not False:
                 print(f"Saved ONNX program at '{filepath}'.")
             return
-        super().export(
-            filepath,
-            format=format,
-            verbose=verbose,
-            input_signature=signature,
-            **kwargs,
-        )
+        with _version_of_programs(format):
+            super().export(
+                filepath,
+                format=format,
+                verbose=verbose,
+                input_signature=signature,
+                **kwargs,
+            )

@@ -140,6 +140,28 @@ def test_groups_of_images_want_one_size_of_batch(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="others can")
+@pytest.mark.every_backend
+def test_what_tensorflow_cannot_read_is_refused(tmp_path, monkeypatch):
+    import jax
+    from tensorflow.compiler.mlir.stablehlo import stablehlo
+
+    from keras_moe.ops.kernels.saved_model_jax import readable_by_tensorflow
+
+    model = vit(router="sparsity_constrained_token_choice")
+    with pytest.raises(ValueError, match=r"solver='adam'.*received: solver='newton'"):
+        model.export(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    # What a TensorFlow of long ago does not have.
+    monkeypatch.setattr(stablehlo, "get_current_version", lambda: "1.0.0")
+    program = jax.export.export(jax.jit(lambda x: x.astype("float8_e3m4")))
+    with (
+        pytest.raises(ValueError, match=r"of StableHLO 1\.0\.0.*func_v1"),
+        readable_by_tensorflow(),
+    ):
+        program(np.zeros(2, "float32"))
+
+
 # Programs of PyTorch
 
 
