@@ -28,11 +28,11 @@ def quick(**others: object) -> str:
 
 
 @functools.cache
-def is_known(flag: str) -> bool:
-    """Whether the XLA of each installed package has a flag of this name."""
+def is_known(flag: str, packages: tuple[str, ...] = tuple(FILES)) -> bool:
+    """Whether the XLA of each package that is installed has a flag of this name."""
     # Of former flags the name is left in descriptions, where no zero precedes it.
     name = b"\0" + flag.encode() + b"\0"
-    specs = {package: importlib.util.find_spec(package) for package in FILES}
+    specs = {package: importlib.util.find_spec(package) for package in packages}
     return all(
         any(
             _contains(path, name)
