@@ -1,8 +1,11 @@
-# Every target does its own set-up in .venv and may be run again at any time.
+# Every target does its own set-up in .venv (test-newest and test-lowest beside it) and
+# may be run again at any time.
 #
 #   make quickstart    train and look inside a small mixture of experts
 #   make test          the whole suite on PyTorch, its core on JAX and TensorFlow, too
 #   make test-fast     the core on all three backends, up to the first failures
+#   make test-newest   the core on the newest Python at hand and the newest packages
+#   make test-lowest   the core with the lowest versions that pyproject.toml allows
 #   make lint          formatting and static checks
 #   make benchmark     one table of speed: ours, the limits, and other libraries
 #   make guides        the notebooks of the guides, run again where they are older
@@ -30,6 +33,21 @@ TORCH ?= torch==2.13.0
 # Each release of torchvision wants one of PyTorch.
 TORCHVISION ?= torchvision==0.28.0
 
+# The two ends of what pyproject.toml allows, on JAX and without PyTorch, of which most
+# versions are builds of gigabytes.
+END_BACKENDS ?= jax
+END_EXTRAS := .[jax,tensorflow,test,guides]
+RUN_END = tools/run_tests.py --fast --backends $(END_BACKENDS)
+# The first of some versions of Python, from PATH or pyenv.
+first_python = $(shell for v in $(1); do \
+	for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
+	[ "$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $$v ] \
+	&& echo $$p && exit; done; done)
+NEWEST_PYTHON ?= $(call first_python,3.13 3.12)
+LOWEST_PYTHON ?= $(call first_python,3.11)
+NEWEST := .venv-newest
+LOWEST := .venv-lowest
+
 # One stamp per set of packages: a set is installed again when pyproject.toml changes.
 CREATED := $(VENV)/.created
 TORCH_READY := $(VENV)/.installed-torch
@@ -39,7 +57,7 @@ DOCS := $(VENV)/.installed-docs
 QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
 
 .NOTPARALLEL:
-.PHONY: help quickstart test test-fast lint benchmark guides docs clean
+.PHONY: help quickstart test test-fast test-newest test-lowest lint benchmark guides docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -52,6 +70,17 @@ test: $(ALL)
 
 test-fast: $(ALL)
 	@$(BIN)/python tools/run_tests.py --fast --backends $(BACKENDS) -- -x $(ARGS)
+
+test-newest: $(if $(NEWEST_PYTHON),$(NEWEST)/.installed)
+	@case "$(NEWEST_PYTHON)" in *3.13*) ;; *) \
+		echo "!!! LACKED Python 3.13, tried: $(or $(NEWEST_PYTHON),nothing)" >&2;; esac
+	@[ -z "$(NEWEST_PYTHON)" ] || $(NEWEST)/bin/python $(RUN_END) -- $(ARGS)
+
+# Old packages warn of what their newer dependencies have deprecated.
+test-lowest: $(if $(LOWEST_PYTHON),$(LOWEST)/.installed)
+	@[ -n "$(LOWEST_PYTHON)" ] || echo "!!! LACKED Python 3.11, tried: nothing" >&2
+	@[ -z "$(LOWEST_PYTHON)" ] || $(LOWEST)/bin/python $(RUN_END) -- \
+		-W default $(ARGS)
 
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .
@@ -68,7 +97,7 @@ docs: $(DOCS)
 	@echo "The site begins at docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/api/generated docs/guides docs/repository .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(LOWEST) build dist docs/_build docs/api/generated docs/guides docs/repository .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -100,6 +129,22 @@ $(BENCH): $(ALL)
 $(DOCS): $(TORCH_READY) pyproject.toml
 	@echo "Installing keras_moe, PyTorch and Sphinx (minutes, once)"
 	@$(PIP) --editable ".[docs,report]"
+	@touch $@
+
+$(NEWEST)/.installed: pyproject.toml
+	@echo "Creating $(NEWEST) with $$($(NEWEST_PYTHON) --version) (minutes, once)"
+	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --quiet --editable "$(END_EXTRAS)"
+	@touch $@
+
+# pip has no rule for the lowest versions, uv has. KerasHub's tensorflow-text picks
+# TensorFlow.
+$(LOWEST)/.installed: pyproject.toml
+	@echo "Creating $(LOWEST) with $$($(LOWEST_PYTHON) --version) (minutes, once)"
+	@$(LOWEST_PYTHON) -m venv --clear $(LOWEST)
+	@$(LOWEST)/bin/python -m pip install --quiet --quiet uv
+	@$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python \
+		--resolution lowest-direct --editable "$(END_EXTRAS)" "tensorflow-text>=2.20.1"
 	@touch $@
 
 # Only the backend that is asked for, and PyTorch's own rule where that is torch.

@@ -1,7 +1,7 @@
 """Private parts of Keras and KerasHub: in one file, and as they were when checked."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -21,9 +21,11 @@ PRIVATE = re.compile(r"_[a-z]\w*")
 
 
 def modules() -> Iterator[object]:
-    """Yields the package's modules, but for the programs."""
+    """Yields the package's modules, but for programs and backends not installed."""
     for info in pkgutil.walk_packages(keras_moe.__path__, "keras_moe."):
-        if ".cli" not in info.name and ".kernels" not in info.name:
+        backend = info.name.rpartition("_")[2]
+        lacks = backend in ("jax", "torch") and not importlib.util.find_spec(backend)
+        if ".cli" not in info.name and ".kernels" not in info.name and not lacks:
             yield importlib.import_module(info.name)
 
 

@@ -55,7 +55,8 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
     """Yields the line and the absolute name of everything a module imports.
 
     `from a import b` yields `a.b`, which need be no module. Imports inside functions
-    count, and so do `importlib.import_module("a")` and `__import__("a")`.
+    count, and so do `importlib.import_module("a")`, `__import__("a")` and
+    `import_extra("a", ...)`.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -70,7 +71,7 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
             called = node.func
             name = getattr(called, "attr", getattr(called, "id", None))
             target = node.args[0]
-            if name in ("import_module", "__import__") and isinstance(
+            if name in ("import_module", "__import__", "import_extra") and isinstance(
                 target, ast.Constant
             ):
                 yield node.lineno, str(target.value)

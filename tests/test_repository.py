@@ -1,12 +1,15 @@
 """The repository's files, apart from the behaviour of the code."""
 
+import os
 import re
 import shutil
 import subprocess
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from keras_moe import __version__
 
@@ -91,3 +94,61 @@ def test_the_wheel_carries_every_preset_and_recipe(tmp_path):
         assert packed == {path.relative_to(ROOT / folder).as_posix() for path in own}
         assert packed
     assert Path(wheel).stat().st_size < 10e6
+
+
+def test_workflows_call_the_makefile():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    assert set(jobs) == {"lint", "suite", "newest", "lowest", "docs"}
+    for job in jobs.values():
+        (command,) = (step["run"] for step in job["steps"] if "run" in step)
+        make, target, *_ = command.split()
+        assert make == "make"
+        assert target in targets
+    forms = list((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) == 2
+    for form in forms:
+        assert {"name", "description", "body"} <= set(yaml.safe_load(form.read_text()))
+
+
+def test_pre_commit_has_the_version_of_ruff_that_lint_has():
+    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (repository,) = content["repos"]
+    pinned = re.search(r'"ruff==(.+?)"', (ROOT / "pyproject.toml").read_text())
+    assert repository["rev"] == f"v{pinned.group(1)}"
+
+
+def test_a_warning_that_nobody_expects_is_an_error():
+    with pytest.raises(DeprecationWarning):
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+
+
+# Stands in for make: the outcomes of the suite and of the two ends.
+MAKE = """#!/bin/sh
+case "$1" in
+  test) echo "[torch 1/4] 9 passed in 2.00s"; echo "20 passed, 3 skipped in 3.20s" ;;
+  test-newest) echo "!!! LACKED Python 3.13, tried: nothing" >&2 ;;
+  test-lowest) echo "1 failed, 7 passed, 1 error in 61.00s (0:01:01)" ;;
+esac
+[ "$1" != "$BROKEN" ]
+"""
+
+
+@pytest.mark.parametrize("broken", ["test", "test-newest", "test-lowest", None])
+def test_ci_adds_up_its_runs(tmp_path, broken):
+    (tmp_path / "make").write_text(MAKE)
+    (tmp_path / "make").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = {"PATH": path, "KERAS_MOE_BROWSER": "none", "BROKEN": str(broken)}
+    done = subprocess.run(
+        ["bash", ROOT / ".ci/run"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (broken is not None), done.stderr
+    *lines, lacked, last = done.stdout.splitlines()
+    assert last == "27 passed, 2 failed, 3 skipped"
+    assert lacked == "!!! LACKED Python 3.13, tried: nothing"
+    assert "[lowest] 1 failed, 7 passed, 1 error in 61.00s (0:01:01)" in lines

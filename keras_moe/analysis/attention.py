@@ -111,7 +111,8 @@ class _Rollout(keras.Model):
                 row[0] = 0.0
             elif self.pooling != "average":
                 row[1:] = 0.0
-            share = ops.zeros_like(attention[0][:, 0]) + row / row.sum()
+            row = ops.convert_to_tensor(row / row.sum())
+            share = ops.zeros_like(attention[0][:, 0]) + row
         # One row of the product of (A + I) / 2, from the last block to the first.
         for weights in reversed(attention):
             share = 0.5 * (share + ops.einsum("bn,bnm->bm", share, weights))

@@ -167,7 +167,11 @@ def kept_arrays(
 def _read(path: Path) -> dict[str, np.ndarray] | None:
     """Reads the arrays of a file; None if it is missing or damaged."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # NumPy leaves a damaged file open that it has opened itself.
+        with (
+            open(path, "rb") as opened,
+            np.load(opened, allow_pickle=False) as file,
+        ):
             return dict(file)
     except Exception:
         # NumPy and zipfile fail over damaged files in many ways.

@@ -236,7 +236,8 @@ def load(
               `alpha` of mixup; `factor` of cutmix, translation and rotation; `num_ops`
               and `magnitude` of randaugment; `scale` and `ratio` of
               random_resized_crop.
-            - a layer of Keras or KerasCV. All pixels are in [0, 255].
+            - a layer of Keras, or of KerasCV, which is no longer developed. All pixels
+              are in [0, 255].
             - a function of TensorFlow images. An argument `seed` receives two integers
               for `tf.random.stateless_*`. With an attribute `mixes_labels = True`, the
               function maps a dict of "images" and one-hot "labels".

@@ -78,7 +78,7 @@ def load_loss(
     """
     # The router's noise defines the load.
     check_positive("noise_std", noise_std)
-    noisy_logits = ops.convert_to_tensor(noisy_logits)
+    logits, noisy_logits = map(ops.convert_to_tensor, (logits, noisy_logits))
     check_selected(num_selected_experts, noisy_logits.shape[-1])
     _, kept = top_experts(noisy_logits, noisy_logits, num_selected_experts)
     threshold = kept[..., -1:]

@@ -5,6 +5,7 @@ import math
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,8 @@ class EventFile:
         self._writer = tensorboardx.event_file_writer.EventsWriter(
             str(folder / "events"), suffix
         )
+        # The file is closed with whoever writes it.
+        weakref.finalize(self, self._writer.close)
         log = tensorboardx.proto.event_pb2.SessionLog
         self._append(step=first_step, session_log=log(status=log.START))
 

@@ -154,5 +154,8 @@ def test_bad_folders(root, tmp_path):
         data.load_captions(f"openclipart:{tmp_path}", "train")
     write(root, "a/1", "one", seed=1)
     (root / "png" / "a" / "1.png").write_bytes(b"no picture")
-    with pytest.raises(OSError, match=r"a/1\.png"):
+    with (
+        pytest.raises(OSError, match=r"a/1\.png"),
+        pytest.warns(UserWarning, match="are not kept: cannot identify image"),
+    ):
         data.load_captions(f"openclipart:{root}", "train")

@@ -87,7 +87,8 @@ def test_predictions_have_no_padding(model, make):
 
 
 def test_groups_of_real_images_are_as_they_were():
-    model = classifier(eval_capacity_factor=0.5, examples_per_group=2)
+    capacity = {"eval_capacity_factor": 0.5, "evaluation": "official"}
+    model = classifier(**capacity, examples_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)
     # Ten images: the last batch has a group of two, and a group of copies.
     actual = predictions(model, IMAGES[:10], batch_size=4, verbose=0)

@@ -14,6 +14,7 @@ tf = pytest.importorskip("tensorflow")
 ROWS = {"token_ids": np.arange(24, dtype="uint16").reshape(12, 2)}
 
 
+@pytest.mark.filterwarnings("ignore:1 files in")
 def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "a.md").write_text("# Ü\n\nfirst", encoding="utf-8")
@@ -23,7 +24,8 @@ def test_a_folder_has_a_document_per_file_or_line(tmp_path):
     lines = [json.dumps({"text": f"line {n}", "id": n}) for n in range(200)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines) + "\n\n")
     source = f"text:{tmp_path}"
-    texts = load_texts(source, "all")
+    with pytest.warns(UserWarning, match=r"1 files .* such as .*picture\.png"):
+        texts = load_texts(source, "all")
     assert texts[:2] == ("# Ü\n\nfirst", "line 0")
     assert texts[-1] == "second = 2\n"
     # Each document is in one split, drawn by its contents.

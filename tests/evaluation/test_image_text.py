@@ -134,6 +134,7 @@ WORDS = ["red", "green", "blue", "dark", "light"]
 
 
 @pytest.mark.usefixtures("op_by_op")
+@pytest.mark.filterwarnings("ignore:1 of 8 captions")
 def test_a_model_with_capacity_16_dropless_or_pruned():
     model = make()
     photos, owner = images(6, 8, 8, 3), np.array([0, 0, 1, 2, 2, 3, 4, 5])

@@ -33,7 +33,11 @@ def options_of(name):
         losses = {"importance": 0.1, "load": 0.1}
         return [
             {"auxiliary_losses": losses, "noise_std": 1.0},
-            {"eval_capacity_factor": 1.0, "priority": "max_gate"},
+            {
+                "eval_capacity_factor": 1.0,
+                "evaluation": "official",
+                "priority": "max_gate",
+            },
             {"priority": "sum_gates", "normalize_gates": "after"},
             {"dropless": True, "auxiliary_losses": {"router_z": 0.1}},
         ]
@@ -81,7 +85,12 @@ def test_moe_plus_plus(options):
 def test_moe_with_a_batch_size_unknown_to_tensorflow(group_size, training):
     from tensorflow import TensorSpec, function
 
-    layer = moe("softmax_token_choice", group_size, eval_capacity_factor=1.0)
+    layer = moe(
+        "softmax_token_choice",
+        group_size,
+        eval_capacity_factor=1.0,
+        evaluation="official",
+    )
     layer.build((None, 6, 8))
     traced = function(
         lambda x: layer(x, training=training)[0], [TensorSpec((None, 6, 8))]

@@ -14,6 +14,7 @@ ROUTING = {
     "combine": "affinity",
     "capacity_factor": 1.5,
     "eval_capacity_factor": 2.0,
+    "evaluation": "official",
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
     "noise_std": 0.5,
@@ -40,7 +41,6 @@ def expert_choice_router(**kwargs):
             sparse=False, solver="adam", iterations=3, learning_rate=0.1
         ),
         normalize_gates="after",
-        evaluation="official",
         **ROUTING,
         **kwargs,
     )

@@ -41,6 +41,7 @@ def test_stored_kernels_of_another_dtype_are_cast(tmp_path):
         assert_same(received, expected.astype("float16"))
 
 
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_a_kernel_of_another_shape_is_refused(tmp_path):
     saved = _model()
     saved.save_weights(tmp_path / "x.weights.h5")

@@ -215,6 +215,7 @@ def test_int8_kernels_keep_their_paths_and_their_neighbours():
 
 
 @pytest.mark.every_backend
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_int8_experts_are_saved_and_loaded(tmp_path):
     inputs = keras.Input((E, C, D))
     layer = experts()

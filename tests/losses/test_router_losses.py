@@ -132,7 +132,6 @@ def test_z_by_hand():
 # Properties of each
 
 
-@pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 @pytest.mark.parametrize("name", LOSSES_OF_TOKENS)
 @pytest.mark.parametrize(
     ("shape", "scale"),

@@ -50,7 +50,7 @@ ANY_BATCH = {
 }
 ONE_BATCH = {
     "official": {"router": "softmax_expert_choice", "evaluation": "official"},
-    "limited": {"eval_capacity_factor": 2.0},
+    "limited": {"evaluation": "official", "eval_capacity_factor": 2.0},
 }
 
 

@@ -7,8 +7,6 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-import tensorflow as tf
-import torch
 from keras import losses, ops
 
 from keras_moe.losses import SigmoidCrossentropy
@@ -145,9 +143,16 @@ class Examples:
 
 
 def data_loader():
+    torch = pytest.importorskip("torch")
     arrays = (torch.from_numpy(values) for values in (IMAGES, SPARSE))
     dataset = torch.utils.data.TensorDataset(*arrays)
     return torch.utils.data.DataLoader(dataset, batch_size=2)
+
+
+def tf_dataset():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((IMAGES, SPARSE)).batch(2)
 
 
 def grain_loader():
@@ -162,7 +167,7 @@ SOURCES = {
     "PyDataset": Sequence,
     "DataLoader": data_loader,
     "generator": lambda: (batch for batch in BATCHES),
-    "tf.data": lambda: tf.data.Dataset.from_tensor_slices((IMAGES, SPARSE)).batch(2),
+    "tf.data": tf_dataset,
     "grain.MapDataset": lambda: grain.MapDataset.source(Examples()).batch(2),
     "grain.DataLoader": grain_loader,
 }

@@ -453,6 +453,7 @@ def test_every_argument_round_trips(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_presets_round_trip(kind, tmp_path):
     model = language_model(kind)
     model.save_to_preset(tmp_path / "saved")

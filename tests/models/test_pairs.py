@@ -105,7 +105,8 @@ def test_limoe_routes_both_modalities_of_a_group_together():
 
 @pytest.mark.usefixtures("op_by_op")
 def test_pools_serve_their_modality_alone():
-    model = with_weights(limoe({"expert_pools": [[0, 1, 2], [3]]}))
+    pools = [[0, 1, 2], [3]]
+    model = with_weights(limoe({"expert_pools": pools, "auxiliary_losses": None}))
     records = outputs(keras.Model(model.input, model.routing), PAIRS)
     assert records["image/block_1"].combined[..., 3].max() == 0
     assert records["text/block_1"].combined[..., :3].max() == 0

@@ -258,6 +258,8 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
         {"num_layers": 2, "moe_layers": [1]},
     ],
 )
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
     message = rf"load_weights=False.*preset='{saved[0]}'"
     with pytest.raises(ValueError, match=message):

@@ -266,7 +266,7 @@ def test_ids_in_a_tf_data_pipeline_are_the_same(name, request):
 
     tokenizer = {
         "clip": lambda: request.getfixturevalue("clip"),
-        "own": lambda: own(max_length=20),
+        "own": lambda: own(max_length=32),
         "spm": lambda: TextTokenizer.sentence_piece(
             request.getfixturevalue("sentence_piece"), 20
         ),

@@ -62,6 +62,7 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert model.classify(photo)[0].name == str(labels[0])
 
 
+@pytest.mark.filterwarnings("ignore:10 of 128 captions")
 def test_emoji_find_their_names_as_well_as_the_list_says():
     model = models.from_preset("limoe_emoji")
     pairs = emoji_of_tests(model, captions="all")
@@ -165,6 +166,7 @@ def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.filterwarnings("ignore:10 of 128 captions")
 def test_experts_work(name):
     """No expert is without tokens; those of digits have a fair share each."""
     model = models.from_preset(name)

@@ -96,7 +96,11 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
     "kwargs",
     [
         {},
-        {"eval_capacity_factor": 1.0, "examples_per_group": 3},
+        {
+            "eval_capacity_factor": 1.0,
+            "evaluation": "official",
+            "examples_per_group": 3,
+        },
         {
             "class_token": False,
             "position_embedding": "sincos",

@@ -101,12 +101,13 @@ def test_removed_experts_change_no_output(method, affinity, options):
     ("method", "capacity"),
     [("router_drop", 6), ("router_pred_skip", 3), ("router_pred", 6)],
 )
-@pytest.mark.filterwarnings("ignore:eval_capacity_factor=1.0")
 @pytest.mark.parametrize("removed", [False, True])
 def test_the_capacity_counts_the_experts_that_serve_all_tokens(
     method, capacity, removed
 ):
-    router = TokenChoiceRouter(6, num_selected_experts=2, eval_capacity_factor=1.0)
+    router = TokenChoiceRouter(
+        6, num_selected_experts=2, eval_capacity_factor=1.0, evaluation="official"
+    )
     pruned = pruned_router(router, KEPT, method, removed)
     assert pruned.group_capacity(9, training=False) == capacity
 

@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of .* captions have more")
 OPTIONS = {"verbose": 0, "checkpoint_every": 1}
 
 

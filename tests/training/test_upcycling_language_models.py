@@ -258,6 +258,7 @@ def test_bad_input():
     check(r"Expected a dense model; .*\['block_1'\]", sparse)
 
 
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_weights_of_another_vocabulary(tmp_path):
     """A tied matrix is both embeddings and head, of one vocabulary."""
     sparse, _ = training.upcycle(gpt2(), num_experts=2)

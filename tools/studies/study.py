@@ -332,7 +332,11 @@ def as_json(value: Any) -> Any:
 def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
     """The arrays of a file, or None if they are not there or not whole."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        # NumPy leaves a damaged file open that it has opened itself.
+        with (
+            open(path, "rb") as opened,
+            np.load(opened, allow_pickle=False) as stored,
+        ):
             return dict(stored)
     except (
         OSError,

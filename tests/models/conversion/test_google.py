@@ -17,6 +17,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 CAPACITY = {
     "capacity_factor": 1.0,
     "eval_capacity_factor": 1.0,
+    "evaluation": "official",
     "examples_per_group": 3,
     "priority": "max_gate",
 }
