@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_dtype
+from keras_moe.compat import order_layers
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import saved_policy, settle_policies
@@ -71,6 +72,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         # === Layers and functional model ===
         inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        order_layers(self)
         settle_policies(self)
         # Bypass Keras's attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_routing", encoded.routing)

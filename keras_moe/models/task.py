@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.compat import flatten_layers
+from keras_moe.compat import flatten_layers, order_layers
 from keras_moe.models.adaptation import settle_policies
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
@@ -89,6 +89,7 @@ class MoETask(MoEModel):
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
+        order_layers(self)
         settle_policies(self)
         # Bypass attribute tracking, which would wrap these dicts.
         object.__setattr__(self, "_features", features)
