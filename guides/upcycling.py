@@ -147,8 +147,7 @@ console.print(costs)
 curves = {"dense, continued": [], "upcycled": [], "from scratch": []}
 for seed in SEEDS:
     keras.utils.set_random_seed(seed)
-    continued = keras.models.clone_model(dense)
-    continued.set_weights(dense.get_weights())
+    continued = dense.copy()
     upcycled, _ = training.upcycle(dense, num_experts=8, moe_layers=[2])
     scratch = models.from_preset("vmoe_digits", moe_layers=[2], **ARCHITECTURE)
     for name, model in zip(curves, (continued, upcycled, scratch)):

@@ -37,8 +37,17 @@ from keras.src.initializers.random_initializers import compute_fans
 # Losses by a function of two tensors.
 from keras.src.losses.losses import LossFunctionWrapper
 
+# A model made of other layers, which only this method tells from a call.
+from keras.src.models.functional import Functional
+
 # Keras changes the bases of a class when the first model of it is built.
 from keras.src.models.model import inject_functional_model_class
+
+# The generator of whatever draws without a seed.
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    global_seed_generator,
+)
 
 # Public stores copy the arrays they read, and cannot read into a buffer.
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
@@ -69,6 +78,8 @@ PRIVATE_METHODS = (
     (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
     # The index of a weight among the variables of an optimizer.
     (_OPTIMIZER, "_get_variable_index", ("variable",)),
+    # What `keras.models.clone_model` calls.
+    (Functional, "_run_through_graph", ("inputs", "operation_fn", "call_fn")),
 )
 
 
@@ -86,6 +97,21 @@ def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Vari
     """Returns a layer's variables, unlike the public lists without inner layers'."""
     name = "_trainable_variables" if trainable else "_non_trainable_variables"
     return list(getattr(layer, name))
+
+
+def order_layers(model: keras.Model) -> None:
+    """Puts a model's layers, and so its weights, in the order of its graph.
+
+    Keras tracks them in the order in which attributes are set, except on PyTorch.
+    """
+    places = {id(layer): place for place, layer in enumerate(model.layers)}
+    # Layers outside of the graph are last.
+    model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
+
+
+def is_clone(arguments: dict[str, Any]) -> bool:
+    """Whether `_run_through_graph` is called by `keras.models.clone_model`."""
+    return {"operation_fn", "call_fn"} <= set(arguments)
 
 
 def clear_losses(layer: keras.layers.Layer) -> None:
@@ -197,15 +223,51 @@ def restored(variables: list) -> Iterator[list[np.ndarray]]:
             variable.assign(value)
 
 
+def random_states() -> dict[str, Any]:
+    """Returns the states of all generators but those in models, as JSON data."""
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "keras": generator and keras.ops.convert_to_numpy(generator.state).tolist(),
+    }
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import random_torch
+
+        states["torch"] = random_torch.generator_states()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Sets what `random_states` returned, here or in an earlier process."""
+    if states["keras"] is None:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+    else:
+        global_seed_generator().state.assign(states["keras"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    set_backend_states(states)
+
+
+def set_backend_states(states: dict[str, Any]) -> None:
+    """Sets the states of the backend's generators; only PyTorch has any."""
+    # A checkpoint of another backend has none.
+    if keras.backend.backend() == "torch" and "torch" in states:
+        from keras_moe.ops.kernels import random_torch
+
+        random_torch.set_generator_states(states["torch"])
+
+
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Restores Python's and NumPy's random states, of which Keras draws seeds."""
-    states = random.getstate(), np.random.get_state()
+    """Restores all random states on exit, but those in models."""
+    states = random_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        set_random_states(states)
 
 
 @contextlib.contextmanager

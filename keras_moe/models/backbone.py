@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_bool, check_concrete, check_dtype
+from keras_moe.compat import order_layers
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
 from keras_moe.layers.initialization import initialization_rules
 from keras_moe.models import adaptation, overrides
@@ -82,6 +83,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         with initial_values(config.seed, cls.__name__, initialization_rules(config)):
             inputs, outputs, encoded = cls._functional(config, dtype)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        order_layers(self)
         settle_policies(self)
         if not trainable:
             self.trainable = False

@@ -13,6 +13,7 @@ import keras_hub
 from keras_moe.compat import (
     TorchParameters,
     inject_functional_model_class,
+    is_clone,
     is_jax_train_state,
 )
 from keras_moe.models import registry
@@ -80,6 +81,15 @@ class MoEModel(Exportable, TorchParameters):
 
     def _check_inputs(self, inputs, labels=None):
         check_inputs(self, inputs)
+
+    def _run_through_graph(self, *args, **kwargs):
+        if is_clone(kwargs):
+            raise ValueError(
+                "Expected model.copy(), or type(model).from_config(model.get_config()) "
+                "for new weights; received: keras.models.clone_model(model), which "
+                f"would be a plain Functional without {type(self).__name__}'s methods"
+            )
+        return super()._run_through_graph(*args, **kwargs)
 
     def _training_method(self, name: str) -> Callable:
         """Returns the Keras method of this name, such as `fit`."""

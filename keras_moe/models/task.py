@@ -9,7 +9,7 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_bool, check_concrete
-from keras_moe.compat import flatten_layers
+from keras_moe.compat import flatten_layers, order_layers
 from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
@@ -95,6 +95,7 @@ class MoETask(MoEModel):
             keras_hub.models.Task.__init__(
                 self, inputs=inputs, outputs=outputs, **kwargs
             )
+        order_layers(self)
         settle_policies(self)
         if not trainable:
             self.trainable = False

@@ -336,14 +336,15 @@ def _fits(group, saved, variable):
     same = same and ("float" in saved.dtype) == ("float" in variable.dtype)
     if group != "model":
         return same
-    # Keras calls unnamed variables "variable".
-    names = {_name(saved.path), _name(variable.path)} - {"variable"}
-    return same and len(names) < 2
+    # Keras calls unnamed variables "variable". The last name alone would not tell the
+    # kernels of two layers apart.
+    paths = {_plain(saved.path), _plain(variable.path)} - {"variable"}
+    return same and len(paths) < 2
 
 
-def _name(path):
+def _plain(path):
     # Keras renumbers layers and unnamed variables in each process.
-    return path.rpartition("/")[2].rstrip("0123456789").rstrip("_")
+    return re.sub(r"_?\d+(?=/|$)", "", path)
 
 
 def _read(path):

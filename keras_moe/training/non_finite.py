@@ -8,7 +8,12 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.compat import flatten_layers, own_variables, restored
+from keras_moe.compat import (
+    flatten_layers,
+    kept_random_states,
+    own_variables,
+    restored,
+)
 from keras_moe.training.callbacks import ProgressCallback
 
 _MARGIN = 4
@@ -127,7 +132,7 @@ def locate_non_finite(
         return NonFinite("weights", bad)
     if not all(_is_finite(value) for value in tree.flatten([x, y])):
         return NonFinite("inputs", "")
-    with restored(model.variables):
+    with kept_random_states(), restored(model.variables):
         with _watched_layers(model) as (finished, found):
             y_pred = model(x, training=True)
         if found:

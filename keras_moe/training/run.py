@@ -165,6 +165,7 @@ def train(
             branch_from=branch_from,
             best=None if best is None else run.best,
             may_differ=_EXTENDABLE if extend else (),
+            endless=True,
         )
         return _trained(run, checkpoint, callbacks, verbose)
 

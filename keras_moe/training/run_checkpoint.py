@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import os
-import random
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from keras_moe._version import __version__
 from keras_moe.checks import check_integer
+from keras_moe.compat import random_states, set_backend_states, set_random_states
 from keras_moe.training.callbacks import BestEpoch, Progress
 from keras_moe.training.checkpoints import (
     Checkpoint,
@@ -53,6 +53,8 @@ class RunCheckpoint(keras.callbacks.Callback):
         best: callback in `around` that compares epochs; the best epoch's checkpoint is
             kept for `restore_best`.
         may_differ: settings that may differ from the checkpoint's, see `changed`.
+        endless: whether `fit` gets `steps_per_epoch`, so that one iterator gives the
+            batches of all epochs.
 
     Example:
 
@@ -90,6 +92,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         branch_from: str | os.PathLike | None = None,
         best: BestEpoch | None = None,
         may_differ: Collection[str] = (),
+        endless: bool = False,
     ):
         super().__init__()
         self.folder = folder
@@ -110,18 +113,21 @@ class RunCheckpoint(keras.callbacks.Callback):
         # Step of the best epoch's checkpoint, and its row in the history.
         self.best_step, self.best_row = None, None
         self.may_differ = may_differ
+        self.endless = endless
         # Old values of the settings that changed.
         self.changed = {}
         self._restored = None
         self._begins_metrics = False
+        # Random states for the first batch.
+        self._random = None
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
         """Restores a model from the newest intact checkpoint; returns its step or 0.
 
-        Within an epoch, running metrics are restored when `fit` begins. On TensorFlow
-        they do not exist before the first batch: call `model.evaluate(..., steps=1)`
-        first.
+        Random states are restored once more when `fit` begins, and within an epoch
+        running metrics, too. On TensorFlow these do not exist before the first batch:
+        call `model.evaluate(..., steps=1)` first.
 
         Args:
             model: a model compiled like the run's.
@@ -135,21 +141,19 @@ class RunCheckpoint(keras.callbacks.Callback):
             return 0
         if checkpoint is None:
             checkpoint = open_checkpoint(self.branch_from)
-            if "random" not in checkpoint.state:
-                raise ValueError(
-                    "Expected the checkpoint of a run; received: "
-                    f"branch_from={str(self.branch_from)!r}"
-                )
+            _check_random_states(checkpoint)
             # Drops the other run's measurements and position within its epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**checkpoint.state, **begun}
             checkpoint = dataclasses.replace(checkpoint, state=state)
             self._begins_metrics = True
         else:
+            _check_random_states(checkpoint)
             self._check(checkpoint)
         state = checkpoint.state
         model.optimizer.build(model.trainable_variables)
         checkpoint.restore(_groups(model))
+        set_random_states(state["random"])
         self._restored, self.last = checkpoint, checkpoint.path
         self.progress.step, self.finished = checkpoint.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
@@ -200,10 +204,19 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.is_within_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
             checkpoint.restore(metrics)
-        states = checkpoint.state["random"]
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state(tuple(states["numpy"]))
+        set_random_states(checkpoint.state["random"])
+        if self.is_within_epoch or self.endless:
+            self._random = checkpoint.state["random"]
+
+    def begin_batches(self) -> None:
+        """Called when a batch begins; in a resumed run's first, it restores states.
+
+        PyTorch draws from its generator when an iterator of batches begins, which the
+        run before had done long ago.
+        """
+        if self._random is not None:
+            set_backend_states(self._random)
+            self._random = None
 
     def on_epoch_end(self, epoch, logs=None):
         for name, value in (logs or {}).items():
@@ -229,7 +242,6 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.is_within_epoch:
             groups["metrics"] = model.metrics_variables
         best = (self.best_step, self.best_row)
-        name, keys, *rest = np.random.get_state()
         if self.best is not None and self.best.improved:
             best = (step, self.best.row)
         state = {
@@ -239,10 +251,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             "history": self.history,
             "best": best,
             "callbacks": {name: x.get_state() for name, x in self._with_state()},
-            "random": {
-                "python": random.getstate(),
-                "numpy": [name, keys.tolist(), *rest],
-            },
+            "random": random_states(),
             "versions": versions(),
         }
         try:
@@ -316,6 +325,7 @@ class _First(keras.callbacks.Callback):
     # computes ahead.
     def on_train_batch_begin(self, batch, logs=None):
         checkpoint = self.checkpoint
+        checkpoint.begin_batches()
         is_due = checkpoint.every and checkpoint.progress.step % checkpoint.every == 0
         # Nothing is new right after restoring.
         if is_due and checkpoint.is_within_epoch and self.moved:
@@ -335,6 +345,15 @@ class _First(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self.stopped:
             self.stopped = self.model.stop_training = False
+
+
+def _check_random_states(checkpoint):
+    if "keras" not in checkpoint.state.get("random", ()):
+        raise ValueError(
+            "Expected the checkpoint of a run, with the random states of this version "
+            f"of keras_moe; received: {checkpoint.path}. Begin the run anew, or end it "
+            "with the version that began it"
+        )
 
 
 def _groups(model) -> dict[str, list[Any]]:
