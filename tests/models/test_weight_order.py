@@ -180,6 +180,7 @@ def test_every_copy_has_the_same_order(tmp_path):
     # Of one shape: kernels and biases that change places would go unnoticed.
     model = with_weights(KINDS["V-MoE"]())
     assert model.representation.kernel.shape == model.output_dense.kernel.shape
+    model.optimizer.build(model.trainable_variables)
     model.save(tmp_path / "model.keras")
     model.save_to_preset(tmp_path / "preset")
     copies = {
