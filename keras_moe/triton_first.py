@@ -18,7 +18,7 @@ class TritonFirst:
         """TensorFlow as the other finders find it, with a loader that loads Triton."""
         if name != "tensorflow":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
