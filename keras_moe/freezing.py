@@ -4,6 +4,7 @@ A config's `"frozen"` lists paths of layers and weights in it, such as `"block_0
 which is frozen with all that is in it; `"!block_0/mlp"` is trained all the same.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -72,16 +73,17 @@ def _keeps_own(part):
 
 def freeze(
     layer: keras.layers.Layer, paths: Iterable[str], strict: bool = True
-) -> None:
+) -> list[str]:
     """Freezes what `frozen_paths` returned, here or in a layer with the same parts.
 
-    Unknown paths raise ValueError, or are left out with `strict=False`.
+    Unknown paths raise ValueError, or are returned with `strict=False`.
     """
     if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
         raise ValueError(
             f"Expected {FROZEN} to be a list of paths, such as ['block_0']; received: "
             f"{FROZEN}={paths!r}"
         )
+    missing = []
     # A layer before its parts, which may differ.
     for path in sorted(paths, key=lambda path: path.removeprefix("!")):
         part = layer
@@ -90,12 +92,15 @@ def freeze(
             if name not in parts and strict:
                 raise ValueError(
                     f"Expected {FROZEN} paths of layers or weights of "
-                    f"{type(layer).__name__}; received: {path!r} "
-                    f"({nearest(name, list(parts))})"
+                    f"{type(layer).__name__}, or {FROZEN}=[] to train all; received: "
+                    f"{path!r} ({nearest(name, list(parts))})"
                 )
             part = parts.get(name)
-        if part is not None:
+        if part is None:
+            missing.append(path)
+        else:
             part.trainable = path.startswith("!")
+    return missing
 
 
 def copy_freezing(
@@ -109,11 +114,19 @@ def copy_freezing(
     """
     if not source.trainable:
         target.trainable = False
-    paths = frozen_paths(source, inner_models=True)
+    paths = {path: {path} for path in frozen_paths(source, inner_models=True)}
     for old, new in (renamed or {}).items():
-        ending = f"/{old}"
-        paths += [x.removesuffix(old) + new for x in paths if x.endswith(ending)]
-    freeze(target, paths, strict=renamed is None)
+        for path, names in paths.items():
+            if path.endswith(f"/{old}"):
+                names.add(path.removesuffix(old) + new)
+    names = sorted(set().union(*paths.values()))
+    missing = set(freeze(target, names, strict=renamed is None))
+    if lost := [path for path, names in paths.items() if names <= missing]:
+        warnings.warn(
+            f"Frozen in the source, but trained in {target.name}, which has other "
+            f"layers there: {lost}",
+            stacklevel=4,
+        )
 
 
 class KeepsFrozen:

@@ -4,6 +4,8 @@ Axes: D hidden, H mlp, L layers.
 """
 
 import math
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +136,14 @@ def check_initialization(value: Any) -> Any:
             "Expected initialization to be None, a name, or a dict from patterns of "
             f"weight paths to initializers; received: initialization={value!r}"
         )
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                "Expected initialization to map patterns of weight paths; received: "
+                f"{pattern!r} ({error})"
+            ) from None
     return {
         pattern: keras.initializers.serialize(
             check_initializer("initialization", initializer)
@@ -145,6 +155,23 @@ def check_initialization(value: Any) -> Any:
 def initialization_rules(config: Any) -> dict[str, Any]:
     """Patterns of weight paths to initializers, by a backbone's config."""
     value = getattr(config, "initialization", None)
-    if isinstance(value, str):
+    if not isinstance(value, str):
+        return value or {}
+    try:
         return INITIALIZATIONS[value](config)
-    return value or {}
+    except AttributeError as error:
+        raise ValueError(
+            f"Expected an initialization for {type(config).__name__}; received: "
+            f"initialization={value!r} ({error})"
+        ) from None
+
+
+def warn_of_unused(config: Any, used: set[str]) -> None:
+    """Warns of patterns of the user's own that no weight's path matched."""
+    value = getattr(config, "initialization", None)
+    if isinstance(value, dict) and (unused := [x for x in value if x not in used]):
+        warnings.warn(
+            f"No weight has a path like these patterns of initialization: {unused}. "
+            "Paths are those of `backbone.weights`, such as block_0/mlp/hidden/kernel",
+            stacklevel=4,
+        )

@@ -12,7 +12,7 @@ from keras import ops
 from keras_moe.checks import check_bool, check_concrete, check_dtype
 from keras_moe.compat import order_layers
 from keras_moe.layers import EncoderConfig, MoEConfig, MuMoEConfig
-from keras_moe.layers.initialization import initialization_rules
+from keras_moe.layers.initialization import initialization_rules, warn_of_unused
 from keras_moe.models import adaptation, overrides
 from keras_moe.models.adaptation import (
     saved_policy,
@@ -80,8 +80,10 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         check_dtype("dtype", dtype)
 
         # === Layers and functional model ===
-        with initial_values(config.seed, cls.__name__, initialization_rules(config)):
+        rules = initialization_rules(config)
+        with initial_values(config.seed, cls.__name__, rules) as used:
             inputs, outputs, encoded = cls._functional(config, dtype)
+        warn_of_unused(config, used)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         order_layers(self)
         settle_policies(self)

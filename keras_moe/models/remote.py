@@ -7,10 +7,12 @@ repository).
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
@@ -96,11 +98,17 @@ def _hugging_face_file(preset, name):
 
 def check_storage(address: str) -> None:
     """Raises ConnectionError at once, where TensorFlow would try for minutes."""
-    import requests
-
     with named_errors(address):
-        # Any answer will do, such as that nobody may list the buckets.
-        requests.head(GOOGLE_STORAGE, timeout=_PATIENCE)
+        _reach_storage()
+
+
+@functools.cache
+def _reach_storage():
+    # Once a process: later failures are for the client itself to try again. Any answer
+    # will do, such as that the buckets may not be listed.
+    request = urllib.request.Request(GOOGLE_STORAGE, method="HEAD")
+    with contextlib.suppress(HTTPError):
+        urllib.request.urlopen(request, timeout=_PATIENCE).close()
 
 
 def local(address: str) -> str:
@@ -186,6 +194,8 @@ def _named(error, source):
     # Of Python's own, neither those made here nor a closed standard output.
     if isinstance(error, (ConnectionError, TimeoutError)) and source not in str(error):
         is_network = not isinstance(error, BrokenPipeError)
+    # The connection was lost after the server had answered.
+    is_network |= isinstance(error, errors.LocalEntryNotFoundError)
     if is_network or isinstance(error, errors.HfHubHTTPError):
         return ConnectionError(
             f"Expected a connection to {server} for {source}; {received}{offline}"

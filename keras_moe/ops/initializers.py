@@ -35,6 +35,7 @@ class _Start(NamedTuple):
     seed: int
     name: str
     rules: Mapping[str, Any]
+    used: set[str]
 
 
 _SKIPS = contextvars.ContextVar("skips", default=False)
@@ -54,8 +55,10 @@ def skip_init(wanted: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def initial_values(
     seed: int | None, name: str, rules: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+) -> Iterator[set[str]]:
     """Weights made within the context start by this seed and their paths.
+
+    The patterns that weights matched are in the set that it gives.
 
     `name` tells models with the same seed and paths apart, such as the towers of a
     pair. `rules` maps patterns of paths to initializers, which come before the
@@ -63,9 +66,10 @@ def initial_values(
     `keras.utils.set_random_seed` seeds.
     """
     seed = random.getrandbits(64) if seed is None else seed
-    token = _START.set(_Start(seed, name, rules or {}))
+    start = _Start(seed, name, rules or {}, set())
+    token = _START.set(start)
     try:
-        yield
+        yield start.used
     finally:
         _START.reset(token)
 
@@ -79,10 +83,11 @@ class PathInitializer(keras.initializers.Initializer):
     """
 
     def __init__(self, initializer: Any, path: str = ""):
-        initializer = keras.initializers.get(initializer)
+        initializer = self._given = keras.initializers.get(initializer)
         start = _START.get()
         for pattern, other in (start.rules if start else {}).items():
             if re.fullmatch(pattern, path):
+                start.used.add(pattern)
                 initializer = _replaced(initializer, keras.initializers.get(other))
                 break
         self.initializer = initializer
@@ -92,16 +97,18 @@ class PathInitializer(keras.initializers.Initializer):
             seed = start.seed if seed is None else seed
             self._stream = f"{seed}/{start.name}/{path}"
         else:
-            # The path would begin with a name that counts the layers of the process.
+            # The path begins with a name that counts the layers of the process.
             seed = random.getrandbits(64) if seed is None else seed
-            self._stream = f"{seed}/{path.rpartition('/')[2]}"
+            self._stream = f"{seed}/{path.partition('/')[2]}"
 
     def __call__(self, shape, dtype=None):
         dtype = keras.backend.standardize_dtype(dtype or keras.config.floatx())
-        skipped = _skipped_value(self.initializer, tuple(shape), dtype)
+        # Rules are for numbers that train, not for those of int8 kernels.
+        initializer = self.initializer if "float" in dtype else self._given
+        skipped = _skipped_value(initializer, tuple(shape), dtype)
         if skipped is not None:
             return skipped
-        return _drawn(self.initializer, tuple(shape), dtype, self._stream)
+        return _drawn(initializer, tuple(shape), dtype, self._stream)
 
     def get_config(self):
         stored = keras.initializers.serialize(self.initializer)

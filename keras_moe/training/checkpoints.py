@@ -189,10 +189,10 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
     Example: see `save_checkpoint`.
     """
-    path = formats.reached_path(path)
     opened = []
     try:
-        checked_all_gather(lambda: opened.append(_read(path)))
+        # All processes learn of it where one does not reach the folder.
+        checked_all_gather(lambda: opened.append(_read(formats.reached_path(path))))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"Expected a whole checkpoint; received: {path} ({error})"
@@ -221,17 +221,17 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
 
 def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
     """Deletes leftovers of interrupted writes, and optionally all checkpoints."""
-    folder = formats.reached_path(folder)
 
     def clean() -> None:
-        for path in list(folder.iterdir()) if folder.exists() else ():
+        parent = formats.reached_path(folder)
+        for path in list(parent.iterdir()) if parent.exists() else ():
             if (leftover := _LEFTOVER.fullmatch(path.name)) is None:
                 continue
             if leftover["replaced"]:
-                recover_folder(folder / leftover["replaced"])
+                recover_folder(parent / leftover["replaced"])
             else:
                 _remove(path)
-        for path in list_checkpoints(folder) if everything else ():
+        for path in list_checkpoints(parent) if everything else ():
             _remove(path)
 
     broadcast_from_primary(clean)

@@ -1,5 +1,6 @@
 """What fresh models start from, compared with the published codes."""
 
+import hashlib
 import re
 import warnings
 
@@ -176,7 +177,7 @@ CLIP = {
 def published(name):
     """The spreads that a preset's weights should have."""
     preset = PRESETS[name]
-    if name.endswith("_emoji"):
+    if name.endswith(("_emoji", "_python")):
         # Ours: ViT's, and CLIP's text embeddings.
         return SHARED_CLIP_UP
     if preset["backbone"] == "CLIPBackbone":
@@ -253,8 +254,6 @@ def test_values_are_the_same_on_every_backend():
     model = fresh("moepp_lm_0.6b", seed=1)
     found = values(model)
     # LLaMA's N(0, 0.02) by NumPy's Philox, keyed by BLAKE2b of seed, class and path.
-    import hashlib
-
     for path, stream in (
         ("block_0/attention/query/kernel", ""),
         ("block_1/moe/experts/gate_kernel", "/0"),
@@ -286,3 +285,22 @@ def test_rules_of_the_users_own_come_before_the_layers():
 def test_unknown_initializations_are_refused(value):
     with pytest.raises(ValueError, match="Expected initialization"):
         fresh("vit_s16", initialization=value)
+
+
+def test_rules_that_cannot_be_meant():
+    with pytest.warns(UserWarning, match="No weight has a path like .*mlp/hiden"):
+        fresh("vit_s16", initialization={".*mlp/hiden/kernel": "zeros"})
+    with pytest.raises(ValueError, match="patterns of weight paths; received: '\\('"):
+        fresh("vit_s16", initialization={"(": "zeros"})
+    with pytest.raises(ValueError, match="initialization for DecoderConfig"):
+        fresh("gpt2", initialization="mumoe_mixer")
+
+
+def test_int8_kernels_of_a_config_start_at_zero():
+    model = fresh("vmoe_s16", initialization={r".*kernel": "he_normal"}, seed=1)
+    model.quantize("int8", filters="experts")
+    again = type(model).from_config(model.get_config())
+    found = {w.path: keras.ops.convert_to_numpy(w) for w in again.weights}
+    kernel = found["block_1/moe/experts/hidden_kernel"]
+    assert kernel.dtype == "int8"
+    assert not kernel.any()

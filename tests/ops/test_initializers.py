@@ -148,6 +148,21 @@ class Outer(keras.layers.Layer):
         return self.second(self.first(x))
 
 
+def test_a_seed_of_the_users_own_gives_sublayers_their_own_values():
+    kernels = []
+    # The names of these layers count on.
+    for _ in range(2):
+        glorot = initializers.GlorotUniform(seed=1)
+        layer = SelfAttention(2, 4, kernel_initializer=glorot)
+        layer.build((None, 5, 8))
+        kernels.append(
+            [to_numpy(w).ravel() for w in layer.weights if "kernel" in w.path]
+        )
+    assert len({tuple(kernel) for kernel in kernels[0]}) == 4
+    for first, again in zip(*kernels):
+        assert_same(first, again)
+
+
 @pytest.mark.every_backend
 def test_weights_that_keras_makes_later_do_not_start_alike():
     layer = Outer()
