@@ -311,6 +311,18 @@ def test_other_variables_are_refused(tmp_path):
             checkpoint.restore({"model": [other, *variables()[1:]]})
 
 
+def test_kernels_that_changed_places_are_refused(tmp_path):
+    layers = [keras.layers.Dense(3, name=name) for name in ("head", "pre_logits")]
+    for layer in layers:
+        layer.build((None, 3))
+    groups = [{"model": [x.kernel, y.kernel]} for x, y in (layers, layers[::-1])]
+    training.save_checkpoint(tmp_path, 1, groups[0], {})
+    checkpoint = training.find_checkpoint(tmp_path)
+    checkpoint.restore(groups[0])
+    with pytest.raises(ValueError, match=r"of pre_logits/kernel in .*head/kernel"):
+        checkpoint.restore(groups[1])
+
+
 def test_files_without_the_variables_of_their_state_are_refused(tmp_path):
     path = save(tmp_path, 1)
     content = json.loads((path / "state.json").read_text())
@@ -364,6 +376,16 @@ def test_a_run_resumes_exactly(tmp_path, kind):
     actual, again = run(tmp_path / "ended", 3)
     assert again == history
     assert_same(actual.variables, expected.variables)
+
+
+def test_a_run_without_all_random_states_is_refused(tmp_path):
+    run(tmp_path, 1)
+    path = tmp_path / "step-00000002" / "state.json"
+    content = json.loads(path.read_text())
+    del content["state"]["random"]["keras"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"of this version .* Begin the run anew"):
+        run(tmp_path, 2)
 
 
 def test_your_own_settings_may_have_any_names(tmp_path):

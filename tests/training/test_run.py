@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, routers, training
+from keras_moe.compat import random_states
 from keras_moe.training import Recipe, train
 from tests.training.runs import (
     Ends,
@@ -202,7 +203,8 @@ Y = np.ones((2, 1), "float32")
 
 @pytest.mark.every_backend
 def test_the_first_layer_that_is_not_finite_is_found():
-    model = compiled(Nested(name="nested"))
+    model = compiled(Nested(name="nested"), keras.layers.Dropout(0.1))
+    states = random_states()
     assert training.locate_non_finite(model, X, Y) is None
     model.layers[0].inner.amount.assign(1.0)
     before = [to_numpy(v.value).copy() for v in model.variables]
@@ -220,6 +222,8 @@ def test_the_first_layer_that_is_not_finite_is_found():
     actual = training.locate_non_finite(model, X, Y)
     assert actual.what == "weights"
     assert actual.where.endswith("nested/root/bias")
+    # Those of dropout without a seed are not in the model.
+    assert random_states() == states
 
 
 @pytest.mark.every_backend
