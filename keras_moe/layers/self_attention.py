@@ -94,6 +94,7 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
         check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
         self.causal = check_bool("causal", causal)
+        self._has_gate = bool(kwargs.get("use_gate"))
         self._is_plain = not (
             causal or kwargs.get("use_gate") or kwargs.get("sliding_window")
         )
@@ -207,7 +208,7 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
     def _get_common_kwargs_for_sublayer(self):
         arguments = super()._get_common_kwargs_for_sublayer()
         # Keras asks for each sublayer before it makes it.
-        names = ["query", "key", *["gate"] * self._use_gate, "value"]
+        names = ["query", "key", *["gate"] * self._has_gate, "value"]
         made = sum(hasattr(self, f"_{name}_dense") for name in names)
         path = [*names, "attention_output"][made]
         for name in ("kernel", "bias"):
