@@ -215,7 +215,7 @@ WRITERS = {
     "cli/main.py": "a log is appended to",
     "cli/timm_outputs.py": "a temporary folder for another process",
     "data/_files.py": "arrays go into a file of `files.new_file`",
-    "models/conversion/sources.py": "Keras downloads to a folder of its own",
+    "models/remote.py": "Keras downloads to a folder of its own",
     "models/onnx_torch.py": "a program and its weights leave a folder of `new_partial`",
     "models/weights_file.py": "HDF5 goes into a file of `files.new_file`",
     "training/checkpoints.py": "a checkpoint is moved away before it is deleted",

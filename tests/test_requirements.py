@@ -87,7 +87,14 @@ def test_everything_that_is_imported_is_declared():
     distributions = importlib.metadata.packages_distributions()
     # What JAX's extras and PyTorch's build for CUDA bring, and a service's client, for
     # `--wandb` alone.
-    known = {*sys.stdlib_module_names, "keras_moe", "jax_plugins", "triton", "wandb"}
+    known = {
+        *sys.stdlib_module_names,
+        "keras_moe",
+        "jax_plugins",
+        "jaxlib",
+        "triton",
+        "wandb",
+    }
     for module in imported.keys() - known:
         names = map(_canonical, distributions.get(module, [module]))
         assert not declared.isdisjoint(names), f"{imported[module]} imports {module}"

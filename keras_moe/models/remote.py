@@ -107,8 +107,10 @@ def _reach_storage():
     # Once a process: later failures are for the client itself to try again. Any answer
     # will do, such as that the buckets may not be listed.
     request = urllib.request.Request(GOOGLE_STORAGE, method="HEAD")
-    with contextlib.suppress(HTTPError):
+    try:
         urllib.request.urlopen(request, timeout=_PATIENCE).close()
+    except HTTPError as error:
+        error.close()
 
 
 def local(address: str) -> str:
@@ -142,6 +144,8 @@ def local(address: str) -> str:
             cause = error.__context__ or error
             if isinstance(cause, OSError) and not isinstance(cause, HTTPError):
                 raise cause from None
+            if isinstance(cause, HTTPError):
+                cause.close()
             raise ValueError(
                 f"Expected a file that can be downloaded from {url}; received: {error}"
             ) from error

@@ -96,9 +96,10 @@ class PathInitializer(keras.initializers.Initializer):
         if start is not None:
             seed = start.seed if seed is None else seed
             self._stream = f"{seed}/{start.name}/{path}"
+        elif seed is None:
+            # Paths have names here that count the layers of the process.
+            self._stream = f"{random.getrandbits(64)}"
         else:
-            # The path begins with a name that counts the layers of the process.
-            seed = random.getrandbits(64) if seed is None else seed
             self._stream = f"{seed}/{path.partition('/')[2]}"
 
     def __call__(self, shape, dtype=None):

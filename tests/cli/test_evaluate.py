@@ -179,6 +179,7 @@ def test_the_images_are_those_of_the_run(photos, tmp_path):
     (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 
+@pytest.mark.filterwarnings("default:.* is evaluated without trained weights")
 def test_architectures_without_weights_are_named(program):
     overrides = {**SMALL, "load_weights": False}
     pairs = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]

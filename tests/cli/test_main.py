@@ -236,6 +236,7 @@ def test_the_users_keras_json_holds(monkeypatch, tmp_path, config, backend):
     assert os.environ["KERAS_BACKEND"] == (backend or "jax")
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(program, work):
     def run(args, console):
         warnings.warn("a corrupt\n  checkpoint", stacklevel=1)

@@ -174,6 +174,7 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert "the same command resumes where it stopped" in errors
 
 
+@pytest.mark.filterwarnings("ignore:After step 5 the learning rate goes:UserWarning")
 def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
     """By its own callback, which its package brings."""
     logged = {}
@@ -201,7 +202,9 @@ def test_weights_and_biases_gets_keras_s_logs(train, tmp_path, monkeypatch):
     assert logged["config"]["schedule.epochs"] == 1
     assert {"loss", "val_accuracy"} <= logged[0]
     options = (*options, "--wandb", "mine", "--health-every", 0)
-    train(*options, "--extend", "--recipe-set", "schedule.epochs=2")
-    train(*options, "--restart")
+    extended = (*options, "--extend", "--recipe-set", "schedule.epochs=2")
+    for arguments in (extended, (*options, "--restart")):
+        status, _, errors = train(*arguments)
+        assert status == 0, errors
     first, second, third = logged["id"]
     assert first == second != third

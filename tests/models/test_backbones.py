@@ -96,6 +96,7 @@ BLOCKS = {
     "layer_scale_initial_value": 0.1,
     "norm": "rms",
     "gated_mlp": True,
+    "initialization": "siglip",
     "use_bias": False,
     "rematerialize": True,
     "seed": 7,
