@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,13 @@ class Outcome(NamedTuple):
     errors: str
 
 
+def status_of(main, *arguments):
+    """Runs `main`, whose warnings people see instead of an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        return main([str(argument) for argument in arguments])
+
+
 @pytest.fixture
 def program(main, capsys, monkeypatch):
     """Runs `main` with some arguments."""
@@ -24,7 +32,7 @@ def program(main, capsys, monkeypatch):
 
     def run(*arguments):
         capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
+        status = status_of(main, *arguments)
         return Outcome(status, *capsys.readouterr())
 
     return run
@@ -54,7 +62,7 @@ def tables_and_json(main, tmp_path_factory):
         output = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
             patch.setenv("COLUMNS", "160")
-            status = main([*map(str, arguments), "--json", str(path)])
+            status = status_of(main, *arguments, "--json", path)
         assert status == 0
         return output.getvalue(), json.loads(path.read_text())
 

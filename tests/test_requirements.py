@@ -85,16 +85,9 @@ def test_everything_that_is_imported_is_declared():
     assert {"h5py", "ml_dtypes", "orbax", "markupsafe", "timm"} <= set(imported)
     declared = {_canonical(requirement.name) for requirement in _declared()}
     distributions = importlib.metadata.packages_distributions()
-    # What JAX's extras and PyTorch's build for CUDA bring, and a service's client, for
-    # `--wandb` alone.
-    known = {
-        *sys.stdlib_module_names,
-        "keras_moe",
-        "jax_plugins",
-        "jaxlib",
-        "triton",
-        "wandb",
-    }
+    # Parts of JAX and of PyTorch, and a service's client, for `--wandb` alone.
+    known = {"keras_moe", "jaxlib", "jax_plugins", "triton", "wandb"}
+    known.update(sys.stdlib_module_names)
     for module in imported.keys() - known:
         names = map(_canonical, distributions.get(module, [module]))
         assert not declared.isdisjoint(names), f"{imported[module]} imports {module}"
