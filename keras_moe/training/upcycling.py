@@ -49,6 +49,8 @@ UPCYCLING_PRESETS = {
         # S / E.
         "capacity_factor": 1.0,
         "priority": "first_come",
+        # Section 2.2 routes all tokens of a batch.
+        "examples_per_group": None,
         # Appendix B.3: the text encoder routes padding, which takes up capacity.
         "mask_padding": False,
     },
