@@ -67,6 +67,23 @@ def test_a_failed_write_says_where_and_how_much(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG, errno.ENOSPC])
+def test_a_quota_a_limit_and_a_full_disk_are_one_error(tmp_path, monkeypatch, number):
+    def refused(descriptor, offset, size):
+        assert size == 5000
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OSError, match=r"5,000 bytes to write, and .* free") as report:
+        files.write_text(tmp_path / "file", "x" * 5000)
+    assert report.value.errno == number
+    assert os.listdir(tmp_path) == []
+    # This says that the file system does not reserve.
+    number = errno.EOPNOTSUPP
+    files.write_text(tmp_path / "file", "x" * 5000)
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def folder_of(path, content):
     path.mkdir()
     (path / "file").write_text(content)
