@@ -27,6 +27,7 @@ from keras_moe.files import (
     is_plain_file,
     new_partial,
     read_text,
+    regular_file,
     replace_folder,
     sha256_of,
     sync_file,
@@ -136,7 +137,7 @@ def read_safetensors(path: Path) -> dict:
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
-        file_path = path / f"{group}.safetensors"
+        file_path = regular_file(path / f"{group}.safetensors", path)
         try:
             with safe_open(file_path, framework="np") as file:
                 for index, variable in enumerate(variables):
