@@ -137,9 +137,9 @@ def read_safetensors(path: Path) -> dict:
 def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     """Assigns the saved arrays to variables."""
     for group, variables in groups.items():
-        file_path = regular_file(path / f"{group}.safetensors", path)
+        file_path = path / f"{group}.safetensors"
         try:
-            with safe_open(file_path, framework="np") as file:
+            with safe_open(regular_file(file_path, path), framework="np") as file:
                 for index, variable in enumerate(variables):
                     name = f"{index:05d}/{saved[group][index].path}"
                     variable.assign(file.get_tensor(name))
