@@ -1,13 +1,16 @@
-"""Atomic writes of files and folders, and locks.
+"""The door that files are read through, atomic writes of files and folders, and locks.
 
-Content is written next to the target, synced to disk, and renamed. A failed write
-raises an OSError with the path and the number of bytes, and leaves the target intact.
+Nothing but regular files is read: a pipe would wait for a writer for ever. A path that
+the user gave may be a link; what is found in a folder may not lead out of it. Content
+is written next to the target, synced to disk, and renamed. A failed write raises an
+OSError with the path and the number of bytes, and leaves the target intact.
 """
 
 import contextlib
 import datetime
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -15,6 +18,7 @@ import re
 import shutil
 import socket
 import stat
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +33,72 @@ _PARTIAL = ".partial"
 _PATIENCE = 600
 
 
-# Files
+# Reading
+
+
+def path_within(path: str | os.PathLike, folder: str | os.PathLike) -> str:
+    """Resolves a path; refuses one that leads out of the folder it was found in."""
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    places = [root]
+    # `models--USER--NAME/snapshots/...` of huggingface_hub's cache links to its blobs.
+    cache = root.rpartition(f"{os.sep}snapshots{os.sep}")[0]
+    if "--" in os.path.basename(cache):
+        places.append(os.path.join(cache, "blobs"))
+    for place in places:
+        if real == place or real.startswith(os.path.join(place, "")):
+            return real
+    raise ValueError(
+        f"Expected links to stay within {root}; received: {path}, which leads to {real}"
+    )
+
+
+def open_regular(
+    path: str | os.PathLike,
+    within: str | os.PathLike | None = None,
+    buffering: int = -1,
+) -> BinaryIO:
+    """Opens a regular file to read; `within` is the folder it was found in, if any."""
+    real, flags = path, getattr(os, "O_NONBLOCK", 0)
+    if within is not None:
+        real, flags = path_within(path, within), flags | getattr(os, "O_NOFOLLOW", 0)
+
+    def opener(name: str, own: int) -> int:
+        return os.open(name, own | flags)
+
+    file = open(real, "rb", buffering, opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(
+            f"Expected a file, and not a pipe or device; received: {os.fspath(path)}"
+        )
+    return file
+
+
+def regular_file(path: Any, within: str | os.PathLike | None = None) -> Any:
+    """Returns the path of a file that another library opens, checked alike."""
+    open_regular(path, within).close()
+    return path
+
+
+def read_bytes(
+    path: str | os.PathLike, within: str | os.PathLike | None = None
+) -> bytes:
+    """Returns the content of a regular file."""
+    with open_regular(path, within) as file:
+        return file.read()
+
+
+def read_text(
+    path: str | os.PathLike,
+    within: str | os.PathLike | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """Returns the text of a regular file, with ends of lines as newlines."""
+    with io.TextIOWrapper(open_regular(path, within), encoding) as file:
+        return file.read()
+
+
+# Writing
 
 
 def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
@@ -49,11 +118,31 @@ def check_free_space(path: str | os.PathLike, size: int) -> None:
         raise write_failed(full, path, size)
 
 
+def check_room(path: str | os.PathLike, *sizes: int) -> None:
+    """Raises OSError if new files of these sizes may not be written next to `path`.
+
+    Their space is reserved and given back, since a quota or a limit of the size of
+    files shows in nothing else.
+    """
+    check_free_space(path, sum(sizes))
+    folder = Path(path).absolute().parent
+    try:
+        with contextlib.ExitStack() as files:
+            for size in filter(None, sizes if hasattr(os, "posix_fallocate") else ()):
+                # It has no name, so that nothing is left by a killed process.
+                file = files.enter_context(tempfile.TemporaryFile(dir=folder))
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        # By other errors, file systems say that they do not reserve.
+        if error.errno in (errno.EDQUOT, errno.EFBIG, errno.ENOSPC):
+            raise write_failed(error, path, sum(sizes)) from error
+
+
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike, size: int = 0) -> Iterator[BinaryIO]:
     """Opens a file that replaces `path` once written; needs space for `size` bytes."""
     path = Path(path)
-    check_free_space(path, size)
+    check_room(path, size)
     part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
         with open(part, "xb") as file:
@@ -128,7 +217,7 @@ def _sync_tree(path: str | os.PathLike) -> None:
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Returns the SHA-256 of a file as hexadecimal digits."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -190,7 +279,7 @@ def locked(
 
 def _holder(path):
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if holder := path.read_text()[:200]:
+        if holder := read_text(path)[:200]:
             return holder
     return "another process"
 

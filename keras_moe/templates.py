@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from keras_moe.files import read_text
+
 Template = str | Callable[[str], str]
 
 PLACE = "{}"
@@ -59,7 +61,7 @@ def read_lines(
         )
     try:
         # Editors may write a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, encoding="utf-8-sig")
         if path.suffix == ".json":
             lines = json.loads(text)
             if not isinstance(lines, list):

@@ -67,6 +67,23 @@ def test_a_failed_write_says_where_and_how_much(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG, errno.ENOSPC])
+def test_a_quota_a_limit_and_a_full_disk_are_one_error(tmp_path, monkeypatch, number):
+    def refused(descriptor, offset, size):
+        assert size == 5000
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OSError, match=r"5,000 bytes to write, and .* free") as report:
+        files.write_text(tmp_path / "file", "x" * 5000)
+    assert report.value.errno == number
+    assert os.listdir(tmp_path) == []
+    # This says that the file system does not reserve.
+    number = errno.EOPNOTSUPP
+    files.write_text(tmp_path / "file", "x" * 5000)
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def folder_of(path, content):
     path.mkdir()
     (path / "file").write_text(content)
@@ -254,6 +271,125 @@ def test_files_are_written_in_one_way():
         if writes_by_itself(path.read_text(encoding="utf-8"))
     }
     assert places == set(WRITERS)
+
+
+# One door to read files
+
+# Files of the package that open files otherwise, and why.
+READERS = {
+    "__init__.py": "Keras's own config, before Keras may be imported",
+    "cli/comparison.py": "a temporary folder of its own",
+    "cli/main.py": "its own log",
+    "cli/timm_outputs.py": "a temporary folder of its own",
+    "data/_emoji_names.py": "a file of the package",
+    "data/_examples.py": "records that `globbed` has checked",
+    "data/_folder.py": "images that `files_below` or `files_listed` has checked",
+    "data/_python_docs.py": "Python's own library",
+    "data/_tfrecord.py": "records that `globbed` has checked",
+    "distribution/compilation_jax.py": "files of the package, and what XLA wrote",
+    "evaluation/zero_shot.py": "a file of the package",
+    "files.py": "this is the door, and locks",
+    "models/adaptation.py": "weights in `checked_weights`",
+    "models/model.py": "weights in `checked_weights`",
+    "models/registry.py": "files of the package",
+    "models/task.py": "weights in `checked_weights`",
+    "models/weights_file.py": "weights in `checked_weights`, and files to write",
+    "report/writing.py": "files of the package",
+    "training/model_soups.py": "weights in `checked_weights`",
+}
+OPEN = {
+    "open", "os.open", "io.open", "gzip.open", "tarfile.open", "zipfile.ZipFile",
+    "np.load", "json.load", "tomllib.load", "h5py.File", "safe_open", "load_file",
+    "Image.open", "ElementTree.parse", "ElementTree.iterparse", "tf.io.read_file",
+    "tf.data.TFRecordDataset", "tf.raw_ops.TFRecordDatasetV2", "onnx.load",
+    "keras.saving.load_model", "keras.saving.load_weights", "super().load_weights",
+}  # fmt: skip
+DOOR = re.compile(r"\b(regular_file|open_regular|read_bytes|read_text)\(")
+
+
+def reads_by_itself(source: str) -> bool:
+    """Returns whether a file's source opens a path without the door of `files`."""
+    nodes = [*ast.walk(ast.parse(source))]
+    items = [x for node in nodes if isinstance(node, ast.With) for x in node.items]
+    opened = {
+        ast.unparse(x.optional_vars)
+        for x in items
+        if x.optional_vars and DOOR.match(ast.unparse(x.context_expr))
+    }
+    later: set[str] = set()
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            inputs = [ast.unparse(x) for x in (*node.args, *node.keywords)][:1]
+            is_known = any(
+                DOOR.match(x) or x in opened or x.startswith(("fileobj=", "self._file"))
+                for x in inputs
+            )
+            is_method = re.search(r"\.(read_text|read_bytes)$|[pP]ath\.open$", name)
+            if (is_method or name in OPEN) and not is_known:
+                return True
+        # A function that is called later.
+        elif id(node) not in called and isinstance(node, (ast.Attribute, ast.Name)):
+            later.add(ast.unparse(node))
+    return not OPEN.isdisjoint(later)
+
+
+def test_files_are_read_through_one_door():
+    package = Path(files.__file__).parent
+    places = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if reads_by_itself(path.read_text(encoding="utf-8"))
+    }
+    assert places == set(READERS)
+    assert reads_by_itself("open(path)")
+    assert reads_by_itself("Path(path).read_text()")
+    assert reads_by_itself("read(tf.io.read_file, path)")
+    assert not reads_by_itself("safe_open(regular_file(path), 'np')")
+
+
+def test_a_link_may_be_the_users_own_and_may_not_lead_out(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside / "sub", outside):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("text\r\n")
+    (inside / "link").symlink_to("sub/file")
+    (inside / "away").symlink_to(outside / "file")
+    (inside / "other").symlink_to(outside)
+    (tmp_path / "own").symlink_to(inside)
+    os.mkfifo(inside / "pipe")
+    # Seen from a folder that the user gave, by a link of theirs, or alone.
+    for path in ("in/link", "own/link", "own/sub/file"):
+        assert files.read_text(tmp_path / path, tmp_path / "own") == "text\n"
+    assert files.read_bytes(inside / "away") == b"text\r\n"
+    for path in ("away", "other/file", "other", "../out/file"):
+        with pytest.raises(ValueError, match=r"links to stay within .*/in; .*/out"):
+            files.regular_file(inside / path, inside)
+    for folder in (None, inside):
+        with pytest.raises(ValueError, match=r"not a pipe or device; .*in/pipe"):
+            files.open_regular(inside / "pipe", folder)
+        with pytest.raises(FileNotFoundError):
+            files.open_regular(inside / "absent", folder)
+        with pytest.raises(IsADirectoryError):
+            files.open_regular(inside / "sub", folder)
+
+
+def test_a_snapshot_of_a_hub_leads_to_its_blobs(tmp_path):
+    cache = tmp_path / "models--me--one"
+    for folder in ("blobs", "snapshots/abc/sub", "refs"):
+        (cache / folder).mkdir(parents=True)
+    (cache / "blobs" / "0123").write_text("text")
+    (cache / "refs" / "main").write_text("abc")
+    for folder in ("", "sub"):
+        link = cache / "snapshots" / "abc" / folder / "link"
+        link.symlink_to(os.path.join(*[".."] * (2 + bool(folder)), "blobs", "0123"))
+        assert files.read_text(link, cache / "snapshots" / "abc") == "text"
+        assert files.read_text(link, link.parent) == "text"
+    away = cache / "snapshots" / "abc" / "away"
+    away.symlink_to("../../refs/main")
+    with pytest.raises(ValueError, match="links to stay within"):
+        files.read_text(away, cache / "snapshots" / "abc")
 
 
 def test_a_hard_link_is_no_lock(tmp_path):

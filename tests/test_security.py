@@ -2,14 +2,27 @@
 
 import ast
 import json
+import os
+import shutil
+import signal
+import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from keras_moe import models
+from keras_moe import data, models, training
+from tests.small_models import SMALL
 
 ROOT = Path(__file__).resolve().parent.parent
+# One white pixel.
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010800000000"
+    "3a7e9b550000000a49444154789c63f80f00010101001bb6ee560000000049454e44ae426082"
+)
 # Functions that run the code of what they read, by the last part of their names.
 RUN_CODE = {"eval", "exec", "enable_unsafe_deserialization", "unsafe_load"}
 RUN_CODE_MODULES = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve"}
@@ -99,3 +112,128 @@ def test_a_preset_runs_no_code(tmp_path, file, argument):
     with pytest.raises((TypeError, ValueError)):
         models.from_preset(tmp_path / "preset")
     assert not witness.exists()
+
+
+# Links and pipes
+
+
+def records(folder):
+    data.write_tfrecords(folder, "test", [(np.zeros((4, 4, 3), "uint8"), 0)], 2)
+
+
+def tars(folder):
+    with tarfile.open(folder / "test-0.tar", "w") as archive:
+        for name in ("0.png", "0.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+
+
+def texts(folder):
+    (folder / "a.txt").write_text("text")
+
+
+def captions(folder):
+    (folder / "test" / "deep").mkdir(parents=True)
+    (folder / "test" / "deep" / "a.png").write_bytes(b"")
+    (folder / "test" / "captions.csv").write_text("image,caption\ndeep/a.png,one\n")
+    (folder / "test" / "labels.json").write_text('{"deep/a.png": ["a", "b"]}')
+
+
+def clip_art(folder):
+    for kind, content in (("png", PNG), ("svg", b"<svg/>")):
+        (folder / kind / "a").mkdir(parents=True)
+        (folder / kind / "a" / f"1.{kind}").write_bytes(content)
+
+
+def tokenizer(folder):
+    made = models.TextTokenizer.trained(["a cat", "two cats"], 518, max_length=6)
+    made.save_to_preset(folder)
+    for name in ("vocabulary.json", "merges.txt"):
+        shutil.copy(folder / "assets" / "tokenizer" / name, folder)
+    (folder / "vocabulary.json").rename(folder / "vocab.json")
+
+
+def preset(folder):
+    models.ViTBackbone.from_config(SMALL).save_to_preset(folder)
+
+
+def published(folder):
+    np.savez(folder / "one.npz", a=np.zeros(3, "float32"))
+
+
+def transformers(folder):
+    (folder / "config.json").write_text('{"model_type": "vit", "architecture": "x"}')
+    safetensors.numpy.save_file({"a": np.zeros(3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.parametrize(
+    ("make", "name", "read"),
+    [
+        (records, "dataset.json", lambda x: data.class_names(f"tfrecord:{x}")),
+        (
+            records,
+            "test-00000-of-00001.tfrecord",
+            lambda x: data.num_examples(f"tfrecord:{x}", "test"),
+        ),
+        (tars, "test-0.tar", lambda x: data.num_pairs(f"webdataset:{x}", "test")),
+        (texts, "a.txt", lambda x: data.load_texts(f"text:{x}/*.txt", "all")),
+        (texts, "a.txt", lambda x: data.load_texts(f"text:{x}", "all")),
+        (
+            captions,
+            "test/captions.csv",
+            lambda x: data.num_pairs(f"folder:{x}", "test"),
+        ),
+        (captions, "test/deep", lambda x: data.num_pairs(f"folder:{x}", "test")),
+        (captions, "test/deep", lambda x: data.num_examples(f"folder:{x}", "test")),
+        (clip_art, "png/a/1.png", lambda x: data.num_pairs(f"openclipart:{x}", "all")),
+        (clip_art, "svg/a/1.svg", lambda x: data.num_pairs(f"openclipart:{x}", "all")),
+        (tokenizer, "text_tokenizer.json", models.TextTokenizer.from_preset),
+        (tokenizer, "assets/tokenizer/merges.txt", models.TextTokenizer.from_preset),
+        (tokenizer, "merges.txt", models.TextTokenizer.clip),
+        (preset, "config.json", models.from_preset),
+        (preset, "model.weights.h5", models.from_preset),
+        (published, "one.npz", models.describe),
+        (transformers, "config.json", models.describe),
+        (transformers, "model.safetensors", models.describe),
+    ],
+)
+def test_nothing_is_read_through_pipes_or_links_out(
+    tmp_path, monkeypatch, kind, make, name, read
+):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    make(folder)
+    path = folder / name
+    path.rename(tmp_path / path.name)
+    # Links to pictures show them in further categories, and are left out.
+    message = r"stay within|pipe or device|Expected pictures in"
+    if kind == "pipe":
+        os.mkfifo(path)
+        # What lists files does not see a pipe.
+        message += "|Expected|is not there"
+    else:
+        path.symlink_to(tmp_path / path.name)
+    # Reading a pipe would wait for ever.
+    previous = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(60)
+    try:
+        with pytest.raises((OSError, ValueError), match=message):
+            read(folder)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer.json"])
+def test_a_run_writes_no_tokenizer_through_a_link(tmp_path, name):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(outside)
+    model = SimpleNamespace(preprocessor=None)
+    with pytest.raises(ValueError, match=r"stay within .*run; .*outside"):
+        training.NextToken().prepare(model, None, run_folder=run)
+
+
+def waited(*_):
+    raise AssertionError("waits for a pipe")

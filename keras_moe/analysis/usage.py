@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_bool, check_integer, check_mask
-from keras_moe.files import write_json
+from keras_moe.files import read_text, write_json
 
 # The group of all tokens.
 ALL = "all"
@@ -86,7 +85,7 @@ class ExpertUsage(NamedTuple):
     @classmethod
     def load(cls, path: str | os.PathLike) -> "ExpertUsage":
         """Reads a file written by `save`."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return cls.from_dict(json.loads(read_text(path)))
 
 
 def routing_usage(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli.arguments import FIRST, model_overrides
+from keras_moe.files import path_within, read_text
 
 # Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
 PAIR_OPTIONS = ("templates", "unreadable", "exclude")
@@ -132,9 +133,11 @@ def find_run(preset: str) -> tuple[str, dict]:
         return preset, {}
     path = run_folder / "results.json"
     try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+        recipe = json.loads(read_text(path, run_folder))["recipe"]
         source = {"source": recipe["data"]["source"]}
         settings = {**recipe["data"], **recipe["objective"], **source}
+        if run_folder == folder:
+            path_within(folder / "preset", folder)
         return str(run_folder / "preset"), settings
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(

@@ -338,7 +338,7 @@ def evaluations(
 
 def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
     """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
-    from keras_moe.files import write_text
+    from keras_moe.files import read_text, write_text
 
     wandb, file = import_wandb(), folder / "wandb_id.txt"
     if restart or not file.exists():
@@ -348,7 +348,7 @@ def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
         name=recipe.name,
         config=recipe.settings(),
         dir=str(folder),
-        id=file.read_text(),
+        id=read_text(file, folder),
         resume="allow",
     )
     return wandb.integration.keras.WandbMetricsLogger()

@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
+from keras_moe.files import open_regular
 
 # Number of encoded examples in the shuffle buffer of record files: a gigabyte of
 # photographs. The order of the files is shuffled, too.
@@ -308,7 +309,7 @@ def _record_location(path: Any, number: Any) -> Any:
 def record_offsets(path: Path) -> list[int]:
     """Finds the offsets of a file's records from their lengths alone."""
     size, at, offsets = path.stat().st_size, 0, []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while at < size:
             offsets.append(at)
             header = file.read(12)

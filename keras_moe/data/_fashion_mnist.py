@@ -13,6 +13,7 @@ from keras_moe.checks import check_one_of
 from keras_moe.data import _tfds
 from keras_moe.data._examples import Examples, in_memory
 from keras_moe.data.labels import Classes
+from keras_moe.files import read_bytes
 
 CLASS_NAMES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
@@ -58,7 +59,7 @@ def read_pixels(split: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def _read_idx(path: Path) -> np.ndarray:
     """Reads a compressed IDX file of bytes."""
     try:
-        data = gzip.decompress(path.read_bytes())
+        data = gzip.decompress(read_bytes(path, path.parent))
         start = 4 * (data[3] + 1)
         shape = np.frombuffer(data[4:start], ">u4")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

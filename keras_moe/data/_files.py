@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from keras_moe.files import locked, new_file
+from keras_moe.files import locked, new_file, open_regular, path_within, read_text
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 # Seconds to wait for another process that makes the arrays: rendering many pictures
@@ -38,16 +39,28 @@ def extra(name: str) -> Iterator[None]:
 
 def matching_files(source: str, names: str) -> list[Path]:
     """Returns the sorted files of a folder or glob, as in "tfrecord:PATH"."""
-    pattern = source.partition(":")[2]
+    pattern, folder = source.partition(":")[2], None
     if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), names)
-    paths = [Path(path) for path in sorted(glob.glob(pattern))]
-    paths = [path for path in paths if path.is_file() and path.suffix != ".json"]
+        folder, pattern = pattern, os.path.join(glob.escape(pattern), names)
+    paths = [path for path in globbed(pattern, folder) if path.suffix != ".json"]
     if not paths:
         raise ValueError(
             f"Expected a folder with files {names}, or a glob that matches some; "
             f"received: source={source!r}"
         )
+    return paths
+
+
+def globbed(pattern: str, folder: str | None = None) -> list[Path]:
+    """Returns the sorted files that a glob matches; links stay in its folder."""
+    paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    paths = [path for path in paths if path.is_file()]
+    parts = Path(pattern).parts
+    # Up to the first wildcard, the path is the user's own.
+    own = [*itertools.takewhile(lambda part: glob.escape(part) == part, parts)]
+    if len(own) < len(parts):
+        for path in paths:
+            path_within(path, folder or Path(*own))
     return paths
 
 
@@ -96,12 +109,11 @@ def images_below(folder: Path, root: Path) -> list[Path]:
 
 def files_below(folder: Path, root: Path) -> list[Path]:
     """Returns all regular files below a folder, sorted, without hidden ones."""
-    root = os.path.realpath(root)
     paths, seen, pending = [], set(), [Path(folder)]
     while pending:
         current = pending.pop()
         # A link may lead to a parent folder.
-        real = _within(current, root)
+        real = path_within(current, root)
         if real in seen:
             continue
         seen.add(real)
@@ -113,27 +125,18 @@ def files_below(folder: Path, root: Path) -> list[Path]:
                 pending.append(current / entry.name)
             elif entry.is_file():
                 if entry.is_symlink():
-                    _within(entry.path, root)
+                    path_within(entry.path, root)
                 paths.append(current / entry.name)
     return sorted(paths)
 
 
-def _within(path: str | Path, root: str) -> str:
-    """Resolves a path, if it is below `root`."""
-    real = os.path.realpath(path)
-    if real != root and not real.startswith(os.path.join(root, "")):
-        raise ValueError(
-            f"Expected links to stay within {root}; received: {path}, which leads to "
-            f"{real}"
-        )
-    return real
-
-
-def is_file_within(path: Path, root: Path) -> bool:
-    """Whether a path is a file, and not a link out of `root`."""
-    if path.is_symlink():
-        _within(path, os.path.realpath(root))
-    return path.is_file()
+def files_listed(files: Iterable[Path], root: Path) -> set[Path]:
+    """Returns those of some paths that are files; refuses links out of `root`."""
+    there = {path for path in files if path.is_file()}
+    # Most are plain files in a few folders.
+    for path in {x if x.is_symlink() else x.parent for x in there}:
+        path_within(path, root)
+    return there
 
 
 def cache_folder(name: str) -> Path:
@@ -168,11 +171,8 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
     """Reads the arrays of a file; None if it is missing or damaged."""
     try:
         # NumPy leaves a damaged file open that it has opened itself.
-        with (
-            open(path, "rb") as opened,
-            np.load(opened, allow_pickle=False) as file,
-        ):
-            return dict(file)
+        with open_regular(path) as opened:
+            return dict(np.load(opened, allow_pickle=False))
     except Exception:
         # NumPy and zipfile fail over damaged files in many ways.
         return None
@@ -204,6 +204,7 @@ def read_json(
     schema: dict[str, Any],
     required: Collection[str] = (),
     others: bool = False,
+    within: Path | None = None,
 ) -> dict[str, Any]:
     """Reads a JSON file; errors name the file and the first value that does not fit.
 
@@ -213,7 +214,7 @@ def read_json(
     the first is for numbers and the second for lists.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path, within))
         known = value
         if others and isinstance(value, dict):
             known = {name: value[name] for name in schema if name in value}

@@ -25,15 +25,16 @@ from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
     files_below,
+    files_listed,
     folders_in,
     image_suffixes,
     images_below,
-    is_file_within,
     leads_outside,
     read_json,
 )
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
+from keras_moe.files import read_bytes
 
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")
@@ -210,12 +211,14 @@ def _listed(
 ) -> dict[str, list[str]]:
     """Returns each image's class names; adds missing images to `missing`."""
     path = root / split / LABELS
-    listed = read_json(path, {str: [str]})
+    listed = read_json(path, {str: [str]}, within=root)
+    names = [name for name in listed if not leads_outside(name)]
+    there = files_listed((root / split / name for name in names), root)
     found = {}
     for name, classes in listed.items():
         file = root / split / name
         is_valid = not leads_outside(name) and file.suffix.lower() in image_suffixes()
-        if is_valid and is_file_within(file, root):
+        if is_valid and file in there:
             found[name] = classes
         elif is_valid and missing is not None:
             missing.append(str(file))
@@ -252,9 +255,11 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
         raise ValueError(
             f"Expected one file of captions in {folder}; received: {names}"
         )
-    captions, faults = _listed_captions(folder / names[0])
-    for image in captions:
-        if image not in faults and not is_file_within(folder / image, root):
+    captions, faults = _listed_captions(folder / names[0], root)
+    named = [image for image in captions if image not in faults]
+    there = files_listed((folder / image for image in named), root)
+    for image in named:
+        if folder / image not in there:
             faults[image] = f"{folder / image} is not there"
     for file in images_below(folder, root):
         captions.setdefault(file.relative_to(folder).as_posix(), [])
@@ -271,9 +276,9 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
     )
 
 
-def _listed_captions(file: Path) -> tuple[dict[str, list], dict[str, str]]:
+def _listed_captions(file: Path, root: Path) -> tuple[dict[str, list], dict[str, str]]:
     """Returns the captions listed for each image, and the faults of lines."""
-    text = file.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+    text = read_bytes(file, root).decode("utf-8-sig", errors="surrogateescape")
     lines = _csv_lines if file.suffix == ".csv" else _json_lines
     captions: dict[str, list] = {}
     faults: dict[str, str] = {}

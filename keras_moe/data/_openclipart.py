@@ -4,6 +4,7 @@ PATH/png/animals/mammals/bull_utrescu_.png     a picture; the first folder is it
 PATH/svg/animals/mammals/bull_utrescu_.svg     the same with title and keywords
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -29,6 +30,7 @@ from keras_moe.data._files import (
     with_progress,
 )
 from keras_moe.data.labels import Classes
+from keras_moe.files import open_regular
 
 # Side of the pictures in pixels.
 SIDE = 64
@@ -73,12 +75,23 @@ def read_clip_art(path: str, split: str) -> ClipArt:
     check_one_of("split", split, SPLITS)
     root = _root(path)
     files = _files(root / "png")
-    sizes = [f"{name} {(root / 'png' / name).stat().st_size}" for name in files]
-    key = "\n".join([str(_VERSION), *sizes])
+    versions = [
+        f"{name} {_version(root / 'png' / name)} {_version(_svg(root, name))}"
+        for name in files
+    ]
+    key = "\n".join([str(_VERSION), *versions])
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     path = cache_folder("openclipart") / f"{digest}.npz"
-    everything = ClipArt(**kept_arrays(path, lambda: _rendered(root, files)._asdict()))
+    kept = kept_arrays(path, lambda: _rendered(root, files))
+    unreadable = kept.pop("unreadable").tolist()
+    if unreadable:
+        warnings.warn(
+            f"{len(unreadable)} of {len(files)} pictures in {root} are left out, such "
+            f"as {unreadable[0]}: they are damaged or too large",
+            stacklevel=4,
+        )
+    everything = ClipArt(**kept)
     if split == "all":
         return everything
     rows = everything.splits == split
@@ -135,15 +148,28 @@ def _files(folder: Path) -> list[str]:
     return sorted(name for name in found if not (folder / name).is_symlink())
 
 
-def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
+def _svg(root: Path, name: str) -> Path:
+    return root / "svg" / f"{name[:-4]}.svg"
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes with a file."""
+    about = path.stat() if path.exists() else None
+    return about and (about.st_size, about.st_mtime_ns)
+
+
+def _rendered(root: Path, files: Sequence[str]) -> dict[str, np.ndarray]:
     """Reads all pictures and their metadata, with a progress bar."""
     # Pillow warns of palettes, and of sizes below those that it rejects.
     with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
-        pictures = threads.map(lambda name: _picture(root / "png" / name), files)
+        pictures = threads.map(lambda name: _picture(root, name), files)
         images = list(with_progress(pictures, "Reading openclipart", len(files)))
+    unreadable = [name for name, image in zip(files, images) if image is None]
+    if len(unreadable) == len(files):
+        raise ValueError(f"Expected pictures in {root / 'png'}; received: {files[:3]}")
     files = [name for name, image in zip(files, images) if image is not None]
     images = np.stack([image for image in images if image is not None])
-    described = [_described(root / "svg" / name[:-4]) for name in files]
+    described = [_described(root, name) for name in files]
     titles = Counter(one.title for one in described)
     captions, series = [], []
     for name, one in zip(files, described):
@@ -154,18 +180,22 @@ def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
         series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
     splits = _splits(files, _joined(series, images))
     categories = [name.split("/")[0] for name in files]
-    return ClipArt(images, *map(np.asarray, (captions, categories, splits)))
+    arrays = map(np.asarray, (captions, categories, splits))
+    everything = ClipArt(images, *arrays)._asdict()
+    return {**everything, "unreadable": np.asarray(unreadable, str)}
 
 
-def _picture(path: Path) -> np.ndarray | None:
-    """Reads a picture as (64, 64, 3) on white; None for a decompression bomb."""
+def _picture(root: Path, name: str) -> np.ndarray | None:
+    """Reads a picture as (64, 64, 3) on white; None if it is damaged or too large."""
     with extra("emoji"):
         from PIL import Image
-    try:
-        with Image.open(path) as file:
-            picture = file.convert("RGBA")
-    except Image.DecompressionBombError:
-        return None
+    with open_regular(root / "png" / name, root) as opened:
+        try:
+            with Image.open(opened) as file:
+                picture = file.convert("RGBA")
+        except Exception:
+            # Pillow fails over damaged files in many ways.
+            return None
     picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS, reducing_gap=2.0)
     canvas = Image.new("RGBA", (SIDE, SIDE), "white")
     corner = (SIDE - picture.width) // 2, (SIDE - picture.height) // 2
@@ -173,11 +203,14 @@ def _picture(path: Path) -> np.ndarray | None:
     return np.asarray(canvas.convert("RGB"))
 
 
-def _described(path: Path) -> _Description:
+def _described(root: Path, name: str) -> _Description:
     """Reads the metadata of an SVG; empty if there is none."""
     title, artist, keywords, above = "", "", [], []
-    try:
-        for event, element in ElementTree.iterparse(f"{path}.svg", ("start", "end")):
+    path = _svg(root, name)
+    if not path.exists():
+        return _Description(title, (), artist)
+    with contextlib.suppress(ElementTree.ParseError), open_regular(path, root) as file:
+        for event, element in ElementTree.iterparse(file, ("start", "end")):
             tag = element.tag.rpartition("}")[2]
             if event == "start":
                 above.append(tag)
@@ -192,8 +225,6 @@ def _described(path: Path) -> _Description:
                 artist = text
             elif tag == "li" and "subject" in above:
                 keywords.append(text)
-    except (FileNotFoundError, ElementTree.ParseError):
-        pass
     return _Description(title, tuple(keywords), artist)
 
 

@@ -8,9 +8,7 @@ Without such folders, a tenth of the documents, drawn by their contents, is the 
 "validation", and another tenth "test". PATH may also be a file or a glob.
 """
 
-import glob
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +16,15 @@ from typing import Any
 
 from keras_moe.checks import check_one_of
 from keras_moe.data._examples import RecordExamples, RecordFile
-from keras_moe.data._files import SPLITS, files_below, folders_in, held_out_split
+from keras_moe.data._files import (
+    SPLITS,
+    files_below,
+    folders_in,
+    globbed,
+    held_out_split,
+)
 from keras_moe.data.reading import read_or_name
+from keras_moe.files import read_text
 
 _PLAIN = (".md", ".py", ".rst", ".txt")
 _LINES = ".jsonl"
@@ -32,14 +37,7 @@ def open_texts(path: str, split: str, data_dir: str | None = None) -> Iterator[s
         check_one_of("split", split, folders_in(root))
         yield from _documents(files_below(root / split, root), root / split)
         return
-    if root.is_dir():
-        files = files_below(root, root)
-    else:
-        files = [
-            Path(x)
-            for x in sorted(glob.glob(path, recursive=True))
-            if os.path.isfile(x)
-        ]
+    files = files_below(root, root) if root.is_dir() else globbed(path)
     yield from of_split(((text, text) for text in _documents(files, path)), split)
 
 
@@ -98,7 +96,7 @@ def _documents(files, place):
 def _read(file):
     try:
         # The mark that some editors put first is no text.
-        return file.read_text(encoding="utf-8-sig")
+        return read_text(file, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"Expected text in UTF-8; received: {file}: {error}"

@@ -15,6 +15,7 @@ from keras_moe.data._examples import Examples, RecordExamples, RecordFile
 from keras_moe.data._files import extra
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
+from keras_moe.files import regular_file
 
 # Seconds to wait for a server. An answer takes one second.
 _PATIENCE = 60
@@ -159,10 +160,11 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
             f"Expected tfds:{name} to be prepared in TFRecord files; "
             f"received: file_format={builder.info.file_format.value!r}"
         )
-    return [
-        RecordFile(file.filename, file.skip, file.take)
-        for file in builder.info.splits[split].file_instructions
-    ]
+    files = builder.info.splits[split].file_instructions
+    for file in files:
+        if "://" not in file.filename:
+            regular_file(file.filename, builder.data_dir)
+    return [RecordFile(file.filename, file.skip, file.take) for file in files]
 
 
 def _classes(labels: Any) -> Classes:

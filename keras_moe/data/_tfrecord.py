@@ -65,7 +65,7 @@ _SCHEMA = {
 def read_settings(folder: Path) -> dict[str, Any]:
     """Returns the content of `dataset.json`, or an empty dict if there is none."""
     path = folder / SIDECAR
-    return read_json(path, _SCHEMA) if path.exists() else {}
+    return read_json(path, _SCHEMA, within=folder) if path.exists() else {}
 
 
 def find_classes(pattern: str, data_dir: str | None = None) -> Classes:

@@ -18,6 +18,7 @@ from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import files_of_split, image_suffixes, leads_outside
 from keras_moe.data.reading import decode_image, read_or_name
+from keras_moe.files import open_regular
 
 _TEXTS = (".txt", ".json")
 
@@ -85,7 +86,7 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
 def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
     """Reads the bytes of a member."""
     offset, size = (int(bound) for bound in bounds)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         file.seek(offset)
         content = file.read(size)
     if len(content) != size:
@@ -99,7 +100,7 @@ def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
     """Returns the examples of a file, and one with a fault if it is cut off."""
     members: dict[str, dict[str, list[_Member]]] = {}
     faults, last, bad = [], "", None
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 for member in archive:

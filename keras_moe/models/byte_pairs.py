@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from keras_moe.checks import check_integer
+from keras_moe.files import read_bytes, read_text
 
 # What a CLIP's folder has, as transformers writes it: one group or both.
 TOKENIZER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.json",))
@@ -43,9 +44,9 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
     path = _shipped() if path is None else Path(path)
     if path.is_dir():
         return _from_folder(path)
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rb") as file:
-        lines = file.read().decode("utf-8").splitlines()
+    data = read_bytes(path)
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    lines = lines.splitlines()
     # The first line is the version.
     merges = [line.strip() for line in lines[1 : 1 + _CLIP_MERGES]]
     if len(merges) < _CLIP_MERGES:
@@ -104,11 +105,13 @@ def _shipped():
     )
 
 
-def read_byte_pairs(vocabulary: str | os.PathLike, merges: str | os.PathLike):
+def read_byte_pairs(
+    vocabulary: str | os.PathLike, merges: str | os.PathLike, within: Path | None = None
+) -> BytePairs:
     """Reads `BytePairs` from `vocab.json` and `merges.txt`, unchecked."""
-    ids = json.loads(Path(vocabulary).read_text("utf-8"))
+    ids = json.loads(read_text(vocabulary, within))
     # Tokens may have any character but the end of a line, even Unicode's other ends.
-    lines = Path(merges).read_text("utf-8").split("\n")
+    lines = read_text(merges, within).split("\n")
     lines = [line.rstrip("\r") for line in lines]
     return BytePairs(ids, [x for x in lines if x and not x.startswith("#version")])
 
@@ -118,9 +121,9 @@ def _from_folder(path):
         [path / name for name in names] for names in TOKENIZER_FILES
     )
     if single[0].is_file() and not (vocabulary.is_file() and merges.is_file()):
-        model = json.loads(single[0].read_text("utf-8"))["model"]
+        model = json.loads(read_text(single[0], path))["model"]
         return _checked(model["vocab"], _joined(model["merges"]), single[0])
-    return _checked(*read_byte_pairs(vocabulary, merges), path)
+    return _checked(*read_byte_pairs(vocabulary, merges, path), path)
 
 
 def _joined(merges):

@@ -1,6 +1,7 @@
 """Shared base of backbones and tasks: training, presets, weights and export."""
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from keras_moe.models.source import Blueprint, build
 from keras_moe.models.weights_file import (
     checked_weights,
     merged_adapters,
+    save_model,
     save_weights,
 )
 
@@ -170,11 +172,14 @@ class MoEModel(Exportable, TorchParameters):
         """Creates a model from a preset; see `keras_moe.models.from_preset`."""
         return build(preset, kwargs, cls=cls, load_weights=load_weights)
 
-    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Saves the whole model; see `keras.Model.save`."""
-        # Before Keras empties a file that is there.
+    def save(
+        self, filepath: Any, overwrite: bool = True, zipped: Any = None, **kwargs: Any
+    ) -> None:
+        """Atomically saves the whole model; see `keras.Model.save`."""
         registry.check_loadable(self)
-        super().save(filepath, *args, **kwargs)
+        kwargs |= {"overwrite": overwrite, "zipped": zipped}
+        save = functools.partial(super().save, **kwargs)
+        save_model(self, save, filepath, overwrite)
 
     def save_assets(self, dir_path: str) -> None:
         # Whole models are saved by other ways, too, such as pickles and deep copies.

@@ -12,7 +12,7 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_number, check_one_of
-from keras_moe.files import write_text
+from keras_moe.files import read_bytes, write_text
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, compare_preset
 from keras_moe.models.remote import named_errors
@@ -197,11 +197,7 @@ def write_card(
 ) -> None:
     """Writes a preset's card, unless the user wrote one."""
     page = target / CARD
-    if (
-        card is None
-        and page.is_file()
-        and MARK not in page.read_text(encoding="utf-8", errors="replace")
-    ):
+    if card is None and page.is_file() and MARK.encode() not in read_bytes(page):
         return
     (card or ModelCard()).write(model, folder, target.name)
 

@@ -16,7 +16,15 @@ from typing import Any
 import keras
 
 from keras_moe.checks import nearest
-from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
+from keras_moe.files import (
+    path_within,
+    previous_folder,
+    read_text,
+    regular_file,
+    sha256_of,
+    staged_folder,
+    write_json,
+)
 from keras_moe.models import registry
 from keras_moe.models.remote import check_file_exists, get_file, named_errors
 
@@ -45,7 +53,7 @@ def add_checksums(folder: str | os.PathLike) -> None:
     if path.is_file():
         weights = {x.name: sha256_of(x) for x in folder.iterdir() if is_weights(x)}
         sums = dict(sorted({**weights, **_tokenizer_checksums(folder)}.items()))
-        write_json(path, {**json.loads(path.read_text("utf-8")), CHECKSUMS: sums})
+        write_json(path, {**json.loads(read_text(path)), CHECKSUMS: sums})
 
 
 def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
@@ -56,9 +64,7 @@ def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
     """
     folder = Path(folder)
     path = folder / METADATA
-    metadata = (
-        json.loads(path.read_text("utf-8")) if path.is_file() else {CHECKSUMS: {}}
-    )
+    metadata = json.loads(read_text(path)) if path.is_file() else {CHECKSUMS: {}}
     if CHECKSUMS in metadata:
         sums = {**metadata[CHECKSUMS], **_tokenizer_checksums(folder)}
         write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
@@ -97,6 +103,8 @@ def shard_names(path: Path, content: Any) -> list[str]:
 def compare_checksums(path: Path) -> list[Path]:
     """Verifies weights against the checksums of preset and index."""
     files, expected = [path], {}
+    if path.exists():
+        regular_file(path)
     if path.suffix == ".json" and path.is_file():
         content = _read_json(path)
         if content is _NOT_JSON:
@@ -104,6 +112,9 @@ def compare_checksums(path: Path) -> list[Path]:
         files += [path.with_name(name) for name in shard_names(path, content)]
         expected[path] = _listed(path, content.get("metadata"), files[1:])
     metadata = path.with_name(METADATA)
+    for file in [*files[1:], metadata]:
+        if file.exists():
+            regular_file(file, path.parent)
     own = [file for file in files if is_weights(file)]
     if own:
         expected[metadata] = _listed(metadata, _read_json(metadata), own)
@@ -131,6 +142,8 @@ def _compare(file, received, expected, source):
 
 def compare_tokenizer(preset: str) -> None:
     """Verifies a tokenizer's files against the recorded checksums."""
+    if os.path.isdir(preset):
+        check_files(preset)
     if not check_file_exists(preset, METADATA):
         return
     source = Path(get_file(preset, METADATA))
@@ -160,7 +173,7 @@ _NOT_JSON = object()
 
 def _read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (OSError, RecursionError, ValueError):
         return _NOT_JSON
 
@@ -258,8 +271,19 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 def _has_head(path):
     """Whether a task file has weights in addition to its backbone's."""
-    name = json.loads(path.read_text(encoding="utf-8")).get("registered_name")
+    name = json.loads(read_text(path)).get("registered_name")
     return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
+
+
+def check_files(folder: str | os.PathLike) -> None:
+    """Refuses pipes and links out of a preset's folder, where others open files."""
+    folder = Path(folder)
+    for path in [*folder.iterdir(), *folder.glob("assets/**/*")]:
+        is_read = path.suffix in (".json", ".h5") or "assets" in path.parts
+        if path.is_dir() and is_read:
+            path_within(path, folder)
+        elif path.exists() and not path.is_dir():
+            regular_file(path, folder if is_read else None)
 
 
 def check_preset(preset: str | os.PathLike) -> str:
@@ -277,10 +301,7 @@ def check_preset(preset: str | os.PathLike) -> str:
             f"received: preset={str(preset)!r} "
             f"({nearest(str(preset), list(registry.presets()))})"
         )
-    for path in folder.iterdir():
-        # Opening a pipe would block until someone writes.
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(f"Expected files in a preset's folder; received: {path}")
+    check_files(folder)
     check_folder(folder)
     return str(folder)
 

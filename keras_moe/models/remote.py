@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import keras
 
 from keras_moe.compat import hub_file, is_cached_of_storage
+from keras_moe.files import read_text, regular_file
 
 # Public buckets are also available here.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
@@ -37,7 +38,7 @@ def get_file(preset: str, name: str) -> str:
         path = os.path.join(preset, name)
         if not os.path.exists(path):
             raise FileNotFoundError(f"Expected {name} in the folder {preset}")
-        return path
+        return regular_file(path, preset)
     if preset.startswith("hf://"):
         return _hugging_face_file(preset, name)
     if preset.startswith("gs://") and not is_cached_of_storage(preset, name):
@@ -59,8 +60,7 @@ def check_file_exists(preset: str, name: str) -> bool:
 
 def load_json(preset: str, name: str = "config.json") -> dict:
     """Loads a preset's JSON file."""
-    with open(get_file(preset, name), encoding="utf-8") as file:
-        return json.load(file)
+    return json.loads(read_text(get_file(preset, name)))
 
 
 def _hugging_face_file(preset, name):

@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from keras_moe.checks import argument_names, check_bool, check_integer
-from keras_moe.files import write_json
+from keras_moe.files import read_bytes, write_json
 from keras_moe.models.byte_pairs import (
     END_OF_WORD,
     clip_byte_pairs,
@@ -167,7 +167,7 @@ class TextTokenizer:
         is_bytes = isinstance(vocabulary, bytes)
         source = f"{len(vocabulary)} bytes" if is_bytes else vocabulary
         with _explained(f"a model of SentencePiece in {source}"):
-            proto = vocabulary if is_bytes else Path(vocabulary).read_bytes()
+            proto = vocabulary if is_bytes else read_bytes(vocabulary)
             sentencepiece.SentencePieceProcessor(model_proto=proto)
         tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
         special = {"</s>": None, "<pad>": 0}

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 
 from keras_moe.compat import ask_to_proceed_with_overwrite, safe_get_h5_dataset
 from keras_moe.files import (
-    check_free_space,
+    check_room,
     new_file,
+    read_text,
     sha256_of,
     sync_file,
     sync_folder,
@@ -64,7 +65,7 @@ def save_weights(
     max_shard_size: float | None = None,
     objects_to_skip: Sequence = (),
 ) -> None:
-    """Saves weights atomically; checks disk space, since HDF5 aborts on a full disk."""
+    """Saves weights atomically."""
     path = Path(filepath)
     options = {
         "max_shard_size": max_shard_size,
@@ -72,18 +73,45 @@ def save_weights(
     }
     sharded = max_shard_size is not None
     endings = ("weights.h5", "weights.json") if sharded else (".weights.h5",)
-    if "://" in str(filepath) or not path.name.endswith(endings) or not model.built:
+    variables = _saved_variables(model, objects_to_skip)
+
+    def save(target: str | os.PathLike) -> None:
+        keras.saving.save_weights(model, target, overwrite=overwrite, **options)
+
+    is_whole = path.name.endswith(endings) and model.built
+    _save_whole(save, filepath, is_whole, overwrite, variables, max_shard_size)
+
+
+def save_model(
+    model: keras.Model, save: Callable[[Any], None], filepath: Any, overwrite: bool
+) -> None:
+    """Saves a whole model atomically; `save` writes it to a path."""
+    is_whole = str(filepath).endswith(".keras") and not hasattr(filepath, "write")
+    variables = _saved_variables(model, ())
+    _save_whole(save, filepath, is_whole, overwrite, variables)
+
+
+def _save_whole(save, filepath, is_whole, overwrite, variables, shard=None):
+    """Replaces a file once it is written; HDF5 ends the process if there is no room."""
+    if not is_whole or "://" in str(filepath):
         # A remote file, copied from a temporary one, or a Keras error.
-        keras.saving.save_weights(model, filepath, overwrite=overwrite, **options)
+        save(filepath)
         return
+    path = Path(filepath)
     if path.exists() and not overwrite and not ask_to_proceed_with_overwrite(str(path)):
         return
-    size = _size_of(_saved_variables(model, objects_to_skip))
-    check_free_space(path, size)
+    size = _size_of(variables)
+    sizes = [size]
+    if shard:
+        # Any of the variables may be in a shard. Of many small ones, some are joined.
+        limit = int(max(min(shard * 1024**3, size), size / 64, 1))
+        rest, overhead = range(size, 0, -limit), _OVERHEAD * len(variables)
+        sizes = [min(limit, left) + overhead for left in rest]
+    check_room(path, *sizes)
     prefix = f".{path.name}."
     with tempfile.TemporaryDirectory(".part", prefix, dir=path.parent) as folder:
         try:
-            keras.saving.save_weights(model, Path(folder) / path.name, **options)
+            save(Path(folder) / path.name)
             _finish(Path(folder), path.parent)
         except OSError as error:
             raise write_failed(error, path, size) from error
@@ -93,7 +121,7 @@ def _finish(folder, target):
     """Moves finished files into place and adds checksums to the index."""
     files = sorted(folder.iterdir())
     for index in folder.glob("*.json"):
-        content = json.loads(index.read_text("utf-8"))
+        content = json.loads(read_text(index))
         sums = {file.name: sha256_of(file) for file in files if file != index}
         content["metadata"][CHECKSUMS] = sums
         write_json(index, content)
@@ -129,8 +157,7 @@ def _size_of(variables: Iterable[keras.Variable]) -> int:
 @contextlib.contextmanager
 def new_hdf5(path: str | os.PathLike, variables: Iterable) -> Iterator[h5py.File]:
     """Opens an HDF5 file that atomically replaces `path` when closed."""
-    check_free_space(path, _size_of(variables))
-    with new_file(path) as file, h5py.File(file.name, "w") as hdf5:
+    with new_file(path, _size_of(variables)) as file, h5py.File(file.name, "w") as hdf5:
         yield hdf5
 
 
@@ -218,7 +245,7 @@ class SavedWeights:
         if check_file_exists(self.path, "model.weights.h5"):
             return get_file(self.path, "model.weights.h5")
         index = get_file(self.path, INDEX)
-        weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(index))["weight_map"]
         for files in weight_map.values():
             for name in [files] if isinstance(files, str) else files:
                 get_file(self.path, name)

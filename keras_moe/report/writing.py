@@ -13,7 +13,13 @@ import keras
 from keras_moe._version import __version__
 from keras_moe.analysis.plots.figure import figure_svg, write_figure
 from keras_moe.checks import check_integer, import_extra
-from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
+from keras_moe.files import (
+    is_plain_file,
+    read_text,
+    staged_folder,
+    write_json,
+    write_text,
+)
 from keras_moe.report._data import array_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report._score import Score
@@ -216,8 +222,8 @@ def _is_own(folder):
     """A predicate for the files in a folder that belong to its report."""
     names = []
     with contextlib.suppress(OSError, ValueError, KeyError):
-        text = (Path(folder).expanduser() / DATA).read_text(encoding="utf-8")
-        names = json.loads(text)["pictures"]
+        folder = Path(folder).expanduser()
+        names = json.loads(read_text(folder / DATA, folder))["pictures"]
     # A tampered list must not delete other files.
     return lambda path: (
         path.name in (PAGE, DATA) or (path.suffix == ".png" and path.name in names)

@@ -2,10 +2,12 @@
 
 A single process writes a safetensors file per group, with variables named `INDEX/PATH`,
 and `state.json` with the rest and each file's SHA-256. Several processes, and remote
-folders, write through Orbax: an item per group and one for the state. Every backend
-reads both formats, on any devices and any number of processes.
+folders, write through Orbax: an item per group and one for the state. The state has a
+SHA-256 of its own in both. Every backend reads both, on any devices and any number of
+processes.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -21,8 +23,11 @@ from safetensors.numpy import save_file
 from keras_moe.checks import import_extra
 from keras_moe.files import (
     check_free_space,
+    check_room,
     is_plain_file,
     new_partial,
+    read_text,
+    regular_file,
     replace_folder,
     sha256_of,
     sync_file,
@@ -35,6 +40,8 @@ from keras_moe.processes import rank_and_world_size
 STATE_FILE = "state.json"
 # Orbax item that holds the state.
 _STATE = "state"
+# Name of a state's own SHA-256.
+_DIGEST = "state_sha256"
 # `pathlib` collapses the double slash of a URL.
 _REMOTE = re.compile(r"(?P<scheme>[a-z][a-z0-9]+):/+(?P<rest>.*)")
 
@@ -63,6 +70,23 @@ def reached_path(folder: str | os.PathLike) -> Any:
     return path
 
 
+def signed(content: dict) -> dict:
+    """Returns a checkpoint's state with its own SHA-256, as JSON has it."""
+    content = json.loads(json.dumps(content))
+    return {**content, _DIGEST: _digest(content)}
+
+
+def _digest(content):
+    rest = {name: value for name, value in content.items() if name != _DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(content):
+    if not isinstance(content, dict) or content.get(_DIGEST) != _digest(content):
+        raise ValueError(f"expected the state that was saved, with its {_DIGEST}")
+    return content
+
+
 # Safetensors
 
 
@@ -80,14 +104,15 @@ def write_safetensors(path: Path, groups: dict, content: dict) -> None:
                 for index, variable in enumerate(variables)
             }
             file = writing / f"{group}.safetensors"
-            check_free_space(file, sum(array.nbytes for array in arrays.values()))
+            check_room(file, sum(array.nbytes for array in arrays.values()))
             try:
                 save_file(arrays, file)
             except SafetensorError as error:
                 raise OSError(f"{file} could not be written: {error}") from error
             sync_file(file)
             sums[file.name] = sha256_of(file)
-        write_text(writing / STATE_FILE, json.dumps({**content, "sha256": sums}))
+        state = signed({**content, "sha256": sums})
+        write_text(writing / STATE_FILE, json.dumps(state))
         sync_folder(writing)
         replace_folder(writing, path)
     finally:
@@ -98,9 +123,9 @@ def read_safetensors(path: Path) -> dict:
     """Verifies a checkpoint's files and returns its state."""
     _check_plain_file(path, STATE_FILE)
     try:
-        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        content = _checked(json.loads(read_text(path / STATE_FILE, path)))
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"{STATE_FILE} is damaged: {error!r}") from error
+        raise ValueError(f"{STATE_FILE} is damaged: {error}") from error
     for group in content["variables"]:
         name = f"{group}.safetensors"
         _check_plain_file(path, name)
@@ -114,7 +139,7 @@ def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
     for group, variables in groups.items():
         file_path = path / f"{group}.safetensors"
         try:
-            with safe_open(file_path, framework="np") as file:
+            with safe_open(regular_file(file_path, path), framework="np") as file:
                 for index, variable in enumerate(variables):
                     name = f"{index:05d}/{saved[group][index].path}"
                     variable.assign(file.get_tensor(name))
@@ -168,7 +193,7 @@ def write_orbax(path: Any, groups: dict, content: dict) -> None:
         size = sum(array.nbytes for array in arrays)
         check_free_space(path, size // rank_and_world_size()[1])
     args = {group: ocp.args.PyTreeSave(x) for group, x in values.items()}
-    args[_STATE] = ocp.args.JsonSave(content)
+    args[_STATE] = ocp.args.JsonSave(signed(content))
     try:
         _checkpointer().save(_absolute(path), ocp.args.Composite(**args), force=True)
     except Exception as error:
@@ -181,7 +206,7 @@ def read_orbax(path: Any) -> dict:
     ocp = _orbax()
     args = ocp.args.Composite(**{_STATE: ocp.args.JsonRestore()})
     try:
-        return _checkpointer().restore(_absolute(path), args)[_STATE]
+        return _checked(_checkpointer().restore(_absolute(path), args)[_STATE])
     except Exception as error:
         raise ValueError(f"{error}") from error
 

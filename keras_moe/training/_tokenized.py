@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from keras_moe.checks import check_integer
+from keras_moe.files import path_within
 from keras_moe.models import TextTokenizer
 from keras_moe.processes import process_index
 from keras_moe.training.objectives import Objective
@@ -47,6 +48,8 @@ class TokenizedObjective(Objective):
         kept = None
         if run_folder is not None and self.tokenizer in (None, _TRAINED):
             kept = run_folder / "tokenizer"
+            for path in (kept, *kept.rglob("*")):
+                path_within(path, run_folder)
         if kept is not None and (kept / _TOKENIZER).is_file():
             tokenizer = TextTokenizer.from_preset(kept)
         else:

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_integer
-from keras_moe.files import locked, new_partial, recover_folder
+from keras_moe.files import locked, new_partial, path_within, recover_folder
 from keras_moe.processes import (
     broadcast_from_primary,
     checked_all_gather,
@@ -169,7 +169,7 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
     names = broadcast_from_primary(lambda: [x.name for x in list_checkpoints(folder)])
     for name in reversed(names):
         try:
-            checkpoint = open_checkpoint(folder / name)
+            checkpoint = _open(folder / name, folder)
         except ValueError as error:
             damaged.append(str(error))
             continue
@@ -189,10 +189,14 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
     Example: see `save_checkpoint`.
     """
+    return _open(path)
+
+
+def _open(path, within=None):
     opened = []
     try:
         # All processes learn of it where one does not reach the folder.
-        checked_all_gather(lambda: opened.append(_read(formats.reached_path(path))))
+        checked_all_gather(lambda: opened.append(_read(path, within)))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"Expected a whole checkpoint; received: {path} ({error})"
@@ -347,8 +351,11 @@ def _plain(path):
     return re.sub(r"_?\d+(?=/|$)", "", path)
 
 
-def _read(path):
+def _read(path, within):
     """Opens the checkpoint in a folder and verifies its files."""
+    path = formats.reached_path(path)
+    if within is not None and not formats.is_remote(path):
+        path_within(path, within)
     read = formats.read_orbax if formats.is_orbax(path) else formats.read_safetensors
     try:
         content = read(path)

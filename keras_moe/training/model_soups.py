@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_moe import models
 from keras_moe.checks import check_bool, check_integer
+from keras_moe.files import regular_file
 from keras_moe.models.weights_file import checked_weights
 from keras_moe.training.checkpoints import is_checkpoint, open_checkpoint
 from keras_moe.training.recipes import Recipe
@@ -180,6 +181,7 @@ def _load_weights(model, checkpoint):
         # These have several weight files, or include an optimizer.
         is_folder = os.path.isdir(checkpoint)
         load = models.from_preset if is_folder else keras.saving.load_model
+        checkpoint = checkpoint if is_folder else regular_file(checkpoint)
         values = load(os.fspath(checkpoint), compile=False).weights
     for variable, value in zip(model.weights, values, strict=True):
         variable.assign(value)

@@ -13,7 +13,7 @@ import keras
 
 from keras_moe import models
 from keras_moe.checks import LARGEST_SEED, check_integer, check_string, nearest
-from keras_moe.files import shipped_files, write_json
+from keras_moe.files import read_text, shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
 from keras_moe.training.data_sections import (
     DataConfig,
@@ -328,7 +328,7 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
 
 
 def _read(path):
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     return (
         json.loads(text) if path.suffix == ".json" else _with_none(tomllib.loads(text))
     )

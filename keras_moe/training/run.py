@@ -14,7 +14,7 @@ import keras
 from keras import ops
 
 from keras_moe import data
-from keras_moe.files import write_json
+from keras_moe.files import read_text, write_json
 from keras_moe.processes import (
     broadcast_from_primary,
     process_index,
@@ -201,7 +201,7 @@ class _Run:
 
         def earlier():
             is_there = path and path.is_file()
-            return json.loads(path.read_text("utf-8")) if is_there else None
+            return json.loads(read_text(path, self.folder)) if is_there else None
 
         # Hosts may share no folder, and all of them probe together or none does.
         accuracy = broadcast_from_primary(earlier)

@@ -154,8 +154,26 @@ def test_bad_folders(root, tmp_path):
         data.load_captions(f"openclipart:{tmp_path}", "train")
     write(root, "a/1", "one", seed=1)
     (root / "png" / "a" / "1.png").write_bytes(b"no picture")
-    with (
-        pytest.raises(OSError, match=r"a/1\.png"),
-        pytest.warns(UserWarning, match="are not kept: cannot identify image"),
-    ):
+    with pytest.raises(ValueError, match=r"Expected pictures in .*: \['a/1\.png'\]"):
         data.load_captions(f"openclipart:{root}", "train")
+
+
+def test_a_damaged_picture_costs_no_other(root, tmp_path):
+    for number in range(3):
+        write(root, f"a/{number}", f"number {number}", seed=number)
+    path = root / "png" / "a" / "1.png"
+    path.write_bytes(path.read_bytes()[:60])
+    # And again, when the others come from the cache.
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"1 of 3 pictures .* such as a/1\.png"):
+            assert captions(tmp_path) == ["number 0", "number 2"]
+
+
+def test_a_changed_file_is_read_again(root, tmp_path):
+    write(root, "a/1", "one", seed=1)
+    assert captions(tmp_path) == ["one"]
+    svg = root / "svg" / "a" / "1.svg"
+    svg.write_text(svg.read_text().replace("one", "two"))
+    assert captions(tmp_path) == ["two"]
+    svg.unlink()
+    assert captions(tmp_path) == ["1"]

@@ -27,6 +27,7 @@ from keras_moe.models.weights_file import (
     save_weights,
 )
 from keras_moe.training import greedy_soup
+from tests.forks import run_python
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -159,7 +160,7 @@ def test_pipes_and_broken_paths_are_refused(copies):
     path = copies / "whole" / "metadata.json"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ValueError, match=r"in a preset's folder; .*metadata\.json"):
+    with pytest.raises(ValueError, match=r"not a pipe or device; .*metadata\.json"):
         models.from_preset(copies / "whole")
     with pytest.raises(ValueError, match=r"name of a preset; received: 'a\\x00b'"):
         models.from_preset("a\0b")
@@ -229,6 +230,65 @@ def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypat
     assert renamed == [str(tmp_path / "preset")]
     # And the name itself.
     assert tmp_path.stat().st_ino in synced
+
+
+SAVING_WITHOUT_ROOM = """
+import os, resource, sys
+if os.environ["KERAS_BACKEND"] != "tensorflow":
+    sys.modules["tensorflow"] = None
+from keras_moe import models
+from tests.small_models import SMALL
+
+os.chdir(sys.argv[1])
+model = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
+adapted = models.ViTBackbone.from_config(SMALL)
+adapted.enable_lora(1)
+saves = {
+    "all.weights.h5": model.save_weights,
+    "all.keras": model.save,
+    "preset": model.save_to_preset,
+    "pairs.lora.h5": adapted.save_lora_weights,
+}
+for name, save in saves.items():
+    save(name)
+model.save_weights("parts.weights.json", max_shard_size=2e-5)
+# HDF5 used to fail over this, and took the process along at its end.
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+for name, save in saves.items():
+    try:
+        save(name)
+    except OSError as error:
+        print(name, error)
+# Each shard fits, and all of them in one file would not.
+resource.setrlimit(resource.RLIMIT_FSIZE, (210_000, resource.RLIM_INFINITY))
+model.save_weights("parts.weights.json", max_shard_size=2e-5)
+try:
+    model.save_weights("all.weights.h5")
+except OSError as error:
+    print("all.weights.h5", error)
+"""
+
+
+def test_a_limit_of_files_leaves_process_and_old_files_whole(tmp_path):
+    done = run_python("-c", SAVING_WITHOUT_ROOM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(
+        r"^(\S+) \[Errno 27\] File too large; received: [\d,]+ bytes to write",
+        done.stdout,
+        re.MULTILINE,
+    )
+    (*told, again) = told
+    assert told == ["all.weights.h5", "all.keras", "preset", "pairs.lora.h5"]
+    assert again == told[0]
+    parts = [x for x in os.listdir(tmp_path) if x.startswith("parts")]
+    assert len(parts) > 2
+    assert sorted(os.listdir(tmp_path)) == sorted({*told, *parts})
+    models.from_preset(tmp_path / "preset")
+    compare_checksums(tmp_path / "parts.weights.json")
+    keras.saving.load_model(tmp_path / "all.keras")
+    for name in ("all.weights.h5", "pairs.lora.h5"):
+        with h5py.File(tmp_path / name) as file:
+            assert plain_values(file)
 
 
 # Damage

@@ -134,6 +134,38 @@ def test_an_unfinished_checkpoint_of_orbax_is_skipped(tmp_path, by_orbax):
         training.find_checkpoint(tmp_path)
 
 
+def test_an_edited_state_is_skipped(tmp_path, kind):
+    save(tmp_path, 1, seed=1)
+    path = save(tmp_path, 2, seed=2)
+    (file,) = [x for x in (path / "state.json", path / "state/metadata") if x.exists()]
+    whole = json.loads(file.read_text())
+    for edit in (
+        {"state": {"seed": 2, "finished": True}}, {"state": {"seed": 1}},
+        {"state": None}, {"step": "2"}, {"variables": {}}, {"more": 1},
+        {"state_sha256": "0" * 64}, {"state_sha256": None},
+    ):  # fmt: skip
+        file.write_text(json.dumps({**whole, **edit}))
+        message = r"Skips checkpoints: .*step-00000002 \(.*expected the state that was"
+        with pytest.warns(UserWarning, match=message):
+            assert training.find_checkpoint(tmp_path).state == {"seed": 1}
+    # What it says counts, and not how.
+    file.write_text(json.dumps(dict(reversed(whole.items())), indent=1))
+    assert training.find_checkpoint(tmp_path).state == {"seed": 2}
+
+
+def test_a_link_to_a_checkpoint_is_skipped_unless_it_is_asked_for(tmp_path):
+    run = tmp_path / "run"
+    other = save(tmp_path / "other", 2, seed=2)
+    save(run, 1, seed=1)
+    (run / "step-00000002").symlink_to(other)
+    with pytest.warns(UserWarning, match=r"step-00000002 \(.*to stay within .*run;"):
+        assert training.find_checkpoint(run).state == {"seed": 1}
+    assert training.open_checkpoint(run / "step-00000002").state == {"seed": 2}
+    # The user's own path may be a link.
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    assert training.find_checkpoint(tmp_path / "link").state == {"seed": 2}
+
+
 @pytest.mark.parametrize("group", ["../outside", "in/outside", "link", ".."])
 def test_names_outside_the_folder_are_refused(tmp_path, group):
     path = save(tmp_path, 1)
@@ -145,7 +177,7 @@ def test_names_outside_the_folder_are_refused(tmp_path, group):
     content["variables"][group] = content["variables"]["model"]
     # An attacker would write matching checksums.
     content["sha256"][f"{group}.safetensors"] = content["sha256"]["model.safetensors"]
-    (path / "state.json").write_text(json.dumps(content))
+    (path / "state.json").write_text(json.dumps(checkpoint_files.signed(content)))
     with pytest.raises(ValueError, match=f"no link; received: '{group}.safetensors'"):
         training.open_checkpoint(path)
 
@@ -327,7 +359,7 @@ def test_files_without_the_variables_of_their_state_are_refused(tmp_path):
     path = save(tmp_path, 1)
     content = json.loads((path / "state.json").read_text())
     content["variables"]["optimizer"][0][0] = "other"
-    (path / "state.json").write_text(json.dumps(content))
+    (path / "state.json").write_text(json.dumps(checkpoint_files.signed(content)))
     checkpoint = training.open_checkpoint(path)
     with pytest.raises(ValueError, match="Expected the variables of a checkpoint"):
         checkpoint.restore({"optimizer": variables()[:2]})
@@ -383,7 +415,7 @@ def test_a_run_without_all_random_states_is_refused(tmp_path):
     path = tmp_path / "step-00000002" / "state.json"
     content = json.loads(path.read_text())
     del content["state"]["random"]["keras"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(checkpoint_files.signed(content)))
     with pytest.raises(ValueError, match=r"of this version .* Begin the run anew"):
         run(tmp_path, 2)
 

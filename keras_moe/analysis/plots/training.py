@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.analysis.plots.figure import new_figure, save_figure
+from keras_moe.files import read_text
 
 _HEALTH = {
     "load_entropy": "entropy of the load",
@@ -120,9 +121,8 @@ def plot_router_health(
     >>> figure = plots.plot_router_health("health.csv", "health.png")
     """
     layers = {}
-    with open(csv_path, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            layers.setdefault(row["layer"], []).append(row)
+    for row in csv.DictReader(read_text(csv_path).splitlines()):
+        layers.setdefault(row["layer"], []).append(row)
     figure = new_figure(figsize=(9, 2.2 * len(layers) + 0.8), dpi=110)
     grid = figure.subplots(len(layers), 2, squeeze=False, sharex=True)
     for (name, rows), (load, lines) in zip(layers.items(), grid):

@@ -4,16 +4,16 @@ import json
 import math
 import os
 import re
-from pathlib import Path
 from typing import Any
 
+from keras_moe.files import read_text
 from keras_moe.models.conversion._rules import Normalization
 
 
 def read_object(path: str | os.PathLike) -> dict:
     """Reads a JSON file that holds an object."""
     try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return dict(json.loads(read_text(path)))
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"Expected a whole JSON object in {path}; received: {error}. "

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
+from keras_moe.files import open_regular, regular_file
 from keras_moe.models.conversion._configs import read_object
 
 # Dtypes of weights, by their names in `.safetensors`.
@@ -82,7 +83,8 @@ class SafetensorsCheckpoint(PublishedTensors):
     def _open(self, file):
         try:
             # Checks the header against the file size.
-            opened = self._stack.enter_context(safe_open(file, framework="numpy"))
+            opened = safe_open(regular_file(file), framework="numpy")
+            self._stack.enter_context(opened)
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"Expected a whole .safetensors file at {file}; received: {error}. "
@@ -117,9 +119,11 @@ class NpzCheckpoint(PublishedTensors):
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path, {})
+        self._file = open_regular(path)
         try:
-            self._zip = zipfile.ZipFile(path)
+            self._zip = zipfile.ZipFile(self._file)
         except zipfile.BadZipFile as error:
+            self._file.close()
             raise ValueError(
                 f"Expected a whole .npz file at {path}; received: {error}. "
                 "The file is truncated or has another format."
@@ -151,6 +155,7 @@ class NpzCheckpoint(PublishedTensors):
 
     def close(self) -> None:
         self._zip.close()
+        self._file.close()
 
     def read(self, name: str) -> np.ndarray:
         with self._member(name) as stream:

@@ -6,12 +6,12 @@ flat pieces and a slice.
 """
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from keras_moe.checks import import_extra
+from keras_moe.files import open_regular, read_bytes
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 
 _MAGIC = "__msgpack_array_chunk_a87ca2__"
@@ -57,7 +57,7 @@ class VMoECheckpoint(PublishedTensors):
     def _scan(self, path):
         """Finds each chunk's bytes without loading it, which msgpack's reader would."""
         names = list(self)
-        with open(path, "rb", buffering=512) as stream:
+        with open_regular(path, buffering=512) as stream:
             for _ in range(_number(stream)):
                 key = stream.read(_number(stream)).decode()
                 if key == _MAGIC:
@@ -81,7 +81,7 @@ class VMoECheckpoint(PublishedTensors):
             # No copy if the part is contiguous.
             values = part if part.flags.c_contiguous else np.empty_like(part)
             target = memoryview(values.reshape(-1).view("uint8"))
-            with open(chunk.shard, "rb") as stream:
+            with open_regular(chunk.shard) as stream:
                 for offset, size in chunk.pieces:
                     stream.seek(offset)
                     stream.readinto(target[:size])
@@ -103,7 +103,7 @@ def read_vmoe_index(path: str) -> tuple[dict[str, TensorInfo], int]:
         shape, dtype, *_ = msgpack.unpackb(msgpack.unpackb(data)[0])
         return TensorInfo(tuple(shape), dtype, path)
 
-    packed = Path(path).read_bytes()
+    packed = read_bytes(path)
     try:
         content = msgpack.unpackb(packed, ext_hook=info)
         return dict(_leaves(content["index"], "")), content["shard_count"]

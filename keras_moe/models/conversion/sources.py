@@ -8,6 +8,7 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_path
+from keras_moe.files import path_within
 from keras_moe.models.byte_pairs import TOKENIZER_FILES
 from keras_moe.models.conversion import (
     _dinov2,
@@ -37,6 +38,7 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
+from keras_moe.models.preset_folder import check_files
 from keras_moe.models.remote import check_file_exists, get_file, local, named_errors
 from keras_moe.models.text_tokenizer import GPT2_FILES, TextTokenizer
 
@@ -95,7 +97,7 @@ def open_source(
         if "://" not in text:
             config = _configs(str(Path(text).parent))
         path = local(text)
-        files = [Path(path).with_name(x) for x in _listed(path)]
+        files = [get_file(str(Path(path).parent), x) for x in _listed(path)]
         file, name = SafetensorsCheckpoint(path, files), Path(text).stem
     else:
         file, config = open_folder(text)
@@ -277,6 +279,8 @@ def _json(folder, name):
 def _only_checkpoint(folder):
     """Returns the `.npz` or V-MoE checkpoint of a folder, if it is the only one."""
     paths = [x for x in Path(folder).iterdir() if x.suffix in (".npz", ".index")]
+    for path in Path(folder).glob(f"{paths[0].stem}.*") if len(paths) == 1 else ():
+        path_within(path, folder)
     return str(paths[0]) if len(paths) == 1 else None
 
 
@@ -317,6 +321,8 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     if isinstance(source, CLASSES):
         return source
     source = os.fspath(source)
+    if os.path.isdir(source):
+        check_files(source)
     cls = keras_hub.models.Backbone
     task = _json(source, "task.json")
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
