@@ -121,6 +121,15 @@ def test_bytes_warn_once(model):
         model.predict_on_batch(images)
 
 
+@pytest.mark.every_backend
+def test_a_short_last_batch_has_a_slot_for_each_expert():
+    router = {"capacity_rounding": "round", "capacity_factor": 0.1}
+    model = vit(**ONE_BLOCK, router={"name": "softmax_token_choice", **router})
+    images, labels = IMAGES[[0, 1, 0, 1, 0]], LABELS[[0, 1, 0, 1, 0]]
+    history = model.fit(images, labels, batch_size=4, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+
+
 class Batches(keras.utils.PyDataset):
     def __init__(self, images, **kwargs):
         super().__init__(**kwargs)
