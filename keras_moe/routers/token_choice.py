@@ -56,7 +56,7 @@ class TokenChoiceRouter(SparseRouter):
             CLIP-UP omits K, so that its 2.0 with K = 2 is 1.0 here.
             `normalize_gates="before"` divides combine weights by their sum over the
             token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
-            B.3); None keeps them. With K=1 a normalised gate is 1, without a gradient.
+            B.3); None keeps them. With K=1 a normalised gate is 1, and has no gradient.
 
     Call arguments:
         tokens: (G, S, D).
@@ -100,8 +100,8 @@ class TokenChoiceRouter(SparseRouter):
         if self.num_selected_experts == 1 and self.normalize_gates is not None:
             warnings.warn(
                 f"normalize_gates={self.normalize_gates!r} makes the combine weight of "
-                "a token's only expert 1, so that the task's loss gives the router no "
-                "gradient. Use normalize_gates=None, or num_selected_experts=2.",
+                "a token's only expert 1, so that only auxiliary losses train the "
+                "router. Use normalize_gates=None, or num_selected_experts=2.",
                 stacklevel=outer_stack_level(),
             )
         self.dropless = check_bool("dropless", dropless)

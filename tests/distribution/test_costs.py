@@ -152,7 +152,7 @@ def test_a_torus_passes_data_on():
     ("arguments", "options", "message"),
     [
         ((4, 8, "tpu_v9"), {}, "'tpu_v9'"),
-        ((4, 9), {}, "batch_size=9"),
+        ((4, 9), {}, "such as 12; received: batch_size=9"),
         ((4, 4), {}, "batch_size=8 or examples_per_group=1; received: batch_size=4, 1"),
         ((4, 20), {"examples_per_group": 3}, "batch_size=24 or examples_per_group=1;"),
         ((2, 12), {"examples_per_group": 4}, "batch_size=16 or examples_per_group=3;"),

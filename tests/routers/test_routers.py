@@ -366,7 +366,7 @@ def test_token_choice_normalises_gates(when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_lone_normalised_gate_warns(when):
     moe = {"moe_layers": [0, 1], "num_experts": 4, "num_selected_experts": 1}
-    with pytest.warns(UserWarning, match="router no gradient") as caught:
+    with pytest.warns(UserWarning, match="only auxiliary losses train") as caught:
         ViTBackbone.from_config({**SMALL, **moe, "normalize_gates": when})
     # One line, and so shown once.
     assert {(x.filename, str(x.message)) for x in caught} == {
