@@ -5,6 +5,7 @@ import importlib
 import inspect
 import itertools
 import numbers
+import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -280,6 +281,15 @@ def import_extra(module: str, message: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(message) from error
+
+
+def outer_stack_level() -> int:
+    """The `stacklevel` of a warning for the first caller outside of this and Keras."""
+    level, frame = 1, sys._getframe(1)
+    inner = ("keras_moe", "keras", "keras_hub")
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def argument_names(cls: type) -> list[str]:

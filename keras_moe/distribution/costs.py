@@ -474,12 +474,26 @@ class BlockShare(NamedTuple):
         num_groups, rest = divmod(self.tokens, size)
         if rest:
             raise ValueError(
-                "Expected whole groups on each device; received: groups of "
-                f"{size} tokens, {self.tokens} tokens on each device"
+                f"Expected whole groups on each device, such as by {self.fitting()}; "
+                f"received: batch_size={self.batch_size}, {self.images} examples on "
+                f"each device, groups of {images}"
             )
         if capacity is None:
             return num_groups * router.total_slots(size)
         return num_groups * moe.experts.num_experts * capacity
+
+    def fitting(self) -> str:
+        """What would give each device whole groups."""
+        size, devices = (
+            self.block.feed_forward.group_size,
+            self.batch_size // self.images,
+        )
+        own = size and size // self.grouped
+        parts = range(1, min(own or self.images, self.images) + 1)
+        smaller = max(part for part in parts if self.images % part == 0)
+        batch = own and -(-self.batch_size // (own * devices)) * own * devices
+        larger = f"batch_size={batch} or " if batch else ""
+        return f"{larger}examples_per_group={smaller}"
 
     def activation_bytes(self) -> int:
         """Bytes that the block keeps for the backward pass."""

@@ -138,7 +138,8 @@ def layouts_of_blocks(
     ):
         raise ValueError(
             f"Expected a batch_size that the {batch_devices} devices of the batch axis "
-            f"divide; received: batch_size={batch_size}"
+            f"divide, such as {-(-batch_size // batch_devices) * batch_devices}; "
+            f"received: batch_size={batch_size}"
         )
     experts = sorted({part.num_experts for kind, part in parts if kind == "experts"})
     expert_parallel = _expert_devices(expert_parallel, batch_devices, experts)

@@ -11,12 +11,13 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
+from keras_moe.compat import track_loss_by
 from keras_moe.losses import (
     logit_log_likelihoods,
     next_tokens,
     token_log_likelihoods,
 )
-from keras_moe.models.contrastive_metrics import check_metrics
+from keras_moe.models.contrastive_metrics import WeightedLoss, check_metrics
 from keras_moe.models.decoder import DecoderBackbone
 from keras_moe.models.input_checks import array_values, check_input_names, check_texts
 from keras_moe.models.packing import is_id_array, pack, padded_rows
@@ -162,6 +163,8 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         # Bypass attribute tracking: metrics are not part of the weights.
         object.__setattr__(self, "_language_metrics", tuple(metrics))
         super().compile(optimizer, None, metrics=None, **kwargs)
+        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
+        track_loss_by(self, self._weighted_loss)
         self.sampler = sampler
         self.generate_function = None
 
@@ -330,8 +333,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
+        targets, log_likelihoods, weights = self._targets(x, y_pred)
+        self._weighted_loss.weigh(weights)
         for metric in self._language_metrics:
-            metric.update_state(*self._targets(x, y_pred))
+            metric.update_state(targets, log_likelihoods, weights)
         return self.get_metrics_result()
 
     # Inference

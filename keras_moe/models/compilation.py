@@ -1,7 +1,8 @@
-"""Announces compilation of a first step, during which Keras shows nothing."""
+"""Around the first step of a call: looks at its batch, and announces compilation."""
 
 import contextlib
 import contextvars
+import itertools
 import sys
 import threading
 import time
@@ -10,6 +11,8 @@ from typing import Any
 
 import keras
 
+from keras_moe.models.input_checks import check_batch
+from keras_moe.ops.kernels import iterators_tensorflow
 from keras_moe.processes import process_index
 
 # Shorter compilations are not announced.
@@ -24,44 +27,73 @@ _STEPS = {
 # Index of `verbose` among the positional arguments after the inputs.
 _VERBOSE = {"fit": 3, "evaluate": 2, "predict": 1}
 
-# Whether compilations are announced; None outside `fit`, `evaluate` and `predict`.
-_is_announced = contextvars.ContextVar("is_announced", default=None)
+# Whether compilations are announced, and the steps whose first batch is looked at.
+# None outside `fit`, `evaluate` and `predict`.
+_call = contextvars.ContextVar("call", default=None)
 
 
 @contextlib.contextmanager
 def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
     """Announces compilations unless `verbose` is 0; nested blocks inherit this."""
-    if _is_announced.get() is not None:
+    if _call.get() is not None:
         yield
         return
     index = _VERBOSE[method]
     verbose = args[index] if len(args) > index else kwargs.get("verbose", "auto")
-    token = _is_announced.set(verbose != 0 and process_index() == 0)
+    token = _call.set((verbose != 0 and process_index() == 0, set()))
     try:
         yield
     finally:
-        _is_announced.reset(token)
+        _call.reset(token)
 
 
 def make_step(
     model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
 ) -> Any:
-    """Creates a step whose first call is announced; later calls cost nothing."""
+    """Creates a step whose first call is announced and looked at; later ones are not.
+
+    The first batch is looked at where Keras hands it to the step, so that data of every
+    kind are read once.
+    """
     before = getattr(model, name)
     made = make(force)
     function = getattr(model, name)
+    is_new = function is not before
+    # A call that ended before its first step left its wrapper.
+    function = getattr(function, "inner", function)
+    announced, looked_at = _call.get() or (False, set())
     is_eager = keras.backend.backend() == "torch" and not model.jit_compile
-    compiles = not (is_eager or model.run_eagerly)
-    if function is before or not _is_announced.get() or not compiles:
+    announced &= is_new and not (is_eager or model.run_eagerly)
+    # Outside of a call, only the first batch of all.
+    is_first = (id(model), name) not in looked_at if _call.get() else is_new
+    if not announced and not is_first:
         return made
+    looked_at.add((id(model), name))
 
     def first_step(*args):
         setattr(model, name, function)
-        with _line(f"Compiling the first {_STEPS[name]}..."):
+        if is_first:
+            batch, data = _peeked(args[-1], model.steps_per_execution)
+            check_batch(model, batch)
+            args = (*args[:-1], data)
+        line = f"Compiling the first {_STEPS[name]}..."
+        with _line(line) if announced else contextlib.nullcontext():
             return function(*args)
 
+    first_step.inner = function
     setattr(model, name, first_step)
     return made
+
+
+def _peeked(data, steps):
+    """The first batch of what a step gets, and the same data, not yet read."""
+    if isinstance(data, (list, tuple)):
+        return data[0], data
+    if iterators_tensorflow.is_iterator(data):
+        return iterators_tensorflow.peeked(data, steps)
+    for batch in data if isinstance(data, Iterator) else ():
+        return batch, itertools.chain([batch], data)
+    return None, data
 
 
 @contextlib.contextmanager

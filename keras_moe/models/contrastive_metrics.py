@@ -60,8 +60,8 @@ class ContrastiveAccuracy(keras.metrics.Mean):
         return {**super().get_config(), "chunk_size": self.chunk_size}
 
 
-class LossOfPairs(keras.metrics.Mean):
-    """Weighted mean of a loss over pairs; Keras would count pairs of weight 0."""
+class WeightedLoss(keras.metrics.Mean):
+    """Mean loss of all pairs or tokens; Keras would weigh batches by their size."""
 
     _last = None
 

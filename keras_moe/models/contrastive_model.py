@@ -19,7 +19,7 @@ from keras_moe.losses import (
 )
 from keras_moe.losses.contrastive import IDS, mean_over_pairs
 from keras_moe.models.contrastive_metrics import (
-    LossOfPairs,
+    WeightedLoss,
     check_metrics,
     one_weight,
     weighable_labels,
@@ -85,7 +85,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     pipeline_tag = "zero-shot-image-classification"
     has_head = False
     has_metrics = False
-    _metrics_of_pairs, _loss_of_pairs = (), None  # until compiled
+    _metrics_of_pairs, _weighted_loss = (), None  # until compiled
     backbone_cls = PairBackbone
 
     def __init__(
@@ -187,8 +187,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         object.__setattr__(self, "_metrics_of_pairs", tuple(metrics))
         super().compile(optimizer, loss, metrics=None, **kwargs)
         mark_loss_as_built(self)
-        object.__setattr__(self, "_loss_of_pairs", LossOfPairs(name="loss"))
-        track_loss_by(self, self._loss_of_pairs)
+        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
+        track_loss_by(self, self._weighted_loss)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
@@ -241,7 +241,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
         weights = one_weight(sample_weight)
-        self._loss_of_pairs.weigh(weights)
+        self._weighted_loss.weigh(weights)
         for metric in self._metrics_of_pairs:
             metric.update_state(y, y_pred, weights)
         return self.get_metrics_result()

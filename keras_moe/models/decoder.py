@@ -58,7 +58,10 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         query_key_norm: whether to normalise queries and keys per head, by `norm`.
         moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
             Experts are chosen by each token on its own: routers that look at the
-            other tokens of a sequence would look ahead, and are refused.
+            other tokens of a sequence would look ahead, and are refused. So does a
+            capacity in training, which is allowed as in the papers: with K=2 or a
+            `priority` other than `"first_come"`, a token may lose its slot to a later
+            one. `dropless=True` avoids it.
     """
 
     num_key_value_heads: int | None = None
@@ -120,7 +123,11 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
 
 
 def check_causal(moe):
-    """Refuses routers by which a token's output depends on later tokens."""
+    """Refuses routers by which a token's output depends on later tokens at inference.
+
+    In training a capacity does the same, since all first choices are served before all
+    second ones, and by priority; it is what the papers do.
+    """
     arguments, received = moe.router_arguments, f"router={moe.router!r}"
     if not issubclass(moe.router_class, TokenChoiceRouter):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
 
-Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead.
+Models implement `_check_inputs(inputs, labels)`. Datasets are not read ahead: their
+first batch is seen on its way to the first step.
 """
 
 import warnings
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.checks import check_class_labels, fits_shape
+from keras_moe.checks import check_class_labels, fits_shape, outer_stack_level
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
@@ -67,15 +68,12 @@ def is_array(value: Any) -> bool:
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
-    """Checks input arrays, and warns once about images in 0..255."""
+    """Checks the shapes of input arrays."""
     symbolic_inputs = tree.flatten(model.input)
     if not isinstance(inputs, dict):
         inputs = {symbolic_inputs[0].name: inputs} if len(symbolic_inputs) == 1 else {}
     for symbolic in symbolic_inputs:
-        value, shape = inputs.get(symbolic.name), tuple(symbolic.shape[1:])
-        _check_shape(symbolic.name, value, shape)
-        if symbolic.name == "images":
-            _warn_of_bytes(model, value)
+        _check_shape(symbolic.name, inputs.get(symbolic.name), symbolic.shape[1:])
 
 
 def check_training(
@@ -127,21 +125,41 @@ def _check_shape(name, value, expected):
         )
 
 
-def _warn_of_bytes(model, images):
-    """Warns once about images in 0..255, where the model expects [-1, 1]."""
-    if getattr(model, "_has_warned_of_bytes", False) or not is_array(images):
+def check_batch(model: keras.Model, batch: Any) -> None:
+    """Looks at the first batch of a call, whatever it comes from."""
+    if batch is None:
         return
-    if keras.backend.standardize_dtype(images.dtype) != "uint8":
+    inputs, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    names = [symbolic.name for symbolic in tree.flatten(model.input)]
+    images = inputs.get("images") if isinstance(inputs, dict) else inputs
+    if "images" in names and (images is not inputs or len(names) == 1):
+        warn_of_raw_pixels(model, images)
+
+
+def warn_of_raw_pixels(model: keras.Model, images: Any) -> None:
+    """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
+    if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
         return
-    images = array_values(images)
-    if images is not None and images.size and images.max() > 1:
-        object.__setattr__(model, "_has_warned_of_bytes", True)
-        warnings.warn(
-            "Expected images in [-1, 1]; received uint8 images up to "
-            f"{images.max()}. Use images / 127.5 - 1.",
-            # Point to the caller of `fit`.
-            stacklevel=6,
-        )
+    if len(images.shape) != 4:
+        return
+    # A few pixels of a few images, since they may be on a device.
+    step = max(1, images.shape[1] // 64)
+    pixels = array_values(images[:8, ::step, ::step])
+    if pixels is None or not pixels.size:
+        return
+    is_float = pixels.dtype.kind not in "biu"
+    low, high = pixels.min(), pixels.max()
+    size = np.abs(pixels.astype("float32"))
+    # Standardised images have single pixels far from 0, but are about 1 on average.
+    if high <= 1 or (is_float and not (size.max() > 16 and size.mean() > 2)):
+        return
+    object.__setattr__(model, "_has_warned_of_pixels", True)
+    warnings.warn(
+        f"Expected images in [-1, 1]; received {pixels.dtype} pixels from {low:g} to "
+        f"{high:g}. For pixels from 0 to 255 use images / 127.5 - 1, in a tf.data "
+        "pipeline dataset.map(lambda images, labels: (images / 127.5 - 1, labels)).",
+        stacklevel=outer_stack_level(),
+    )
 
 
 def check_texts(

@@ -28,7 +28,8 @@ def expert_capacity(
 ) -> Any:
     """The capacity C = S K c / E, rounded as the V-MoE code rounds it.
 
-    It multiplies from left to right in float64; `"round"` rounds halves to even.
+    It multiplies from left to right in float64; `"round"` rounds halves to even. The
+    capacity is at least 1.
 
     Args:
         num_tokens: S, tokens per group: an int, or a scalar integer tensor in a graph.
@@ -133,21 +134,14 @@ def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multi
     check_one_of("rounding", rounding, ROUNDINGS)
     check_integer("multiple_of", multiple_of, optional=True)
     on_host, on_tensor = ROUNDINGS[rounding]
-    if not isinstance(num_tokens, numbers.Integral):
+    # At least 1, as rounded up: a last batch may be too small for the nearest number.
+    if isinstance(num_tokens, numbers.Integral):
+        assignments = int(num_tokens) * num_selected_experts
+        capacity = max(on_host(assignments * factor / divisor), 1)
+    else:
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")
         capacity = ops.cast(on_tensor(assignments * factor / divisor), "int32")
-        # A graph cannot raise an error for a tensor's value.
         capacity = ops.maximum(capacity, 1)
-        if multiple_of:
-            capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
-        return capacity
-    capacity = on_host(int(num_tokens) * num_selected_experts * factor / divisor)
-    if capacity < 1:
-        raise ValueError(
-            "Expected a capacity of at least 1; received: "
-            f"num_tokens={num_tokens}, num_selected_experts={num_selected_experts}, "
-            f"which give {capacity}. Use a larger group or capacity_factor."
-        )
     if multiple_of:
-        capacity = -(-capacity // multiple_of) * multiple_of
+        capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
     return capacity

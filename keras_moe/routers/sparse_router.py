@@ -52,7 +52,7 @@ class SparseRouter(Router):
             `"batch_invariant"`, or `"official"` if a capacity at inference is given.
         eval_capacity_factor: c at inference; None leaves it to `evaluation`.
         eval_capacity: C at inference, instead of `eval_capacity_factor`.
-        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_rounding: `"ceil"` or `"round"`, at least to 1.
         capacity_multiple_of: round the capacity up to a multiple of this, unless each
             example is a group; 4 in the released V-MoEs. None for no rounding.
         noise_std: std of the training noise, times `num_experts`. None is 1.0 for

@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidde
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras_moe.checks import (
     check_integer,
     check_one_of,
     check_selected,
+    outer_stack_level,
 )
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.primitives import vmap_groups
@@ -54,7 +56,7 @@ class TokenChoiceRouter(SparseRouter):
             CLIP-UP omits K, so that its 2.0 with K = 2 is 1.0 here.
             `normalize_gates="before"` divides combine weights by their sum over the
             token's K choices, `"after"` over those that got a slot (*CLIP-UP*, appendix
-            B.3); None keeps them.
+            B.3); None keeps them. With K=1 a normalised gate is 1, and has no gradient.
 
     Call arguments:
         tokens: (G, S, D).
@@ -95,6 +97,13 @@ class TokenChoiceRouter(SparseRouter):
         self.num_selected_experts = check_selected(
             num_selected_experts, self.num_experts
         )
+        if self.num_selected_experts == 1 and self.normalize_gates is not None:
+            warnings.warn(
+                f"normalize_gates={self.normalize_gates!r} makes the combine weight of "
+                "a token's only expert 1, so that only auxiliary losses train the "
+                "router. Use normalize_gates=None, or num_selected_experts=2.",
+                stacklevel=outer_stack_level(),
+            )
         self.dropless = check_bool("dropless", dropless)
         if dropless:
             given = kwargs.get("capacity"), kwargs.get("capacity_factor")

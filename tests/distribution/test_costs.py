@@ -152,8 +152,11 @@ def test_a_torus_passes_data_on():
     ("arguments", "options", "message"),
     [
         ((4, 8, "tpu_v9"), {}, "'tpu_v9'"),
-        ((4, 9), {}, "batch_size=9"),
-        ((4, 4), {}, r"groups of 20 tokens, 10 tokens on each device"),
+        ((4, 9), {}, "such as 12; received: batch_size=9"),
+        ((4, 4), {}, "batch_size=8 or examples_per_group=1; received: batch_size=4, 1"),
+        ((4, 20), {"examples_per_group": 3}, "batch_size=24 or examples_per_group=1;"),
+        ((2, 12), {"examples_per_group": 4}, "batch_size=16 or examples_per_group=3;"),
+        ((4, 8), {"examples_per_group": None}, "such as by examples_per_group=2;"),
         ((8, 16, "h200", 8), {}, r"parallel=8, num_experts=\[4\]"),
         ((4, 8), {"optimizer": "lion"}, "'lion'"),
         ((4, 8), {"dtype": "int8"}, "'int8'"),

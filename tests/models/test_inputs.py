@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.models import input_checks
 from tests.calls import call
 from tests.small_models import ONE_BLOCK, SMALL
 
@@ -118,6 +119,94 @@ def test_bytes_warn_once(model):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Expected images")
         model.predict_on_batch(images)
+
+
+@pytest.mark.every_backend
+def test_a_short_last_batch_has_a_slot_for_each_expert():
+    router = {"capacity_rounding": "round", "capacity_factor": 0.1}
+    model = vit(**ONE_BLOCK, router={"name": "softmax_token_choice", **router})
+    images, labels = IMAGES[[0, 1, 0, 1, 0]], LABELS[[0, 1, 0, 1, 0]]
+    history = model.fit(images, labels, batch_size=4, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, images, **kwargs):
+        super().__init__(**kwargs)
+        self.images = images
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.images[2 * index : 2 * index + 2], LABELS
+
+
+def in_loader(images):
+    from torch.utils.data import DataLoader, TensorDataset, default_convert
+
+    rows = TensorDataset(default_convert(images), default_convert(np.tile(LABELS, 3)))
+    return DataLoader(rows, batch_size=2)
+
+
+def in_dataset(images):
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices((images, np.tile(LABELS, 3)))
+    return dataset.batch(2)
+
+
+SOURCES = {
+    "arrays": lambda images: images,
+    "tf.data": in_dataset,
+    "PyDataset": Batches,
+    "DataLoader": in_loader,
+    "generator": lambda images: (x for x in Batches(images)),
+}
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("source", SOURCES)
+def test_pixels_from_0_to_255_of_any_source_warn_once(source):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 16, 8, 2))
+    raw, standardised = pixels.astype("float32"), (pixels - 128) / 74
+    rows = {"y": np.tile(LABELS, 3), "batch_size": 2} if source == "arrays" else {}
+    model, losses = vit(**ONE_BLOCK), []
+    model.compile(keras.optimizers.SGD(0.0))
+    for images in (standardised.astype("float32"), raw, raw):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(SOURCES[source](images), **rows, verbose=0)
+            losses += model.evaluate(SOURCES[source](images), **rows, verbose=0)[:1]
+            assert len(model.predict(SOURCES[source](images), verbose=0)) == 6
+        found = [x for x in caught if "pixels from" in str(x.message)]
+        expected = images is raw and len(losses) == 2
+        assert [x.filename for x in found] == [__file__] * expected
+    # No batch was lost on the way.
+    assert int(model.optimizer.iterations) == 9
+    expected = model.test_on_batch(raw, np.tile(LABELS, 3))[0]
+    np.testing.assert_allclose(losses[1:], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "warns"),
+    [
+        (np.zeros((1, 16, 8, 2), "uint8"), False),
+        (np.full((1, 16, 8, 2), 9, "uint8"), True),
+        # A line drawing, and one whose pixels were standardised one by one.
+        (255 * (np.arange(16) % 8 == 0).repeat(16).reshape(1, 16, 8, 2), True),
+        (200.0 * (np.arange(256) == 0).reshape(1, 16, 8, 2) - 0.1, False),
+        # Interpolation overshoots.
+        (np.linspace(-9, 263, 256).reshape(1, 16, 8, 2), True),
+        (np.linspace(0, 5, 256).reshape(1, 16, 8, 2), False),
+        (np.zeros((0, 16, 8, 2)), False),
+    ],
+)
+def test_scale_of_pixels(images, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        input_checks.warn_of_raw_pixels(vit(**ONE_BLOCK), images)
+    assert len(caught) == warns
 
 
 SPARSE, SEVERAL = "sparse_categorical_crossentropy", "binary_crossentropy"

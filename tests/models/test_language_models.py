@@ -298,6 +298,21 @@ def test_fit_takes(kind):
         model.fit(packed, sample_weight=np.ones(len(packed["token_ids"])))
 
 
+@pytest.mark.every_backend
+def test_loss_of_ragged_rows_does_not_depend_on_the_batch_size():
+    model = language_model("dense", num_layers=1)
+    model.compile(keras.optimizers.SGD(0.0))
+    lengths = np.array([[8], [2], [3], [6]])
+    rows = inputs(np.arange(32, dtype="int32").reshape(4, 8) % 20)
+    rows["padding_mask"] = (np.arange(8) < lengths).astype("int32")
+    expected = -model.score(rows).sum() / (lengths - 1).sum()
+    for size in (1, 2, 4):
+        loss, perplexity = model.evaluate(rows, batch_size=size, verbose=0)
+        assert_close(np.array([loss, np.log(perplexity)]), [expected] * 2, 1e-5)
+        history = model.fit(rows, batch_size=size, verbose=0).history
+        assert_close(np.array(history["loss"]), [expected], 1e-5)
+
+
 class Batches(keras.utils.PyDataset):
     """Batches of inputs without targets."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_moe.ops import expert_capacity
+from keras_moe.ops import ExpertTypes, expert_capacity, heterogeneous_capacity
 from tests import golden
 
 
@@ -18,13 +18,16 @@ def test_golden_table():
     for tokens, experts, factor, rounding, multiple_of, expected in rows:
         # The reference's 0 is our None.
         options = {"rounding": rounding, "multiple_of": multiple_of or None}
-        if expected == -1:
+        if factor <= 0:
             with pytest.raises(ValueError, match="received: "):
                 expert_capacity(tokens, experts, factor, **options)
-        else:
-            got = expert_capacity(tokens, experts, factor, **options)
-            assert got == expected, (tokens, experts, factor, options)
-            assert type(got) is int
+            continue
+        if expected == -1:
+            # The reference refuses what rounds to 0; here it is 1.
+            expected = multiple_of or 1
+        got = expert_capacity(tokens, experts, factor, **options)
+        assert got == expected, (tokens, experts, factor, options)
+        assert type(got) is int
 
 
 def test_by_hand():
@@ -37,6 +40,23 @@ def test_by_hand():
     # Halves go to the even number, as in Python.
     assert expert_capacity(10, 4, 1.0, rounding="round") == 2
     assert expert_capacity(14, 4, 1.0, rounding="round") == 4
+    assert expert_capacity(4, 16, 1.0, rounding="round") == 1
+
+
+@pytest.mark.parametrize("rounding", ["ceil", "round"])
+@pytest.mark.parametrize("multiple_of", [None, 4])
+def test_one_rule_for_numbers_and_for_sizes_that_a_graph_does_not_know(
+    rounding, multiple_of
+):
+    arguments = {"rounding": rounding, "multiple_of": multiple_of}
+    types = ExpertTypes(8, 1, 1, 2)
+    for size in (1, 4, 7, 8, 9, 40, 41):
+        tensor = np.array(size, "int32")
+        got = expert_capacity(tensor, 16, 1.05, 2, **arguments)
+        assert int(got) == expert_capacity(size, 16, 1.05, 2, **arguments)
+        got = heterogeneous_capacity(tensor, types, 0.75, 1.1, 2, **arguments)
+        expected = heterogeneous_capacity(size, types, 0.75, 1.1, 2, **arguments)
+        assert tuple(map(int, got)) == expected
 
 
 @pytest.mark.parametrize(

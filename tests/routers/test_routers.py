@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_moe import losses, routers
 from keras_moe.layers import Experts, MoE
+from keras_moe.models import ViTBackbone
 from keras_moe.ops import RaggedPlan
 from keras_moe.routers import (
     ROUTERS,
@@ -25,6 +26,7 @@ from tests import golden, gradients
 from tests.backends import every_backend_for
 from tests.calls import call
 from tests.compare import assert_close, assert_same
+from tests.small_models import SMALL
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -359,6 +361,19 @@ def test_token_choice_normalises_gates(when):
     total = largest if when == "before" else kept.sum(axis=-1, keepdims=True)
     assert (dispatched.sum(axis=-1) == 1).any()  # some choice was dropped
     assert_close(combined, kept / np.where(total > 0, total, 1.0), 1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lone_normalised_gate_warns(when):
+    moe = {"moe_layers": [0, 1], "num_experts": 4, "num_selected_experts": 1}
+    with pytest.warns(UserWarning, match="only auxiliary losses train") as caught:
+        ViTBackbone.from_config({**SMALL, **moe, "normalize_gates": when})
+    # One line, and so shown once.
+    assert {(x.filename, str(x.message)) for x in caught} == {
+        (__file__, str(caught[0].message))
+    }
+    TokenChoiceRouter(4, 1)
+    TokenChoiceRouter(4, 2, normalize_gates=when)
 
 
 @pytest.mark.parametrize("cls", [TokenChoiceRouter, ExpertChoiceRouter])

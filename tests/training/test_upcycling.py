@@ -39,6 +39,7 @@ def by_path(model):
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.filterwarnings("ignore:normalize_gates='after'")
 @pytest.mark.parametrize(
     "case", every_backend_for(golden.cases("14_upcycling/*"), "k2_large_capacity")
 )
@@ -109,6 +110,7 @@ def test_reference_upcycling(case):
         ("mixer", {"noise": 0.5}, False),
     ],
 )
+@pytest.mark.filterwarnings("ignore:normalize_gates='after'")
 def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserved):
     dense = with_weights(MAKERS[kind]())
     before = by_path(dense)
