@@ -207,6 +207,17 @@ def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     return optimizer._iterations
 
 
+def keep_no_steps(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets an optimizer on TensorFlow sum gradients only over several replicas.
+
+    TensorFlow's sum registers a gradient of its own for ever, and so the traced step.
+    """
+    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        strategy = getattr(part, "_distribution_strategy", None)
+        if strategy is not None and strategy.num_replicas_in_sync == 1:
+            part.__dict__["_all_reduce_sum_gradients"] = list
+
+
 def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns an optimizer's learning rate or schedule; the public one is a number."""
     return optimizer._learning_rate

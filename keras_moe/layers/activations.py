@@ -50,7 +50,12 @@ def entmax15(x: Any) -> Any:
     return entmax(x, 1.5)
 
 
-_NAMED = {"gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu, "entmax": entmax15}
+_NAMED = {
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "entmax": entmax15,
+    "silu": nn.silu,
+}
 
 
 def get(identifier: Any) -> Callable:
@@ -59,6 +64,8 @@ def get(identifier: Any) -> Callable:
         return _NAMED[identifier]
     try:
         activation = keras.activations.get(identifier)
+        if activation is keras.activations.silu:
+            return nn.silu
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Expected the name of an activation, one of {tuple(_NAMED)} or of Keras, "

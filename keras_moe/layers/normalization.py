@@ -8,6 +8,7 @@ from keras import ops
 from keras_moe.checks import check_one_of, check_positive
 from keras_moe.layers.layer import Layer
 from keras_moe.ops.nn import is_bfloat16_on_tpus
+from keras_moe.ops.primitives import custom_gradient
 
 NORMS = ("layer", "rms")
 
@@ -28,26 +29,25 @@ def _moments(x, once):
 def _normalize(x, gamma, beta, epsilon, once=False):
     """Layer normalisation of float32 (..., D) with a custom gradient."""
 
-    @ops.custom_gradient
-    def normalize(x, gamma, beta):
+    def forward(x, gamma, beta):
         mean, variance = _moments(x, once)
         scale = ops.rsqrt(variance + epsilon)
         normed = (x - mean) * scale
+        return normed * gamma + beta, (normed, scale, gamma)
 
-        def gradient(upstream):
-            inner = upstream * gamma
-            mean = ops.mean(inner, axis=-1, keepdims=True)
-            along = ops.mean(inner * normed, axis=-1, keepdims=True)
-            leading = tuple(range(len(x.shape) - 1))
-            return (
-                scale * (inner - mean - normed * along),
-                ops.sum(upstream * normed, axis=leading),
-                ops.sum(upstream, axis=leading),
-            )
+    def backward(residuals, upstream):
+        normed, scale, gamma = residuals
+        inner = upstream * gamma
+        mean = ops.mean(inner, axis=-1, keepdims=True)
+        along = ops.mean(inner * normed, axis=-1, keepdims=True)
+        leading = tuple(range(len(upstream.shape) - 1))
+        return (
+            scale * (inner - mean - normed * along),
+            ops.sum(upstream * normed, axis=leading),
+            ops.sum(upstream, axis=leading),
+        )
 
-        return normed * gamma + beta, gradient
-
-    return normalize(x, gamma, beta)
+    return custom_gradient(forward, backward, x, gamma, beta)
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -12,6 +12,7 @@ import keras
 from keras import tree
 
 from keras_moe.compat import AutocastScope, clear_losses, flatten_layers, own_variables
+from keras_moe.ops.primitives import remat
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -55,7 +56,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
         structure["results"] = tree.map_structure(lambda _: None, results)
         return tuple(tree.flatten(results))
 
-    results = keras.remat(region)(*inputs, *values)
+    results = remat(region)(*inputs, *values)
     results = tree.pack_sequence_as(structure["results"], list(results))
     for seed, draws in zip(seeds, results["draws"]):
         moved = keras.ops.stack([keras.ops.zeros_like(draws), draws])

@@ -16,6 +16,7 @@ from keras_moe.compat import (
     inject_functional_model_class,
     is_clone,
     is_jax_train_state,
+    keep_no_steps,
 )
 from keras_moe.models import registry
 from keras_moe.models.adaptation import TRAINING, apply_training
@@ -131,6 +132,7 @@ class MoEModel(Exportable, TorchParameters):
     # Announce the first step while it compiles.
 
     def make_train_function(self, force: bool = False) -> Any:
+        keep_no_steps(self.optimizer)
         return make_step(self, "train_function", super().make_train_function, force)
 
     def make_test_function(self, force: bool = False) -> Any:

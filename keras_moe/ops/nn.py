@@ -30,6 +30,22 @@ def gelu_tanh_reference(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
 
+def silu(x: Any) -> Any:
+    """`x sigmoid(x)`; TensorFlow's own keeps every graph that it is traced in."""
+    if keras.backend.backend() != "tensorflow":
+        return keras.activations.silu(x)
+
+    def forward(x):
+        return x * ops.sigmoid(x), (x,)
+
+    def backward(kept, upstream):
+        (x,) = kept
+        open_part = ops.sigmoid(x)
+        return (upstream * open_part * (1.0 + x * (1.0 - open_part)),)
+
+    return custom_gradient(forward, backward, x)
+
+
 def is_bfloat16_on_tpus(x: Any) -> bool:
     """Whether JAX's program is for TPUs, and `x` in bfloat16."""
     if keras.backend.backend() != "jax":

@@ -1,5 +1,6 @@
 """Building blocks that `keras.ops` lacks or that its backends do differently."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,20 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
     """`forward(*inputs)[0]`, differentiated by `backward`.
 
     `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
-    gradient or None for each input. On PyTorch, `keras.ops.custom_gradient` would keep
-    all inputs, and outputs until the garbage collector runs.
+    gradient or None for each input; it closes over no tensor. The functions of the same
+    name in Keras keep too much: on PyTorch all inputs, and outputs until the garbage
+    collector runs, and on TensorFlow every graph, for ever.
     """
     inputs = [ops.convert_to_tensor(x) for x in inputs]
-    if keras.backend.backend() == "torch":
+    backend = keras.backend.backend()
+    if backend == "torch":
         from keras_moe.ops.kernels import gradients_torch
 
         return gradients_torch.custom_gradient(forward, backward, *inputs)
+    if backend == "tensorflow":
+        from keras_moe.ops.kernels import gradients_tensorflow
+
+        return gradients_tensorflow.custom_gradient(forward, backward, *inputs)
 
     @ops.custom_gradient
     def function(*inputs):
@@ -32,8 +39,6 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
 
         def gradient(*upstream):
             gradients = backward(residuals, *tree.flatten(upstream))
-            if keras.backend.backend() != "jax":
-                return gradients
             # JAX takes no None.
             return tuple(
                 ops.zeros(*spec) if x is None else x
@@ -43,6 +48,15 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
         return outputs, gradient
 
     return function(*inputs)
+
+
+def remat(function: Callable) -> Callable:
+    """`keras.remat`, which keeps every graph on TensorFlow, of functions of tensors."""
+    if keras.backend.backend() != "tensorflow":
+        return keras.remat(function)
+    from keras_moe.ops.kernels import gradients_tensorflow
+
+    return functools.partial(gradients_tensorflow.remat, function)
 
 
 def on_several_devices() -> bool:

@@ -9,6 +9,7 @@ from tensorflow.python.ops import control_flow_util
 
 from keras_moe.ops.kernels import block_loops
 from keras_moe.ops.kernels.block_loops import Weights, activate
+from keras_moe.ops.kernels.gradients_tensorflow import custom_gradient, vjp
 
 
 def for_xla():
@@ -46,13 +47,14 @@ def _split(rows, group_sizes):
     return tf.split(rows, tf.concat([group_sizes, [rest]], axis=0))
 
 
-@tf.custom_gradient
 def matmul_with_loops(rows, kernels, group_sizes):
-    def gradient(upstream):
-        gradients = block_loops.matmul_backward(rows, kernels, group_sizes, upstream)
-        return *gradients, None
+    def forward(*inputs):
+        return block_loops.matmul_forward(*inputs), inputs
 
-    return block_loops.matmul_forward(rows, kernels, group_sizes), gradient
+    def backward(inputs, upstream):
+        return *block_loops.matmul_backward(*inputs, upstream), None
+
+    return custom_gradient(forward, backward, rows, kernels, group_sizes)
 
 
 def grouped_mlp(rows, group_sizes, weights, activation):
@@ -70,42 +72,29 @@ def grouped_mlp(rows, group_sizes, weights, activation):
 
 
 def mlp_with_loops(rows, group_sizes, weights, activation):
-    present = [x for x in weights if x is not None]
+    def run(inputs, keep):
+        rows, group_sizes, *present = inputs
+        own = all_weights(present)
+        return block_loops.mlp_forward(rows, group_sizes, own, activation, keep)
 
     def all_weights(present):
         present = iter(present)
-        return Weights(*(x if x is None else next(present) for x in weights))
+        return Weights(*(next(present) if is_there else None for is_there in exists))
 
-    def run(rows, present, keep):
-        weights = all_weights(present)
-        return block_loops.mlp_forward(rows, group_sizes, weights, activation, keep)
-
-    @tf.custom_gradient
-    def grouped(rows, *present):
+    def forward(*inputs):
         # An (R, H) array that nothing reads is not written.
-        outputs, kept = run(rows, present, for_gradients())
+        outputs, kept = run(inputs, for_gradients())
+        return outputs, (inputs, kept)
 
-        def gradient(upstream):
-            needed = kept or run(rows, present, True)[1]
-            dx, dw = block_loops.mlp_backward(
-                rows,
-                group_sizes,
-                all_weights(present),
-                activation,
-                needed,
-                upstream,
-                vjp,
-            )
-            return dx, *(x for x in dw if x is not None)
+    def backward(residuals, upstream):
+        inputs, kept = residuals
+        rows, group_sizes, *present = inputs
+        own, kept = all_weights(present), kept or run(inputs, True)[1]
+        dx, dw = block_loops.mlp_backward(
+            rows, group_sizes, own, activation, kept, upstream, vjp
+        )
+        return dx, None, *(x for x in dw if x is not None)
 
-        return outputs, gradient
-
-    return grouped(rows, *present)
-
-
-def vjp(function, *inputs):
-    """The value of a function, and a function from its gradient to the inputs'."""
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        outputs = function(*inputs)
-    return outputs, lambda upstream: tape.gradient(outputs, inputs, upstream)
+    exists = [x is not None for x in weights]
+    present = [x for x in weights if x is not None]
+    return custom_gradient(forward, backward, rows, group_sizes, *present)
