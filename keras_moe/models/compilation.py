@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_moe.compat import ONE_AT_A_TIME
 from keras_moe.processes import process_index
 
 # Shorter compilations are not announced.
@@ -47,20 +48,27 @@ def make_step(
     model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
 ) -> Any:
     """Creates a step whose first call is announced; later calls cost nothing."""
-    before = getattr(model, name)
-    made = make(force)
-    function = getattr(model, name)
-    is_eager = keras.backend.backend() == "torch" and not model.jit_compile
-    compiles = not (is_eager or model.run_eagerly)
-    if function is before or not _is_announced.get() or not compiles:
-        return made
+    with ONE_AT_A_TIME:
+        before = getattr(model, name)
+        made = make(force)
+        function = getattr(model, name)
+        is_eager = keras.backend.backend() == "torch" and not model.jit_compile
+        compiles = not (is_eager or model.run_eagerly)
+        if function is before or not _is_announced.get() or not compiles:
+            return made
+        is_first = True
 
-    def first_step(*args):
-        setattr(model, name, function)
-        with _line(f"Compiling the first {_STEPS[name]}..."):
-            return function(*args)
+        def first_step(*args):
+            nonlocal is_first
+            if not is_first:
+                return function(*args)
+            is_first = False
+            setattr(model, name, function)
+            with _line(f"Compiling the first {_STEPS[name]}..."):
+                return function(*args)
 
-    setattr(model, name, first_step)
+        first_step.__wrapped__ = function
+        setattr(model, name, first_step)
     return made
 
 
