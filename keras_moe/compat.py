@@ -405,6 +405,21 @@ def hub_file(preset: str, name: str) -> str:
     return preset_utils.get_file(preset, name)
 
 
+def init_task(task: Any, compile: bool = True, **kwargs: Any) -> None:
+    """`keras_hub.models.Task.__init__` while other threads use other tasks.
+
+    KerasHub's takes `Functional` out of the bases of all tasks for a moment.
+    """
+    # `keras.Model.__init__` puts `Functional` there, for the first model of a class.
+    base = Functional if isinstance(task, Functional) else keras.Model
+    base.__init__(task, **kwargs)
+    task._functional_layer_ids = set(map(id, task._flatten_layers()))
+    task._initialized = True
+    task.dtype_policy = task.backbone.dtype_policy
+    if compile:
+        task.compile()
+
+
 def is_cached_of_storage(preset: str, name: str) -> bool:
     """Whether KerasHub has downloaded a file of a `gs://` preset before."""
     home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
