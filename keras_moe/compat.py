@@ -210,13 +210,6 @@ def view(layer: keras.layers.Layer, **attributes: Any) -> Any:
     return other
 
 
-def inner_layers(layer: keras.layers.Layer) -> dict[str, keras.layers.Layer]:
-    """Returns the layers that are a layer's attributes; PyTorch has them elsewhere."""
-    attributes = vars(layer) | vars(layer).get("_modules", {})
-    layers = keras.layers.Layer
-    return {name: x for name, x in attributes.items() if isinstance(x, layers)}
-
-
 def serving(model: keras.Model) -> Any:
     """Returns what predicts like a model and leaves the model alone meanwhile.
 

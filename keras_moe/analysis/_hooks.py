@@ -14,26 +14,28 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.compat import Functional, inner_layers, view
+from keras_moe.compat import Functional, view
 from keras_moe.ops.grouped import row_experts
 
 
 class Hooked(keras.Model):
-    """A model with some of its layers replaced, a dict from `id` to layer."""
+    """A model with some of its layers replaced: a dict from `id`, or one of inputs."""
 
     def __init__(self, model, layers=None, training=False):
         # The global dtype policy may differ from the model's.
         super().__init__(name="hooked", dtype="float32")
-        self.model, self.in_training = model, training
+        self.model, self.in_training, self.built = model, training, True
         # Keras would track the views.
         object.__setattr__(self, "_hooks", layers or {})
-        self.built = True
 
     def call(self, inputs):
-        if isinstance(inputs, dict):
+        hooks = self._hooks(inputs) if callable(self._hooks) else self._hooks
+        if isinstance(self.model.input, dict):
             # Batches of language models have targets, too.
             inputs = {name: inputs[name] for name in self.model.input}
-        return with_layers(self.model, self._hooks)(inputs, training=self.in_training)
+        elif isinstance(inputs, dict):
+            inputs = inputs["images"]
+        return with_layers(self.model, hooks)(inputs, training=self.in_training)
 
 
 def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
@@ -49,11 +51,13 @@ def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
             return layer._run_through_graph(inputs, operation_fn=replaced, **kwargs)
 
         return view(layer, _run_through_graph=run)
-    inner = {
-        name: (part, with_layers(part, layers))
-        for name, part in inner_layers(layer).items()
-    }
-    changed = {name: new for name, (old, new) in inner.items() if new is not old}
+    changed = {}
+    # PyTorch's layers have theirs in `_modules`.
+    for name, part in (vars(layer) | vars(layer).get("_modules", {})).items():
+        if isinstance(part, keras.layers.Layer):
+            new = with_layers(part, layers)
+            if new is not part:
+                changed[name] = new
     return view(layer, **changed) if changed else layer
 
 

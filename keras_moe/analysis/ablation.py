@@ -337,21 +337,6 @@ class _Scorer(keras.Model):
         return _is_right(outputs, labels, _threshold(self.classifier))
 
 
-class _Zeroed(keras.Model):
-    """A classifier of images, some of whose experts (B, E) output zeros."""
-
-    def __init__(self, classifier, part):
-        super().__init__(name="zeroed", dtype="float32")
-        self.classifier, self.part, self.built = classifier, part, True
-
-    def call(self, inputs):
-        hooks = {}
-        for layer in self.part.layers:
-            kept = ops.take(inputs["kept"][0], layer.router.expert_columns)
-            hooks[id(layer.experts)] = zeroed(layer.experts, kept)
-        return with_layers(self.classifier, hooks)(inputs["images"], training=False)
-
-
 # Both functions below return the number of right predictions (C,), and how many of
 # them each removal loses (E, C).
 
@@ -412,9 +397,14 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
         hits = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
         return _by_class(ops.convert_to_numpy(hits), labels, classes)
 
+    def hooks_of(inputs):
+        experts = [(x.experts, x.router.expert_columns) for x in part.layers]
+        kept = inputs["kept"][0]
+        return {id(x): zeroed(x, ops.take(kept, columns)) for x, columns in experts}
+
     threshold = _threshold(model)
     bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
-    before, lost, without = right(model), [], _Zeroed(model, part)
+    before, lost, without = right(model), [], Hooked(model, hooks_of)
     for number, (removal, experts) in enumerate(removals):
         if removal == "output":
             kept = ~np.isin(np.arange(part.expert_types.total), experts)

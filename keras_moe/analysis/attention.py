@@ -70,11 +70,7 @@ def has_attention(model: Any) -> bool:
         return False
     mixers = [getattr(x, "token_mixer", None) for x in flatten_layers(_encoder(model))]
     mixers = [mixer for mixer in mixers if mixer is not None]
-    return bool(mixers) and all(map(_is_attention, mixers))
-
-
-def _is_attention(layer):
-    return hasattr(layer, "query_dense")
+    return bool(mixers) and all(hasattr(mixer, "query_dense") for mixer in mixers)
 
 
 def _encoder(model):
@@ -101,7 +97,8 @@ class _Rollout(keras.Model):
 
     def call(self, images):
         attention = []
-        layers = filter(_is_attention, flatten_layers(self.encoder))
+        layers = flatten_layers(self.encoder)
+        layers = [layer for layer in layers if hasattr(layer, "query_dense")]
         hooks = {id(layer): recording(layer, attention) for layer in layers}
         with_layers(self.encoder, hooks)(images, training=False)
         if self.pooling == "map":

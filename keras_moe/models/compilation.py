@@ -56,13 +56,10 @@ def make_step(
         compiles = not (is_eager or model.run_eagerly)
         if function is before or not _is_announced.get() or not compiles:
             return made
-        is_first = True
 
         def first_step(*args):
-            nonlocal is_first
-            if not is_first:
+            if getattr(model, name) is not first_step:
                 return function(*args)
-            is_first = False
             setattr(model, name, function)
             with _line(f"Compiling the first {_STEPS[name]}..."):
                 return function(*args)
