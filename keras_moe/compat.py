@@ -8,10 +8,12 @@ and KerasHub 0.32.0, which is imported inside functions: the core needs only Ker
 import collections
 import contextlib
 import functools
+import inspect
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -194,6 +196,85 @@ def replaced_seed_generator(
         layer.__dict__.pop("_get_seed_generator", None)
 
 
+# Views of models and layers, which answer in several threads at once.
+
+# Keras makes step functions without a lock, and each would be compiled.
+ONE_AT_A_TIME = threading.RLock()
+
+
+def view(layer: keras.layers.Layer, **attributes: Any) -> Any:
+    """Returns a layer with the weights of another, and some attributes of its own."""
+    other = object.__new__(type(layer))
+    # In the instance's dict, where Keras and PyTorch track nothing.
+    vars(other).update(vars(layer), **attributes)
+    return other
+
+
+def serving(model: keras.Model) -> Any:
+    """Returns what predicts like a model and leaves the model alone meanwhile.
+
+    On JAX, Keras's `predict` takes the values out of a model's variables while it runs,
+    and donates them; any other thread that uses a model with these variables fails.
+    """
+    if keras.backend.backend() != "jax" or "jax_state_sync" in vars(model):
+        return model
+    with ONE_AT_A_TIME:
+        if not hasattr(inspect.unwrap(model.predict_function), "is_pure"):
+            make_pure_predict_function(model, force=True)
+
+    def state(purge_model_variables=False, **which):
+        return model._get_jax_state(**which)
+
+    return view(model, _get_jax_state=state, jax_state_sync=lambda: None)
+
+
+def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
+    """`make_predict_function` on JAX, without donation, compiled once per shape."""
+    from keras.src.backend.jax.trainer import jit
+
+    if model.predict_function is not None and not force:
+        return
+
+    def step(data, state):
+        outputs, after = model.predict_step(state, data)
+        # Such as seeds that a layer draws from; the rest of the state stays.
+        pairs = enumerate(zip(state[1], after))
+        return outputs, {i: new for i, (old, new) in pairs if new is not old}
+
+    if model.jit_compile and not model.run_eagerly:
+        step = compiled_once(jit(step))
+
+    def run(state, data):
+        outputs, changed = step(data, state)
+        values = list(state[1])
+        for index, value in changed.items():
+            model.non_trainable_variables[index].assign(value)
+            values[index] = value
+        return outputs, (state[0], values)
+
+    run = model._make_function(run, concatenate_outputs=True)
+    run.is_pure = True
+    model.predict_function = run
+
+
+def compiled_once(function: Callable) -> Callable:
+    """Lets one thread compile a function for each new shape of its first argument."""
+    known, lock = set(), threading.RLock()
+
+    @functools.wraps(function)
+    def run(data, *args, **kwargs):
+        leaves = keras.tree.flatten((data, kwargs))
+        key = str([getattr(x, "shape", x) for x in leaves])
+        if key in known:
+            return function(data, *args, **kwargs)
+        with lock:
+            outputs = function(data, *args, **kwargs)
+            known.add(key)
+        return outputs
+
+    return run
+
+
 # Optimizers and variables.
 
 
@@ -326,6 +407,21 @@ def hub_file(preset: str, name: str) -> str:
     from keras_hub.src.utils import preset_utils
 
     return preset_utils.get_file(preset, name)
+
+
+def init_task(task: Any, compile: bool = True, **kwargs: Any) -> None:
+    """`keras_hub.models.Task.__init__` while other threads use other tasks.
+
+    KerasHub's takes `Functional` out of the bases of all tasks for a moment.
+    """
+    # `keras.Model.__init__` puts `Functional` there, for the first model of a class.
+    base = Functional if isinstance(task, Functional) else keras.Model
+    base.__init__(task, **kwargs)
+    task._functional_layer_ids = set(map(id, task._flatten_layers()))
+    task._initialized = True
+    task.dtype_policy = task.backbone.dtype_policy
+    if compile:
+        task.compile()
 
 
 def is_cached_of_storage(preset: str, name: str) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe.compat import serving
+
 
 def process_shard() -> tuple[int, int]:
     """Returns JAX's process index and count, or (0, 1), as `shard` of data pipelines.
@@ -109,7 +111,7 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
     """`model.predict_on_batch` that returns the whole outputs in every process."""
     distribution = keras.distribution.distribution()
     if distribution is None:
-        return model.predict_on_batch(inputs)
+        return serving(model).predict_on_batch(inputs)
     from keras_moe.ops.kernels.sharded_arrays_jax import placed
 
     count, devices = len(keras.tree.flatten(inputs)[0]), batch_devices()
@@ -125,7 +127,7 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
     if mesh is not distribution.device_mesh:
         mesh, whole = distribution.device_mesh, _WholeOutputs(model)
         object.__setattr__(model, "_whole_outputs", (mesh, whole))
-    outputs = whole.predict_on_batch(keras.tree.map_structure(place, inputs))
+    outputs = serving(whole).predict_on_batch(keras.tree.map_structure(place, inputs))
     if rows == count:
         return outputs
     return keras.tree.map_structure(lambda x: x[:count], outputs)

@@ -1,7 +1,5 @@
 """Accuracy lost without experts. Axes: B batch, C classes, E experts, L levels."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -10,14 +8,21 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.interventions import excluded, moe_block, mumoe_head, numbers_of
+from keras_moe.analysis._hooks import (
+    Hooked,
+    excluding,
+    with_layers,
+    without_one,
+    zeroed,
+)
+from keras_moe.analysis.interventions import moe_block, mumoe_head, numbers_of
 from keras_moe.analysis.specialisation import (
     accuracy_changes,
     class_polysemanticity,
     mean_polysemanticity,
 )
 from keras_moe.checks import check_class_labels, check_one_of
-from keras_moe.compat import restored
+from keras_moe.compat import flatten_layers, serving
 from keras_moe.ops.expert_types import ExpertTypes
 
 # All MoE blocks together.
@@ -215,18 +220,21 @@ class MuMoEPart:
     """A classifier split at a muMoE: its inputs, and the outputs without an expert."""
 
     def __init__(self, model: keras.Model, layer: str):
-        self.is_head, self.is_mixer = layer == "head", layer.endswith(MIXER)
+        self.is_head = layer == "head"
         if self.is_head:
             self.layer, self.inputs = mumoe_head(model), model.features
-            self.gate = self.layer.gate
+            part, self.gate = self.layer, self.layer.gate
             self.rest = model.outputs_from_head
         else:
             name = layer.removesuffix(MIXER)
             self.layer = moe_block(model, name)
             self.inputs = self.layer.input
-            part = self.layer.token_mixer if self.is_mixer else self.layer.feed_forward
+            is_mixer = layer.endswith(MIXER)
+            part = self.layer.token_mixer if is_mixer else self.layer.feed_forward
             self.gate = part.router
             self.rest = _rest(model, name)
+        # The layers that hold the factorised experts.
+        self.experts = [x for x in flatten_layers(part) if hasattr(x, "input_factor")]
         # Largest coefficient of each expert over the tokens of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
@@ -242,10 +250,8 @@ class MuMoEPart:
 
     def without(self, inputs: Any, experts: Any) -> Any:
         """The classifier's outputs with one expert's weights zeroed."""
-        if self.is_head:
-            coefficients, _ = self.gate(inputs)
-            return self.rest(self.layer.ablated(inputs, coefficients, experts))
-        return self.rest(self.layer.ablated(inputs, experts, mixer=self.is_mixer))
+        hooks = {id(x): without_one(x, experts) for x in self.experts}
+        return self.rest(with_layers(self.layer, hooks)(inputs, training=False)[0])
 
 
 class RoutedPart:
@@ -263,23 +269,6 @@ class RoutedPart:
     def ffn_experts(self) -> list[int]:
         """Numbers of the experts with weights, which pruning removes by block."""
         return sorted({e for layer in self.layers for e in layer.router.expert_columns})
-
-    @contextlib.contextmanager
-    def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
-        """Context in which FFN experts of all layers have zero weights."""
-        parts = [
-            pair
-            for layer in self.layers
-            for index, expert in enumerate(layer.router.expert_columns)
-            if expert in experts
-            for pair in layer.expert_slices(index)
-        ]
-        with restored([variable for variable, _ in parts]):
-            for variable, index in parts:
-                value = np.array(ops.convert_to_numpy(variable.value))
-                value[index] = 0
-                variable.assign(value)
-            yield
 
 
 def _rest(model, name):
@@ -300,7 +289,7 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
     if layer != "head":
         name = layer.removesuffix(MIXER)
         block = moe_block(model, name)
-        if name == layer and not hasattr(block.feed_forward, "ablated"):
+        if name == layer and not hasattr(block.feed_forward, "gate"):
             return RoutedPart([block.feed_forward])
     return MuMoEPart(model, layer)
 
@@ -340,7 +329,7 @@ class _Scorer(keras.Model):
     def __init__(self, classifier, part):
         # The global dtype policy may be less precise than the model's.
         super().__init__(name="scorer", dtype="float32")
-        self.classifier, self.part = classifier, part
+        self.classifier, self.part, self.built = classifier, part, True
 
     def call(self, inputs):
         tokens, experts, labels = inputs
@@ -370,7 +359,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
     bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
     for first in range(0, len(labels), step):
         of_step = labels[first : first + step]
-        predicted = before.predict(
+        predicted = serving(before).predict(
             images[first : first + step], batch_size=batch_size, verbose=0
         )
         outputs = _check_finite(predicted["outputs"])
@@ -390,7 +379,7 @@ def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
                 np.resize(indices, (rows_together, len(levels))).astype("int32"),
                 of_step[padded],
             )
-            after = np.asarray(scorer.predict_on_batch(inputs))[: len(row)]
+            after = np.asarray(serving(scorer).predict_on_batch(inputs))[: len(row)]
             where = column if labels.ndim == 2 else (column, of_step[row])
             np.add.at(lost, where, whole[row] - after)
         if bar is not None:
@@ -402,23 +391,29 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
     """Runs over all images once per removal."""
     classes = model.output.shape[-1]
 
-    def right(model):
-        outputs = model.predict(images, batch_size=batch_size, verbose=0)
+    def right(model, inputs=images):
+        outputs = serving(model).predict(inputs, batch_size=batch_size, verbose=0)
         outputs = _check_finite(outputs)
         hits = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
         return _by_class(ops.convert_to_numpy(hits), labels, classes)
 
+    def hooks_of(inputs):
+        experts = [(x.experts, x.router.expert_columns) for x in part.layers]
+        kept = inputs["kept"][0]
+        return {id(x): zeroed(x, ops.take(kept, columns)) for x, columns in experts}
+
     threshold = _threshold(model)
     bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
-    before, lost = right(model), []
+    before, lost, without = right(model), [], Hooked(model, hooks_of)
     for number, (removal, experts) in enumerate(removals):
         if removal == "output":
-            with part.zeroed(experts):
-                lost.append(before - right(model))
+            kept = ~np.isin(np.arange(part.expert_types.total), experts)
+            kept = np.repeat(kept[None].astype("float32"), len(images), axis=0)
+            lost.append(before - right(without, {"images": images, "kept": kept}))
         else:
-            with excluded([layer.router for layer in part.layers], experts):
-                # A new model, so that it is traced within the context.
-                lost.append(before - right(keras.Model(model.input, model.output)))
+            routers = [layer.router for layer in part.layers]
+            hooks = {id(router): excluding(router, experts) for router in routers}
+            lost.append(before - right(Hooked(model, hooks)))
         if bar is not None:
             bar.update(number + 1)
     return before, np.stack(lost)

@@ -1,12 +1,12 @@
 """Where image models attend. Axes: B batch, N tokens."""
 
-import contextlib
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.analysis._hooks import recording, with_layers
 from keras_moe.checks import check_integer, fits_shape
 from keras_moe.compat import flatten_layers
 from keras_moe.processes import predict_batch
@@ -70,7 +70,7 @@ def has_attention(model: Any) -> bool:
         return False
     mixers = [getattr(x, "token_mixer", None) for x in flatten_layers(_encoder(model))]
     mixers = [mixer for mixer in mixers if mixer is not None]
-    return bool(mixers) and all(hasattr(mixer, "recording") for mixer in mixers)
+    return bool(mixers) and all(hasattr(mixer, "query_dense") for mixer in mixers)
 
 
 def _encoder(model):
@@ -85,7 +85,7 @@ class _Rollout(keras.Model):
     def __init__(self, model):
         # The global dtype policy may differ from the model's.
         super().__init__(name="attention_rollout", dtype="float32")
-        self.encoder = _encoder(model)
+        self.encoder, self.built = _encoder(model), True
         backbone = getattr(model, "backbone", model)
         self.grid = tuple(backbone.grid)
         self.pooling = "average"
@@ -97,11 +97,10 @@ class _Rollout(keras.Model):
 
     def call(self, images):
         attention = []
-        with contextlib.ExitStack() as stack:
-            for layer in flatten_layers(self.encoder):
-                if hasattr(layer, "recording"):
-                    stack.enter_context(layer.recording(attention))
-            self.encoder(images, training=False)
+        layers = flatten_layers(self.encoder)
+        layers = [layer for layer in layers if hasattr(layer, "query_dense")]
+        hooks = {id(layer): recording(layer, attention) for layer in layers}
+        with_layers(self.encoder, hooks)(images, training=False)
         if self.pooling == "map":
             *attention, pooled = attention
             share = pooled[:, 0]

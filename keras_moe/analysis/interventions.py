@@ -1,8 +1,6 @@
 """Edits and steers experts. Axes: B batch, D hidden, E experts, K selected experts."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_integer, check_number
+from keras_moe.compat import serving
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # The paper's best value for the attribute-blind threshold.
@@ -95,15 +94,6 @@ def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
     return (check_integer("experts", experts, 0, expert_types.total - 1),)
 
 
-@contextlib.contextmanager
-def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
-    """Context whose newly compiled functions never choose certain experts."""
-    with contextlib.ExitStack() as stack:
-        for router in routers:
-            stack.enter_context(router.excluding(experts))
-        yield
-
-
 def edit_expert_logits(
     model: Any,
     subpopulation: Any,
@@ -174,9 +164,8 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
     [0.25, 0.25, 0.25, 0.25]
     """
     mumoe_head(model)
-    gates = keras.Model(model.input, model.routing["head"].gates).predict(
-        images, batch_size=batch_size, verbose=0
-    )
+    records = serving(keras.Model(model.input, model.routing["head"].gates))
+    gates = records.predict(images, batch_size=batch_size, verbose=0)
     return gates[:, 0].mean(axis=0, dtype="float64")
 
 

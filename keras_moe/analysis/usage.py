@@ -1,6 +1,5 @@
 """Usage of experts by group. Axes: B batch, N tokens, E experts, U groups of tokens."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -10,7 +9,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.analysis._hooks import Hooked, measuring
 from keras_moe.checks import check_bool, check_integer, check_mask
+from keras_moe.compat import serving
 from keras_moe.files import read_text, write_json
 
 # The group of all tokens.
@@ -340,18 +341,19 @@ class UsageProbe:
             )
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._names = list(routing)
-        self._layers = list({id(layer): layer for layer in layers.values()}.values())
         self._keys = _keys_by_block(layers)
         self._without_padding = {key for key in layers if masks_padding(model, key)}
-        self._fields = ["gates", "dispatched", "combined"]
+        fields = ["gates", "dispatched", "combined"]
+        hooks = {}
         if check_bool("contributions", contributions):
-            # `measuring_contributions` in `count` puts them there.
-            self._fields.append("affinity")
+            # `measuring` puts them there.
+            fields.append("affinity")
+            hooks = {id(layer.router): measuring(layer) for layer in layers.values()}
         records = {
-            key: {name: getattr(record, name) for name in self._fields}
+            key: {name: getattr(record, name) for name in fields}
             for key, record in routing.items()
         }
-        self._records = RoutingRecorder(keras.Model(model.input, records), training)
+        self._records = Hooked(keras.Model(model.input, records), hooks, training)
 
     def count(
         self,
@@ -369,11 +371,7 @@ class UsageProbe:
             )
         masks = _masks(inputs, mask, self._names)
         count = 1 if group_names is None else len(group_names)
-        with contextlib.ExitStack() as stack:
-            if "affinity" in self._fields:
-                for layer in self._layers:
-                    stack.enter_context(layer.measuring_contributions())
-            records = self._records.predict_on_batch(inputs)
+        records = serving(self._records).predict_on_batch(inputs)
         blocks = {}
         for name, keys in self._keys.items():
             usages = [
@@ -397,21 +395,6 @@ class UsageProbe:
             return mask
         padding = np.asarray(inputs["padding_mask"], bool)
         return padding if mask is None else padding & mask.astype(bool)
-
-
-class RoutingRecorder(keras.Model):
-    """Computes a model's routing records, at inference or as in training."""
-
-    def __init__(self, records, in_training):
-        # The global dtype policy may differ from the model's.
-        super().__init__(name="routing_recorder", dtype="float32")
-        self.records, self.in_training = records, in_training
-
-    def call(self, inputs):
-        if isinstance(inputs, dict):
-            # Batches of language models have targets, too.
-            inputs = {name: inputs[name] for name in self.records.input}
-        return self.records(inputs, training=self.in_training)
 
 
 def masks_padding(model: Any, name: str) -> bool:

@@ -171,14 +171,10 @@ class EncoderBlock(Layer):
         for part in self.parts(input_shape):
             build_once(part, input_shape)
 
-    def _mix(
-        self, tokens, training, mask=None, ablated=None, boundaries=(), arguments=None
-    ):
+    def _mix(self, tokens, training, mask, boundaries, arguments):
         """Mixes the tokens; also returns the mixer's record or cache, if any."""
         x, records = inner_call(self.mixer_norm, tokens), ()
-        if ablated is not None:
-            x = self.token_mixer.ablated(x, ablated)
-        elif boundaries:
+        if boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
             arguments = {"training": training, **_present(mask=mask)} | (
@@ -237,7 +233,7 @@ class EncoderBlock(Layer):
 
         def run(tokens, previous_logits=None):
             tokens, mixer_records = self._mix(
-                tokens, training, mask, None, boundaries, mixer_arguments
+                tokens, training, mask, boundaries, mixer_arguments
             )
             x = self._normed(tokens)
             residual = _present(previous_logits=previous_logits)
@@ -331,17 +327,6 @@ class MoEEncoderBlock(EncoderBlock):
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         arguments = _present(mask=mask, modality_ids=modality_ids)
         return self._run(inputs, mask, arguments, boundaries, mixer_arguments, training)
-
-    def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
-        """Output without each example's expert (B, L); `mixer`: of the token mixer."""
-        tokens = ops.cast(tokens, self.compute_dtype)
-        tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
-        x = self._normed(tokens)
-        if mixer:
-            x, _ = inner_call(self.feed_forward, x, training=False)
-        else:
-            x = self.feed_forward.ablated(x, experts)
-        return self._residual(tokens, x, self.feed_forward_scale, False)
 
     def compute_output_spec(
         self,

@@ -12,7 +12,7 @@ from keras_moe.checks import check_bool, check_dropout, check_integer, check_see
 from keras_moe.layers import activations
 from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
+from keras_moe.ops.grouped import grouped_matmul, grouped_mlp, row_experts
 from keras_moe.ops.initializers import PerExpert
 
 
@@ -27,13 +27,6 @@ def with_layout(x: Any, path: str) -> Any:
     if any(size % sizes[axis] for size, axis in zip(x.shape, layout.axes)):
         return x
     return keras.distribution.distribute_tensor(x, layout)
-
-
-def row_experts(group_sizes: Any, num_rows: Any) -> Any:
-    """The expert of each row, for rows sorted by expert; the last for padding."""
-    rows = ops.arange(num_rows, dtype="int32")
-    experts = ops.searchsorted(ops.cumsum(group_sizes), rows, side="right")
-    return ops.minimum(experts, group_sizes.shape[0] - 1)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -177,12 +170,6 @@ class Experts(ExpertKernels):
         if not training or self.seed_generator is None:
             return x
         return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
-
-    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """`(variable, index)` pairs; zeroing them zeroes the expert's output."""
-        names = ["output_kernel"]
-        names += ["output_bias"] * self.use_bias + ["output_lora_b"] * self.lora_enabled
-        return [(getattr(self, name), (expert,)) for name in names]
 
     def compute_output_spec(self, inputs, group_sizes=None, training=None):
         return keras.KerasTensor(inputs.shape, self.compute_dtype)

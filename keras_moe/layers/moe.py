@@ -4,8 +4,6 @@ Axes: B batch, N tokens per example, G groups, S group_size, E experts, C capaci
 hidden.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,7 +18,6 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.compat import get_keras_mask
-from keras_moe.layers.experts import row_experts
 from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.layer import Layer, build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
@@ -116,7 +113,6 @@ class MoE(Layer):
         for loss in self.auxiliary_losses:
             loss.check_router(self.router)
         self.supports_masking = True
-        self._measures_contributions = False
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -178,8 +174,6 @@ class MoE(Layer):
         outputs = inner_call(
             self.experts, slots.dispatch(grouped), plan.group_sizes, training=training
         )
-        if self._measures_contributions:
-            routing = routing._replace(affinity=self._contributions(outputs, slots))
         outputs = slots.combine(outputs)
         if self.zero_computation_experts is not None:
             outputs = outputs + inner_call(
@@ -202,28 +196,6 @@ class MoE(Layer):
         if mask is not None:
             previous_logits = _without_padding(previous_logits, mask)
         return {"previous_logits": previous_logits}
-
-    @contextlib.contextmanager
-    def measuring_contributions(self) -> Iterator[None]:
-        """Context in which `Routing.affinity` holds the experts' contributions."""
-        # An expert's combine weight times the norm of its output, the pruning criterion
-        # of *REAP the Experts* (arXiv 2510.13999). Has no effect on functions that were
-        # compiled before.
-        self._measures_contributions = True
-        try:
-            yield
-        finally:
-            self._measures_contributions = False
-
-    def _contributions(self, outputs, plan):
-        """Combine weights times norms of the experts' outputs, (G, S, E)."""
-        norms = ops.norm(ops.cast(outputs, "float32"), axis=-1, keepdims=True)
-        # One column per expert, so that combining does not mix their norms.
-        columns = ops.one_hot(self.router.expert_columns, self.router.num_experts)
-        if plan.group_sizes is None:
-            return plan.combine(norms * ops.expand_dims(columns, 1))
-        owner = row_experts(plan.group_sizes, ops.shape(norms)[0])
-        return plan.combine(norms * ops.take(columns, owner, axis=0))
 
     def compute_output_spec(
         self, tokens, mask=None, modality_ids=None, previous_logits=None, training=None
@@ -304,10 +276,6 @@ class MoE(Layer):
         if self.group_size is None or self.router.groups_per_example(False):
             return num_tokens
         return self.group_size
-
-    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Slices of variables of an expert; see `Experts.expert_slices`."""
-        return self.experts.expert_slices(expert)
 
     def get_config(self):
         auxiliary_losses = losses.serialize(self.auxiliary_losses)

@@ -361,21 +361,6 @@ class MultilinearExperts(Layer):
             matrices.append(tensors.expert_matrix(factors, levels, self.factorization))
         return ops.stack(matrices)
 
-    def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs with one expert (..., L) per row zeroed (*muMoE*, 4.1.2)."""
-        chosen = [
-            a * ops.one_hot(experts[..., level], count, dtype=a.dtype)
-            for level, (a, count) in enumerate(zip(coefficients, self.num_experts))
-        ]
-        # All experts but one, summed by the first level at which they differ from it.
-        # Unlike a difference of outputs, this is exactly zero if no other expert takes
-        # part.
-        outputs = 0.0
-        for level, (a, own) in enumerate(zip(coefficients, chosen)):
-            others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
-            outputs = outputs + self(inputs, others)
-        return outputs
-
     @property
     def expert_rank_bound(self) -> int:
         """Upper bound of the rank of an expert's matrix (appendix D)."""

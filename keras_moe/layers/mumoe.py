@@ -17,7 +17,6 @@ from keras_moe.layers.multilinear_experts import (
     ExpertCoefficients,
     MultilinearExperts,
     matching_rank,
-    outer,
     resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
@@ -211,12 +210,6 @@ class MuMoE(MuMoEBase):
         offsets = ops.matmul(ops.matmul(gates, self.logit_offsets), places)
         return outputs + ops.cast(offsets, outputs.dtype)
 
-    def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """Outputs (B, O) with each example's expert (B, L) zeroed (*muMoE*, 4.1.2)."""
-        x = inputs if self.norm is None else self.norm(inputs)
-        outputs = self.experts.ablated(x, coefficients, experts)
-        return self._edited(outputs, outer(coefficients, ops.multiply))
-
     def compute_output_spec(self, inputs, training=None):
         _, routing = self.gate.compute_output_spec(inputs)
         shape = (*inputs.shape[:-1], self.units)
@@ -340,16 +333,6 @@ class MuMoEBlock(MuMoEBase):
         shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
-    def ablated(self, inputs: Any, experts: Any) -> Any:
-        """Outputs with each example's expert (B, L) zeroed in both layers."""
-        coefficients, _ = self.gate(inputs)
-        between = (1,) * (len(inputs.shape) - 2)
-        experts = ops.reshape(experts, (-1, *between, experts.shape[-1]))
-        x = inputs if self.norm is None else self.norm(inputs)
-        x = self.hidden.ablated(x, coefficients, experts)
-        x = self.hidden_activation(x)
-        return self.output_experts.ablated(x, coefficients, experts)
-
     @property
     def router(self) -> ExpertCoefficients:
         """The gate, under the name that MoE layers use."""
@@ -398,11 +381,6 @@ class TokenMuMoE(Layer):
         channels = ops.transpose(tokens, (0, 2, 1))
         outputs, routing = self.block(channels, training=training)
         return ops.transpose(outputs, (0, 2, 1)), routing
-
-    def ablated(self, tokens: Any, experts: Any) -> Any:
-        """The outputs with each example's expert zeroed; see `MuMoEBlock.ablated`."""
-        channels = ops.transpose(tokens, (0, 2, 1))
-        return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
 
     @property
     def router(self) -> Any:

@@ -1,8 +1,6 @@
 """Self-attention over tokens. Axes: B batch, N tokens, D hidden."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -59,9 +57,6 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
     >>> tuple(layer(np.ones((1, 3, 8), "float32")).shape)
     (1, 3, 8)
     """
-
-    # Where `recording` puts attention weights.
-    _recorded = None
 
     def __init__(
         self,
@@ -159,19 +154,6 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
     def compute_mask(self, tokens, context=None, previous_mask=None):
         return previous_mask
 
-    @contextlib.contextmanager
-    def recording(self, weights: list) -> Iterator[None]:
-        """Context in which calls append weights (B, N, M), means over heads, to a list.
-
-        Open it in a model's `call`, and return the weights from there.
-        """
-        # Bypass Keras's attribute tracking, which would replace the list.
-        object.__setattr__(self, "_recorded", weights)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "_recorded", None)
-
     def _compute_attention(
         self,
         query,
@@ -185,8 +167,6 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
         scale = 1.0 / math.sqrt(self.key_dim)
-        if self._recorded is not None:
-            self._recorded.append(_mean_weights(query, key, scale, attention_mask))
         attends_directly = (
             has_own_attention(query)
             and self.dropout == 0.0
@@ -244,12 +224,3 @@ class SelfAttention(KeepsFrozen, keras.layers.MultiHeadAttention):
     def get_config(self):
         own = argument_values(self, keras.layers.MultiHeadAttention)
         return {**super().get_config(), **own}
-
-
-def _mean_weights(query, key, scale, mask):
-    """Attention weights, float32 (B, N, M), means over heads."""
-    query, key = (ops.cast(x, "float32") for x in (query, key))
-    logits = scale * ops.einsum("bnhd,bmhd->bhnm", query, key)
-    if mask is not None:
-        logits = ops.where(ops.expand_dims(mask, 1), logits, -1e30)
-    return ops.mean(ops.softmax(logits), axis=1)

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
-from keras_moe.compat import track_loss_by
+from keras_moe.compat import ONE_AT_A_TIME, compiled_once, track_loss_by
 from keras_moe.losses import (
     logit_log_likelihoods,
     next_tokens,
@@ -455,6 +455,15 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             name: np.pad(x, ((0, 0), (0, missing))).astype("int32")
             for name, x in prompts.items()
         }
+
+    def make_generate_function(self) -> Any:
+        with ONE_AT_A_TIME:
+            if self.generate_function is None:
+                function = super().make_generate_function()
+                if keras.backend.backend() == "jax":
+                    function = compiled_once(function)
+                self.generate_function = function
+            return self.generate_function
 
     def generate_step(self, inputs: dict, stop_token_ids: Any = None) -> dict:
         """Generates a batch; compiled by `make_generate_function`."""

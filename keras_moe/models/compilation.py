@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_moe.compat import ONE_AT_A_TIME
 from keras_moe.models.input_checks import check_batch
 from keras_moe.ops.kernels import iterators_tensorflow
 from keras_moe.processes import process_index
@@ -55,33 +56,37 @@ def make_step(
     The first batch is looked at where Keras hands it to the step, so that data of every
     kind are read once.
     """
-    before = getattr(model, name)
-    made = make(force)
-    function = getattr(model, name)
-    is_new = function is not before
-    # A call that ended before its first step left its wrapper.
-    function = getattr(function, "inner", function)
-    announced, looked_at = _call.get() or (False, set())
-    is_eager = keras.backend.backend() == "torch" and not model.jit_compile
-    announced &= is_new and not (is_eager or model.run_eagerly)
-    # Outside of a call, only the first batch of all.
-    is_first = (id(model), name) not in looked_at if _call.get() else is_new
-    if not announced and not is_first:
-        return made
-    looked_at.add((id(model), name))
+    with ONE_AT_A_TIME:
+        before = getattr(model, name)
+        made = make(force)
+        function = getattr(model, name)
+        is_new = function is not before
+        # A call that ended before its first step left its wrapper.
+        function = getattr(function, "inner", function)
+        announced, looked_at = _call.get() or (False, set())
+        is_eager = keras.backend.backend() == "torch" and not model.jit_compile
+        announced &= is_new and not (is_eager or model.run_eagerly)
+        # Outside of a call, only the first batch of all.
+        is_first = id(function) not in looked_at if _call.get() else is_new
+        if not announced and not is_first:
+            return made
+        looked_at.add(id(function))
 
-    def first_step(*args):
-        setattr(model, name, function)
-        if is_first:
-            batch, data = _peeked(args[-1], model.steps_per_execution)
-            check_batch(model, batch)
-            args = (*args[:-1], data)
-        line = f"Compiling the first {_STEPS[name]}..."
-        with _line(line) if announced else contextlib.nullcontext():
-            return function(*args)
+        def first_step(*args):
+            if getattr(model, name) is not first_step:
+                # Another thread was first.
+                return function(*args)
+            setattr(model, name, function)
+            if is_first:
+                batch, data = _peeked(args[-1], model.steps_per_execution)
+                check_batch(model, batch)
+                args = (*args[:-1], data)
+            line = f"Compiling the first {_STEPS[name]}..."
+            with _line(line) if announced else contextlib.nullcontext():
+                return function(*args)
 
-    first_step.inner = function
-    setattr(model, name, first_step)
+        first_step.inner = first_step.__wrapped__ = function
+        setattr(model, name, first_step)
     return made
 
 

@@ -11,7 +11,12 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
-from keras_moe.compat import LossFunctionWrapper, mark_loss_as_built, track_loss_by
+from keras_moe.compat import (
+    LossFunctionWrapper,
+    mark_loss_as_built,
+    serving,
+    track_loss_by,
+)
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
@@ -30,7 +35,6 @@ from keras_moe.models.input_checks import (
     has_no_examples,
     outputs_of_none,
 )
-from keras_moe.models.model import state_kept
 from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
 from keras_moe.models.registry import register_task
 from keras_moe.models.source import ARCHITECTURE, ModelSource, TaskConfig
@@ -322,16 +326,15 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             return outputs_of_none(encoder)
         number = len(keras.tree.flatten(inputs)[0])
         if number > batch_size and keras.distribution.distribution() is None:
-            with state_kept(encoder):
-                return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+            encoder = serving(encoder)
+            return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
         # `keras.Model.predict` is slow for small batches and cannot read outputs that
         # are sharded over processes.
         size, outputs = min(number, batch_size), []
-        with state_kept(encoder):
-            for start in range(0, number, size):
-                rows = slice(start, start + size)
-                part = keras.tree.map_structure(operator.itemgetter(rows), inputs)
-                outputs.append(predict_batch(encoder, part, size))
+        for start in range(0, number, size):
+            rows = slice(start, start + size)
+            part = keras.tree.map_structure(operator.itemgetter(rows), inputs)
+            outputs.append(predict_batch(encoder, part, size))
         return np.concatenate(outputs)
 
     def get_config(self):

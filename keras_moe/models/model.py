@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from keras_moe.compat import (
     is_clone,
     is_jax_train_state,
     keep_no_steps,
+    make_pure_predict_function,
+    serving,
 )
 from keras_moe.models import registry
 from keras_moe.models.adaptation import TRAINING, apply_training
@@ -49,7 +50,6 @@ from keras_moe.models.weights_file import (
 # would break another thread building one. KerasHub does so per task: those are built
 # one at a time.
 inject_functional_model_class(keras_hub.models.Backbone)
-ONE_AT_A_TIME = threading.RLock()
 
 
 class ClassProperty:
@@ -126,8 +126,9 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
-        with state_kept(self), announcing("predict", args, kwargs):
-            return self._training_method("predict")(x, *args, **kwargs)
+        with announcing("predict", args, kwargs):
+            self.make_predict_function()
+            return serving(self)._training_method("predict")(x, *args, **kwargs)
 
     # Announce the first step while it compiles.
 
@@ -139,7 +140,10 @@ class MoEModel(Exportable, TorchParameters):
         return make_step(self, "test_function", super().make_test_function, force)
 
     def make_predict_function(self, force: bool = False) -> Any:
-        return make_step(self, "predict_function", super().make_predict_function, force)
+        make = super().make_predict_function
+        if keras.backend.backend() == "jax":
+            make = functools.partial(make_pure_predict_function, self)
+        return make_step(self, "predict_function", make, force)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
@@ -161,8 +165,7 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
-        with state_kept(self):
-            return super().predict_on_batch(x, *args, **kwargs)
+        return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty
     def presets(cls):

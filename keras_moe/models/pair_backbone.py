@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_concrete, check_one_of
+from keras_moe.compat import ONE_AT_A_TIME
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
@@ -52,15 +53,15 @@ class PairBackbone(MoEBackbone):
     def encoder(self, modality: str) -> PairEncoder:
         """Returns the model of one modality, sharing this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
-        encoder, weights = self._encoders.get(modality, (None, None))
-        # Quantisation and LoRA replace weights, which a compiled function does not
-        # notice.
-        if encoder is None or weights != _identities(encoder):
-            encoder = PairEncoder(
-                *self._encoder(modality), self.max_length, name=f"{modality}_encoder"
-            )
-            self._encoders[modality] = encoder, _identities(encoder)
-        return encoder
+        with ONE_AT_A_TIME:
+            encoder, weights = self._encoders.get(modality, (None, None))
+            # Quantisation and LoRA replace weights, which a compiled function does not
+            # notice.
+            if encoder is None or weights != _identities(encoder):
+                inputs, name = self._encoder(modality), f"{modality}_encoder"
+                encoder = PairEncoder(*inputs, self.max_length, name=name)
+                self._encoders[modality] = encoder, _identities(encoder)
+            return encoder
 
     @property
     def logit_scale(self) -> LogitScale:

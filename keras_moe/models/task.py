@@ -9,11 +9,11 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_bool, check_concrete
-from keras_moe.compat import flatten_layers, order_layers
+from keras_moe.compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
 from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
-from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
+from keras_moe.models.model import MoEModel
 from keras_moe.models.source import ModelSource, TaskConfig
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.models.weights_file import checked_weights, save_weights
@@ -92,9 +92,7 @@ class MoETask(MoEModel):
         trainable = check_bool("trainable", kwargs.pop("trainable", True))
         # KerasHub's own tasks would build their own head.
         with ONE_AT_A_TIME:
-            keras_hub.models.Task.__init__(
-                self, inputs=inputs, outputs=outputs, **kwargs
-            )
+            init_task(self, inputs=inputs, outputs=outputs, **kwargs)
         order_layers(self)
         settle_policies(self)
         if not trainable:

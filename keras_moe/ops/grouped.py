@@ -152,6 +152,13 @@ def _mlp_reference(rows, group_sizes, weights, activation):
     )
 
 
+def row_experts(group_sizes: Any, num_rows: Any) -> Any:
+    """The expert of each row, for rows sorted by expert; the last for padding."""
+    rows = ops.arange(num_rows, dtype="int32")
+    experts = ops.searchsorted(ops.cumsum(group_sizes), rows, side="right")
+    return ops.minimum(experts, group_sizes.shape[0] - 1)
+
+
 def _kernels():
     """The grouped kernels of the backend."""
     backend = keras.backend.backend()

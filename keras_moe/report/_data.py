@@ -170,7 +170,7 @@ def labels_of(labels: Any) -> np.ndarray | None:
 
 
 def _check_inputs(inputs, model):
-    """Checks inputs first: on JAX a failed prediction loses the model's weights."""
+    """Checks inputs before anything is computed."""
     expected = model.input
     if not isinstance(expected, dict):
         expected = {"images": expected}

@@ -180,8 +180,8 @@ def _block(model, backbone, key, default):
         return block
     layer = getattr(backbone.get_layer(key), "feed_forward", None)
     router = getattr(layer, "router", None)
-    # A muMoE has coefficients instead of a router, and `ablated`.
-    if router is None or hasattr(layer, "ablated"):
+    # A muMoE has a gate of coefficients instead of a router.
+    if router is None or hasattr(layer, "gate"):
         return block
     side = getattr(router, "side", None)
     invariant = router.groups_per_example(False)

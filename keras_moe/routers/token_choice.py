@@ -3,10 +3,8 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
 
-import contextlib
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -113,7 +111,7 @@ class TokenChoiceRouter(SparseRouter):
                     f"received: capacity={given[0]}, capacity_factor={given[1]}"
                 )
             self.capacity_factor = None
-        self.excluded_experts = self._check_excluded(excluded_experts)
+        self.excluded_experts = self.check_excluded(excluded_experts)
         self.priority = _check_priority(priority, super().modality_count)
 
     def default_auxiliary_losses(self):
@@ -123,7 +121,8 @@ class TokenChoiceRouter(SparseRouter):
         load = {"load": 0.005} if self.noise_std > 0 else {}
         return {"importance": 0.005, **load}
 
-    def _check_excluded(self, excluded_experts):
+    def check_excluded(self, excluded_experts: Any) -> tuple[int, ...]:
+        """Checks that K experts remain; returns the excluded ones sorted."""
         excluded = check_indices("excluded_experts", excluded_experts, self.num_experts)
         pools = self.expert_pools or [range(self.num_experts)]
         if min(len({*pool} - excluded) for pool in pools) < self.num_selected_experts:
@@ -133,16 +132,6 @@ class TokenChoiceRouter(SparseRouter):
                 f"expert_pools={self.expert_pools}, excluded_experts={excluded_experts}"
             )
         return tuple(sorted(excluded))
-
-    @contextlib.contextmanager
-    def excluding(self, experts: Any) -> Iterator[None]:
-        """Context in which these experts are excluded, too."""
-        kept = self.excluded_experts
-        self.excluded_experts = self._check_excluded((*kept, *experts))
-        try:
-            yield
-        finally:
-            self.excluded_experts = kept
 
     @property
     def modality_count(self) -> int | None:

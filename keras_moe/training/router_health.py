@@ -15,6 +15,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.analysis._hooks import Hooked
 from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.routing import (
     DEAD,
@@ -25,7 +26,6 @@ from keras_moe.analysis.routing import (
 )
 from keras_moe.analysis.usage import (
     ExpertUsage,
-    RoutingRecorder,
     UsageProbe,
     masks_padding,
     merged_usage,
@@ -212,7 +212,7 @@ class RouterHealth(PeriodicCallback):
             self._events, self._unwritten = events, []
 
 
-class _RoutingProbe(RoutingRecorder):
+class _RoutingProbe(Hooked):
     """Outputs a model's routing records, optionally in training mode."""
 
     def __init__(self, model, training):
@@ -222,7 +222,7 @@ class _RoutingProbe(RoutingRecorder):
                 "Expected a model with MoE blocks, whose `routing` has their records; "
                 f"received: {type(model).__name__}"
             )
-        super().__init__(keras.Model(model.input, routing), training)
+        super().__init__(keras.Model(model.input, routing), training=training)
         backbone = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
         self.selected = dict.fromkeys(routing)
@@ -235,7 +235,7 @@ class _RoutingProbe(RoutingRecorder):
 
     def rows(self, inputs):
         """Returns the figures of each layer."""
-        for number, variable in enumerate(self.records.non_trainable_variables):
+        for number, variable in enumerate(self.model.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
         records, rows = predict_batch(self, inputs), []

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_moe.analysis._hooks import with_layers, without_one
 from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEBlock
 from tests import golden
 from tests.compare import assert_close, assert_same
@@ -291,6 +292,11 @@ def test_multiply_adds_of_table_8(kind, rank, naive, fast):
     )
 
 
+def without_experts(layer, places):
+    experts = layer.experts
+    return with_layers(layer, {id(experts): without_one(experts, places)})
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_input_norm_of_a_layer_is_the_released_one(mode):
     """The released block of two layers, made of its parts."""
@@ -318,7 +324,7 @@ def test_input_norm_of_a_layer_is_the_released_one(mode):
     assert layer.cost((1, x.shape[-1])).parameters == layer.count_params()
     # Without one expert, as with all: what the experts read is normalised.
     place = np.zeros((len(x), 1, 2), "int32")
-    rest = to_numpy(layer.ablated(x, coefficients, place))
+    rest = to_numpy(without_experts(layer, place)(x)[0])
     kept = to_numpy(layer.experts.expert_weights([(0, 0)]))[0]
     z = to_numpy(layer.norm(x))
     z = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
@@ -345,8 +351,7 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
     layer.build(x.shape)
     for kernel in (*layer.gate.kernels, layer.logit_offsets):
         kernel.assign(generator.normal(size=kernel.shape))
-    coefficients, routing = layer.gate(x)
-    whole, _ = layer(x)
+    whole, routing = layer(x)
     factors = [ops.convert_to_tensor(f) for f in layer.experts.factors]
     tensor = to_numpy(dense_tensor(factors, layer.experts.factorization))
     tensor = tensor.reshape(total, 7, 5)
@@ -359,7 +364,7 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
     # Row b is without expert b; the last without the last again.
     flat = np.minimum(np.arange(total + 1), total - 1)
     places = np.stack(np.unravel_index(flat, levels), axis=-1)
-    actual = to_numpy(layer.ablated(x, coefficients, places.astype("int32")))
+    actual = to_numpy(without_experts(layer, places.astype("int32"))(x)[0])
     for row, expert in enumerate(flat):
         without = tensor.copy()
         without[expert] = 0

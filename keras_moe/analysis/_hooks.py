@@ -1,0 +1,161 @@
+"""Looks at layers from outside: models that call other layers in places of their own.
+
+The layers of a model are shared with whatever else runs it, maybe in another thread, so
+none of them changes. A view has a layer's weights and another `call`, and a walk over
+the model's graph calls the view.
+
+Axes: B batch, N tokens, M tokens attended to, G groups, S group_size, R rows, E
+experts, L levels of muMoE experts.
+"""
+
+import math
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.compat import Functional, view
+from keras_moe.ops.grouped import row_experts
+
+
+class Hooked(keras.Model):
+    """A model with some of its layers replaced: a dict from `id`, or one of inputs."""
+
+    def __init__(self, model, layers=None, training=False):
+        # The global dtype policy may differ from the model's.
+        super().__init__(name="hooked", dtype="float32")
+        self.model, self.in_training, self.built = model, training, True
+        # Keras would track the views.
+        object.__setattr__(self, "_hooks", layers or {})
+
+    def call(self, inputs):
+        hooks = self._hooks(inputs) if callable(self._hooks) else self._hooks
+        if isinstance(self.model.input, dict):
+            # Batches of language models have targets, too.
+            inputs = {name: inputs[name] for name in self.model.input}
+        elif isinstance(inputs, dict):
+            inputs = inputs["images"]
+        return with_layers(self.model, hooks)(inputs, training=self.in_training)
+
+
+def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
+    """A layer or functional model that calls `layers[id(x)]` for an inner layer `x`."""
+    if id(layer) in layers:
+        return layers[id(layer)]
+    if isinstance(layer, Functional):
+
+        def run(inputs, operation_fn=lambda operation: operation, **kwargs):
+            def replaced(operation):
+                return operation_fn(with_layers(operation, layers))
+
+            return layer._run_through_graph(inputs, operation_fn=replaced, **kwargs)
+
+        return view(layer, _run_through_graph=run)
+    changed = {}
+    # PyTorch's layers have theirs in `_modules`.
+    for name, part in (vars(layer) | vars(layer).get("_modules", {})).items():
+        if isinstance(part, keras.layers.Layer):
+            new = with_layers(part, layers)
+            if new is not part:
+                changed[name] = new
+    return view(layer, **changed) if changed else layer
+
+
+def recording(attention: Any, weights: list) -> Any:
+    """Attention whose calls append weights (B, N, M), means over heads, to a list."""
+
+    def call(tokens, context=None, mask=None, training=None):
+        weights.append(attention_weights(attention, tokens, context, mask))
+        return attention.call(tokens, context, mask, training)
+
+    return view(attention, call=call)
+
+
+def attention_weights(
+    attention: Any, tokens: Any, context: Any = None, mask: Any = None
+) -> Any:
+    """softmax(Q K^T / sqrt(key_dim)), float32 (B, N, M), means over heads."""
+    query = attention.query_dense(tokens)
+    key = attention.key_dense(tokens if context is None else context)
+    if attention.query_key_norm:
+        query, key = attention.query_norm(query), attention.key_norm(key)
+    query, key = (ops.cast(x, "float32") for x in (query, key))
+    logits = ops.einsum("bnhd,bmhd->bhnm", query, key) / math.sqrt(attention.key_dim)
+    if mask is not None:
+        mask = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
+        mask = mask if len(mask.shape) == 4 else ops.expand_dims(mask, 1)
+        logits = ops.where(ops.cast(mask, "bool"), logits, -1e30)
+    return ops.mean(ops.softmax(logits), axis=1)
+
+
+def measuring(moe: Any) -> Any:
+    """The router of an MoE layer, whose records hold contributions as affinity.
+
+    A contribution is an expert's combine weight times the norm of its output, the
+    pruning criterion of *REAP the Experts* (arXiv 2510.13999).
+    """
+    router, experts = moe.router, moe.experts
+
+    def call(tokens, **kwargs):
+        plan, routing = router.call(tokens, **kwargs)
+        slots = plan.dispatch(ops.cast(moe.input_scale * tokens, moe.compute_dtype))
+        outputs = experts(slots, plan.group_sizes, training=False)
+        norms = ops.norm(ops.cast(outputs, "float32"), axis=-1, keepdims=True)
+        # One column per expert, so that combining does not mix their norms.
+        columns = ops.one_hot(router.expert_columns, router.num_experts)
+        norms = norms * _by_expert(columns, norms, plan.group_sizes)
+        return plan, routing._replace(affinity=plan.combine(norms))
+
+    return view(router, call=call)
+
+
+def _by_expert(values, outputs, group_sizes):
+    """Values (E, X) of the experts of slots (G, E, C, D) or rows (R, D)."""
+    if group_sizes is None:
+        return ops.expand_dims(values, (0, 2))
+    owner = row_experts(group_sizes, ops.shape(outputs)[0])
+    return ops.take(values, owner, axis=0)
+
+
+def excluding(router: Any, experts: tuple[int, ...]) -> Any:
+    """A token choice router that does not choose certain experts either."""
+    if not hasattr(router, "excluded_experts"):
+        raise ValueError(
+            "Expected token choice routers for removal='choice'; received: "
+            f"{type(router).__name__}"
+        )
+    excluded = router.check_excluded((*router.excluded_experts, *experts))
+    return view(router, excluded_experts=excluded)
+
+
+def zeroed(experts: Any, kept: Any) -> Any:
+    """Experts of which some output zeros, where `kept` (E,) is 0."""
+    kept = ops.expand_dims(ops.cast(kept, "bool"), -1)
+
+    def call(inputs, group_sizes=None, training=None):
+        outputs = experts.call(inputs, group_sizes, training)
+        return ops.where(_by_expert(kept, outputs, group_sizes), outputs, 0)
+
+    return view(experts, call=call)
+
+
+def without_one(experts: Any, removed: Any) -> Any:
+    """A muMoE's experts without one (B, L) of each example (*muMoE*, 4.1.2)."""
+
+    def call(inputs, coefficients, projected=None, sources=None):
+        between = (1,) * (len(inputs.shape) - 2)
+        index = ops.reshape(removed, (-1, *between, removed.shape[-1]))
+        chosen = [
+            a * ops.one_hot(index[..., level], count, dtype=a.dtype)
+            for level, (a, count) in enumerate(zip(coefficients, experts.num_experts))
+        ]
+        # All experts but one, summed by the first level at which they differ from it.
+        # Unlike a difference of outputs, this is exactly zero if no other expert takes
+        # part.
+        outputs = 0.0
+        for level, (a, own) in enumerate(zip(coefficients, chosen)):
+            others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
+            outputs = outputs + experts.call(inputs, others)
+        return outputs
+
+    return view(experts, call=call)
