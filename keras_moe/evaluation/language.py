@@ -61,15 +61,9 @@ def multiple_choice(
     >>> evaluation.multiple_choice(model, questions, answers=[0]).accuracy
     1.0
     """
-    questions = [(question, list(choices)) for question, choices in questions]
-    if not questions or not all(
-        isinstance(question, str) and choices and all(x.strip() for x in choices)
-        for question, choices in questions
-    ):
-        raise ValueError(
-            "Expected (question, choices) with a text and at least one choice, none of "
-            f"them empty; received: {questions[:1]}"
-        )
+    questions = [_checked_question(question) for question in questions]
+    if not questions:
+        raise ValueError("Expected at least one question; received: none")
     if answers is not None:
         answers = _checked_answers(answers, questions)
     pairs = [(q, f" {choice}") for q, choices in questions for choice in choices]
@@ -83,6 +77,23 @@ def multiple_choice(
     if answers is not None:
         shares = [float((x == answers).mean()) for x in (own, normalized)]
     return MultipleChoiceResult(values, own, normalized, *shares)
+
+
+def _checked_question(question):
+    """A question and the list of its choices."""
+    try:
+        text, choices = question
+        # The letters of a text are no choices.
+        choices = [] if isinstance(choices, str) else list(choices)
+        fits = choices and all(isinstance(x, str) and x.strip() for x in choices)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits or isinstance(question, str) or not isinstance(text, str):
+        raise ValueError(
+            "Expected (question, choices), a text and a list of at least one choice, "
+            f"none of them empty; received: {question!r:.200}"
+        )
+    return text, choices
 
 
 def _checked_answers(answers, questions):
@@ -119,6 +130,10 @@ def continuation_log_likelihoods(
     >>> pair[0] < 0
     True
     """
+    pairs = list(pairs)
+    for pair in pairs:
+        if isinstance(pair, str) or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"Expected pairs of two texts; received: {pair!r:.200}")
     scorer = _Scorer(model, batch_size)
     return scorer.scores([scorer.encoded(*pair) for pair in pairs])
 

@@ -22,6 +22,8 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 END_OF_WORD = "</w>"
 # Bytes, bytes at the end of a word, two special tokens.
 _BASE = 514
+# The trainer reserves memory for as many tokens as it is asked for.
+_MOST = 2**24
 # OpenAI's file has more merges than CLIP uses.
 _CLIP_MERGES = 49152 - 256 - 2
 _PACKAGE, _FILE = "open_clip", "bpe_simple_vocab_16e6.txt.gz"
@@ -59,7 +61,7 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
 
 def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePairs:
     """Trains a vocabulary like CLIP's on captions."""
-    size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
+    size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1, _MOST)
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     tokenizer.normalizer = normalizers.Sequence(
         [

@@ -22,7 +22,8 @@ from keras_moe.models.decoder import DecoderBackbone
 from keras_moe.models.input_checks import array_values, check_input_names, check_texts
 from keras_moe.models.packing import is_id_array, pack, padded_rows
 from keras_moe.models.registry import register_task
-from keras_moe.models.task import MoETask, check_backbone
+from keras_moe.models.source import ModelSource, TaskConfig
+from keras_moe.models.task import MoETask, check_backbone, without_large_tokenizer
 from keras_moe.models.text_tokenizer import TextTokenizer
 
 TARGETS = "targets"
@@ -130,6 +131,13 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         super().__init__(inputs, logits, backbone.features, backbone.routing, **kwargs)
         # Targets may be in the inputs, too.
         self.input_spec = None
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        config = without_large_tokenizer(source, source.task_config(), backbone_config)
+        return TaskConfig({**config, **overrides})
 
     def compile(
         self,
@@ -392,7 +400,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
         Returns: a text, a list of them, or a dict as `inputs`.
         """
-        if isinstance(stop_token_ids, str):
+        if isinstance(stop_token_ids, str) and stop_token_ids == "auto":
             end = getattr(self.preprocessor, "end_id", None)
             stop_token_ids = None if end is None else [end]
         if stop_token_ids is not None:

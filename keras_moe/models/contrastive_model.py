@@ -37,8 +37,8 @@ from keras_moe.models.input_checks import (
 )
 from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
 from keras_moe.models.registry import register_task
-from keras_moe.models.source import ARCHITECTURE, ModelSource, TaskConfig
-from keras_moe.models.task import MoETask, check_backbone
+from keras_moe.models.source import ModelSource, TaskConfig
+from keras_moe.models.task import MoETask, check_backbone, without_large_tokenizer
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.processes import predict_batch
 
@@ -131,13 +131,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if config.get("image_preprocessor") is not None:
             shape = image["image_shape"]
             config["image_preprocessor"] = config["image_preprocessor"].adapted(shape)
-        tokenizer = config.get("preprocessor")
-        if source.kind == ARCHITECTURE and isinstance(tokenizer, TextTokenizer):
-            # Other sizes than those of its trained weights need another tokenizer.
-            sizes = ("vocabulary_size", "max_length")
-            if any(getattr(tokenizer, x) > text[x] for x in sizes):
-                config["preprocessor"] = None
-        return TaskConfig({**config, **overrides})
+        return TaskConfig(
+            {**without_large_tokenizer(source, config, text), **overrides}
+        )
 
     def default_loss(self) -> ContrastiveLoss:
         """Returns the sigmoid loss if similarities have a bias, else softmax."""

@@ -7,6 +7,9 @@ import numpy as np
 
 from keras_moe.checks import check_integer
 
+# Ids are int32.
+_LARGEST = 2**31 - 1
+
 
 def pack(
     documents: Iterable[Sequence[int]], length: int, padding_id: int = 0
@@ -31,6 +34,7 @@ def pack(
     ([[5, 6, 7, 8], [9, 0, 0, 0]], [[1, 1, 1, 2], [1, 0, 0, 0]])
     """
     length = check_integer("length", length)
+    padding_id = check_integer("padding_id", padding_id, 0, _LARGEST)
     documents = [_ids(document) for document in documents]
     if not any(len(ids) for ids in documents):
         raise ValueError("Expected documents with token ids; received: none")
@@ -46,10 +50,16 @@ def pack(
 
 
 def _ids(document):
+    """A document's ids as int32, which would wrap larger numbers and cut fractions."""
     ids = np.asarray(document)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
             f"Expected a list of integers for each document; received: {document!r:.80}"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() <= _LARGEST:
+        raise ValueError(
+            f"Expected token ids from 0 to {_LARGEST}; received: {ids.min()} to "
+            f"{ids.max()}"
         )
     return ids.astype("int32")
 
@@ -61,7 +71,7 @@ def padded_rows(
     token_ids = np.full((len(rows), length), padding_id, "int32")
     mask = np.zeros((len(rows), length), "int32")
     for row, ids in enumerate(rows):
-        token_ids[row, : len(ids)] = ids
+        token_ids[row, : len(ids)] = _ids(ids)
         mask[row, : len(ids)] = 1
     return {"token_ids": token_ids, "padding_mask": mask}
 

@@ -14,7 +14,7 @@ from keras_moe.models.adaptation import settle_policies, training_config
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import MoEModel
-from keras_moe.models.source import ModelSource, TaskConfig
+from keras_moe.models.source import ARCHITECTURE, ModelSource, TaskConfig
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.models.weights_file import checked_weights, save_weights
 
@@ -229,6 +229,15 @@ class MoETask(MoEModel):
     def _has_keras_hub_preprocessor(self):
         """Whether a KerasHub preprocessor creates the model's inputs."""
         return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
+
+
+def without_large_tokenizer(source: ModelSource, config: dict, sizes: dict) -> dict:
+    """The task's arguments, without a tokenizer that new weights are too small for."""
+    tokenizer, names = config.get("preprocessor"), ("vocabulary_size", "max_length")
+    if source.kind != ARCHITECTURE or not isinstance(tokenizer, TextTokenizer):
+        return config
+    fits = all(getattr(tokenizer, name) <= sizes[name] for name in names)
+    return config if fits else {**config, "preprocessor": None}
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:

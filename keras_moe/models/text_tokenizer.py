@@ -131,8 +131,8 @@ class TextTokenizer:
 
         Args:
             captions: texts to train on.
-            vocabulary_size: maximum number of tokens, at least 515: 256 bytes, the same
-                at the end of a word, two special tokens and one pair.
+            vocabulary_size: maximum number of tokens, from 515 (256 bytes, the same at
+                the end of a word, two special tokens and one pair) to 2**24.
             max_length: N.
         """
         pairs = trained_byte_pairs(_strings(captions), vocabulary_size)

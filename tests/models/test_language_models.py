@@ -260,6 +260,22 @@ def test_packing_by_hand():
     assert rows["padding_mask"].tolist() == [[1, 1, 1], [1, 1, 2], [1, 1, 0]]
     with pytest.raises(ValueError, match="received: none"):
         pack([[], []], 3)
+    for padding_id in (-1, 2**31, 0.5):
+        with pytest.raises(ValueError, match=f"padding_id={padding_id}"):
+            pack([[1]], 3, padding_id)
+
+
+@pytest.mark.parametrize("ids", [[2**32 + 5], [2**70], [0.5, 1.7], [3, -1], [True]])
+def test_ids_are_neither_wrapped_nor_cut(ids):
+    model = language_model("dense", num_layers=1)
+    for call in (model.fit, model.evaluate, model.score, model.predict):
+        with pytest.raises(ValueError, match=r"token ids|list of integers"):
+            call([[1, 2], ids])
+    with pytest.raises(ValueError, match=r"token ids|list of integers"):
+        pack([ids], 4)
+    wide = np.array([[1, 2**32 + 5]])
+    with pytest.raises(ValueError, match="token ids"):
+        model.score(wide)
 
 
 @pytest.mark.parametrize("kind", ["texts", "lists", "array", "dict", "data set"])
@@ -628,7 +644,7 @@ def test_bad_texts():
     ):
         with pytest.raises(ValueError, match=message):
             model.compile(**arguments)
-    for ids in ([1.5], [20_000], 3):
+    for ids in ([1.5], [20_000], 3, "x"):
         with pytest.raises(ValueError, match="stop_token_ids"):
             model.generate("one", stop_token_ids=ids)
     for documents in ([[1.5, 2]], [3, 4]):

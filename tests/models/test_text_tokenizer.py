@@ -195,7 +195,7 @@ def test_own_byte_pairs():
 TRAIN = """
 import importlib.util, json, sys, types
 checks = types.ModuleType("keras_moe.checks")
-checks.check_integer = lambda name, value, minimum: value
+checks.check_integer = lambda name, value, *bounds: value
 files = types.ModuleType("keras_moe.files")
 files.read_bytes = files.read_text = None
 sys.modules.update({"keras_moe.checks": checks, "keras_moe.files": files})
@@ -250,6 +250,12 @@ def test_captions_that_are_no_strings(captions, message):
     for call in (own(), lambda x: TextTokenizer.trained(x, 515)):
         with pytest.raises(ValueError, match=message):
             call(captions)
+
+
+@pytest.mark.parametrize("size", [514, 10**9])
+def test_sizes_of_trained_vocabularies(size):
+    with pytest.raises(ValueError, match=f"vocabulary_size={size}"):
+        TextTokenizer.trained(FEW, size)
 
 
 def test_captions_of_any_sequence():

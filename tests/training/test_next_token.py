@@ -48,6 +48,16 @@ def test_a_run_trains_and_goes_on_exactly(source, tmp_path):
     assert perplexity == pytest.approx(whole.score, rel=1e-5)
 
 
+def test_a_smaller_vocabulary_is_trained_by_the_run(source):
+    settings = {"model.vocabulary_size": 530, "data.source": source}
+    recipe = training.load_recipe("moepp_lm_python", **settings)
+    model = recipe.new_model(None)
+    recipe.prepare(model)
+    assert model.preprocessor.vocabulary_size <= 530
+    with pytest.raises(ValueError, match=r"at most the 530.*vocabulary_size=1024"):
+        models.from_preset("moepp_lm_python", vocabulary_size=530)
+
+
 def test_rows_are_packed_documents(source):
     mine = text_recipe(source)
     model = mine.new_model(None)
