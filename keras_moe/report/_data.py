@@ -76,6 +76,8 @@ def _check_sizes(sizes):
 
 def _all_examples(data, model, at_once):
     """Yields the examples of data of any kind, in batches of any size."""
+    if isinstance(data, list) and data and all(isinstance(x, str) for x in data):
+        data = np.array(data, object)
     if (length := array_length(data)) is None:
         if isinstance(data, keras.utils.PyDataset):
             data = map(data.__getitem__, range(len(data)))
@@ -118,8 +120,10 @@ def _examples(batch, model):
 def _with_texts(inputs, second, model):
     """Inputs, captions and labels for a model with texts."""
     captions = None
-    if not isinstance(inputs, dict):
+    if not isinstance(inputs, dict) and "images" in model.input:
         inputs, captions, second = {"images": inputs}, second, None
+    elif not isinstance(inputs, dict):
+        inputs = _of_texts(inputs, getattr(model, "preprocessor", None))
     inputs = dict(inputs)
     captions = inputs.pop(CAPTIONS, captions)
     if captions is not None:
@@ -139,6 +143,17 @@ def _with_texts(inputs, second, model):
             inputs |= model.preprocessor(captions)
         captions = np.array(captions, object)
     return {x: inputs[x] for x in model.input if x in inputs}, captions, second
+
+
+def _of_texts(inputs, tokenizer):
+    """The dict of a language model's texts, or of rows of their token ids."""
+    array = np.asarray(inputs)
+    if array.dtype.kind not in "iu":
+        return {CAPTIONS: inputs}
+    return {
+        "token_ids": array,
+        "padding_mask": array != getattr(tokenizer, "padding_id", 0),
+    }
 
 
 def labels_of(labels: Any) -> np.ndarray | None:

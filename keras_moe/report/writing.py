@@ -87,7 +87,8 @@ def write_report(
         model: backbone or task with experts.
         data: images (B, height, width, channels) or the model's input dict; a tuple
             `(images, labels)` or `(images, captions)`, or a dict of `"images"` and
-            `"captions"` for a model with a tokenizer; or batches of these, such as
+            `"captions"` for a model with a tokenizer; for a language model a list of
+            texts or rows of token ids (B, N); or batches of these, such as
             `keras_moe.data.load` or `keras_moe.data.load_pairs`.
         folder: folder of the report; an older report there is replaced.
         name: model name for the title; None for the model's own.

@@ -184,3 +184,17 @@ def test_an_old_list_of_pictures_deletes_nothing_else(model, tmp_path):
     assert written.pictures == first.pictures
     for kept in ("mine.txt", "notes/loads.png", "old.png", "../up.png"):
         assert (folder / kept).read_text() == "mine"
+
+
+def test_a_language_model_takes_texts_and_their_ids():
+    model = models.from_preset("moepp_lm_python", load_weights=False, num_layers=2)
+    reported = reported_model(model)
+    texts = ["def f(x):", "return x"]
+    ids = model.preprocessor(texts)["token_ids"]
+    expected = list(routed_batches(reported, {"captions": texts}))
+    for given in (texts, np.array(texts, object), ids):
+        (batch,) = routed_batches(reported, given)
+        assert batch.size == 2
+        for key, record in expected[0].routing.items():
+            actual = batch.routing[key].gates
+            np.testing.assert_allclose(actual, record.gates, atol=1e-6)

@@ -121,9 +121,16 @@ def open_source(
             )
         if kind == "folder" and spec.scheme.startswith("GPT-2"):
             spec.tokenizer = _gpt2_tokenizer(text, spec)
-    except BaseException:
+    except BaseException as error:
         file.close()
-        raise
+        kinds = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+        if not isinstance(error, kinds) or "Expected" in str(error) or not config:
+            raise
+        # A config may have anything in place of a number, a name or a dict.
+        raise ValueError(
+            f"Expected values of their publisher's kinds in the config of {file.path}; "
+            f"received: {config!r:.500} ({type(error).__name__}: {error})"
+        ) from error
     return file, spec
 
 

@@ -23,7 +23,7 @@ from keras_moe.models import (
 from keras_moe.models.conversion import sources
 from keras_moe.models.conversion._readers import NpzCheckpoint
 from tests import golden
-from tests.published import CHECKPOINTS, hub_vit, timm_folder
+from tests.published import CHECKPOINTS, hub_vit, open_clip_folder, timm_folder
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -210,3 +210,30 @@ def test_what_cannot_be_downloaded_leaves_nothing(storage, tmp_path):
     assert files == ["vmoe_tiny.index"]
     with pytest.raises(ValueError, match="received"):
         models.from_preset("gs://vit_models/../secret.npz")
+
+
+@pytest.mark.parametrize("make", ["timm", "open_clip"])
+def test_configs_with_odd_values_are_named(tmp_path, make):
+    if make == "timm":
+        timm_folder(tmp_path, "vit_token")
+        path = tmp_path / "config.json"
+    else:
+        open_clip_folder(tmp_path, {"ls_init_value": None}, quick_gelu=False)
+        path = tmp_path / "open_clip_config.json"
+    whole = json.loads(path.read_text())
+    places, dicts, told = [], [whole], []
+    for content in dicts:
+        places += [(content, name) for name in content]
+        dicts += [x for x in content.values() if isinstance(x, dict)]
+    for content, name in places:
+        value = content[name]
+        for odd in (None, "x", -1, 2.5, [], {}, [1], [None] * 3, 10**30, {"a": 1}):
+            content[name] = odd
+            path.write_text(json.dumps(whole))
+            try:
+                models.describe(tmp_path)
+            except ValueError as error:
+                told.append(str(error))
+        content[name] = value
+    assert len(told) > 50
+    assert [text for text in told if "Expected" not in text] == []
