@@ -43,7 +43,7 @@ def decode_image(encoded: Any) -> Any:
         import PIL.Image  # noqa: F401
     image = tf.cond(
         needs_pillow(encoded),
-        lambda: tf.numpy_function(_decode_with_pillow, [encoded], tf.uint8),
+        lambda: tf.numpy_function(_decode_with_pillow, [encoded], tf.uint8, False),
         lambda: tf.io.decode_image(encoded, channels=3, expand_animations=False),
     )
     return tf.ensure_shape(image, (None, None, 3))

@@ -1,9 +1,11 @@
 """Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
 
-Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead.
+Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead, but the
+labels of each batch are checked on the way to a step.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -46,6 +48,46 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
                 "Expected labels in [0, 1] for each image and class; received: "
                 f"{labels.min()} to {labels.max()}"
             )
+
+
+def checking_labels(
+    model: keras.Model, name: str, make: Callable[[bool], Any]
+) -> Callable[[bool], Any]:
+    """Makes a step that checks the labels of each batch, whatever it comes from.
+
+    JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
+    raises an error of its own.
+    """
+
+    def make_checking(force):
+        before = getattr(model, name)
+        made = make(force)
+        step = getattr(model, name)
+        if step is not before and keras.backend.backend() != "tensorflow":
+            # PyTorch's step takes a list of batches, JAX's an iterator.
+            setattr(
+                model,
+                name,
+                lambda *args: step(*args[:-1], _checked_batches(model, args[-1])),
+            )
+        return made
+
+    return make_checking
+
+
+def _checked_batches(model, batches):
+    def check(batch):
+        check_batch_labels(model, batch)
+        return batch
+
+    return [*map(check, batches)] if isinstance(batches, list) else map(check, batches)
+
+
+def check_batch_labels(model: keras.Model, batch: Any) -> None:
+    """Checks the labels of a batch as those of arrays."""
+    _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if labels is not None and hasattr(model, "check_labels"):
+        model.check_labels(labels)
 
 
 def array_values(value: Any) -> np.ndarray | None:

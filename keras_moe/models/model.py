@@ -30,6 +30,7 @@ from keras_moe.models.input_checks import (
     check_inputs,
     check_prediction,
     check_training,
+    checking_labels,
     has_no_examples,
     outputs_of_none,
 )
@@ -129,10 +130,14 @@ class MoEModel(Exportable, TorchParameters):
     # Announce the first step while it compiles.
 
     def make_train_function(self, force: bool = False) -> Any:
-        return make_step(self, "train_function", super().make_train_function, force)
+        name = "train_function"
+        make = checking_labels(self, name, super().make_train_function)
+        return make_step(self, name, make, force)
 
     def make_test_function(self, force: bool = False) -> Any:
-        return make_step(self, "test_function", super().make_test_function, force)
+        name = "test_function"
+        make = checking_labels(self, name, super().make_test_function)
+        return make_step(self, name, make, force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         return make_step(self, "predict_function", super().make_predict_function, force)
