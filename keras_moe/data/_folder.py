@@ -23,7 +23,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -61,10 +61,10 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
     root = Path(path)
     splits = _class_folders(root)
-    if not any(_is_listed(root, split) for split in splits):
+    if None not in splits.values():
         names = {name for own in splits.values() for name in own}
         return Classes(len(names), tuple(sorted(names)))
-    labels = [names for split in splits for _, names in _files_of(root, split, ())]
+    labels = [names for split in splits for _, names in _files_of(root, split)]
     names = {name for several in labels for name in several}
     most = max([1, *map(len, labels)])
     return Classes(len(names), tuple(sorted(names)), most)
@@ -119,13 +119,13 @@ def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
     return _labelled_files(files, labels, Classes(1)), missing
 
 
-def _class_folders(root: Path) -> dict[str, list[str]]:
-    """Returns the class folders of each split; without splits, those in ""."""
+def _class_folders(root: Path) -> dict[str, list[str] | None]:
+    """Returns the class folders of each split, or None if splits have a file of labels;
+    without splits, the class folders in ""."""
     found = {name: folders_with_images(root / name, root) for name in folders_in(root)}
-    listed = {name: [] for name in found if _is_listed(root, name)}
-    if listed:
-        return listed
     known = {name: own for name, own in found.items() if _SPLIT_NAME.fullmatch(name)}
+    if listed := {name for name in found if (root / name / LABELS).is_file()}:
+        return dict.fromkeys(sorted({*known, *listed}))
     names = {name for own in known.values() for name in own}
     # Beside train/ and test/, pictures of a run are no split.
     splits = known or {
@@ -143,23 +143,17 @@ def _class_folders(root: Path) -> dict[str, list[str]]:
     }
 
 
-def _check_split(root: Path, split: str, splits: dict[str, list[str]]) -> None:
+def _check_split(root: Path, split: str, splits: dict[str, list[str] | None]) -> None:
     if "" in splits:
         check_one_of("split", split, DRAWN_SPLITS)
     elif split not in splits:
-        hint = ", which have the same classes"
-        if not any(_SPLIT_NAME.fullmatch(name) for name in splits):
+        hint = ""
+        if not any(map(_SPLIT_NAME.fullmatch, splits)):
             hint = ". If these are classes, put their images directly into them"
-            hint += ", without subfolders"
         raise ValueError(
-            f"Expected split to be one of {[*splits]}, folders in {root}; received: "
-            f"split={split!r}{hint}"
+            f"Expected split to be one of {[*splits]}, folders in {root} of the same "
+            f"classes; received: split={split!r}{hint}"
         )
-
-
-def _is_listed(root: Path, split: str) -> bool:
-    """Whether a file lists the labels of a split."""
-    return split != "" and (root / split / LABELS).is_file()
 
 
 def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[str]]]:
@@ -180,17 +174,33 @@ def _hash(path: Path) -> bytes:
 
 
 def _files_of(
-    root: Path, split: str, names: Iterable[str], missing: list[str] | None = None
+    root: Path,
+    split: str,
+    names: list[str] | None = None,
+    missing: list[str] | None = None,
 ) -> list[tuple[Path, list[str]]]:
-    """Returns the images of a split, listed or in class folders, and their classes."""
-    if _is_listed(root, split):
-        listed = _listed(root, split, missing)
-        return [(root / split / file, classes) for file, classes in listed.items()]
-    return [
-        (file, [name])
-        for name in names
-        for file in images_below(root / split / name, root)
-    ]
+    """Returns the images of a split with their classes, which folders or a file name;
+    adds missing images to `missing`."""
+    if names is not None:
+        return [
+            (file, [name])
+            for name in names
+            for file in images_below(root / split / name, root)
+        ]
+    path, found = root / split / LABELS, []
+    for name, classes in read_json(path, {str: [str]}).items():
+        file = root / split / name
+        is_valid = not leads_outside(name) and is_image(name)
+        if is_valid and is_file_within(file, root):
+            found.append((file, classes))
+        elif is_valid and missing is not None:
+            missing.append(str(file))
+        else:
+            raise ValueError(
+                f"Expected images ({', '.join(IMAGE_SUFFIXES)}) relative to the "
+                f"folder of {path}; received: {name!r}"
+            )
+    return found
 
 
 def _labelled_files(files, labels, classes) -> IndexedExamples:
@@ -224,47 +234,25 @@ def _file_reader(files) -> tuple[Callable, Callable]:
     return read, path_of
 
 
-def _listed(
-    root: Path, split: str, missing: list[str] | None = None
-) -> dict[str, list[str]]:
-    """Returns each image's class names; adds missing images to `missing`."""
-    path = root / split / LABELS
-    listed = read_json(path, {str: [str]})
-    found = {}
-    for name, classes in listed.items():
-        file = root / split / name
-        is_valid = not leads_outside(name) and is_image(name)
-        if is_valid and is_file_within(file, root):
-            found[name] = classes
-        elif is_valid and missing is not None:
-            missing.append(str(file))
-        else:
-            raise ValueError(
-                f"Expected images ({', '.join(IMAGE_SUFFIXES)}) relative to the "
-                f"folder of {path}; received: {name!r}"
-            )
-    return found
-
-
 @functools.cache
 def _report_others(root: Path) -> None:
     """Warns once in a process about what in a folder is not read."""
     splits = _class_folders(root)
     used = {x for split, own in splits.items() for x, _ in _files_of(root, split, own)}
-    read = {root, *(root / split / LABELS for split in splits)}
-    for file in used:
-        while file not in read:
-            read.add(file)
-            file = file.parent
-    others = []
-    for folder in sorted(x for x in read if x not in used and x.is_dir()):
-        # Other names of what is read are no loss.
-        shown = (x for x in folder.iterdir() if not x.is_symlink() and x not in read)
-        others += sorted(
-            f"{x.relative_to(root)}{os.sep if x.is_dir() else ''}"
-            for x in shown
-            if not x.name.startswith(".") and (x.is_dir() or x.is_file())
-        )
+    folders = {root}
+    for folder in {file.parent for file in used}:
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.parent
+    read = {*used, *folders, *(root / split / LABELS for split in splits)}
+    # Links are other names of what is read.
+    others = sorted(
+        f"{x.relative_to(root)}{os.sep if x.is_dir() else ''}"
+        for folder in folders
+        for x in folder.iterdir()
+        if x not in read and not x.is_symlink() and not x.name.startswith(".")
+        if x.is_dir() or x.is_file()
+    )
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         warnings.warn(

@@ -113,8 +113,7 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 def _read_index(
     path: Path, size: int, changed: int
 ) -> tuple[list[_Example], list[str]]:
-    """Returns the examples of a file, one with a fault if it is cut off, and the names
-    of images that are further fields."""
+    """Returns examples, one with a fault if the file is cut off, and unread images."""
     members: dict[str, dict[str, list[_Member]]] = {}
     faults, last, bad = [], "", None
     with path.open("rb") as file:
@@ -151,17 +150,14 @@ def _read_index(
                 "Expected plain files with paths inside the archive; received: "
                 f"{bad!r} in {path}"
             )
-        fields = [
-            key for key, parts in members.items() if _is_field(key, parts, members)
-        ]
-        images = [
-            f"{key}{suffix} in {path}"
+        fields = [key for key in members if _is_field(key, members)]
+        others = [
+            f"{key}{x} in {path}"
             for key in fields
-            for suffix in members.pop(key)
-            if suffix in IMAGE_SUFFIXES
+            for x in {*members.pop(key)} & {*IMAGE_SUFFIXES}
         ]
         examples = [_example(path, file, *item) for item in members.items()]
-    return [example for example in examples if example is not None] + faults, images
+    return [example for example in examples if example is not None] + faults, others
 
 
 def _is_plain(member: tarfile.TarInfo) -> bool:
@@ -207,14 +203,11 @@ def _key_of(name: str) -> tuple[str, str]:
     return path.with_suffix("").as_posix(), path.suffix.lower()
 
 
-def _is_field(key: str, parts: dict, members: dict[str, dict]) -> bool:
+def _is_field(key: str, members: dict[str, dict]) -> bool:
     """Whether "a.mask" is no pair, but further fields of an example "a"."""
-
-    def has(names, suffixes):
-        return not names.keys().isdisjoint(suffixes)
-
-    folder, name = os.path.split(key)
-    words = name.split(".")
-    owners = (os.path.join(folder, ".".join(words[:i])) for i in range(1, len(words)))
-    is_pair = has(parts, IMAGE_SUFFIXES) and has(parts, _TEXTS)
-    return not is_pair and any(has(members.get(x, {}), IMAGE_SUFFIXES) for x in owners)
+    words = key.split(".")
+    owners = (".".join(words[:i]) for i in range(1, len(words)))
+    is_pair = {*members[key]} & {*IMAGE_SUFFIXES} and {*members[key]} & {*_TEXTS}
+    return not is_pair and any(
+        {*members.get(x, ())} & {*IMAGE_SUFFIXES} for x in owners
+    )

@@ -4,6 +4,7 @@ Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead, b
 labels of each batch are checked on the way to a step.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,33 +62,26 @@ def checking_labels(
 
     def make_checking(force):
         before = getattr(model, name)
-        made = make(force)
-        step = getattr(model, name)
-        if step is not before and keras.backend.backend() != "tensorflow":
+        made, step = make(force), getattr(model, name)
+
+        def checked_step(*args):
+            batches = map(functools.partial(_checked_batch, model), args[-1])
             # PyTorch's step takes a list of batches, JAX's an iterator.
-            setattr(
-                model,
-                name,
-                lambda *args: step(*args[:-1], _checked_batches(model, args[-1])),
-            )
+            batches = [*batches] if isinstance(args[-1], list) else batches
+            return step(*args[:-1], batches)
+
+        if step is not before and keras.backend.backend() != "tensorflow":
+            setattr(model, name, checked_step)
         return made
 
     return make_checking
 
 
-def _checked_batches(model, batches):
-    def check(batch):
-        check_batch_labels(model, batch)
-        return batch
-
-    return [*map(check, batches)] if isinstance(batches, list) else map(check, batches)
-
-
-def check_batch_labels(model: keras.Model, batch: Any) -> None:
-    """Checks the labels of a batch as those of arrays."""
+def _checked_batch(model, batch):
     _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if labels is not None and hasattr(model, "check_labels"):
         model.check_labels(labels)
+    return batch
 
 
 def array_values(value: Any) -> np.ndarray | None:

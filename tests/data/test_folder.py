@@ -295,7 +295,7 @@ def test_links_and_pipes_lead_nowhere_else(tmp_path):
         (["runs/one/plots/0.png", "annotations/xmls/0.xml"], "annotations/, runs/"),
         (
             ["train/c/none.txt", "train/a/0.tif", "0.png"],
-            "0.png, train/c/, train/a/0.tif",
+            "0.png, train/a/0.tif, train/c/",
         ),
         # As in Tiny ImageNet: only train/ has labels.
         (["val/images/0.png", "test/images/0.png"], "test/, val/"),
