@@ -326,11 +326,8 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = list(rows.fieldnames or ())
-        image, caption = (
-            next((name for name in names if name in columns), None)
-            for names in (_IMAGE_NAMES, CAPTION_NAMES)
-        )
-        if columns.count(image) != 1 or columns.count(caption) != 1:
+        names = [*map(_first(columns), (_IMAGE_NAMES, CAPTION_NAMES))]
+        if any(columns.count(name) != 1 for name in names):
             raise ValueError(
                 f'Expected a column "image" and one "caption" in {file}; '
                 f"received: {columns}"
@@ -339,7 +336,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
             fault = None
             if None in row:
                 fault = "has more fields than columns: a caption's comma needs quotes"
-            yield rows.line_num, row[image], row[caption], fault
+            yield rows.line_num, *map(row.get, names), fault
     except csv.Error as error:
         raise ValueError(
             f"Expected rows of a CSV file; received: {file}, line {rows.line_num} "
@@ -356,10 +353,11 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             entry = None
-        image, caption = (
-            next((entry[name] for name in names if name in entry), None)
-            if isinstance(entry, dict)
-            else None
-            for names in (_IMAGE_NAMES, CAPTION_NAMES)
-        )
-        yield number, image, caption, None
+        entry = entry if isinstance(entry, dict) else {}
+        names = map(_first(entry), (_IMAGE_NAMES, CAPTION_NAMES))
+        yield number, *map(entry.get, names), None
+
+
+def _first(known: Any) -> Callable[[tuple[str, ...]], str | None]:
+    """Returns a function that finds the first known one of some names."""
+    return lambda names: next((name for name in names if name in known), None)

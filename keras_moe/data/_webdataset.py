@@ -120,7 +120,9 @@ def _read_index(
         try:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 for member in archive:
-                    if not _is_plain(member):
+                    is_plain = member.isdir() or member.isreg()
+                    is_plain = is_plain and not member.issparse()
+                    if leads_outside(member.name) or not is_plain:
                         bad = member.name
                         break
                     end = member.offset_data + member.size
@@ -158,13 +160,6 @@ def _read_index(
         ]
         examples = [_example(path, file, *item) for item in members.items()]
     return [example for example in examples if example is not None] + faults, others
-
-
-def _is_plain(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a file or folder inside the archive."""
-    if leads_outside(member.name) or member.issparse():
-        return False
-    return member.isdir() or member.isreg()
 
 
 def _example(

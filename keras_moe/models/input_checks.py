@@ -4,7 +4,6 @@ Models implement `_check_inputs(inputs, labels)`; datasets are not read ahead, b
 labels of each batch are checked on the way to a step.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -60,13 +59,19 @@ def checking_labels(
     raises an error of its own.
     """
 
+    def checked(batch):
+        _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if labels is not None and hasattr(model, "check_labels"):
+            model.check_labels(labels)
+        return batch
+
     def make_checking(force):
         before = getattr(model, name)
         made, step = make(force), getattr(model, name)
 
         def checked_step(*args):
-            batches = map(functools.partial(_checked_batch, model), args[-1])
             # PyTorch's step takes a list of batches, JAX's an iterator.
+            batches = map(checked, args[-1])
             batches = [*batches] if isinstance(args[-1], list) else batches
             return step(*args[:-1], batches)
 
@@ -75,13 +80,6 @@ def checking_labels(
         return made
 
     return make_checking
-
-
-def _checked_batch(model, batch):
-    _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if labels is not None and hasattr(model, "check_labels"):
-        model.check_labels(labels)
-    return batch
 
 
 def array_values(value: Any) -> np.ndarray | None:
