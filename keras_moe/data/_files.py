@@ -19,7 +19,10 @@ from rich.progress import track
 
 from keras_moe.files import locked, new_file, open_regular, path_within, read_text
 
-_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+# Folders that systems put beside people's files: thumbnails, attributes, deleted files.
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN")
+_OF_SYSTEMS += ("System Volume Information", "lost+found")
 # Seconds to wait for another process that makes the arrays: rendering many pictures
 # takes minutes.
 _PATIENCE = 600
@@ -79,12 +82,17 @@ def files_of_split(source: str, names: str, split: str) -> list[Path]:
     return chosen
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is hidden, or a system's and not its owner's."""
+    return name.startswith(".") or name in _OF_SYSTEMS
+
+
 def folders_in(path: Path) -> list[str]:
     """Returns the sorted names of the folders in a folder, without hidden ones."""
     return sorted(
         entry.name
         for entry in path.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".")
+        if entry.is_dir() and not is_hidden(entry.name)
     )
 
 
@@ -94,22 +102,29 @@ def leads_outside(name: str) -> bool:
     return path.is_absolute() or ".." in path.parts
 
 
-def image_suffixes() -> tuple[str, ...]:
-    """Returns the file suffixes that the installed TensorFlow decodes."""
-    import tensorflow as tf
-
-    return _SUFFIXES if hasattr(tf.io, "decode_webp") else _SUFFIXES[:-1]
+def is_image(path: str | Path) -> bool:
+    """Whether a file has the name of an image."""
+    return str(path).lower().endswith(IMAGE_SUFFIXES)
 
 
 def images_below(folder: Path, root: Path) -> list[Path]:
     """Returns the images among `files_below`."""
-    suffixes = image_suffixes()
-    return [x for x in files_below(folder, root) if x.suffix.lower() in suffixes]
+    return sorted(x for x in _walk(folder, root) if is_image(x))
+
+
+def folders_with_images(folder: Path, root: Path) -> list[str]:
+    """Returns the folders in a folder that hold images, also further below."""
+    names = folders_in(folder)
+    return [name for name in names if any(map(is_image, _walk(folder / name, root)))]
 
 
 def files_below(folder: Path, root: Path) -> list[Path]:
     """Returns all regular files below a folder, sorted, without hidden ones."""
-    paths, seen, pending = [], set(), [Path(folder)]
+    return sorted(_walk(folder, root))
+
+
+def _walk(folder: Path, root: Path) -> Iterator[Path]:
+    seen, pending = set(), [Path(folder)]
     while pending:
         current = pending.pop()
         # A link may lead to a parent folder.
@@ -118,7 +133,7 @@ def files_below(folder: Path, root: Path) -> list[Path]:
             continue
         seen.add(real)
         with os.scandir(current) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            shown = [entry for entry in entries if not is_hidden(entry.name)]
         # Makes the first of several names of a folder the same on all machines.
         for entry in sorted(shown, key=lambda entry: entry.name, reverse=True):
             if entry.is_dir():
@@ -126,8 +141,7 @@ def files_below(folder: Path, root: Path) -> list[Path]:
             elif entry.is_file():
                 if entry.is_symlink():
                     path_within(entry.path, root)
-                paths.append(current / entry.name)
-    return sorted(paths)
+                yield current / entry.name
 
 
 def files_listed(files: Iterable[Path], root: Path) -> set[Path]:

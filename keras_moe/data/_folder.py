@@ -6,15 +6,22 @@ PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several 
 PATH/split/captions.csv         a header with the columns "image" and "caption"
 PATH/split/captions.jsonl       {"image": "a.png", "caption": "a cat"}, or "captions"
 
+Splits are the folders with names of splits, and others with the same classes; without
+such names, all folders with folders of images. A class is a folder that holds images: a
+folder alone in its split and in no other, such as test/images, has no label. What is
+not read is named in a warning, once.
+
 Paths are relative to PATH/split. An image may have several lines, one per caption. The
 column names of Hugging Face's image folders, "file_name" and "text", work, too.
 """
 
 import csv
+import functools
 import hashlib
 import io
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -24,11 +31,12 @@ from keras_moe.checks import check_one_of
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
-    files_below,
+    IMAGE_SUFFIXES,
     files_listed,
     folders_in,
-    image_suffixes,
+    folders_with_images,
     images_below,
+    is_image,
     leads_outside,
     read_json,
 )
@@ -43,21 +51,21 @@ _IMAGE_NAMES = ("image", "file_name")
 DRAWN_SPLITS = ("train", "test")
 TEST_SHARE = 0.2
 # Names that folders of splits have, and classes do not.
-_SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation")
+_SPLIT_NAME = re.compile(
+    "(train(ing)?|test(ing)?|val(id(ation)?)?|dev|eval(uation)?)"
+    r"([-_ ]?(set|images|data|\d+))?",
+    re.IGNORECASE,
+)
 
 
 def find_classes(path: str, data_dir: str | None = None) -> Classes:
     """Returns the classes of all splits together."""
     root = Path(path)
-    if not _has_splits(root):
-        names = _folders_with_images(root)
-        return Classes(len(names), tuple(names))
-    splits = folders_in(root)
-    if not any((root / split / LABELS).is_file() for split in splits):
-        names = {name for split in splits for name in folders_in(root / split)}
+    splits = _class_folders(root)
+    if None not in splits.values():
+        names = {name for own in splits.values() for name in own}
         return Classes(len(names), tuple(sorted(names)))
-    listed = [_listed(root, split).values() for split in splits]
-    labels = [names for files in listed for names in files]
+    labels = [names for split in splits for _, names in _files_of(root, split)]
     names = {name for several in labels for name in several}
     most = max([1, *map(len, labels)])
     return Classes(len(names), tuple(sorted(names)), most)
@@ -68,29 +76,23 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
     import tensorflow as tf
 
     root = Path(path)
-    has_splits = _has_splits(root)
-    _check_split(root, split, has_splits)
+    splits = _class_folders(root)
+    _check_split(root, split, splits)
     classes = find_classes(path)
     several = classes.max_labels is not None
-    if not has_splits:
-        files = _drawn(root, split)
-    elif several:
-        listed = _listed(root, split)
-        files = [(root / split / file, names) for file, names in listed.items()]
+    if "" in splits:
+        files = _drawn(root, split, splits[""])
+        where = f"PATH/class/, a fifth of each class for {split!r}, of"
     else:
-        files = _files_of_classes(root / split)
+        files = _files_of(root, split, splits[split])
+        where = f"{root / split}/class/ or in {LABELS} of"
     if classes.count < 2 or not files:
-        where = f"{root / split}/class/ or in {LABELS} of" if has_splits else ""
-        where = where or f"PATH/class/, a fifth of each class for {split!r}, of"
         raise ValueError(
-            f"Expected at least two classes, and images ({', '.join(image_suffixes())})"
+            f"Expected at least two classes, and images ({', '.join(IMAGE_SUFFIXES)})"
             f" in {where} folder:{path}; received: {len(files)} images, classes "
             f"{[*classes.names]}"
         )
-    if has_splits:
-        _report_others(root / split, {file for file, _ in files})
-    else:
-        _report_others(root, {file for file, _ in _files_of_classes(root)})
+    _report_others(root)
     number = {name: index for index, name in enumerate(classes.names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
@@ -107,52 +109,58 @@ def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
     """Returns the images of all splits, and listed paths that are missing."""
     import tensorflow as tf
 
-    root = Path(path)
-    files, missing = [], []
-    if not _has_splits(root):
-        files = [file for file, _ in _files_of_classes(root)]
-    for split in folders_in(root) if _has_splits(root) else ():
-        if (root / split / LABELS).is_file():
-            files += [root / split / name for name in _listed(root, split, missing)]
-        else:
-            files += [file for file, _ in _files_of_classes(root / split)]
+    root, missing = Path(path), []
+    splits = _class_folders(root).items()
+    files = [
+        x for split, own in splits for x, _ in _files_of(root, split, own, missing)
+    ]
     if not files and not missing:
         raise ValueError(f"Expected images in a split of folder:{path}; received: none")
     labels = tf.zeros(len(files), "int32")
     return _labelled_files(files, labels, Classes(1)), missing
 
 
-def _has_splits(root: Path) -> bool:
-    """Whether the folders in a folder are splits, and not classes with images."""
-    names = folders_in(root)
-    if any(name.lower() in _SPLIT_NAMES for name in names):
-        return True
-    for name in names:
-        files = [x for x in (root / name).iterdir() if not x.name.startswith(".")]
-        if any(x.is_dir() or x.name in (LABELS, *CAPTIONS) for x in files):
-            return True
-    return not _folders_with_images(root)
+def _class_folders(root: Path) -> dict[str, list[str] | None]:
+    """Returns the class folders of each split, or None if splits have a file of labels;
+    without splits, the class folders in ""."""
+    found = {name: folders_with_images(root / name, root) for name in folders_in(root)}
+    known = {name: own for name, own in found.items() if _SPLIT_NAME.fullmatch(name)}
+    if listed := {name for name in found if (root / name / LABELS).is_file()}:
+        return dict.fromkeys(sorted({*known, *listed}))
+    names = {name for own in known.values() for name in own}
+    # Beside train/ and test/, pictures of a run are no split.
+    splits = known or {
+        name: own
+        for name, own in found.items()
+        if own or any((root / name / file).is_file() for file in CAPTIONS)
+    }
+    splits |= {name: own for name, own in found.items() if own and names >= {*own}}
+    if not splits:
+        return {"": folders_with_images(root, root)}
+    several = {name for own in splits.values() if len(own) > 1 for name in own}
+    return {
+        split: [name for name in own if name in several or not several]
+        for split, own in sorted(splits.items())
+    }
 
 
-def _check_split(root: Path, split: str, has_splits: bool) -> None:
-    names = folders_in(root) if has_splits else DRAWN_SPLITS
-    if has_splits and split not in names and not {*names} & {*_SPLIT_NAMES}:
+def _check_split(root: Path, split: str, splits: dict[str, list[str] | None]) -> None:
+    if "" in splits:
+        check_one_of("split", split, DRAWN_SPLITS)
+    elif split not in splits:
+        hint = ""
+        if not any(map(_SPLIT_NAME.fullmatch, splits)):
+            hint = ". If these are classes, put their images directly into them"
         raise ValueError(
-            f"Expected split to be one of {names}, the folders in {root}; received: "
-            f"split={split!r}. If these are classes, put their images directly into "
-            "them, without subfolders"
+            f"Expected split to be one of {[*splits]}, folders in {root} of the same "
+            f"classes; received: split={split!r}{hint}"
         )
-    check_one_of("split", split, names)
 
 
-def _folders_with_images(root: Path) -> list[str]:
-    return [name for name in folders_in(root) if images_below(root / name, root)]
-
-
-def _drawn(root: Path, split: str) -> list[tuple[Path, list[str]]]:
+def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[str]]]:
     """Returns the images of a split that is drawn from those of each class."""
     chosen = []
-    for name in _folders_with_images(root):
+    for name in names:
         files = images_below(root / name, root)
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
         # By their names, so that further images move few of them to the other split.
@@ -166,13 +174,37 @@ def _hash(path: Path) -> bytes:
     return hashlib.sha256(os.fsencode(path.as_posix())).digest()
 
 
-def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
-    """Returns the images in class folders, with the class name."""
-    return [
-        (file, [name])
-        for name in folders_in(folder)
-        for file in images_below(folder / name, folder.parent)
-    ]
+def _files_of(
+    root: Path,
+    split: str,
+    names: list[str] | None = None,
+    missing: list[str] | None = None,
+) -> list[tuple[Path, list[str]]]:
+    """Returns the images of a split with their classes, which folders or a file name;
+    adds missing images to `missing`."""
+    if names is not None:
+        return [
+            (file, [name])
+            for name in names
+            for file in images_below(root / split / name, root)
+        ]
+    path, found = root / split / LABELS, []
+    listed = read_json(path, {str: [str]}, within=root)
+    inside = [name for name in listed if not leads_outside(name)]
+    there = files_listed((root / split / name for name in inside), root)
+    for name, classes in listed.items():
+        file = root / split / name
+        is_valid = not leads_outside(name) and is_image(name)
+        if is_valid and file in there:
+            found.append((file, classes))
+        elif is_valid and missing is not None:
+            missing.append(str(file))
+        else:
+            raise ValueError(
+                f"Expected images ({', '.join(IMAGE_SUFFIXES)}) relative to the "
+                f"folder of {path}; received: {name!r}"
+            )
+    return found
 
 
 def _labelled_files(files, labels, classes) -> IndexedExamples:
@@ -206,39 +238,31 @@ def _file_reader(files) -> tuple[Callable, Callable]:
     return read, path_of
 
 
-def _listed(
-    root: Path, split: str, missing: list[str] | None = None
-) -> dict[str, list[str]]:
-    """Returns each image's class names; adds missing images to `missing`."""
-    path = root / split / LABELS
-    listed = read_json(path, {str: [str]}, within=root)
-    names = [name for name in listed if not leads_outside(name)]
-    there = files_listed((root / split / name for name in names), root)
-    found = {}
-    for name, classes in listed.items():
-        file = root / split / name
-        is_valid = not leads_outside(name) and file.suffix.lower() in image_suffixes()
-        if is_valid and file in there:
-            found[name] = classes
-        elif is_valid and missing is not None:
-            missing.append(str(file))
-        else:
-            raise ValueError(
-                f"Expected images ({', '.join(image_suffixes())}) relative to the "
-                f"folder of {path}; received: {name!r}"
-            )
-    return found
-
-
-def _report_others(folder: Path, used: set[Path]) -> None:
-    """Warns about files of a split that are not used as images."""
-    files = files_below(folder, folder.parent)
-    others = [x for x in files if x not in used and x != folder / LABELS]
+@functools.cache
+def _report_others(root: Path) -> None:
+    """Warns once in a process about what in a folder is not read."""
+    splits = _class_folders(root)
+    used = {x for split, own in splits.items() for x, _ in _files_of(root, split, own)}
+    folders = {root}
+    for folder in {file.parent for file in used}:
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.parent
+    read = {*used, *folders, *(root / split / LABELS for split in splits)}
+    # Links are other names of what is read.
+    others = sorted(
+        f"{x.relative_to(root)}{os.sep if x.is_dir() else ''}"
+        for folder in folders
+        for x in folder.iterdir()
+        if x not in read and not x.is_symlink() and not x.name.startswith(".")
+        if x.is_dir() or x.is_file()
+    )
     if others:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         warnings.warn(
-            f"{len(others)} files in {folder} are not among its images, such as "
-            f"{others[0]}: images are {', '.join(image_suffixes())} in the folder of "
-            f"a class, or listed in {LABELS}",
+            f"In {root} not read: {', '.join(others[:5])}{more}. Images are "
+            f"{', '.join(IMAGE_SUFFIXES)} in the folder of a class, or listed in "
+            f"{LABELS}",
             stacklevel=5,
         )
 
@@ -308,11 +332,8 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = list(rows.fieldnames or ())
-        image, caption = (
-            next((name for name in names if name in columns), None)
-            for names in (_IMAGE_NAMES, CAPTION_NAMES)
-        )
-        if columns.count(image) != 1 or columns.count(caption) != 1:
+        names = [*map(_first(columns), (_IMAGE_NAMES, CAPTION_NAMES))]
+        if any(columns.count(name) != 1 for name in names):
             raise ValueError(
                 f'Expected a column "image" and one "caption" in {file}; '
                 f"received: {columns}"
@@ -321,7 +342,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
             fault = None
             if None in row:
                 fault = "has more fields than columns: a caption's comma needs quotes"
-            yield rows.line_num, row[image], row[caption], fault
+            yield rows.line_num, *map(row.get, names), fault
     except csv.Error as error:
         raise ValueError(
             f"Expected rows of a CSV file; received: {file}, line {rows.line_num} "
@@ -338,10 +359,11 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             entry = None
-        image, caption = (
-            next((entry[name] for name in names if name in entry), None)
-            if isinstance(entry, dict)
-            else None
-            for names in (_IMAGE_NAMES, CAPTION_NAMES)
-        )
-        yield number, image, caption, None
+        entry = entry if isinstance(entry, dict) else {}
+        names = map(_first(entry), (_IMAGE_NAMES, CAPTION_NAMES))
+        yield number, *map(entry.get, names), None
+
+
+def _first(known: Any) -> Callable[[tuple[str, ...]], str | None]:
+    """Returns a function that finds the first known one of some names."""
+    return lambda names: next((name for name in names if name in known), None)

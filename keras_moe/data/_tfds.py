@@ -5,7 +5,7 @@ or a sequence of texts (Flickr30k) or of dicts with a text (`coco_captions`).
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from keras_moe.data._examples import Examples, RecordExamples, RecordFile
 from keras_moe.data._files import extra
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
+from keras_moe.data.reading import decode_image
 from keras_moe.files import regular_file
 
 # Seconds to wait for a server. An answer takes one second.
@@ -51,7 +52,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples
     return RecordExamples(
         _record_files(name, split, builder),
         read,
-        info.features[image].decode_example,
+        _decode(info.features[image]),
         classes=_classes(info.features[label]),
         encoded_channels=info.features[image].shape[-1],
     )
@@ -88,7 +89,7 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
     return captioned_records(
         _record_files(name, split, builder),
         parse,
-        image.decode_example,
+        _decode(image),
         image.shape[-1],
         options.every_caption,
     )
@@ -196,6 +197,11 @@ def _features(name: str, info: Any) -> tuple[str, str]:
         f"labels, or attributes that it has or not; received: features={features}, "
         f"supervised_keys={keys}"
     )
+
+
+def _decode(feature: Any) -> Callable:
+    """Returns the function that decodes a stored image."""
+    return decode_image if feature.shape[-1] == 3 else feature.decode_example
 
 
 def _is_image(feature: Any) -> bool:

@@ -1,7 +1,8 @@
 """Tar files of images and captions, as written by WebDataset and img2dataset.
 
-Members whose names agree up to the first dot form an example: `0007.jpg` with
-`0007.txt`, or with `0007.json`, which has a "caption". Headers are read once and
+Members whose names agree up to the last dot form an example: `0007.jpg` with
+`0007.txt`, or with `0007.json`, which has a "caption". Beside these, `0007.mask.png` is
+a further field of the example, which is not read. Headers are read once and
 images at their offsets, so order, sharding and resumption work as for files.
 """
 
@@ -9,14 +10,20 @@ import functools
 import json
 import os
 import tarfile
-from pathlib import Path
+import warnings
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples
-from keras_moe.data._files import files_of_split, image_suffixes, leads_outside
+from keras_moe.data._files import (
+    IMAGE_SUFFIXES,
+    files_of_split,
+    is_hidden,
+    leads_outside,
+)
 from keras_moe.data.reading import decode_image, read_or_name
 from keras_moe.files import open_regular
 
@@ -44,16 +51,24 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
     import tensorflow as tf
 
     files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
-    file_of, examples = [], []
+    file_of, examples, others = [], [], []
     for number, path in enumerate(files):
         about = path.stat()
-        own = _read_index(path, about.st_size, about.st_mtime_ns)
+        own, fields = _read_index(path, about.st_size, about.st_mtime_ns)
         examples += own
+        others += fields
         file_of += [number] * len(own)
     if not examples:
         raise ValueError(
             f"Expected images with captions in webdataset:{pattern}; "
             f"received: split={split!r} without any"
+        )
+    if others:
+        # From one place, so that Python shows it once, whoever opens the files again.
+        warnings.warn(
+            f"{len(others)} images of webdataset:{pattern} are further fields of "
+            f"examples and not read, such as {others[0]}",
+            stacklevel=1,
         )
     paths = tf.constant([os.fsencode(path) for path in files])
     file_of = tf.constant(file_of, "int64")
@@ -96,22 +111,27 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 
 # Captions, the number of pairs and batches all need the same headers.
 @functools.lru_cache(maxsize=4096)
-def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
-    """Returns the examples of a file, and one with a fault if it is cut off."""
+def _read_index(
+    path: Path, size: int, changed: int
+) -> tuple[list[_Example], list[str]]:
+    """Returns examples, one with a fault if the file is cut off, and unread images."""
     members: dict[str, dict[str, list[_Member]]] = {}
     faults, last, bad = [], "", None
     with open_regular(path) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 for member in archive:
-                    if not _is_plain(member):
+                    is_plain = member.isdir() or member.isreg()
+                    is_plain = is_plain and not member.issparse()
+                    if leads_outside(member.name) or not is_plain:
                         bad = member.name
                         break
                     end = member.offset_data + member.size
                     # A negative size would lead back to the same header.
                     if member.size < 0 or end > size:
                         raise tarfile.ReadError("unexpected end of data")
-                    if member.isreg():
+                    hidden = any(map(is_hidden, PurePosixPath(member.name).parts))
+                    if member.isreg() and not hidden:
                         key, suffix = _key_of(member.name)
                         same = members.setdefault(key, {}).setdefault(suffix, [])
                         same.append(_Member(member.offset_data, member.size))
@@ -133,22 +153,21 @@ def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
                 "Expected plain files with paths inside the archive; received: "
                 f"{bad!r} in {path}"
             )
+        fields = [key for key in members if _is_field(key, members)]
+        others = [
+            f"{key}{x} in {path}"
+            for key in fields
+            for x in {*members.pop(key)} & {*IMAGE_SUFFIXES}
+        ]
         examples = [_example(path, file, *item) for item in members.items()]
-    return [example for example in examples if example is not None] + faults
-
-
-def _is_plain(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a file or folder inside the archive."""
-    if leads_outside(member.name) or member.issparse():
-        return False
-    return member.isdir() or member.isreg()
+    return [example for example in examples if example is not None] + faults, others
 
 
 def _example(
     path: Path, file: Any, key: str, parts: dict[str, list[_Member]]
 ) -> _Example | None:
     """Returns an example; None if it has neither image nor caption."""
-    images = [suffix for suffix in image_suffixes() for _ in parts.get(suffix, ())]
+    images = [suffix for suffix in IMAGE_SUFFIXES for _ in parts.get(suffix, ())]
     texts = [suffix for suffix in _TEXTS for _ in parts.get(suffix, ())]
     if not images and not texts:
         return None
@@ -175,7 +194,16 @@ def _captions(file: Any, member: _Member, suffix: str) -> Any:
 
 
 def _key_of(name: str) -> tuple[str, str]:
-    """Splits a member's name at the first dot into example and suffix."""
-    folder, _, base = name.rpartition("/")
-    stem, dot, suffix = base.partition(".")
-    return f"{folder}/{stem}" if folder else stem, (dot + suffix).lower()
+    """Splits a member's name at the last dot into example and suffix."""
+    path = PurePosixPath(name)
+    return path.with_suffix("").as_posix(), path.suffix.lower()
+
+
+def _is_field(key: str, members: dict[str, dict]) -> bool:
+    """Whether "a.mask" is no pair, but further fields of an example "a"."""
+    words = key.split(".")
+    owners = (".".join(words[:i]) for i in range(1, len(words)))
+    is_pair = {*members[key]} & {*IMAGE_SUFFIXES} and {*members[key]} & {*_TEXTS}
+    return not is_pair and any(
+        {*members.get(x, ())} & {*IMAGE_SUFFIXES} for x in owners
+    )

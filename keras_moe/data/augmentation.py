@@ -15,6 +15,7 @@ import numpy as np
 from keras_moe.checks import check_integer, check_positive, nearest
 from keras_moe.compat import flatten_layers, has_seed_generator, replaced_seed_generator
 from keras_moe.data import _keras_layers as fast
+from keras_moe.data.reading import needs_pillow
 
 # Layers of Keras and KerasCV that mix labels.
 LABEL_MIXERS = {"MixUp", "CutMix", "FourierMix"}
@@ -192,7 +193,7 @@ class RandomResizedCrop:
         """Crops an image file and decodes only the part that is needed.
 
         Equals `self(decode(encoded), seed)`, float32 (height, width, channels), bit for
-        bit. Files other than JPEG are decoded entirely.
+        bit. Other files than upright JPEGs of up to three colours are decoded entirely.
 
         Args:
             encoded: bytes of a JPEG, PNG, GIF or BMP file.
@@ -216,7 +217,9 @@ class RandomResizedCrop:
             return self._resized(tf, pixels, corner - begin, sides, channels)
 
         return tf.cond(
-            tf.io.is_jpeg(encoded), part_of_jpeg, lambda: self(decode(encoded), seed)
+            tf.io.is_jpeg(encoded) & ~needs_pillow(encoded),
+            part_of_jpeg,
+            lambda: self(decode(encoded), seed),
         )
 
     def _resized(self, tf, image, corner, sides, channels):

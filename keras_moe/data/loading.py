@@ -217,11 +217,11 @@ def load(
               if it is not in `data_dir`.
             - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, with a
               `dataset.json`; see `write_tfrecords`.
-            - `"folder:PATH"`: `PATH/split/class/name.png` (or jpg, bmp, gif; webp from
-              TensorFlow 2.20 on), also in subfolders of a class; for several labels per
-              image `PATH/split/labels.json`, such as
-              `{"name.png": ["cat", "animal"]}`. In `PATH/class/name.png`, without
-              splits, a fifth of each class is the split `"test"`.
+            - `"folder:PATH"`: `PATH/split/class/name.png` (or jpg, bmp, gif, webp),
+              also in subfolders of a class; for several labels per image
+              `PATH/split/labels.json`, such as `{"name.png": ["cat", "animal"]}`. In
+              `PATH/class/name.png`, without splits, a fifth of each class is the split
+              `"test"`. Photos are turned upright, as their Exif says.
         split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST; a split
             of `load_emoji`; any split of TensorFlow Datasets, such as `"train[:90%]"`;
             a word in the names of TFRecord files, such as

@@ -40,7 +40,8 @@ class ImagePreprocessor:
     `keras_moe.data.load` or `model.preprocessor(photos)`.
 
     It runs in NumPy, so that varying image sizes do not recompile anything, and gives
-    the same numbers on every backend. In `tf.data` it runs through `tf.numpy_function`.
+    the same numbers on every backend. Photos opened by Pillow are turned upright, as
+    their Exif says. In `tf.data` it runs through `tf.numpy_function`.
 
     Args:
         image_shape: (height, width, channels) of the model's images.
@@ -219,13 +220,16 @@ def _array(image):
     """Returns an image or a batch as a numeric array."""
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and hasattr(image, "convert"):
-        # Pillow images: a palette's indices are not pixels.
+        # Pillow images: a palette's indices are not pixels, and photos may lie on
+        # their side, as their Exif says.
         if mode not in _MODES:
             raise ValueError(
                 f"Expected a Pillow image of a mode of {sorted(_MODES)}; received: "
                 f"mode={mode!r}"
             )
-        return np.asarray(image.convert(_MODES[mode]))
+        from PIL import ImageOps
+
+        return np.asarray(ImageOps.exif_transpose(image).convert(_MODES[mode]))
     if hasattr(image, "graph"):
         raise ValueError(
             "Expected arrays; received a symbolic tensor. Inside tf.data use "

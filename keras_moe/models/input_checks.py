@@ -1,10 +1,11 @@
 """Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
 
 Models implement `_check_inputs(inputs, labels)`. Datasets are not read ahead: their
-first batch is seen on its way to the first step.
+batches are seen on the way to a step.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,6 +48,38 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
                 "Expected labels in [0, 1] for each image and class; received: "
                 f"{labels.min()} to {labels.max()}"
             )
+
+
+def checking_labels(
+    model: keras.Model, name: str, make: Callable[[bool], Any]
+) -> Callable[[bool], Any]:
+    """Makes a step that checks the labels of each batch, whatever it comes from.
+
+    JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
+    raises an error of its own.
+    """
+
+    def checked(batch):
+        _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if labels is not None and hasattr(model, "check_labels"):
+            model.check_labels(labels)
+        return batch
+
+    def make_checking(force):
+        before = getattr(model, name)
+        made, step = make(force), getattr(model, name)
+
+        def checked_step(*args):
+            # PyTorch's step takes a list of batches, JAX's an iterator.
+            batches = map(checked, args[-1])
+            batches = [*batches] if isinstance(args[-1], list) else batches
+            return step(*args[:-1], batches)
+
+        if step is not before and keras.backend.backend() != "tensorflow":
+            setattr(model, name, checked_step)
+        return made
+
+    return make_checking
 
 
 def array_values(value: Any) -> np.ndarray | None:

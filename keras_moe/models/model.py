@@ -33,6 +33,7 @@ from keras_moe.models.input_checks import (
     check_inputs,
     check_prediction,
     check_training,
+    checking_labels,
     has_no_examples,
     outputs_of_none,
 )
@@ -134,10 +135,14 @@ class MoEModel(Exportable, TorchParameters):
 
     def make_train_function(self, force: bool = False) -> Any:
         keep_no_steps(self.optimizer)
-        return make_step(self, "train_function", super().make_train_function, force)
+        name = "train_function"
+        make = checking_labels(self, name, super().make_train_function)
+        return make_step(self, name, make, force)
 
     def make_test_function(self, force: bool = False) -> Any:
-        return make_step(self, "test_function", super().make_test_function, force)
+        name = "test_function"
+        make = checking_labels(self, name, super().make_test_function)
+        return make_step(self, name, make, force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         make = super().make_predict_function

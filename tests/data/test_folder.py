@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 
-import numpy as np
-import PIL.Image
 import pytest
 
 from keras_moe.data import (
@@ -53,11 +51,11 @@ def test_classes_are_those_of_all_splits(tmp_path):
         assert dict(zip(levels(batch[0]), batch[1].tolist())) == expected
     with pytest.raises(ValueError, match=r"one of .'test', 'train'.*split='dev'"):
         load(source, "dev")
-    (tmp_path / "empty" / "a").mkdir(parents=True)
+    (tmp_path / "Val" / "a").mkdir(parents=True)
     with pytest.raises(ValueError, match="received: 0 images"):
-        load(source, "empty")
+        load(source, "Val")
     with pytest.raises(ValueError, match="Expected images in a split of folder:"):
-        find_corrupt_files(f"{source}/empty")
+        find_corrupt_files(f"{source}/Val")
 
 
 def test_classes_without_splits_are_split(tmp_path):
@@ -80,8 +78,7 @@ def test_classes_without_splits_are_split(tmp_path):
     (tmp_path / "__MACOSX").mkdir()
     (tmp_path / "__MACOSX" / "about.txt").write_text("")
     save(tmp_path / "a" / "99.png", 99)
-    with pytest.warns(UserWarning, match="1 files in .*about.txt"):
-        (batch,) = load(source, "test", GREY, 32, shuffle=False).as_numpy_iterator()
+    (batch,) = load(source, "test", GREY, 32, shuffle=False).as_numpy_iterator()
     assert class_names(source) == ("a", "b")
     assert len({*levels(batch[0])} & {*parts["test"]}) >= 4
     # With a folder in it, this is a split.
@@ -99,7 +96,8 @@ def test_images_beside_classes_and_one_image_per_class(tmp_path):
     save(tmp_path / "test" / "2.png", 2)
     source = f"folder:{tmp_path}"
     assert class_names(source) == ("a", "b")
-    (batch,) = load(source, "train", GREY).as_numpy_iterator()
+    with pytest.warns(UserWarning, match=r"not read: test/\."):
+        (batch,) = load(source, "train", GREY).as_numpy_iterator()
     assert sorted(levels(batch[0])) == [0, 1]
     with pytest.raises(
         ValueError, match=r"a fifth of each class for 'test'.* 0 images"
@@ -284,35 +282,68 @@ def test_links_and_pipes_lead_nowhere_else(tmp_path):
         load(f"folder:{root}", "train", GREY, 2)
 
 
-def test_other_files_are_reported(tmp_path):
+@pytest.mark.parametrize(
+    ("beside", "named"),
+    [
+        (["__MACOSX/train/a/x.png"], "__MACOSX/"),
+        (
+            ["train/@eaDir/0.png", "train/a/@eaDir/0.png"],
+            "train/@eaDir/, train/a/@eaDir/",
+        ),
+        (["$RECYCLE.BIN/S-1/0.png"], r"\$RECYCLE.BIN/"),
+        (["train/.ipynb_checkpoints/0.png", ".git/x/0.png", "train/a/.x.png"], None),
+        (["runs/one/plots/0.png", "annotations/xmls/0.xml"], "annotations/, runs/"),
+        (
+            ["train/c/none.txt", "train/a/0.tif", "0.png"],
+            "0.png, train/a/0.tif, train/c/",
+        ),
+        # As in Tiny ImageNet: only train/ has labels.
+        (["val/images/0.png", "test/images/0.png"], "test/, val/"),
+        # Other splits, by name and by their classes.
+        (["TEST2017/c/0.png", "TEST2017/a/0.png", "more/b/0.png"], None),
+        # More than five.
+        (
+            [f"{n}.txt" for n in range(9)],
+            "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
+        ),
+    ],
+)
+def test_what_lies_beside_classes(tmp_path, beside, named):
+    """It is no class, and is named once, by the load that comes first."""
+    for number, name in enumerate(["a", "b"]):
+        save(tmp_path / "train" / name / "0.png", number)
+    for name in beside:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("png"):
+            save(tmp_path / name, 9)
+        else:
+            (tmp_path / name).write_bytes(b"")
+    source = f"folder:{tmp_path}"
+    expected = contextlib.nullcontext()
+    if named:
+        expected = pytest.warns(
+            UserWarning, match=f"In {tmp_path} not read: {named}\\. I"
+        )
+    with expected:
+        batches = load(source, "train", GREY, shuffle=False)
+    assert numbers(batches) == [[0, 1]]
+    has_c = any(name.startswith("TEST") for name in beside)
+    assert class_names(source) == (("a", "b", "c") if has_c else ("a", "b"))
+    assert num_examples(source, "train") == 2
+    assert not find_corrupt_files(source)
+    if "more/b/0.png" in beside:
+        assert numbers(load(source, "more", GREY)) == [[9]]
+    with pytest.raises(ValueError, match=r"one of .*'train'.*split='runs'"):
+        load(source, "runs")
+
+
+def test_files_that_are_not_listed_are_named(tmp_path):
     save(tmp_path / "train" / "a" / "0.png", 0)
-    save(tmp_path / "train" / "b" / "0.png", 1)
-    save(tmp_path / "train" / "0.png", 2)
-    for name in ("a/1.tif", "a/x/2.TIF", "b/labels.json", "b/README"):
-        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "train" / name).write_bytes(b"")
-    message = r"5 files in .*train are not among its images, such as .*train/0\.png"
-    with pytest.warns(UserWarning, match=message):
-        assert num_examples(f"folder:{tmp_path}", "train") == 2
-    # Those that a file of labels does not list, too.
-    (tmp_path / "train" / "labels.json").write_text('{"0.png": ["a", "b"]}')
-    with pytest.warns(UserWarning, match=r"6 files .*a/0\.png"):
+    save(tmp_path / "train" / "1.png", 1)
+    save(tmp_path / "train" / "2.png", 2)
+    (tmp_path / "train" / "labels.json").write_text('{"1.png": ["a", "b"]}')
+    with pytest.warns(UserWarning, match=r"not read: train/2\.png, train/a/\."):
         assert num_examples(f"folder:{tmp_path}", "train") == 1
-
-
-@pytest.mark.skipif(not hasattr(tf.io, "decode_webp"), reason="TensorFlow is too old")
-def test_webp_and_animations(tmp_path):
-    """TensorFlow reads the first picture of a GIF, and no animated WebP."""
-    for number, name in enumerate(("a/0.webp", "b/0.gif", "c/0.webp")):
-        save(tmp_path / "train" / name, 100 * number)
-    two = [PIL.Image.new("RGB", (4, 4), (n, n, n)) for n in (7, 9)]
-    for name in ("b/0.gif", "c/0.webp"):
-        path = tmp_path / "train" / name
-        two[0].save(path, save_all=True, append_images=two[1:], lossless=True)
-    batches = load(f"folder:{tmp_path}", "train", GREY, 1, shuffle=False)
-    np.testing.assert_allclose(numbers(batches.take(2)), [[0], [7]], atol=2)
-    with pytest.raises(ValueError, match=f"received: {path}$"), reading_errors():
-        numbers(batches)
 
 
 def read(folder, **options):

@@ -50,14 +50,36 @@ def test_members_are_pairs(tmp_path):
     write_tar(tmp_path / "photos-test-1.tar", examples([3]))
     write_tar(tmp_path / "photos-train.tar", examples(range(9)))
     source = f"webdataset:{tmp_path}"
-    dataset = load_pairs(source, "test", SHAPE, captions="all")
+    with pytest.warns(UserWarning, match=r"1 images of .*, such as a/1\.seg\.png in"):
+        dataset = load_pairs(source, "test", SHAPE, captions="all")
     (batch,) = rows(dataset)
     first = [(1, "größer", 0, 0), (2, "two", 1, 1), (2, "deux", 1, 2)]
     assert batch == [*first, (3, "number 3", 2, 3)]
-    assert load_captions(source, "test") == ("größer", "two", "deux", "number 3")
+    with pytest.warns(UserWarning, match="further fields"):
+        texts = load_captions(source, "test")
+    assert texts == ("größer", "two", "deux", "number 3")
     assert num_pairs(f"webdataset:{tmp_path}/photos-*.tar", "train") == 9
     with pytest.raises(ValueError, match=r"the split as a word.*'valid'"):
         load_pairs(source, "valid")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.v2", "2024.05.01 12.30", "x.y/0"], [0, 1, 2]),
+        # As macOS and systems add them.
+        (["0", "._0", "__MACOSX/0"], [0]),
+        # Two pairs, of which one name begins like the other.
+        (["0", "0.v2"], [0, 1]),
+    ],
+)
+def test_dots_in_names(tmp_path, names, expected):
+    members = {}
+    for number, name in enumerate(names):
+        members |= {f"{name}.PNG": png(number), f"{name}.txt": b"%d" % number}
+    write_tar(tmp_path / "train.tar", members)
+    dataset = load_pairs(f"webdataset:{tmp_path}", "train", SHAPE, shuffle=False)
+    assert [row[:2] for row in rows(dataset)[0]] == [(n, str(n)) for n in expected]
 
 
 def test_order_shards_and_resumption(tmp_path):

@@ -191,6 +191,33 @@ def test_every_kind_of_data(models, name):
     )
 
 
+@pytest.mark.every_backend
+@pytest.mark.parametrize("name", SOURCES)
+def test_labels_of_every_batch_are_checked(models, name):
+    """Not only those of the first; the model stays usable."""
+    model = models["logits"]
+    model.compile(keras.optimizers.SGD(0.0))
+    expected = model.evaluate(IMAGES, SPARSE, batch_size=2, verbose=0)
+    try:
+        SPARSE[5] = 3
+        for method in (model.fit, model.evaluate):
+            # TensorFlow checks classes itself.
+            with pytest.raises(Exception, match=r"received: 3|label value of 3"):
+                method(SOURCES[name](), verbose=0)
+    finally:
+        SPARSE[5] = 2
+    assert model.evaluate(IMAGES, SPARSE, batch_size=2, verbose=0) == expected
+
+
+def test_targets_of_a_dataset_are_checked(models):
+    if keras.backend.backend() == "tensorflow":
+        pytest.skip("TensorFlow reads batches in its graph")
+    model = models["multi_label"]
+    model.compile()
+    with pytest.raises(ValueError, match=r"labels in \[0, 1\] .* received: -1"):
+        model.fit(((x, 2 * ONE_HOT[:2] - 1) for x, _ in BATCHES), verbose=0)
+
+
 def test_arrays_are_shuffled(op_by_op):
     seen = []
 
