@@ -286,6 +286,7 @@ READERS = {
     "data/_folder.py": "images that `files_below` or `files_listed` has checked",
     "data/_python_docs.py": "Python's own library",
     "data/_tfrecord.py": "records that `globbed` has checked",
+    "data/reading.py": "the content of a file that was read",
     "distribution/compilation_jax.py": "files of the package, and what XLA wrote",
     "evaluation/zero_shot.py": "a file of the package",
     "files.py": "this is the door, and locks",

@@ -162,7 +162,15 @@ def check_batch(model: keras.Model, batch: Any) -> None:
     """Looks at the first batch of a call, whatever it comes from."""
     if batch is None:
         return
-    inputs, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if labels is not None and hasattr(model, "check_labels"):
+        model.check_labels(labels)
+    token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
+    vocabulary_size = getattr(
+        getattr(model, "backbone", model), "vocabulary_size", None
+    )
+    if vocabulary_size is not None:
+        _check_ids(array_values(token_ids), vocabulary_size)
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
     images = inputs.get("images") if isinstance(inputs, dict) else inputs
     if "images" in names and (images is not inputs or len(names) == 1):
@@ -220,13 +228,7 @@ def check_texts(
                 f"shape={x.shape}, dtype={x.dtype}"
             )
     token_ids, mask = arrays.get("token_ids"), arrays.get("padding_mask")
-    if token_ids is not None:
-        fits = (token_ids >= 0) & (token_ids < vocabulary_size)
-        if not fits.all():
-            raise ValueError(
-                "Expected token ids from 0 to vocabulary_size - 1 = "
-                f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
-            )
+    _check_ids(token_ids, vocabulary_size)
     if mask is not None and mask.dtype.kind == "i" and mask.size and mask.min() < 0:
         raise ValueError(
             f"Expected a padding_mask without negative numbers; received: {mask.min()}"
@@ -241,6 +243,17 @@ def check_texts(
         raise ValueError(
             f"Expected {needed} in each text; received: text "
             f"{np.argmin(fits.any(axis=1))} without"
+        )
+
+
+def _check_ids(token_ids, vocabulary_size):
+    if token_ids is None:
+        return
+    fits = (token_ids >= 0) & (token_ids < vocabulary_size)
+    if not fits.all():
+        raise ValueError(
+            "Expected token ids from 0 to vocabulary_size - 1 = "
+            f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
         )
 
 

@@ -278,6 +278,14 @@ def test_ids_are_neither_wrapped_nor_cut(ids):
         model.score(wide)
 
 
+def test_ids_of_a_data_set_are_looked_at():
+    model = language_model("dense", num_layers=1)
+    rows = {"token_ids": np.array([[1, 20]]), "padding_mask": np.ones((1, 2))}
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match="token ids from 0 .*; received: 20"):
+            call(Batches([rows]), verbose=0)
+
+
 @pytest.mark.parametrize("kind", ["texts", "lists", "array", "dict", "data set"])
 def test_fit_takes(kind):
     model = language_model("vmoe", num_layers=1, moe_layers=[0], vocabulary_size=520)
