@@ -180,7 +180,8 @@ class MoE(Layer):
         )
         if self._measures_contributions:
             routing = routing._replace(affinity=self._contributions(outputs, slots))
-        outputs = slots.combine(outputs)
+        # The experts' policy may be another.
+        outputs = ops.cast(slots.combine(outputs), self.compute_dtype)
         if self.zero_computation_experts is not None:
             outputs = outputs + inner_call(
                 self.zero_computation_experts, grouped, plan.in_place_weights
