@@ -149,8 +149,8 @@ class Experts(ExpertKernels):
             fits = len(shape) == 4 and shape[1] in (number, None)
         if not fits:
             raise ValueError(
-                f"Expected inputs (groups, {number}, capacity, dim), or with group_sizes"
-                f" (rows, dim); received: inputs.shape={shape}"
+                f"Expected inputs (groups, {number}, capacity, dim), or (rows, dim) of "
+                f"group_sizes; received: inputs.shape={shape}"
             )
 
     def _call_rows(self, rows, group_sizes, training):
