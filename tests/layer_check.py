@@ -95,17 +95,7 @@ def check_policy(make, inputs, policy, float32_weights):
     """The output has the compute dtype, weights the variable dtype, all finite."""
     dtype = keras.dtype_policies.get(policy)
     layer = make(dtype=policy)
-    outputs = layer(inputs.astype("float32"))
-    main = tree.flatten(outputs)[0]
-    expected = dtype.compute_dtype
-    if layer.dtype_policy.name == "float32":
-        # Routers are float32 under every policy.
-        expected = None
-    if expected:
-        assert keras.backend.standardize_dtype(main.dtype) == expected
-    for value in tree.flatten(outputs):
-        value = keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
-        assert np.isfinite(value).all()
+    check_outputs(layer, inputs)
     for weight in layer.trainable_weights:
         wanted = dtype.variable_dtype
         if layer.dtype_policy.name == "float32" or weight.path.endswith(
@@ -113,6 +103,28 @@ def check_policy(make, inputs, policy, float32_weights):
         ):
             wanted = "float32"
         assert weight.dtype == wanted, weight.path
+    # Layers given as arguments keep their own policy.
+    outer = type(layer).from_config({**make().get_config(), "dtype": policy})
+    if policies(outer) != policies(layer):
+        check_outputs(outer, inputs)
+
+
+def policies(layer):
+    return [inner.dtype_policy.name for inner in flatten_layers(layer)]
+
+
+def check_outputs(layer, inputs):
+    """The first output has the layer's dtype, all the symbolic one, and are finite."""
+    values = tree.flatten(layer(inputs.astype("float32")))
+    specs = tree.flatten(layer(keras.Input(inputs.shape[1:])))
+    # Routers are float32 under every policy.
+    if layer.dtype_policy.name != "float32":
+        dtype = keras.backend.standardize_dtype(values[0].dtype)
+        assert dtype == layer.compute_dtype
+    for spec, value in zip(specs, values):
+        assert keras.backend.standardize_dtype(value.dtype) == spec.dtype
+        value = keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
+        assert np.isfinite(value).all()
 
 
 def check_gradients(layer, inputs, no_gradient):

@@ -57,6 +57,9 @@ class LayerScale(Layer):
     def call(self, x: Any) -> Any:
         return x * self.scale
 
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, self.compute_dtype)
+
     def weight_shapes(self, shape: tuple) -> dict[str, tuple]:
         return {"scale": (shape[-1],)}
 
@@ -187,6 +190,8 @@ class EncoderBlock(Layer):
         return tokens, tuple(records)
 
     def _residual(self, tokens, branch, scale, training):
+        # The branch's policy may be another.
+        branch = ops.cast(branch, tokens.dtype)
         if scale is not None:
             branch = inner_call(scale, branch)
         return tokens + dropped_out(self.depth_layer, branch, training)
@@ -339,15 +344,15 @@ class MoEEncoderBlock(EncoderBlock):
         training=None,
     ):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
-        spec = self.feed_forward.compute_output_spec(
+        _, *records = self.feed_forward.compute_output_spec(
             tokens,
             **_present(
                 previous_logits=previous_logits, mask=mask, modality_ids=modality_ids
             ),
         )
-        if not self.mixes_by_experts:
-            return spec
-        return *spec, self.token_mixer.compute_output_spec(tokens)[1]
+        if self.mixes_by_experts:
+            records.append(self.token_mixer.compute_output_spec(tokens)[1])
+        return tokens, *records
 
 
 def _present(**arguments):

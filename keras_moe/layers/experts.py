@@ -116,6 +116,7 @@ class Experts(ExpertKernels):
     def call(
         self, inputs: Any, group_sizes: Any = None, training: bool | None = None
     ) -> Any:
+        self._check(inputs, group_sizes)
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
@@ -133,6 +134,17 @@ class Experts(ExpertKernels):
         x = ops.transpose(x, (1, 0, 2, 3))
         x = with_layout(x, f"{self.path}/slots/output")
         return with_layout(x, f"{self.path}/slots/returned")
+
+    def _check(self, inputs, group_sizes):
+        shape, number = tuple(inputs.shape), self.num_experts
+        fits = len(shape) == 2
+        if group_sizes is None:
+            fits = len(shape) == 4 and shape[1] in (number, None)
+        if not fits:
+            raise ValueError(
+                f"Expected inputs (groups, {number}, capacity, dim), or (rows, dim) of "
+                f"group_sizes; received: inputs.shape={shape}"
+            )
 
     def _call_rows(self, rows, group_sizes, training):
         drops = training and self.seed_generator is not None
@@ -172,6 +184,7 @@ class Experts(ExpertKernels):
         return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
 
     def compute_output_spec(self, inputs, group_sizes=None, training=None):
+        self._check(inputs, group_sizes)
         return keras.KerasTensor(inputs.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:

@@ -174,7 +174,8 @@ class MoE(Layer):
         outputs = inner_call(
             self.experts, slots.dispatch(grouped), plan.group_sizes, training=training
         )
-        outputs = slots.combine(outputs)
+        # The experts' policy may be another.
+        outputs = ops.cast(slots.combine(outputs), self.compute_dtype)
         if self.zero_computation_experts is not None:
             outputs = outputs + inner_call(
                 self.zero_computation_experts, grouped, plan.in_place_weights

@@ -380,6 +380,8 @@ class TokenMuMoE(Layer):
         check_num_tokens(tokens, self.num_tokens)
         channels = ops.transpose(tokens, (0, 2, 1))
         outputs, routing = self.block(channels, training=training)
+        # The block's policy may be another.
+        outputs = ops.cast(outputs, self.compute_dtype)
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     @property

@@ -246,6 +246,7 @@ MAKERS = {
 }
 
 
+SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
 # Those with a kernel, a gradient or random numbers of the backend's own.
 OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "SelfAttention")
 
@@ -255,10 +256,7 @@ OF_EACH_BACKEND = ("Experts", "LayerNorm", "MoE", "MuMoE", "RMSNorm", "SelfAtten
 )
 def test_layer(name, tmp_path):
     generator = np.random.default_rng(0)
-    shape = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}.get(
-        name, (B, N, D)
-    )
-    inputs = generator.normal(size=shape).astype("float32")
+    inputs = generator.normal(size=SHAPES.get(name, (B, N, D))).astype("float32")
     no_gradient = {
         # A query's bias shifts all of a head's scores alike, and one probe has one
         # query; a key's bias shifts all keys of a query alike: softmax sees neither.
@@ -268,6 +266,38 @@ def test_layer(name, tmp_path):
     if name.endswith("TokenEmbedding"):
         inputs = generator.integers(0, 5, size=(B, N)).astype("float32")
     check_layer(MAKERS[name], inputs, tmp_path, no_gradient=no_gradient.get(name, ()))
+
+
+# Those made of layers whose policies may differ from their own. On JAX each of the
+# others would take seconds.
+OF_LAYERS = ("EncoderBlock", "LayerScale", "MoE", "MoE of several expert types")
+
+
+@pytest.mark.parametrize(
+    "name", every_backend_for(MAKERS, *OF_LAYERS, "MoEEncoderBlock", "TokenMuMoE")
+)
+# What Keras says of layers without weights, and of weights that their call ignores.
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+def test_by_keras(name):
+    """Keras's own test: config, shapes, dtypes, a step of training, mixed precision."""
+    from keras.src.testing import TestCase
+
+    layer, reads_ids = MAKERS[name](), name.endswith("TokenEmbedding")
+    TestCase().run_layer_test(
+        type(layer),
+        layer.get_config(),
+        (B, N) if reads_ids else SHAPES.get(name, (B, N, D)),
+        "int32" if reads_ids else "float32",
+    )
+
+
+@pytest.mark.parametrize("shape", [(B, 5, D), (B, 5, E, D)])
+def test_experts_name_the_shape_that_they_expect(shape):
+    message = rf"\(groups, 4, capacity, dim\).*received: inputs.shape=\({shape[0]}, 5"
+    for inputs in (np.ones(shape, "float32"), keras.KerasTensor(shape)):
+        with pytest.raises(ValueError, match=message):
+            layers.Experts(E, 16)(inputs)
 
 
 def test_a_subclass_names_its_attributes_and_adds_weights_as_it_likes():

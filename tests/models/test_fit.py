@@ -1,5 +1,6 @@
 """`compile`, `fit` and `predict`: losses, data of every kind, announcements."""
 
+import gc
 import threading
 
 import grain
@@ -10,9 +11,16 @@ import pytest
 from keras import losses, ops
 
 from keras_moe.losses import SigmoidCrossentropy
-from keras_moe.models import ViTBackbone, ViTImageClassifier, compilation
-from tests.small_models import SMALL, images
+from keras_moe.models import (
+    CausalLM,
+    DecoderBackbone,
+    ViTBackbone,
+    ViTImageClassifier,
+    compilation,
+)
+from tests.small_models import ONE_BLOCK, SMALL, images, small_classifier
 
+BACKEND = keras.backend.backend()
 IMAGES = images(6, *SMALL["image_shape"])
 SPARSE = np.array([0, 1, 2, 0, 1, 2], "int32")
 ONE_HOT = np.eye(3, dtype="float32")[SPARSE]
@@ -24,6 +32,45 @@ def classifier(num_classes=3, cls=ViTImageClassifier, **kwargs):
     model = cls(ViTBackbone.from_config(config), num_classes, **kwargs)
     model.compile(keras.optimizers.SGD(0.0))
     return model
+
+
+def language_model():
+    # Gated experts of two kinds, and logits in chunks.
+    config = {
+        "vocabulary_size": 16,
+        "max_length": 136,
+        "hidden_dim": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "mlp_dim": 8,
+        "moe_layers": [0],
+        "num_experts": 2,
+        "zero_experts": 1,
+        "gated_experts": True,
+        "expert_activation": "silu",
+    }
+    ids = np.ones((2, 136), "int32")
+    return (
+        CausalLM(DecoderBackbone.from_config(config)),
+        {"token_ids": ids, "padding_mask": ids},
+        None,
+    )
+
+
+# Models with all functions that have a gradient of their own, and a batch.
+MODELS = {
+    "recomputed": lambda: (
+        small_classifier(rematerialize=True, **ONE_BLOCK),
+        images(2, 16, 8, 3),
+        SPARSE[:2],
+    ),
+    "language": language_model,
+    "multilinear": lambda: (
+        small_classifier(router="mumoe", rank=3, **ONE_BLOCK),
+        images(2, 16, 8, 3),
+        SPARSE[:2],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +364,29 @@ def slow(monkeypatch):
         return step(self, *args)
 
     monkeypatch.setattr(ViTImageClassifier, "train_step", slow_step)
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's graphs")
+@pytest.mark.parametrize("name", MODELS)
+def test_no_traced_step_outlives_its_model(name):
+    """TensorFlow registers gradients for ever, and with them their graphs."""
+    from tensorflow.python.framework.func_graph import FuncGraph
+    from tensorflow.python.framework.ops import gradient_registry
+
+    def alive():
+        gc.collect()
+        return [x for x in gc.get_objects() if isinstance(x, FuncGraph)]
+
+    registered, before = set(gradient_registry.list()), len(alive())
+    model, x, y = MODELS[name]()
+    model.compile("adam", jit_compile=False)
+    model.train_on_batch(x, y)
+    assert len(alive()) > before
+    del model
+    keras.backend.clear_session()
+    assert set(gradient_registry.list()) == registered
+    assert len(alive()) <= before
 
 
 @pytest.mark.every_backend

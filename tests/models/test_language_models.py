@@ -282,7 +282,7 @@ def test_ids_of_a_data_set_are_looked_at():
     model = language_model("dense", num_layers=1)
     rows = {"token_ids": np.array([[1, 20]]), "padding_mask": np.ones((1, 2))}
     for call in (model.fit, model.evaluate):
-        with pytest.raises(ValueError, match="token ids from 0 .*; received: 20"):
+        with pytest.raises(ValueError, match=r"token ids from 0 .*; received: 20"):
             call(Batches([rows]), verbose=0)
 
 

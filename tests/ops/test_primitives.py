@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_moe.ops import entmax
 from keras_moe.ops.entmax import entmax15_and_source
-from keras_moe.ops.primitives import custom_gradient, real_power
+from keras_moe.ops.primitives import custom_gradient, real_power, remat
 from tests.compare import assert_close
 from tests.gradients import gradient
 
@@ -37,6 +37,38 @@ def test_of_several_inputs_and_outputs():
     )
     expected = gradient(lambda *xs: total(forward(*xs)[0]), X, Y)
     assert_close(gradients, expected, 1e-6)
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's control flow")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensorflow_finds_the_gradient_within_loops_branches_and_functions(compiled):
+    import tensorflow as tf
+
+    def forward(x):
+        return x * x, (x,)
+
+    def triple(x):
+        # A gradient that nobody can mistake for autodiff's, which is 2x.
+        return custom_gradient(forward, lambda kept, dy: (3.0 * dy * kept[0],), x)
+
+    def in_loop(x):
+        step = lambda i, x: (i + 1, triple(x))  # noqa: E731
+        return tf.while_loop(lambda i, x: i < 2, step, (0, x), maximum_iterations=2)[1]
+
+    def in_branch(x):
+        return tf.cond(x > 0, lambda: tf.function(triple)(x), lambda: x)
+
+    def slopes(x):
+        functions = triple, in_loop, in_branch, remat(triple)
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            results = [function(x) for function in functions]
+        return [tape.gradient(result, x) for result in results]
+
+    slopes = tf.function(slopes, jit_compile=compiled)
+    # 3x, and 3x^2 times 3x.
+    assert [float(x) for x in slopes(tf.constant(2.0))] == [6.0, 72.0, 6.0, 6.0]
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="PyTorch's reference counts")

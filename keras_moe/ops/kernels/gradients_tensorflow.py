@@ -41,7 +41,7 @@ def remat(function, *inputs):
 
     def forward(*inputs):
         with record.stop_recording():
-            return tuple(function(*inputs)), inputs
+            return function(*inputs), inputs
 
     def backward(inputs, *upstream):
         # XLA ignores control dependencies: what is computed again must depend on the
@@ -56,7 +56,7 @@ def remat(function, *inputs):
         ]
         with tf.GradientTape() as tape:
             tape.watch([x for x, floats in zip(inputs, is_float) if floats])
-            outputs = function(*inputs)
+            outputs = tf.nest.flatten(function(*inputs))
         return tape.gradient(outputs, inputs, upstream)
 
     return custom_gradient(forward, backward, *map(tf.convert_to_tensor, inputs))

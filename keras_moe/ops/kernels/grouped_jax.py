@@ -31,10 +31,13 @@ _ROWS_TIMES_TRANSPOSED = lax.RaggedDotDimensionNumbers(
 )
 
 
+# One after another: `ragged_dot` has no form for a batch of group sizes.
+@jax.custom_batching.sequential_vmap
 def ragged_forward(rows, kernels, group_sizes):
     return lax.ragged_dot(rows, kernels, group_sizes)
 
 
+@jax.custom_batching.sequential_vmap
 def ragged_backward(rows, kernels, group_sizes, upstream):
     return (
         lax.ragged_dot_general(upstream, kernels, group_sizes, _ROWS_TIMES_TRANSPOSED),
