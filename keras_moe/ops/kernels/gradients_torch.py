@@ -24,6 +24,11 @@ class _CustomGradient(torch.autograd.Function):
         return None, None, *ctx.gradient(ctx.saved_tensors, *upstream)
 
 
+def is_transformed():
+    """See `keras_moe.ops.primitives.is_transformed`; there is nothing public for it."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def gathers_are_valid(table):
     """Whether the functions below take this table (M, D)."""
     # They look at the indices, which an accelerator would wait for, and a graph lacks.
