@@ -299,6 +299,16 @@ def keep_no_steps(optimizer: keras.optimizers.Optimizer) -> None:
             part.__dict__["_all_reduce_sum_gradients"] = list
 
 
+def overridden_gradient(graph: Any, function: Any) -> Any:
+    """Context in which an `IdentityN` of TensorFlow holds its gradient, a function."""
+    return graph._override_gradient_function({"IdentityN": function})
+
+
+def functions_are_transformed(torch: Any) -> bool:
+    """Whether `torch.func` takes gradients or vectorises what is called now."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns an optimizer's learning rate or schedule; the public one is a number."""
     return optimizer._learning_rate

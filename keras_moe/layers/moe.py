@@ -24,6 +24,7 @@ from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.nn import is_bfloat16_on_tpus
 from keras_moe.ops.plans import Routing, in_tiles
+from keras_moe.ops.primitives import is_transformed
 
 DISPATCHERS = ("index", "einsum")
 
@@ -167,12 +168,15 @@ class MoE(Layer):
         if is_bfloat16_on_tpus(grouped):
             plan = in_tiles(plan)
         # Equation 2: MoE(X)[t] = sum over r, c of C[t,r,c] * Expert_r(X^T D[:,r,c]).
-        slots = plan
-        if self.dispatcher == "einsum" and plan.group_sizes is None:
+        slots, group_sizes = plan, plan.group_sizes
+        if is_transformed():
+            # `torch.func` has no form for ragged rows, nor for gradients of our own.
+            slots, group_sizes = plan.dense(), None
+        elif self.dispatcher == "einsum" and group_sizes is None:
             # Only with a capacity: without one, the dense tensors have no bound.
             slots = plan.dense()
         outputs = inner_call(
-            self.experts, slots.dispatch(grouped), plan.group_sizes, training=training
+            self.experts, slots.dispatch(grouped), group_sizes, training=training
         )
         # The experts' policy may be another.
         outputs = ops.cast(slots.combine(outputs), self.compute_dtype)

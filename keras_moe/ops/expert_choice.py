@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_moe.checks import check_affinity, check_one_of
 from keras_moe.ops.plans import SlotPlan
-from keras_moe.ops.primitives import take, top_values
+from keras_moe.ops.primitives import scatter, take, top_values
 
 NORMALIZATIONS = (None, "after")
 
@@ -74,9 +74,9 @@ def expert_choice(
     pair = (group * num_tokens + tokens) * num_experts + expert
     slot = expert * capacity + ops.arange(capacity, dtype="int32")
     slot = ops.where(filled, slot, -1)
-    token_slots = ops.scatter_update(
+    token_slots = scatter(
         ops.full((num_groups * num_tokens * num_experts,), -1, dtype="int32"),
-        ops.reshape(pair, (-1, 1)),
+        ops.reshape(pair, (-1,)),
         ops.reshape(ops.broadcast_to(slot, ops.shape(pair)), (-1,)),
     )
     token_slots = ops.reshape(token_slots, (num_groups, num_tokens, num_experts))

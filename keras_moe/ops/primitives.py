@@ -115,6 +115,24 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     return indexing_torch.take_along_axis(x, indices, axis)
 
 
+def scatter(x: Any, places: Any, values: Any) -> Any:
+    """`x` (N,) with values (V,) at the places (V,)."""
+    if keras.backend.backend() != "torch":
+        return ops.scatter_update(x, ops.expand_dims(places, -1), values)
+    from keras_moe.ops.kernels import indexing_torch
+
+    return indexing_torch.scatter(x, places, values)
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` takes gradients or vectorises what is called now."""
+    if keras.backend.backend() != "torch":
+        return False
+    from keras_moe.ops.kernels import gradients_torch
+
+    return gradients_torch.is_transformed()
+
+
 def searchsorted(edges: Any, values: Any) -> Any:
     """The number of sorted `edges` (N,) below each value (V,), int32."""
     if keras.backend.backend() != "torch":

@@ -21,7 +21,13 @@ from keras_moe.ops.plans import (
     RoutingPlan,
     one_hot_choices,
 )
-from keras_moe.ops.primitives import max_along, searchsorted, take, take_along_axis
+from keras_moe.ops.primitives import (
+    max_along,
+    scatter,
+    searchsorted,
+    take,
+    take_along_axis,
+)
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -199,9 +205,7 @@ def _scatter_to_choices(queues, queue, values):
         token = take(ops.reshape(queues.order, (-1,)), group * num_tokens + token)
     choice = ops.floor_divide(queues.keys, num_tokens) % num_choices
     target = (group * num_tokens + token) * num_choices + choice
-    values = ops.scatter_update(
-        ops.zeros_like(values), ops.expand_dims(target, -1), values
-    )
+    values = scatter(ops.zeros_like(values), target, values)
     return ops.reshape(values, queues.shape)
 
 
@@ -293,9 +297,7 @@ def _invert(permutation):
 def invert(permutation: Any) -> Any:
     """The index (R,) of each number from 0 on in a permutation of them, int32."""
     index = ops.arange(ops.shape(permutation)[0], dtype="int32")
-    return ops.scatter_update(
-        ops.zeros_like(index), ops.expand_dims(permutation, -1), index
-    )
+    return scatter(ops.zeros_like(index), permutation, index)
 
 
 def _check(affinity, num_selected_experts, normalize_gates, in_place_experts):

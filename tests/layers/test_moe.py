@@ -12,6 +12,7 @@ from tests.compare import assert_close, assert_same
 from tests.ops.programs import compiled_arguments
 from tests.training_gradients import training_gradients
 
+BACKEND = keras.backend.backend()
 to_numpy = ops.convert_to_numpy
 
 
@@ -261,6 +262,38 @@ def test_an_image_gives_the_same_alone_in_any_batch_and_at_any_place():
         np.testing.assert_allclose(together[index], alone, rtol=1e-5, atol=1e-6)
     shuffled = to_numpy(call(moe, tokens[::-1])[0])
     np.testing.assert_allclose(shuffled[::-1], together, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="a vmap of JAX and PyTorch")
+@pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
+@pytest.mark.parametrize("router", [{"dropless": True}, {"capacity_factor": 0.8}])
+def test_gradients_of_each_example(router):
+    """By one vectorised gradient, and by one after another."""
+    moe, tokens = make(**router), images(batch=3)
+    weights = [variable.value for variable in moe.trainable_variables]
+    state = [variable.value for variable in moe.non_trainable_variables]
+    if BACKEND == "jax":
+        import jax
+
+        grad, vmap = jax.grad, lambda *args: jax.jit(jax.vmap(*args))
+    else:
+        from torch.func import grad, vmap
+
+        weights = [weight.detach() for weight in weights]
+        tokens = ops.convert_to_tensor(tokens)
+
+    def loss(weights, x):
+        (outputs, _), _ = moe.stateless_call(weights, state, x[None], training=True)
+        return (outputs**2).sum()
+
+    together = vmap(grad(loss), (None, 0))(weights, tokens)
+    for i, x in enumerate(tokens):
+        alone = training_gradients(
+            moe, np.asarray(x)[None], lambda outputs: ops.sum(outputs[0] ** 2)
+        )
+        for all_values, expected in zip(together, alone):
+            assert_close(to_numpy(all_values[i]), expected, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("training", [False, True])

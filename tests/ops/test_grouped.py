@@ -417,6 +417,29 @@ def test_forward_over_reverse_mode(kind):
 
 @pytest.mark.every_backend
 @on_jax
+def test_ragged_matmuls_for_each_of_a_batch():
+    import jax
+
+    from keras_moe.ops.kernels.platform_jax import traced_for
+
+    (rows, *weights), _ = example(6, 3, "matmul")
+    sizes = np.array([[3, 0, 2], [0, 6, 0]], "int32")
+
+    def gradients(rows, sizes):
+        def loss(rows, *weights):
+            return keras.ops.sum(grouped.grouped_matmul(rows, *weights, sizes) ** 2)
+
+        return jax.grad(loss, (0, 1))(rows, *weights)
+
+    with traced_for("tpu"):
+        together = jax.jit(jax.vmap(gradients, (None, 0)))(rows, sizes)
+    for i, own in enumerate(sizes):
+        for actual, expected in zip(together, gradients(rows, own)):
+            assert_close(actual[i], expected, 1e-4, 1e-4)
+
+
+@pytest.mark.every_backend
+@on_jax
 def test_a_symbolic_number_of_rows():
     import jax
 

@@ -7,9 +7,13 @@ under a new name, for ever, and with the gradient the whole graph.
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from keras_moe.compat import overridden_gradient
+
 
 def custom_gradient(forward, backward, *inputs):
     """See `keras_moe.ops.primitives.custom_gradient`."""
+    # A tape records no variables.
+    inputs = [tf.convert_to_tensor(x) for x in inputs]
     outputs, residuals = forward(*inputs)
     flat = tf.nest.flatten(outputs)
     count = len(flat)
@@ -26,11 +30,10 @@ def custom_gradient(forward, backward, *inputs):
         return *[None] * count, *gradient(*upstream)
 
     # The operation holds its gradient, as those that call functions do, and goes with
-    # its graph. (TensorFlow 2.21 has nothing public for this.)
+    # its graph.
     through = [*flat, *inputs]
     graph = tf.compat.v1.get_default_graph()
-    override = {"IdentityN": lambda _, *upstream: of_all(*upstream)}
-    with graph._override_gradient_function(override):
+    with overridden_gradient(graph, lambda _, *upstream: of_all(*upstream)):
         results = tf.identity_n(through)
     record.record_operation("CustomGradient", results, through, of_all)
     return tf.nest.pack_sequence_as(outputs, results[:count])
@@ -59,7 +62,7 @@ def remat(function, *inputs):
             outputs = tf.nest.flatten(function(*inputs))
         return tape.gradient(outputs, inputs, upstream)
 
-    return custom_gradient(forward, backward, *map(tf.convert_to_tensor, inputs))
+    return custom_gradient(forward, backward, *inputs)
 
 
 def vjp(function, *inputs):

@@ -5,6 +5,8 @@ Axes: M rows of the table, R gathered rows, T tokens, K choices, D hidden.
 
 import torch
 
+from keras_moe.compat import functions_are_transformed
+
 
 def custom_gradient(forward, backward, *inputs):
     """See `keras_moe.ops.primitives.custom_gradient`."""
@@ -22,6 +24,11 @@ class _CustomGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         return None, None, *ctx.gradient(ctx.saved_tensors, *upstream)
+
+
+def is_transformed():
+    """See `keras_moe.ops.primitives.is_transformed`."""
+    return functions_are_transformed(torch)
 
 
 def gathers_are_valid(table):

@@ -1,7 +1,8 @@
-"""Indexing on PyTorch that `torch.export` traces for any number of groups.
+"""Indexing on PyTorch where Keras's forms are in the way of a transformation.
 
-Keras's forms fix it: `take_along_dim` compares the shapes, and `searchsorted` asks
-whether the size fits into an int32. They can go when Keras's can be traced.
+`torch.export` fixes the number of groups: `take_along_dim` compares the shapes, and
+`searchsorted` asks whether the size fits into an int32. `torch.func.vmap` cannot write
+in place. They can go when Keras's can be transformed.
 """
 
 import torch
@@ -12,6 +13,11 @@ def take_along_axis(x, indices, axis):
     shape = list(x.shape)
     shape[axis] = indices.shape[axis]
     return torch.gather(x, axis, indices.long().expand(shape))
+
+
+def scatter(x, places, values):
+    """See `keras_moe.ops.primitives.scatter`."""
+    return x.scatter(0, places.long(), values)
 
 
 def searchsorted(edges, values):
