@@ -355,42 +355,7 @@ def stored_dataset(store: Any, key: str) -> Any | None:
     return None if "dtype" in dataset.attrs else dataset
 
 
-# Language models of KerasHub: parts of their decoder layers.
-
-
-class FeedForwardNames(NamedTuple):
-    """Attributes of a decoder layer's feed-forward, which computes
-    `output(activation(hidden(x)))`, or `output(activation(gate(x)) * hidden(x))`.
-
-    `activation` is a name, or None for the decoder layer's own.
-    """
-
-    hidden: str
-    output: str
-    gate: str | None = None
-    activation: str | None = None
-
-
-_LLAMA = FeedForwardNames(
-    "_feedforward_intermediate_dense",
-    "_feedforward_output_dense",
-    "_feedforward_gate_dense",
-)
-_GPT2 = _LLAMA._replace(gate=None)
-_GEMMA = FeedForwardNames("gating_ffw_2", "ffw_linear", "gating_ffw", "gelu_tanh")
-
-# Class of a decoder layer to the names of its feed-forward.
-FEED_FORWARDS = {
-    "TransformerDecoder": _GPT2,  # GPT-2 and OPT
-    "GPTNeoXDecoder": _GPT2,
-    "LlamaTransformerDecoder": _LLAMA,  # Llama 3, too
-    "MistralTransformerDecoder": _LLAMA,
-    "QwenTransformerDecoder": _LLAMA,
-    "Qwen3TransformerDecoder": _LLAMA,
-    "Phi3Decoder": FeedForwardNames(*(name[1:] for name in _LLAMA[:3])),
-    "GemmaDecoderBlock": _GEMMA,
-    "Gemma3DecoderBlock": _GEMMA,
-}
+# Language models of KerasHub.
 
 
 class ExpertBlock(NamedTuple):

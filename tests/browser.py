@@ -19,7 +19,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Seconds within which a page is there.
-PATIENCE = 60
+PATIENCE = 300
 # Elements that reach over the side of the window, but for what is scrolled by itself.
 OVERFLOWS = """
 (() => {

@@ -6,6 +6,7 @@ imported all it needs, and has asked for no devices yet, forks the processes.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -15,6 +16,8 @@ from pathlib import Path
 from tests.xla_flags import quick
 
 ROOT = Path(__file__).resolve().parents[1]
+# Seconds after which what waits for ever is ended. A busy machine may take minutes.
+PATIENCE = 900
 
 
 def use_jax_on_cpu(devices: int = 1, **environment: str) -> None:
@@ -46,6 +49,22 @@ def start_forked(work: Callable, *arguments: object) -> int:
         os._exit(status)
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing else takes before a program listens to it.
+
+    It is below those that systems give to connections, and differs between processes.
+    """
+    for number in range(1000):
+        port = 20_000 + (os.getpid() * 7 + number) % 10_000
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise OSError("no port is free")
+
+
 def run_forked(work: Callable[[int], None], count: int) -> None:
     """Runs `work(number)` in `count` processes, and ends all when one fails."""
     children = [start_forked(work, number) for number in range(count)]
@@ -74,7 +93,7 @@ def run_python(
 
 
 def run_script(script: Path, *arguments: object) -> None:
-    """Runs a program that forks; what is left of it after five minutes is killed."""
+    """Runs a program that forks; it is killed after `PATIENCE`."""
     process = subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
         cwd=ROOT,
@@ -85,7 +104,7 @@ def run_script(script: Path, *arguments: object) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=PATIENCE)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

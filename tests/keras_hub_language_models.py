@@ -16,16 +16,11 @@ HEADS = {"num_heads": 2, "max_sequence_length": 12}
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_intermediate_dim": 6}
 MODELS = {
     "GPT2": {**HEADS, "dropout": 0.0},
-    "OPT": {**HEADS, "dropout": 0.0},
-    "GPTNeoX": {**HEADS, "dropout": 0.0, "rotary_percentage": 0.5},
     "Llama": GROUPED,
     "Llama3": GROUPED,
     "Mistral": GROUPED,
-    "Qwen": GROUPED,
     "Qwen3": {**GROUPED, "head_dim": 4},
-    "Phi3": GROUPED,
     "Gemma": {**GROUPED, "head_dim": 4},
-    "Gemma3": {**GROUPED, "head_dim": 4, "image_size": None, "use_post_ffw_norm": True},
     "Mixtral": {**GROUPED, "num_experts": 4, "top_k": 2},
     "QwenMoe": {
         **GROUPED,
@@ -39,6 +34,18 @@ IDS = np.random.default_rng(5).integers(1, 20, (3, 8)).astype("int32")
 TEXTS = {"token_ids": IDS, "padding_mask": np.ones_like(IDS)}
 # The first five tokens of each row are a prompt.
 PROMPTS = {**TEXTS, "padding_mask": np.repeat(np.arange(8)[None] < 5, 3, 0)}
+
+
+# Of a tokenizer of byte pairs.
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "Ġwor l", "Ġworl d"]
+
+
+def vocabulary():
+    """256 bytes, a token for each merge, and the end of text."""
+    bytes_ = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    names = [chr(x) for x in bytes_] + [chr(256 + i) for i in range(256 - len(bytes_))]
+    names += [merge.replace(" ", "") for merge in MERGES] + ["<|endoftext|>"]
+    return {name: index for index, name in enumerate(names)}
 
 
 def language_model(name: str, seed: int = 1, **changes: Any) -> Any:

@@ -26,7 +26,7 @@ def both(monkeypatch):
 
     It returns the results, with exceptions among them.
     """
-    index, barrier = threading.local(), threading.Barrier(2, timeout=20)
+    index, barrier = threading.local(), threading.Barrier(2, timeout=300)
     contents = {}
 
     def exchange(content):

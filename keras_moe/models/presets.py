@@ -129,8 +129,8 @@ def convert(
             a `.safetensors` file, or a folder or `hf://` repository with one, of a timm
             ViT or Mixer, OpenCLIP, transformers' CLIP, SigLIP or DINOv2, GPT-2, or
             MoE++'s language models, in several files, too; or a KerasHub ViT, CLIP,
-            SigLIP or GPT-2 model or preset. Image-text models become a
-            `ContrastiveModel`, with CLIP's tokenizer if its files are there.
+            SigLIP, GPT-2, Llama, Mistral or Qwen 3 model or preset. Image-text models
+            become a `ContrastiveModel`, with CLIP's tokenizer if its files are there.
         task: `"backbone"` or a task name; None decides as in `from_preset`.
         load_weights: whether to load the weights; False creates only the architecture.
         progress: function of (done, total, name), called before each weight.

@@ -67,21 +67,6 @@ def _assign_tiled(weight, value, noise, generator):
     weight.assign(value)
 
 
-def fill_experts(layer: Any, weights: dict, noise: float, generator: Any) -> None:
-    """Fills a layer's experts from float32 arrays such as `hidden_kernel`."""
-    if not isinstance(layer, MuMoEBlock):
-        for name, value in weights.items():
-            _assign_tiled(getattr(layer.experts, name), value, noise, generator)
-        return
-    parts = {"hidden": layer.hidden, "output": layer.output_experts}
-    for name, experts in parts.items():
-        kernel = weights[f"{name}_kernel"]
-        bias = weights.get(f"{name}_bias", np.zeros(kernel.shape[1], "float32"))
-        values = _factors_of_dense(kernel, bias, experts, noise, generator)
-        for factor, value in zip(experts.factors, values):
-            factor.assign(value)
-
-
 def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
     dense, sparse = (
         getattr(model, "backbone", model) for model in (dense_model, sparse_model)
@@ -93,17 +78,17 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
         mlp = dense.get_layer(name).feed_forward
         if not isinstance(block, MuMoEBlock) or isinstance(mlp, MuMoEBlock):
             continue
-        weights = {
-            f"{name}_{kind}": keras.ops.convert_to_numpy(
-                keras.ops.cast(getattr(dense_layer, kind), "float32")
+        pairs = {mlp.hidden: block.hidden, mlp.output_dense: block.output_experts}
+        for layer, experts in pairs.items():
+            kernel, bias = (
+                np.zeros(layer.units, "float32")
+                if x is None
+                else keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
+                for x in (layer.kernel, layer.bias)
             )
-            for name, dense_layer in (
-                ("hidden", mlp.hidden),
-                ("output", mlp.output_dense),
-            )
-            for kind in ("kernel", "bias")[: 1 + mlp.use_bias]
-        }
-        fill_experts(block, weights, noise, generator)
+            values = _factors_of_dense(kernel, bias, experts, noise, generator)
+            for factor, value in zip(experts.factors, values):
+                factor.assign(value)
 
 
 def carry_state(dense: Any, sparse: Any) -> int:
@@ -302,34 +287,6 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
         preserved=_preserves(layers.values(), noise),
         slots=slots,
         modalities=modalities,
-    )
-
-
-def language_model_report(dense_model, sparse_model, layers, inputs, noise):
-    """Compares two language models of KerasHub; `layers` are the mixtures by name."""
-    differences = []
-    for part in (lambda model: model, lambda model: getattr(model, "backbone", model)):
-        before, after = (
-            keras.ops.convert_to_numpy(
-                keras.ops.cast(part(model)(inputs, training=False), "float32")
-            )
-            for model in (dense_model, sparse_model)
-        )
-        real = np.asarray(inputs["padding_mask"], bool)
-        differences.append(float(np.abs(before - after)[real].max()))
-    parameters = sparse_model.count_params()
-    shape = (inputs["token_ids"].shape[1], before.shape[-1])
-    costs = [layer.cost(shape) for layer in layers.values()]
-    return UpcyclingReport(
-        blocks=tuple(layers),
-        dense_parameters=dense_model.count_params(),
-        parameters=parameters,
-        active_parameters=parameters
-        - sum(cost.parameters - cost.active_parameters for cost in costs),
-        largest_difference=differences[0],
-        largest_token_difference=differences[1],
-        preserved=_preserves(layers.values(), noise),
-        slots=0,
     )
 
 

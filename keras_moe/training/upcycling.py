@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_moe.checks import (
     argument_names,
@@ -22,8 +21,7 @@ from keras_moe.freezing import copy_freezing
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
-from keras_moe.models import Blueprint, DecoderBackbone, convert, registry
-from keras_moe.models import keras_hub_experts as keras_hub_models
+from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.adaptation import TRAINING
 from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
@@ -32,8 +30,6 @@ from keras_moe.training._upcycled import (
     carry_state,
     copy_weights,
     example_inputs,
-    fill_experts,
-    language_model_report,
     report_of,
 )
 
@@ -49,6 +45,8 @@ UPCYCLING_PRESETS = {
         # S / E.
         "capacity_factor": 1.0,
         "priority": "first_come",
+        # Section 2.2 routes all tokens of a batch.
+        "examples_per_group": None,
         # Appendix B.3: the text encoder routes padding, which takes up capacity.
         "mask_padding": False,
     },
@@ -108,8 +106,8 @@ def upcycle(
     Args:
         dense_model: a model of this library without MoE blocks; a KerasHub
             `ViTBackbone`, `CLIPBackbone` or `SigLIPBackbone` (its vision encoder); or
-            one of KerasHub's language models, such as `LlamaCausalLM`, which stays one
-            and generates as before.
+            one of KerasHub's language models that `convert` knows, such as
+            `LlamaCausalLM`, which becomes a `CausalLM`.
         num_experts: E, at least 2; for muMoE optionally a number per level.
         moe_layers: blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: a router for `keras_moe.routers.get`; or `"mumoe"`, where every expert
@@ -128,8 +126,8 @@ def upcycle(
             `"moepp"` for MoE++'s: K = 2, a zero, a copy and two constant experts beside
             the copies of the MLP, capacity factor 1.1, tau 0.75 and its balance loss.
             Other arguments override the preset.
-        carry_optimizer: whether to copy the optimizer state of a compiled model, too;
-            not for KerasHub's language models.
+        carry_optimizer: whether to copy the optimizer state of a compiled model of this
+            library, too.
         images: (B, height, width, channels) images, or a dict of inputs, for the
             report's differences. None uses four examples of noise.
         noise_seed: seed of `noise`.
@@ -165,18 +163,10 @@ def upcycle(
         "preset": preset,
         **moe_arguments,
     }
-    if keras_hub_models.is_language_model(dense_model):
-        for name, value in (("carry_optimizer", carry_optimizer), ("towers", towers)):
-            if value:
-                raise ValueError(
-                    f"Expected no {name} for a KerasHub language model; received: "
-                    f"{name}={value!r}"
-                )
-        overrides = _expert_overrides(DecoderBackbone, **arguments)
-        return _upcycled_keras_hub(dense_model, overrides, noise, noise_seed, images)
     if not registry.is_registered(type(getattr(dense_model, "backbone", dense_model))):
         # Of KerasHub; of image-text models the image tower.
-        dense_model = convert(dense_model, tower="image")[0]
+        is_pair = hasattr(dense_model, "vision_encoder")
+        dense_model = convert(dense_model, tower="image" if is_pair else None)[0]
     if carry_optimizer and not getattr(dense_model, "optimizer", None):
         raise ValueError(
             "Expected a compiled model for carry_optimizer=True; "
@@ -201,39 +191,17 @@ def upcycle(
     return sparse_model, report
 
 
-def _upcycled_keras_hub(dense_model, overrides, noise, noise_seed, inputs):
-    """Upcycles a language model of KerasHub, which keeps its class."""
-    keras_hub_models.check_dense(dense_model)
-    if inputs is None:
-        inputs = keras_hub_models.example_inputs(dense_model)
-    sparse_model = keras_hub_models.copied_language_model(dense_model)
-    changed = keras_hub_models.replace_feed_forwards(sparse_model, overrides)
-    _check_any(changed, overrides)
-    generator = np.random.default_rng(noise_seed)
-    for layer, weights in changed.values():
-        fill_experts(layer, weights, noise, generator)
-    if getattr(dense_model, "compiled", False):
-        _compile(dense_model, sparse_model)
-    layers = {name: layer for name, (layer, _) in changed.items()}
-    report = language_model_report(dense_model, sparse_model, layers, inputs, noise)
-    return sparse_model, report
-
-
 def _new_blocks(dense_model, sparse_model, overrides):
     """Returns the blocks that became sparse, at least one per tower."""
     dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
     blocks = [name for name in sparse.routing if name not in dense.routing]
     for tower, arguments in overrides.items():
-        _check_any(_names_of(tower, blocks), arguments)
+        if not _names_of(tower, blocks):
+            raise ValueError(
+                "Expected at least one block to upcycle; received: "
+                f"moe_layers={arguments['moe_layers']}"
+            )
     return blocks
-
-
-def _check_any(blocks, arguments):
-    if not blocks:
-        raise ValueError(
-            "Expected at least one block to upcycle; received: "
-            f"moe_layers={arguments['moe_layers']}"
-        )
 
 
 def _check_dense(model, towers):

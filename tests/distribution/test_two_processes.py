@@ -1,7 +1,6 @@
 """A true run of two processes, each with half of the devices and of the batch."""
 
 import json
-import socket
 from pathlib import Path
 
 import h5py
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe.models.weights_file import plain_values
-from tests.forks import run_script
+from tests.forks import free_port, run_script
 
 
 def weights_of(path):
@@ -18,10 +17,7 @@ def weights_of(path):
 
 
 def test_two_processes_train_evaluate_and_save_what_one_does(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_script(Path(__file__).with_name("two_processes.py"), port, tmp_path)
+    run_script(Path(__file__).with_name("two_processes.py"), free_port(), tmp_path)
     (losses, figures), (others, other_figures) = (
         json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1)
     )

@@ -1,7 +1,7 @@
 """`compile`, `fit` and `predict`: losses, data of every kind, announcements."""
 
 import gc
-import time
+import threading
 
 import grain
 import keras
@@ -321,6 +321,13 @@ def test_training_is_that_of_a_plain_model():
 # Announcements of a first step
 
 
+def wait_for_the_line():
+    """Takes as long as the thread that writes the line."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(60)
+
+
 @pytest.fixture
 def slow(monkeypatch):
     """Steps that take long enough for the thread that writes the line."""
@@ -328,7 +335,7 @@ def slow(monkeypatch):
     step = ViTImageClassifier.train_step
 
     def slow_step(self, *args):
-        time.sleep(0.1)
+        wait_for_the_line()
         return step(self, *args)
 
     monkeypatch.setattr(ViTImageClassifier, "train_step", slow_step)
@@ -390,7 +397,7 @@ def test_a_failing_first_step_ends_its_line_and_leaves_the_model_usable(
     model = classifier()
 
     def failing_step(self, *args):
-        time.sleep(0.1)
+        wait_for_the_line()
         raise RuntimeError("broken step")
 
     with monkeypatch.context() as patch:

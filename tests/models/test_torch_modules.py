@@ -1,6 +1,5 @@
 """Our models as PyTorch modules: parameters, optimizers of torch, two processes."""
 
-import socket
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from keras import ops
 
 from keras_moe.models import ViTBackbone, ViTImageClassifier
-from tests.forks import run_forked, run_script
+from tests.forks import free_port, run_forked, run_script
 from tests.small_models import SMALL, images, with_weights
 
 torch = pytest.importorskip("torch")
@@ -139,13 +138,10 @@ def test_a_loop_of_torch_makes_the_steps_of_keras():
 
 
 def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = {
         "KERAS_BACKEND": "torch",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",

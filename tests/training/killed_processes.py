@@ -2,18 +2,17 @@
 
 Then two others save and restore a sharded model. Argument: a folder. Prints what
 happened. Lives are forked from a process that has imported everything and computed
-nothing, so each is short; none lasts longer than `PATIENCE`.
+nothing, so each is short.
 """
 
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
-from tests.forks import start_forked, use_jax_on_cpu
+from tests.forks import PATIENCE, free_port, start_forked, use_jax_on_cpu
 
 use_jax_on_cpu(devices=2, JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 
@@ -26,8 +25,6 @@ from keras_moe import models, training  # noqa: E402
 from tests.training import sharded_checkpoint  # noqa: E402
 
 ROOT = Path(sys.argv[1])
-# Seconds in which a life of both processes must end.
-PATIENCE = 50
 EPOCHS, STEPS, BATCH = 2, 3, 4
 RECIPE = training.Recipe(
     "killed",
@@ -110,10 +107,7 @@ KILLS = (
 
 def live(work, *arguments):
     """Both processes, until they end or one is killed; their exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for number in (0, 1):
         children.append(start_forked(work, number, port, *arguments))
         os.setpgid(children[number], children[0])

@@ -1,15 +1,13 @@
-"""Kills a training run again and again until it comes to its end, on JAX.
+"""Kills a training run at chosen moments until it comes to its end, on JAX.
 
-Arguments: a folder, and how often to kill. Prints what happened. Lives are forked from
-a process that has imported everything and computed nothing, so each is short.
+Argument: a folder. Prints what happened. Lives are forked from a process that has
+imported everything and computed nothing, so each is short.
 """
 
 import json
 import os
-import random
 import signal
 import sys
-import time
 from pathlib import Path
 
 from tests.forks import start_forked, use_jax_on_cpu
@@ -71,6 +69,7 @@ class Counts(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.steps += 1
+        sys.audit("step", str(self.steps))
 
     def get_state(self):
         return {"steps": self.steps}
@@ -79,8 +78,34 @@ class Counts(keras.callbacks.Callback):
         self.steps = state["steps"]
 
 
-def train(folder, compiles=None):
+# Python announces what it opens and renames: an event, and words of its first argument.
+# Checkpoints are written in a folder `.step-NUMBER.*.partial` and then renamed.
+KILLS = (
+    # All is written, and not in its place.
+    ("os.rename", ".step-00000012."),
+    # While it starts, at the checkpoint that it goes on from.
+    ("open", "step-00000010/state.json"),
+    # The arrays are written, and the state is not.
+    ("open", ".step-00000030.", "state.json"),
+    # Between two checkpoints.
+    ("step", "45"),
+)
+
+
+def die_at(event, *words):
+    """Makes this process kill itself right before it does something."""
+
+    def hook(name, arguments):
+        if name == event and all(word in str(arguments[0]) for word in words):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def train(folder, compiles=None, kill=None):
     """Trains; `compiles` says whether programs are compiled that were not kept."""
+    if kill is not None:
+        die_at(*kill)
     misses = []
     jax.monitoring.register_event_listener(
         lambda name, **_: misses.append(name) if name.endswith("cache_misses") else None
@@ -102,47 +127,21 @@ def newest(folder):
     return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
 
-def is_writing(folder):
-    return any(folder.glob(".step-*.partial"))
-
-
-def check_alive(child):
-    ended, status = os.waitpid(child, os.WNOHANG)
-    assert not ended, f"ended by itself, with status {status}"
-
-
 def main():
     uninterrupted, killed = ROOT / "uninterrupted", ROOT / "killed"
     _, status = os.waitpid(start_forked(train, uninterrupted, True), 0)
     assert status == 0, status
     names = [path.name for path in PROGRAMS.iterdir()]
     assert any("train_step" in name for name in names), names
-    draw = random.Random(0)
-    in_a_write, steps = 0, []
-    for kill in range(int(sys.argv[2])):
-        start = newest(killed)
-        child = start_forked(train, killed)
-        if kill == 2:
-            # While it starts.
-            time.sleep(draw.uniform(0, 1))
-        else:
-            # All over the run, and not to its end.
-            goal = min(start + draw.randrange(8 * EVERY), 8 * (kill + 1))
-            while newest(killed) < goal:
-                check_alive(child)
-                time.sleep(0.001)
-            while kill % 2 and not is_writing(killed):
-                check_alive(child)
-            # A step and its checkpoint take about 20 ms.
-            time.sleep(draw.uniform(0, 0.005 if kill % 2 else 0.02))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert status == signal.SIGKILL, status
-        in_a_write += is_writing(killed)
+    steps, half_written = [], []
+    for kill in KILLS:
+        _, status = os.waitpid(start_forked(train, killed, None, kill), 0)
+        assert status == signal.SIGKILL, (kill, status)
         steps.append(newest(killed))
+        half_written.append([path.name[:14] for path in killed.glob(".step-*")])
     _, status = os.waitpid(start_forked(train, killed, False), 0)
     assert status == 0, status
-    print("RESULTS " + json.dumps({"in a write": in_a_write, "steps": steps}))
+    print("RESULTS " + json.dumps({"half-written": half_written, "steps": steps}))
 
 
 if __name__ == "__main__":

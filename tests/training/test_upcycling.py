@@ -347,6 +347,7 @@ def test_the_settings_of_clip_up_are_one_argument():
         "auxiliary_losses": {"load_balance": 0.01, "router_z": 1e-4},
         "num_selected_experts": 2,
         "capacity_factor": 1.0,
+        "examples_per_group": None,
     }
     actual = []
     for arguments in ({"preset": "clip_up"}, spelt_out):

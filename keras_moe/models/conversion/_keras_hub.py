@@ -1,4 +1,4 @@
-"""Converts KerasHub's ViT, CLIP, SigLIP and GPT-2 models."""
+"""Converts KerasHub's ViT, CLIP, SigLIP and language models."""
 
 import re
 
@@ -30,7 +30,15 @@ from keras_moe.models.text_tokenizer import TextTokenizer
 _hub = keras_hub.models
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
 _PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
-_GPT2 = (_hub.GPT2Backbone, _hub.GPT2CausalLM)
+# Llama 3 extends Llama.
+_LLAMA = (_hub.LlamaBackbone, _hub.MistralBackbone, _hub.Qwen3Backbone)
+_LANGUAGE = (_hub.GPT2Backbone, *_LLAMA)
+LANGUAGE_TASKS = (
+    _hub.GPT2CausalLM,
+    _hub.LlamaCausalLM,
+    _hub.MistralCausalLM,
+    _hub.Qwen3CausalLM,
+)
 CLASSES = (
     _hub.ViTBackbone,
     _hub.ViTImageClassifier,
@@ -38,9 +46,11 @@ CLASSES = (
     _hub.SigLIPVisionEncoder,
     *_TEXTS,
     *_PAIRS,
-    *_GPT2,
+    *_LANGUAGE,
+    *LANGUAGE_TASKS,
 )
-WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS, _hub.GPT2Backbone)
+WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS, *_LANGUAGE)
+_PROJECTIONS = ("query", "key", "value", "attention_output")
 # Parts of a block: norms, attention and MLP layers.
 _VIT_BLOCK = ("ln_1", "ln_2", "mha", "mlp/dense_1", "mlp/dense_2")
 _CLIP_BLOCK = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
@@ -54,9 +64,12 @@ _ROOTS = (
     "vit_patching_and_embedding/|vit_encoder/|encoder_block_|embedding/|"
     "pre_layer_norm/|post_layer_norm/|layer_norm/|head/|pre_logits/|predictions/|"
     "vision_projection/|text_projection/|token_embedding/|position_embedding/|"
+    "sequence_output_layernorm/|"
     r"transformer_layer_\d+/"
 )
 _CLIP_EPSILON = 1e-5
+# Tokens, for rotary positions without a preprocessor; `max_length` overrides it.
+_USUAL_LENGTH = 2048
 
 
 class KerasHubModel(PublishedTensors):
@@ -89,13 +102,15 @@ def keras_hub_spec(
     """Returns the weights of a KerasHub model and their spec."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
-    own = "text" if isinstance(model, (*_TEXTS, *_GPT2)) else "image"
+    own = (
+        "text" if isinstance(model, (*_TEXTS, *_LANGUAGE, *LANGUAGE_TASKS)) else "image"
+    )
     if tower not in (None, own):
         raise ValueError(
             f"Expected a model of KerasHub with a {tower} tower; received: "
             f"{type(model).__name__} {model.name!r}"
         )
-    is_task = isinstance(model, (_hub.ViTImageClassifier, _hub.GPT2CausalLM))
+    is_task = isinstance(model, (_hub.ViTImageClassifier, *LANGUAGE_TASKS))
     file = KerasHubModel(model)
     return file, _spec(model, model.backbone if is_task else model, file)
 
@@ -141,8 +156,15 @@ def _spec(model, encoder, names):
         spec = _text_spec(encoder, around)
     elif isinstance(encoder, _hub.ViTBackbone):
         spec = _vit_spec(encoder, around)
-    elif isinstance(encoder, _hub.GPT2Backbone):
-        spec = _gpt2_spec(encoder, getattr(model, "preprocessor", None))
+    elif isinstance(encoder, _LANGUAGE):
+        preprocessor = getattr(model, "preprocessor", None)
+        is_llama = isinstance(encoder, _LLAMA)
+        spec = (_llama_spec if is_llama else _gpt2_spec)(encoder, preprocessor)
+        if preprocessor is not None:
+            tokenizer, length = preprocessor.tokenizer, spec.arguments["max_length"]
+            start = tokenizer.start_token_id if preprocessor.add_start_token else None
+            end = tokenizer.end_token_id
+            spec.tokenizer = TextTokenizer(tokenizer, length, start, end)
     else:
         spec = _image_spec(encoder, around, _probe(names))
     full = _full_names(names)
@@ -184,7 +206,7 @@ def _hub_norm(path, name):
 
 def _attention(path, name):
     rules = {}
-    for part in ("query", "key", "value", "attention_output"):
+    for part in _PROJECTIONS:
         rules.update(direct(f"{path}/{part}", f"{name}/{part}/"))
     return rules
 
@@ -272,13 +294,80 @@ def _gpt2_spec(encoder, preprocessor):
         "dropout_rate": encoder.dropout,
         "attention_dropout": encoder.dropout,
     }
-    spec = ConversionSpec("GPT-2 (KerasHub)", "DecoderBackbone", arguments, rules, {})
-    if preprocessor is not None:
-        tokenizer, length = preprocessor.tokenizer, encoder.max_sequence_length
-        start = tokenizer.start_token_id if preprocessor.add_start_token else None
-        end = tokenizer.end_token_id
-        spec.tokenizer = TextTokenizer(tokenizer, length, start, end)
-    return spec
+    return ConversionSpec("GPT-2 (KerasHub)", "DecoderBackbone", arguments, rules, {})
+
+
+def _llama_spec(encoder, preprocessor):
+    """Returns the spec of a Llama, Llama 3, Mistral or Qwen 3."""
+    kind = type(encoder).__name__.removesuffix("Backbone")
+    heads, dim = encoder.num_query_heads, encoder.hidden_dim
+    is_llama = isinstance(encoder, _hub.LlamaBackbone)
+    if not is_llama and encoder.head_dim not in (None, dim / heads):
+        raise ValueError(
+            f"Expected a {kind} with head_dim={dim // heads} (hidden_dim / num_heads); "
+            f"received: head_dim={encoder.head_dim}"
+        )
+    if is_llama and encoder.rope_frequency_adjustment_factor is not None:
+        raise ValueError(
+            f"Expected a {kind} whose rotary positions have one scale, such as Llama 2 "
+            "or 3; received: rope_frequency_adjustment_factor="
+            f"{encoder.rope_frequency_adjustment_factor}"
+        )
+    # Within its window, a token attends to all earlier ones.
+    window = getattr(encoder, "sliding_window", None)
+    window = getattr(encoder, "sliding_window_size", window)
+    length = getattr(preprocessor, "sequence_length", None) or _USUAL_LENGTH
+    arguments = {
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": min(length, window or length),
+        "hidden_dim": dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": heads,
+        "num_key_value_heads": encoder.num_key_value_heads,
+        "mlp_dim": encoder.intermediate_dim,
+        "activation": "silu",
+        "layer_norm_epsilon": encoder.layer_norm_epsilon,
+        "rope_theta": float(encoder.rope_max_wavelength),
+        # KerasHub's Llama has a factor, too, which changes nothing.
+        "rope_scaling": 1.0 if is_llama else float(encoder.rope_scaling_factor),
+        "tied_embeddings": encoder.token_embedding.tie_weights,
+        "query_key_norm": isinstance(encoder, _hub.Qwen3Backbone),
+        "dropout_rate": encoder.dropout,
+        "attention_dropout": encoder.dropout,
+    }
+    names = {
+        "token_embedding/embeddings": "token_embedding/embeddings",
+        "final_norm/scale": "sequence_output_layernorm/scale",
+    }
+    if not arguments["tied_embeddings"]:
+        names["token_embedding/reverse_embeddings"] = (
+            "token_embedding/reverse_embeddings"
+        )
+    layers = {
+        **{f"attention/{x}/kernel": f"self_attention/{x}/kernel" for x in _PROJECTIONS},
+        "mlp/hidden/kernel": "feedforward_intermediate_dense/kernel",
+        "mlp/gate/kernel": "feedforward_gate_dense/kernel",
+        "mlp/output/kernel": "feedforward_output_dense/kernel",
+        "mixer_norm/scale": "self_attention_layernorm/scale",
+        "feed_forward_norm/scale": "feedforward_layernorm/scale",
+    }
+    if arguments["query_key_norm"]:
+        for part in ("query", "key"):
+            name = f"self_attention/{part}_dense_layernorm/scale"
+            layers[f"attention/{part}_norm/scale"] = name
+    for i in range(encoder.num_layers):
+        for path, name in layers.items():
+            names[f"block_{i}/{path}"] = f"transformer_layer_{i}/{name}"
+    rules = {path: Direct(name) for path, name in names.items()}
+    notes = ()
+    if arguments["query_key_norm"]:
+        notes = (
+            "queries and keys are normalised with the epsilon of the other norms; "
+            "KerasHub's have 1e-5",
+        )
+    return ConversionSpec(
+        f"{kind} (KerasHub)", "DecoderBackbone", arguments, rules, {}, notes=notes
+    )
 
 
 def _text_sizes(encoder):

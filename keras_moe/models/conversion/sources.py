@@ -18,7 +18,12 @@ from keras_moe.models.conversion import (
 )
 from keras_moe.models.conversion._configs import read_object
 from keras_moe.models.conversion._google import google_spec
-from keras_moe.models.conversion._keras_hub import CLASSES, WITH_PRESETS, keras_hub_spec
+from keras_moe.models.conversion._keras_hub import (
+    CLASSES,
+    LANGUAGE_TASKS,
+    WITH_PRESETS,
+    keras_hub_spec,
+)
 from keras_moe.models.conversion._readers import (
     NpzCheckpoint,
     PublishedTensors,
@@ -52,6 +57,12 @@ def is_convertible(source: Any) -> bool:
 
 def check_convertible(source: Any) -> None:
     """Raises ValueError unless `convert` can read the source."""
+    if isinstance(source, keras.Model) and not isinstance(source, CLASSES):
+        names = sorted(cls.__name__ for cls in CLASSES)
+        raise ValueError(
+            f"Expected a KerasHub model of {names}, or an MoE language model for "
+            f"models.replace_moe; received: {type(source).__name__}"
+        )
     check_path("source", source)
     if _kind(source) is None:
         raise ValueError(
@@ -311,8 +322,10 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
     kind = str(_json(source, "config.json").get("registered_name", ""))
-    if kind.endswith(">GPT2Backbone") and check_file_exists(source, "tokenizer.json"):
-        cls = keras_hub.models.GPT2CausalLM
+    if check_file_exists(source, "tokenizer.json"):
+        for each in LANGUAGE_TASKS:
+            if kind.endswith(f">{each.backbone_cls.__name__}"):
+                cls = each
     with named_errors(source):
         return cls.from_preset(source, load_weights=load_weights)
 

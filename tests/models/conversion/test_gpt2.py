@@ -9,21 +9,17 @@ from safetensors.numpy import load_file
 
 from keras_moe import models
 from tests.compare import assert_close, assert_same
-from tests.keras_hub_language_models import PROMPTS, TEXTS, language_model
+from tests.keras_hub_language_models import (
+    MERGES,
+    PROMPTS,
+    TEXTS,
+    language_model,
+    vocabulary,
+)
 from tests.published import write_folder
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
-
-MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "Ġwor l", "Ġworl d"]
 TEXT = "hello  World\n\u00e9 world"
-
-
-def vocabulary():
-    """256 bytes, a token for each merge, and the end of text."""
-    bytes_ = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    names = [chr(x) for x in bytes_] + [chr(256 + i) for i in range(256 - len(bytes_))]
-    names += [merge.replace(" ", "") for merge in MERGES] + ["<|endoftext|>"]
-    return {name: index for index, name in enumerate(names)}
 
 
 def tensors_of(model, root="transformer."):
