@@ -8,7 +8,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_seed,
+    fits_shape,
+)
 from keras_moe.layers import activations
 from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.ops.cost import Cost
@@ -137,10 +143,8 @@ class Experts(ExpertKernels):
 
     def _check(self, inputs, group_sizes):
         shape, number = tuple(inputs.shape), self.num_experts
-        fits = len(shape) == 2
-        if group_sizes is None:
-            fits = len(shape) == 4 and shape[1] in (number, None)
-        if not fits:
+        expected = (None, number, None, None) if group_sizes is None else (None, None)
+        if not fits_shape(shape, expected):
             raise ValueError(
                 f"Expected inputs (groups, {number}, capacity, dim), or (rows, dim) of "
                 f"group_sizes; received: inputs.shape={shape}"

@@ -32,18 +32,9 @@ def gelu_tanh_reference(x: Any) -> Any:
 
 def silu(x: Any) -> Any:
     """`x sigmoid(x)`; TensorFlow's own keeps every graph that it is traced in."""
-    if keras.backend.backend() != "tensorflow":
-        return keras.activations.silu(x)
-
-    def forward(x):
-        return x * ops.sigmoid(x), (x,)
-
-    def backward(kept, upstream):
-        (x,) = kept
-        open_part = ops.sigmoid(x)
-        return (upstream * open_part * (1.0 + x * (1.0 - open_part)),)
-
-    return custom_gradient(forward, backward, x)
+    if keras.backend.backend() == "tensorflow":
+        return x * ops.sigmoid(x)
+    return keras.activations.silu(x)
 
 
 def is_bfloat16_on_tpus(x: Any) -> bool:

@@ -16,17 +16,12 @@ def for_xla():
     """Whether XLA compiles what is traced now, and wants to know every shape.
 
     A function that has been traced for itself keeps its graph when a compiled function
-    calls it later. (TensorFlow 2.21 has nothing public for this or the next function.)
+    calls it later. (TensorFlow 2.21 has nothing public for this, nor for tapes.)
     """
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
     return control_flow_util.GraphOrParentsInXlaContext(graph)
-
-
-def for_gradients():
-    """Whether a tape records what runs now, or may ask a traced function's gradient."""
-    return record.could_possibly_record()
 
 
 def grouped_matmul(rows, kernels, group_sizes):
@@ -82,8 +77,8 @@ def mlp_with_loops(rows, group_sizes, weights, activation):
         return Weights(*(next(present) if is_there else None for is_there in exists))
 
     def forward(*inputs):
-        # An (R, H) array that nothing reads is not written.
-        outputs, kept = run(inputs, for_gradients())
+        # An (R, H) array that no tape will read is not written.
+        outputs, kept = run(inputs, record.could_possibly_record())
         return outputs, (inputs, kept)
 
     def backward(residuals, upstream):
