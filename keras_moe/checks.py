@@ -5,7 +5,6 @@ import importlib
 import inspect
 import itertools
 import numbers
-import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -285,7 +284,7 @@ def import_extra(module: str, message: str) -> ModuleType:
 
 def outer_stack_level() -> int:
     """The `stacklevel` of a warning for the first caller outside of this and Keras."""
-    level, frame = 1, sys._getframe(1)
+    level, frame = 1, inspect.currentframe().f_back
     inner = ("keras_moe", "keras", "keras_hub")
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         level, frame = level + 1, frame.f_back
