@@ -41,7 +41,7 @@ def path_within(path: str | os.PathLike, folder: str | os.PathLike) -> str:
     real, root = os.path.realpath(path), os.path.realpath(folder)
     places = [root]
     # `models--USER--NAME/snapshots/...` of huggingface_hub's cache links to its blobs.
-    cache = root.rpartition(f"{os.sep}snapshots{os.sep}")[0]
+    cache = os.path.join(root, "").rpartition(f"{os.sep}snapshots{os.sep}")[0]
     if "--" in os.path.basename(cache):
         places.append(os.path.join(cache, "blobs"))
     for place in places:

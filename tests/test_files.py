@@ -387,6 +387,7 @@ def test_a_snapshot_of_a_hub_leads_to_its_blobs(tmp_path):
         link.symlink_to(os.path.join(*[".."] * (2 + bool(folder)), "blobs", "0123"))
         assert files.read_text(link, cache / "snapshots" / "abc") == "text"
         assert files.read_text(link, link.parent) == "text"
+        assert files.read_text(link, cache / "snapshots") == "text"
     away = cache / "snapshots" / "abc" / "away"
     away.symlink_to("../../refs/main")
     with pytest.raises(ValueError, match="links to stay within"):

@@ -170,6 +170,7 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
+        self.make_predict_function()
         return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty

@@ -111,6 +111,7 @@ def test_a_model_survives_a_call_that_fails(monkeypatch):
     assert np.isfinite(fresh.fit(IMAGES, LABELS, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.every_backend
 def test_bytes_warn_once(model):
     model = vit()
     images = np.full(IMAGES.shape, 255, "uint8")
