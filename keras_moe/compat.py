@@ -219,8 +219,7 @@ def serving(model: keras.Model) -> Any:
     if keras.backend.backend() != "jax" or "jax_state_sync" in vars(model):
         return model
     with ONE_AT_A_TIME:
-        if not hasattr(inspect.unwrap(model.predict_function), "is_pure"):
-            make_pure_predict_function(model, force=True)
+        make_pure_predict_function(model)
 
     def state(purge_model_variables=False, **which):
         return model._get_jax_state(**which)
@@ -232,7 +231,14 @@ def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
     """`make_predict_function` on JAX, without donation, compiled once per shape."""
     from keras.src.backend.jax.trainer import jit
 
-    if model.predict_function is not None and not force:
+    # JAX tells states apart by their shapes only: freezing other variables needs a step
+    # of its own, or it would mistake one for another.
+    order = [
+        *map(id, model.trainable_variables),
+        *map(id, model.non_trainable_variables),
+    ]
+    made = inspect.unwrap(model.predict_function)
+    if not force and getattr(made, "order", None) == order:
         return
 
     def step(data, state):
@@ -253,7 +259,7 @@ def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
         return outputs, (state[0], values)
 
     run = model._make_function(run, concatenate_outputs=True)
-    run.is_pure = True
+    run.order = order
     model.predict_function = run
 
 

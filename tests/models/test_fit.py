@@ -432,3 +432,17 @@ def test_a_failing_first_step_ends_its_line_and_leaves_the_model_usable(
     assert capsys.readouterr().err.count(" s\n") == (keras.backend.backend() != "torch")
     model.make_train_function(force=True)
     model.fit(IMAGES, SPARSE, verbose=0)
+
+
+@pytest.mark.every_backend
+def test_predictions_are_the_same_whichever_weights_are_frozen():
+    model = small_classifier(**ONE_BLOCK)
+    attention = model.backbone.get_layer("block_0").token_mixer
+    inputs = images(2, 16, 8, 3)
+    expected = ops.convert_to_numpy(model(inputs, training=False))
+    # States of the same shapes in another order.
+    for frozen in (attention.query_dense, attention.key_dense):
+        frozen.trainable = False
+        for predict in (model.predict_on_batch, model.predict):
+            np.testing.assert_allclose(predict(inputs), expected, atol=1e-5)
+        frozen.trainable = True

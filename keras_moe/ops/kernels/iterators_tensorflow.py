@@ -1,5 +1,6 @@
 """Reads ahead in iterators of `tf.data`, which compiled steps read by themselves."""
 
+import functools
 import itertools
 import sys
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is one of TensorFlow's iterators, which need not be imported."""
-    tf = sys.modules.get("tensorflow")
-    return tf is not None and isinstance(value, tf.data.Iterator)
+    # Another thread may be importing it.
+    data = getattr(sys.modules.get("tensorflow"), "data", None)
+    return isinstance(value, getattr(data, "Iterator", ()))
 
 
 def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
@@ -21,7 +23,12 @@ def peeked(iterator: Any, number: int) -> tuple[Any, Any]:
     elements = list(itertools.islice(iterator, number))
     if not elements:
         return None, iterator
-    again = tf.data.Dataset.from_generator(
-        lambda: iter(elements), output_signature=iterator.element_spec
-    )
+    experimental = tf.data.experimental
+    parts = [tf.data.Dataset.from_tensors(x) for x in elements]
+    # Unlike `from_generator`, this traces no function, which would take long.
+    parts = [
+        experimental.from_variant(experimental.to_variant(x), iterator.element_spec)
+        for x in parts
+    ]
+    again = functools.reduce(lambda first, rest: first.concatenate(rest), parts)
     return elements[0], iter(again)
