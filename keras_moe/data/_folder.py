@@ -138,6 +138,12 @@ def _class_folders(root: Path) -> dict[str, list[str] | None]:
     if not splits:
         return {"": folders_with_images(root, root)}
     several = {name for own in splits.values() if len(own) > 1 for name in own}
+    for split, own in sorted(splits.items()):
+        if own and all(x == split or _SPLIT_NAME.fullmatch(x) for x in own):
+            raise ValueError(
+                f"Expected folders of classes in {root / split}; received: {own}, "
+                "named like splits. Give the folder that holds the splits"
+            )
     return {
         split: [name for name in own if name in several or not several]
         for split, own in sorted(splits.items())

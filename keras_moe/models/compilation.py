@@ -34,14 +34,19 @@ _call = contextvars.ContextVar("call", default=None)
 
 
 @contextlib.contextmanager
-def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
-    """Announces compilations unless `verbose` is 0; nested blocks inherit this."""
+def announcing(
+    method: str, args: tuple, kwargs: dict, seen: tuple[str, ...] = ()
+) -> Iterator[None]:
+    """Announces compilations unless `verbose` is 0; nested blocks inherit this.
+
+    `seen` has the steps whose data were looked at before.
+    """
     if _call.get() is not None:
         yield
         return
     index = _VERBOSE[method]
     verbose = args[index] if len(args) > index else kwargs.get("verbose", "auto")
-    token = _call.set((verbose != 0 and process_index() == 0, set()))
+    token = _call.set((verbose != 0 and process_index() == 0, {*seen}))
     try:
         yield
     finally:
@@ -67,7 +72,9 @@ def make_step(
         is_eager = keras.backend.backend() == "torch" and not model.jit_compile
         announced &= is_new and not (is_eager or model.run_eagerly)
         # Outside of a call, only the first batch of all.
-        is_first = id(function) not in looked_at if _call.get() else is_new
+        is_first = is_new
+        if _call.get():
+            is_first = looked_at.isdisjoint((name, id(function)))
         if not announced and not is_first:
             return made
         looked_at.add(id(function))

@@ -30,11 +30,13 @@ from keras_moe.models.copying import (
 from keras_moe.models.description import Description
 from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (
+    check_batch,
     check_inputs,
     check_prediction,
     check_training,
     checking_labels,
     has_no_examples,
+    is_array,
     outputs_of_none,
 )
 from keras_moe.models.model_card import ModelCard, write_card
@@ -127,7 +129,12 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
-        with announcing("predict", args, kwargs):
+        seen = ()
+        if all(map(is_array, keras.tree.flatten(x))):
+            # Looking at a batch of TensorFlow's on its way takes long.
+            check_batch(self, (x,))
+            seen = ("predict_function",)
+        with announcing("predict", args, kwargs, seen):
             self.make_predict_function()
             return serving(self)._training_method("predict")(x, *args, **kwargs)
 

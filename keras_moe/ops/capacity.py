@@ -133,9 +133,11 @@ def _capacity(num_tokens, num_selected_experts, factor, divisor, rounding, multi
     """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
     check_one_of("rounding", rounding, ROUNDINGS)
     check_integer("multiple_of", multiple_of, optional=True)
+    check_integer("num_selected_experts", num_selected_experts)
     on_host, on_tensor = ROUNDINGS[rounding]
     # At least 1, as rounded up: a last batch may be too small for the nearest number.
     if isinstance(num_tokens, numbers.Integral):
+        check_integer("num_tokens", num_tokens)
         assignments = int(num_tokens) * num_selected_experts
         capacity = max(on_host(assignments * factor / divisor), 1)
     else:

@@ -108,11 +108,11 @@ def data_of(*arguments, **recipe):
 
 def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
     for wordnet_id in ("n01531178", "n01498041"):
-        (tmp_path / "test" / wordnet_id).mkdir(parents=True)
-        path = tmp_path / "test" / wordnet_id / "a.png"
+        (tmp_path / "photos" / "test" / wordnet_id).mkdir(parents=True)
+        path = tmp_path / "photos" / "test" / wordnet_id / "a.png"
         keras.utils.save_img(path, np.zeros((16, 16, 1)), scale=False)
     (tmp_path / "names.txt").write_text("\n".join(map(str, range(1000))))
-    subset = ("--data", f"folder:{tmp_path}", "--class-subset", "imagenet_a")
+    subset = ("--data", f"folder:{tmp_path / 'photos'}", "--class-subset", "imagenet_a")
     names = ("--class-names", tmp_path / "names.txt")
     _, _, prompts = data_of(*subset, *names, "--metrics", "zero_shot")
     assert prompts.class_names[:2] == ("6", "11")

@@ -283,6 +283,21 @@ def test_links_and_pipes_lead_nowhere_else(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "folders",
+    [
+        ("seg_train/seg_train/a", "seg_test/seg_test/a"),
+        ("photos/train/a", "photos/test/a"),
+    ],
+)
+def test_folders_that_are_nested_once_more_are_refused(tmp_path, folders):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "0.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="named like splits"):
+        load(f"folder:{tmp_path}", folders[0].partition("/")[0], GREY, 2)
+
+
+@pytest.mark.parametrize(
     ("beside", "named"),
     [
         (["__MACOSX/train/a/x.png"], "__MACOSX/"),

@@ -59,7 +59,6 @@ RIGHT = {
 @pytest.mark.parametrize(
     ("function", "wrong", "received"),
     [
-        (expert_capacity, {"num_tokens": 1, "rounding": "round"}, "num_tokens=1"),
         (expert_capacity, {"num_experts": 0}, "num_experts=0"),
         (expert_capacity, {"capacity_factor": 0.0}, "capacity_factor=0.0"),
         (expert_capacity, {"num_tokens": 0}, "num_tokens=0"),
