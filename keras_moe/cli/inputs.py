@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import keras_moe
 from keras_moe.cli.arguments import FIRST, model_overrides
-from keras_moe.files import path_within, read_text
 
 # Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
 PAIR_OPTIONS = ("templates", "unreadable", "exclude")
@@ -124,6 +123,8 @@ def find_model(args: argparse.Namespace) -> Model:
 
 def find_run(preset: str) -> tuple[str, dict]:
     """The preset of a run's folder, and the settings of its recipe."""
+    from keras_moe.files import path_within, read_text
+
     folder = Path(preset).expanduser()
     if (folder / "preset").is_dir() and (folder / "results.json").is_file():
         run_folder = folder
