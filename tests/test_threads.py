@@ -260,3 +260,23 @@ def test_a_model_answers_while_it_is_looked_at(make, op_by_op):
     assert answers
     for each in answers:
         assert_same(each, answer)
+
+
+def test_a_model_is_evaluated_in_threads():
+    model = classifier()
+    model.compile()
+    alone = model.evaluate(IMAGES, LABELS, verbose=0)
+    results = []
+
+    def work():
+        results.append(model.evaluate(IMAGES, LABELS, verbose=0))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    if keras.backend.backend() == "jax":
+        assert results == [alone] * 4
+    assert np.isfinite(model.predict(IMAGES, verbose=0)).all()

@@ -7,15 +7,21 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_path
 from keras_moe.compat import flatten_layers
 from keras_moe.layers import MoEEncoderBlock
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
+
+# Formats that are one file.
+_FILES = ("onnx", "torch")
 
 
 def export_signature(
     model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
 ) -> Any:
     """Checks that a format supports a model, and returns Keras's signature."""
+    if input_signature is not None:
+        input_signature = _checked_signature(model, input_signature)
     backend = keras.backend.backend()
     layers = flatten_layers(model, include_self=False)
     blocks = [layer for layer in layers if isinstance(layer, MoEEncoderBlock)]
@@ -57,6 +63,28 @@ def _signature(model):
         )
 
     return [keras.tree.map_structure(spec, model.input)]
+
+
+def _checked_signature(model, signature):
+    """Returns a signature as a list; refuses one that is not of the model's inputs."""
+    several = [*signature] if isinstance(signature, (list, tuple)) else [signature]
+    wanted, given = (keras.tree.flatten(x) for x in (model.input, several))
+    names = [set(x) for x in (model.input, *several[:1]) if isinstance(x, dict)]
+    fits = len(wanted) == len(given) and names in ([], names[:1] * 2)
+    for symbolic, spec in zip(wanted, given):
+        shape = getattr(spec, "shape", None)
+        sizes = () if shape is None else tuple(shape)
+        fits &= len(sizes) == len(symbolic.shape) and all(
+            None in pair or pair[0] == pair[1]
+            for pair in zip(sizes[1:], symbolic.shape[1:])
+        )
+    if not fits:
+        shapes = keras.tree.map_structure(lambda x: tuple(x.shape), model.input)
+        raise ValueError(
+            "Expected an input_signature of keras.InputSpec for the model's inputs, "
+            f"{shapes}; received: input_signature={signature}"
+        )
+    return several
 
 
 def _check_groups(routers, input_signature):
@@ -137,6 +165,11 @@ class Exportable:
         **kwargs,
     ) -> None:
         """Exports the model for inference; see `keras.Model.export`."""
+        if os.path.isdir(check_path("filepath", filepath)) and format in _FILES:
+            raise ValueError(
+                f"Expected a file for format={format!r}; received a folder: "
+                f"filepath={os.fspath(filepath)!r}"
+            )
         shapes = kwargs.get("dynamic_shapes")
         signature = export_signature(self, format, input_signature, shapes)
         if keras.backend.backend() == "torch" and format == "onnx":

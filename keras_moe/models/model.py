@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import keras
 import keras_hub
 
 from keras_moe.compat import (
+    ONE_AT_A_TIME,
     TorchParameters,
     inject_functional_model_class,
     is_clone,
@@ -53,6 +56,10 @@ from keras_moe.models.weights_file import (
 # would break another thread building one. KerasHub does so per task: those are built
 # one at a time.
 inject_functional_model_class(keras_hub.models.Backbone)
+
+
+# Locks of models whose variables Keras takes away, on JAX.
+_IN_USE = weakref.WeakKeyDictionary()
 
 
 class ClassProperty:
@@ -261,29 +268,35 @@ class MoEModel(Exportable, TorchParameters):
 
 @contextlib.contextmanager
 def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
-    """Restores the last complete step on errors; JAX would leave variables empty."""
+    """Restores the last complete step on errors; JAX would leave variables empty.
+
+    There, other threads wait that train or evaluate the same model.
+    """
     if keras.backend.backend() != "jax":
         yield
         return
-    optimizer = getattr(model, "optimizer", None)
-    if training and optimizer is not None and not optimizer.built:
-        # Build the optimizer now: its variables are needed here.
-        optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *model.metrics_variables]
-    if optimizer is not None:
-        variables += optimizer.variables
-    # Holding references does not keep donated buffers alive.
-    before = [(variable, _value(variable)) for variable in variables]
-    try:
-        yield
-    except BaseException:
-        # After the first step the model holds the previous step's state.
-        model.jax_state_sync()
-        for variable, value in before:
-            if value is None or value.is_deleted() or _value(variable) is not None:
-                continue
-            variable.assign(value)
-        raise
+    with ONE_AT_A_TIME:
+        lock = _IN_USE.setdefault(model, threading.RLock())
+    with lock:
+        optimizer = getattr(model, "optimizer", None)
+        if training and optimizer is not None and not optimizer.built:
+            # Build the optimizer now: its variables are needed here.
+            optimizer.build(model.trainable_variables)
+        variables = [*model.variables, *model.metrics_variables]
+        if optimizer is not None:
+            variables += optimizer.variables
+        # Holding references does not keep donated buffers alive.
+        before = [(variable, _value(variable)) for variable in variables]
+        try:
+            yield
+        except BaseException:
+            # After the first step the model holds the previous step's state.
+            model.jax_state_sync()
+            for variable, value in before:
+                if value is None or value.is_deleted() or _value(variable) is not None:
+                    continue
+                variable.assign(value)
+            raise
 
 
 def _value(variable):

@@ -59,6 +59,7 @@ def export_onnx(
     finally:
         model.train(training)
     target = Path(filepath)
+    target.parent.mkdir(parents=True, exist_ok=True)
     folder = new_partial(target)
     try:
         # Weights over 2 GB are a file next to the program.

@@ -270,7 +270,7 @@ def test_onnx_serves_any_batch(name, tmp_path):
 @on_torch
 def test_onnx_of_groups_of_images(tmp_path):
     config = {**SMALL, **ONE_BLOCK, "evaluation": "official"}
-    model, path = ViTBackbone.from_config(config), tmp_path / "model.onnx"
+    model, path = ViTBackbone.from_config(config), tmp_path / "new" / "model.onnx"
     message = r"\[keras.InputSpec\('float32', \(8, .*input_signature=None"
     with pytest.raises(ValueError, match=message):
         model.export(path, format="onnx")
@@ -283,6 +283,38 @@ def test_onnx_of_groups_of_images(tmp_path):
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(None, *SMALL["image_shape"][:2])],
+        [(None, 3, *SMALL["image_shape"][1:])],
+        [None],
+        [],
+        [(None, *SMALL["image_shape"])] * 2,
+        {"pictures": (None, *SMALL["image_shape"])},
+    ],
+)
+def test_signatures_of_other_inputs_are_refused(shapes, tmp_path):
+    model = ViTBackbone.from_config({**SMALL, **ONE_BLOCK})
+    if isinstance(shapes, dict):
+        given = [{name: keras.InputSpec(shape=x) for name, x in shapes.items()}]
+    else:
+        given = [keras.InputSpec("float32", shape) for shape in shapes]
+    for format in ("onnx", "torch", "tf_saved_model"):
+        with pytest.raises(
+            ValueError, match=r"model's inputs, \(None, .*received: inpu"
+        ):
+            model.export(tmp_path / "x", format=format, input_signature=given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_file_to_export_to(tmp_path):
+    model = ViTBackbone.from_config({**SMALL, **ONE_BLOCK})
+    for format in ("onnx", "torch"):
+        with pytest.raises(ValueError, match="received a folder: filepath="):
+            model.export(tmp_path, format=format)
 
 
 @on_torch

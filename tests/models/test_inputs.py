@@ -144,10 +144,12 @@ class Batches(keras.utils.PyDataset):
 
 
 def in_loader(images):
-    from torch.utils.data import DataLoader, TensorDataset, default_convert
+    data = pytest.importorskip("torch.utils.data")
 
-    rows = TensorDataset(default_convert(images), default_convert(np.tile(LABELS, 3)))
-    return DataLoader(rows, batch_size=2)
+    rows = data.TensorDataset(
+        data.default_convert(images), data.default_convert(np.tile(LABELS, 3))
+    )
+    return data.DataLoader(rows, batch_size=2)
 
 
 def in_dataset(images):
