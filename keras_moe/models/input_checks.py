@@ -163,7 +163,9 @@ def check_batch(model: keras.Model, batch: Any) -> None:
     if batch is None:
         return
     inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if labels is not None and hasattr(model, "check_labels"):
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    if on_tensorflow and labels is not None and hasattr(model, "check_labels"):
+        # Elsewhere `checking_labels` has those of every batch.
         model.check_labels(labels)
     token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
     vocabulary_size = getattr(
@@ -171,14 +173,15 @@ def check_batch(model: keras.Model, batch: Any) -> None:
     )
     if vocabulary_size is not None:
         _check_ids(array_values(token_ids), vocabulary_size)
+    warn_of_raw_pixels(model, inputs)
+
+
+def warn_of_raw_pixels(model: keras.Model, inputs: Any) -> None:
+    """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
     images = inputs.get("images") if isinstance(inputs, dict) else inputs
-    if "images" in names and (images is not inputs or len(names) == 1):
-        warn_of_raw_pixels(model, images)
-
-
-def warn_of_raw_pixels(model: keras.Model, images: Any) -> None:
-    """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
+    if "images" not in names or (images is inputs and len(names) > 1):
+        return
     if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
         return
     if len(images.shape) != 4:

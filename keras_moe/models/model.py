@@ -33,7 +33,6 @@ from keras_moe.models.copying import (
 from keras_moe.models.description import Description
 from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (
-    check_batch,
     check_inputs,
     check_prediction,
     check_training,
@@ -41,6 +40,7 @@ from keras_moe.models.input_checks import (
     has_no_examples,
     is_array,
     outputs_of_none,
+    warn_of_raw_pixels,
 )
 from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
@@ -138,8 +138,9 @@ class MoEModel(Exportable, TorchParameters):
             return outputs_of_none(self)
         seen = ()
         if all(map(is_array, keras.tree.flatten(x))):
-            # Looking at a batch of TensorFlow's on its way takes long.
-            check_batch(self, (x,))
+            # Looking at a batch of TensorFlow's on its way takes long, and ids and
+            # shapes were checked above.
+            warn_of_raw_pixels(self, x)
             seen = ("predict_function",)
         with announcing("predict", args, kwargs, seen):
             self.make_predict_function()
