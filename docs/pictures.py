@@ -8,7 +8,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from keras_moe.analysis.plots.figure import EXPERT_COLOURS, GREY, new_figure
+from keras_moe.analysis.plots._figure import EXPERT_COLOURS, GREY, new_figure
 
 IMAGES = Path(__file__).resolve().parent / "images"
 INK = "#1b1f24"

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
-from keras_moe import triton_first
+from keras_moe import _triton_first
 from keras_moe._version import __version__
 
 # The content of `keras.json` until a user changes it.
@@ -68,7 +68,7 @@ def _is_program() -> bool:
     return script in ("keras-moe", "keras-moe.exe") or "keras_moe.cli" in sys.orig_argv
 
 
-triton_first.install()
+_triton_first.install()
 if not _is_program():
     import_keras()
     from keras_moe import layers, losses, ops, routers

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from keras_moe.compat import flatten_layers
+from keras_moe._compat import flatten_layers
 from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.

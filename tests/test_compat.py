@@ -12,7 +12,7 @@ import keras
 import pytest
 
 import keras_moe
-from keras_moe import compat
+from keras_moe import _compat
 
 PACKAGE = Path(keras_moe.__file__).parent
 # Methods of tuples with names, and documented functions of PyTorch and of Python.
@@ -40,7 +40,7 @@ def own_classes() -> set[type]:
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(("owner", "name", "arguments"), compat.PRIVATE_METHODS)
+@pytest.mark.parametrize(("owner", "name", "arguments"), _compat.PRIVATE_METHODS)
 def test_private_methods_are_those_that_were_checked(owner, name, arguments):
     signature = inspect.signature(getattr(owner, name))
     names = [name for name in signature.parameters if name != "self"]
@@ -49,7 +49,7 @@ def test_private_methods_are_those_that_were_checked(owner, name, arguments):
 
 @pytest.mark.every_backend
 def test_no_other_private_method_is_overridden():
-    known = {name for _, name, _ in compat.PRIVATE_METHODS}
+    known = {name for _, name, _ in _compat.PRIVATE_METHODS}
     overridden = set()
     for cls in own_classes():
         # A mixin overrides the method of a base that another class gives it.
@@ -58,7 +58,7 @@ def test_no_other_private_method_is_overridden():
                 name
                 for base in cls.__mro__
                 if base.__module__.startswith("keras_moe") == is_own
-                and base is not compat.TorchParameters
+                and base is not _compat.TorchParameters
                 for name in vars(base)
                 if PRIVATE.fullmatch(name)
                 # Marks that Python itself puts on classes.
@@ -94,7 +94,7 @@ def private_uses(sources: dict[str, str]) -> list[str]:
     """Returns a line for each private attribute that no file of ours defines."""
     trees = {place: ast.parse(source) for place, source in sources.items()}
     own = set().union(*map(defined_names, trees.values())) | PUBLIC
-    own |= {name for _, name, _ in compat.PRIVATE_METHODS}
+    own |= {name for _, name, _ in _compat.PRIVATE_METHODS}
     return [
         f"{place}:{node.lineno}: {node.attr}"
         for place, tree in trees.items()
@@ -118,20 +118,20 @@ def test_private_attributes_are_read_in_compat_alone():
 def test_layers_and_their_variables():
     inner = keras.layers.Dense(2, name="inner")
     model = keras.Sequential([keras.Input((3,)), keras.Sequential([inner])])
-    assert compat.flatten_layers(model)[0] is model
-    assert inner in compat.flatten_layers(model, include_self=False)
-    assert inner not in compat.flatten_layers(model, recursive=False)
+    assert _compat.flatten_layers(model)[0] is model
+    assert inner in _compat.flatten_layers(model, include_self=False)
+    assert inner not in _compat.flatten_layers(model, recursive=False)
     inner.trainable = False
-    assert compat.own_variables(inner, trainable=True) == inner.weights
-    assert compat.own_variables(inner, trainable=False) == []
-    assert compat.own_variables(model, trainable=True) == []
+    assert _compat.own_variables(inner, trainable=True) == inner.weights
+    assert _compat.own_variables(inner, trainable=False) == []
+    assert _compat.own_variables(model, trainable=True) == []
 
 
 @pytest.mark.every_backend
 def test_a_built_layer_takes_weights_while_it_is_unlocked():
     layer = keras.layers.Dense(2)
     layer.build((None, 3))
-    with compat.unlocked(layer):
+    with _compat.unlocked(layer):
         layer.pair = layer.add_weight(name="pair", shape=(2,))
     assert len(layer.weights) == 3
     with pytest.raises(ValueError, match="cannot add new elements of state"):
@@ -148,8 +148,8 @@ def test_an_optimizer_counts_batches_and_keeps_its_schedule():
     optimizer.build([weight])
     for _ in range(3):
         optimizer.apply([keras.ops.ones((2,))])
-    assert int(compat.count_batches(optimizer)) == 3
+    assert int(_compat.count_batches(optimizer)) == 3
     assert int(optimizer.iterations) == 1
-    assert compat.rate_or_schedule(optimizer) is schedule
-    (average,) = compat.moving_averages(optimizer)
+    assert _compat.rate_or_schedule(optimizer) is schedule
+    (average,) = _compat.moving_averages(optimizer)
     assert average.shape == (2,)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_moe import files
-from keras_moe.files import FolderInUse, locked
+from keras_moe import _files
+from keras_moe._files import FolderInUse, locked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_what_is_written_is_there_as_a_whole(tmp_path):
     path = tmp_path / "one.json"
     for value in ({"a": 1}, {"b": "\u00e4"}):
-        files.write_json(path, value)
+        _files.write_json(path, value)
         assert json.loads(path.read_text(encoding="utf-8")) == value
     assert os.listdir(tmp_path) == ["one.json"]
 
@@ -33,7 +33,7 @@ def test_what_json_does_not_have_is_null(tmp_path):
         raise ValueError(name)
 
     history = {"loss": [0.5, float("nan")], "pair": (float("inf"), 1), "x": -math.inf}
-    files.write_json(tmp_path / "results.json", history)
+    _files.write_json(tmp_path / "results.json", history)
     text = (tmp_path / "results.json").read_text()
     actual = json.loads(text, parse_constant=refuse)
     assert actual == {"loss": [0.5, None], "pair": [None, 1], "x": None}
@@ -43,8 +43,8 @@ def test_what_json_does_not_have_is_null(tmp_path):
 def test_modes_follow_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
-        files.write_text(tmp_path / "file", "a")
-        partial = files.new_partial(tmp_path / "folder")
+        _files.write_text(tmp_path / "file", "a")
+        partial = _files.new_partial(tmp_path / "folder")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
@@ -53,14 +53,14 @@ def test_modes_follow_the_umask(tmp_path, umask):
 
 def test_a_failed_write_says_where_and_how_much(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    files.write_text(path, "old")
+    _files.write_text(path, "old")
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"space left .* 5,000 bytes to write") as report:
-        files.write_text(path, "x" * 5000)
+        _files.write_text(path, "x" * 5000)
     monkeypatch.undo()
     assert (report.value.errno, report.value.filename) == (errno.ENOSPC, str(path))
     assert path.read_text() == "old"
@@ -75,12 +75,12 @@ def test_a_quota_a_limit_and_a_full_disk_are_one_error(tmp_path, monkeypatch, nu
 
     monkeypatch.setattr(os, "posix_fallocate", refused)
     with pytest.raises(OSError, match=r"5,000 bytes to write, and .* free") as report:
-        files.write_text(tmp_path / "file", "x" * 5000)
+        _files.write_text(tmp_path / "file", "x" * 5000)
     assert report.value.errno == number
     assert os.listdir(tmp_path) == []
     # This says that the file system does not reserve.
     number = errno.EOPNOTSUPP
-    files.write_text(tmp_path / "file", "x" * 5000)
+    _files.write_text(tmp_path / "file", "x" * 5000)
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -92,11 +92,11 @@ def folder_of(path, content):
 
 def test_a_folder_replaces_another(tmp_path):
     target = tmp_path / "target"
-    files.replace_folder(folder_of(tmp_path / "new", "first"), target)
+    _files.replace_folder(folder_of(tmp_path / "new", "first"), target)
     assert (target / "file").read_text() == "first"
     # A killed process may have left the folder that it put aside.
-    folder_of(files.previous_folder(target), "left")
-    files.replace_folder(folder_of(tmp_path / "new", "second"), target)
+    folder_of(_files.previous_folder(target), "left")
+    _files.replace_folder(folder_of(tmp_path / "new", "second"), target)
     assert (target / "file").read_text() == "second"
     assert os.listdir(tmp_path) == ["target"]
 
@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_replaced_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.replace_folder(new, target)
+        _files.replace_folder(new, target)
     assert (target / "file").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["new", "target"]
 
@@ -123,12 +123,12 @@ def test_names_of_plain_files(tmp_path):
     (tmp_path / "file").write_text("a")
     (tmp_path / "folder" / "file").write_text("a")
     (tmp_path / "link").symlink_to("file")
-    assert files.is_plain_file(tmp_path, "file")
+    assert _files.is_plain_file(tmp_path, "file")
     for name in (
         "folder", "link", "absent", "", ".", "..", "folder/file", "../file", 3, None,
         str(tmp_path / "file"), "folder\\file", "file\0",
     ):  # fmt: skip
-        assert not files.is_plain_file(tmp_path / "folder" / "..", name)
+        assert not _files.is_plain_file(tmp_path / "folder" / "..", name)
 
 
 # Locks
@@ -141,7 +141,7 @@ package = types.ModuleType("keras_moe")
 package.__path__ = [sys.argv[1]]
 sys.modules["keras_moe"] = package
 sys.modules["keras"] = types.ModuleType("keras")
-from keras_moe.files import locked
+from keras_moe._files import locked
 
 with locked(sys.argv[2], "the folder"):
     print("held", flush=True)
@@ -231,10 +231,10 @@ WRITERS = {
     "cli/comparison.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
     "cli/timm_outputs.py": "a temporary folder for another process",
-    "data/_files.py": "arrays go into a file of `files.new_file`",
+    "data/_files.py": "arrays go into a file of `_files.new_file`",
     "models/remote.py": "Keras downloads to a folder of its own",
     "models/onnx_torch.py": "a program and its weights leave a folder of `new_partial`",
-    "models/weights_file.py": "HDF5 goes into a file of `files.new_file`",
+    "models/weights_file.py": "HDF5 goes into a file of `_files.new_file`",
     "training/checkpoints.py": "a checkpoint is moved away before it is deleted",
 }
 RENAMING = {"os.replace", "os.rename", "shutil.move"}
@@ -242,7 +242,7 @@ MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")
 
 
 def writes_by_itself(source: str) -> bool:
-    """Returns whether a file's source writes or renames without `keras_moe.files`."""
+    """Returns whether a file's source writes or renames without `keras_moe._files`."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -264,7 +264,7 @@ def writes_by_itself(source: str) -> bool:
 
 
 def test_files_are_written_in_one_way():
-    package = Path(files.__file__).parent
+    package = Path(_files.__file__).parent
     places = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
@@ -337,7 +337,7 @@ def reads_by_itself(source: str) -> bool:
 
 
 def test_files_are_read_through_one_door():
-    package = Path(files.__file__).parent
+    package = Path(_files.__file__).parent
     places = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
@@ -362,18 +362,18 @@ def test_a_link_may_be_the_users_own_and_may_not_lead_out(tmp_path):
     os.mkfifo(inside / "pipe")
     # Seen from a folder that the user gave, by a link of theirs, or alone.
     for path in ("in/link", "own/link", "own/sub/file"):
-        assert files.read_text(tmp_path / path, tmp_path / "own") == "text\n"
-    assert files.read_bytes(inside / "away") == b"text\r\n"
+        assert _files.read_text(tmp_path / path, tmp_path / "own") == "text\n"
+    assert _files.read_bytes(inside / "away") == b"text\r\n"
     for path in ("away", "other/file", "other", "../out/file"):
         with pytest.raises(ValueError, match=r"links to stay within .*/in; .*/out"):
-            files.regular_file(inside / path, inside)
+            _files.regular_file(inside / path, inside)
     for folder in (None, inside):
         with pytest.raises(ValueError, match=r"not a pipe or device; .*in/pipe"):
-            files.open_regular(inside / "pipe", folder)
+            _files.open_regular(inside / "pipe", folder)
         with pytest.raises(FileNotFoundError):
-            files.open_regular(inside / "absent", folder)
+            _files.open_regular(inside / "absent", folder)
         with pytest.raises(IsADirectoryError):
-            files.open_regular(inside / "sub", folder)
+            _files.open_regular(inside / "sub", folder)
 
 
 def test_a_snapshot_of_a_hub_leads_to_its_blobs(tmp_path):
@@ -385,13 +385,13 @@ def test_a_snapshot_of_a_hub_leads_to_its_blobs(tmp_path):
     for folder in ("", "sub"):
         link = cache / "snapshots" / "abc" / folder / "link"
         link.symlink_to(os.path.join(*[".."] * (2 + bool(folder)), "blobs", "0123"))
-        assert files.read_text(link, cache / "snapshots" / "abc") == "text"
-        assert files.read_text(link, link.parent) == "text"
-        assert files.read_text(link, cache / "snapshots") == "text"
+        assert _files.read_text(link, cache / "snapshots" / "abc") == "text"
+        assert _files.read_text(link, link.parent) == "text"
+        assert _files.read_text(link, cache / "snapshots") == "text"
     away = cache / "snapshots" / "abc" / "away"
     away.symlink_to("../../refs/main")
     with pytest.raises(ValueError, match="links to stay within"):
-        files.read_text(away, cache / "snapshots" / "abc")
+        _files.read_text(away, cache / "snapshots" / "abc")
 
 
 def test_a_hard_link_is_no_lock(tmp_path):

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import processes, training
-from keras_moe.files import locked
-from keras_moe.processes import (
+from keras_moe import training
+from keras_moe._files import locked
+from keras_moe._processes import (
     broadcast_from_primary,
     checked_all_gather,
     gathered_batch,
@@ -36,7 +36,7 @@ def both(monkeypatch):
         barrier.wait()
         return everything
 
-    kernels = "keras_moe.ops.kernels.sharded_arrays_jax"
+    kernels = "keras_moe.ops.kernels._sharded_arrays_jax"
     monkeypatch.setattr(f"{kernels}.exchange", exchange)
     monkeypatch.setattr(processes, "process_shard", lambda: (index.value, 2))
     monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")

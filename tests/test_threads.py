@@ -11,8 +11,8 @@ import pytest
 
 from keras_moe import analysis, evaluation, layers, models
 from keras_moe.report import write_report
-from keras_moe.report.sections.explorer import Explorer
-from keras_moe.report.sections.mumoe import MuMoEExperts
+from keras_moe.report.sections._explorer import Explorer
+from keras_moe.report.sections._mumoe import MuMoEExperts
 from tests.small_models import SMALL, images, small_pairs_model, with_weights
 
 IMAGES, LABELS = images(12, 16, 8, 2), np.arange(12) % 3

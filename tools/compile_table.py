@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_moe import distribution, models, routers
+from keras_moe._files import write_json
 from keras_moe.distribution.chips import CHIPS
 from keras_moe.distribution.compiled import GENERATIONS
-from keras_moe.files import write_json
 
 SIZES = {"num_layers": 2, "num_classes": 1000}
 ROWS = {

@@ -33,12 +33,12 @@ from PIL import Image
 from rich.console import Console
 
 from keras_moe import models, training
+from keras_moe._files import write_json
 from keras_moe.cli import evaluate, report, train
 from keras_moe.cli.main import make_parser
 from keras_moe.cli.train import backend_and_versions
-from keras_moe.files import write_json
-from keras_moe.models.model_card import CARD, write_card
-from keras_moe.models.preset_folder import is_weights, staged
+from keras_moe.models.base.model_card import CARD, write_card
+from keras_moe.models.saving._preset_folder import is_weights, staged
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # The figures by the kind of the model: metrics of `keras-moe evaluate`, and which of

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.compat import Functional, view
+from keras_moe._compat import Functional, view
 from keras_moe.ops.grouped import row_experts
 
 

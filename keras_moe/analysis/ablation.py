@@ -8,6 +8,8 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe._checks import check_class_labels, check_one_of
+from keras_moe._compat import flatten_layers, serving
 from keras_moe.analysis._hooks import (
     Hooked,
     excluding,
@@ -21,8 +23,6 @@ from keras_moe.analysis.specialisation import (
     class_polysemanticity,
     mean_polysemanticity,
 )
-from keras_moe.checks import check_class_labels, check_one_of
-from keras_moe.compat import flatten_layers, serving
 from keras_moe.ops.expert_types import ExpertTypes
 
 # All MoE blocks together.

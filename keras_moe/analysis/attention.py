@@ -6,10 +6,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe._checks import check_integer, fits_shape
+from keras_moe._compat import flatten_layers
+from keras_moe._processes import predict_batch
 from keras_moe.analysis._hooks import recording, with_layers
-from keras_moe.checks import check_integer, fits_shape
-from keras_moe.compat import flatten_layers
-from keras_moe.processes import predict_batch
 
 
 def attention_rollout(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:

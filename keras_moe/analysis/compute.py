@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe._checks import check_one_of
 from keras_moe.analysis.tokens import of_patches
-from keras_moe.checks import check_one_of
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_integer, check_number
-from keras_moe.compat import serving
+from keras_moe._checks import check_integer, check_number
+from keras_moe._compat import serving
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # The paper's best value for the attribute-blind threshold.

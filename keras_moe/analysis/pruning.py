@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe._checks import check_integer, check_one_of
 from keras_moe.analysis.usage import ExpertUsage
-from keras_moe.checks import check_integer, check_one_of
 
 CRITERIA = ("tokens", "mass", "reap")
 COVERED = ("tokens", "mass", "first_choices")

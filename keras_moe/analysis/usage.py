@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe._checks import check_bool, check_integer, check_mask
+from keras_moe._compat import serving
+from keras_moe._files import read_text, write_json
 from keras_moe.analysis._hooks import Hooked, measuring
-from keras_moe.checks import check_bool, check_integer, check_mask
-from keras_moe.compat import serving
-from keras_moe.files import read_text, write_json
 
 # The group of all tokens.
 ALL = "all"

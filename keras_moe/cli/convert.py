@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
-    from keras_moe.cli import comparison
-    from keras_moe.models.preset_folder import staged
+    from keras_moe.cli import _comparison
+    from keras_moe.models.saving._preset_folder import staged
 
     check_target(args.source, args.output)
     overrides = model_overrides(args.set, OWN)
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace, console: Any) -> Result:
     verified = "not compared"
     if not args.no_verify:
         changed = bool(overrides) or args.num_classes is not None
-        verified = comparison.verify(args.source, report.scheme, model, changed)
+        verified = _comparison.verify(args.source, report.scheme, model, changed)
     report = report._replace(notes=[*report.notes, verified])
     # The new preset takes the old one's place after it was read again and compared.
     with staged(args.output) as folder:
         model.save_to_preset(folder)
         if not args.no_verify:
-            comparison.compare_saved(folder, model)
+            _comparison.compare_saved(folder, model)
         report.save(Path(folder) / "conversion.json")
     parameters = model.count_params()
     line = f"{args.output}: {parameters:,} parameters; {verified}"

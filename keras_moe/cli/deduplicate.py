@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import Result, add_count, add_data
+from keras_moe.cli._arguments import Result, add_count, add_data
 
 EXAMPLES = """\
 keras-moe deduplicate --data folder:photos --split train --against test
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Any) -> Result:
     from rich.progress import Progress
 
-    from keras_moe.checks import check_integer
+    from keras_moe._checks import check_integer
 
     data = keras_moe.data
     # Before the images are read.

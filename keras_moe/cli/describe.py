@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     FIRST,
     Result,
     add_count,

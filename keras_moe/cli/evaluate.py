@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     Result,
     add_batch_size,
     add_count,
@@ -23,8 +23,8 @@ from keras_moe.cli.arguments import (
     add_preset,
     add_shots,
 )
-from keras_moe.cli.devices import add_devices, set_devices
-from keras_moe.cli.inputs import Examples, Model, find_examples, find_model, with_bar
+from keras_moe.cli._devices import add_devices, set_devices
+from keras_moe.cli._inputs import Examples, Model, find_examples, find_model, with_bar
 
 EXAMPLES = """\
 keras-moe evaluate runs/mumoe_digits

@@ -30,7 +30,7 @@ from keras_moe.cli import (
     train,
     upcycle,
 )
-from keras_moe.cli.arguments import STDOUT, Parser, add_command
+from keras_moe.cli._arguments import STDOUT, Parser, add_command
 
 COMMANDS = (
     quickstart,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
             sys.stdout.flush()
     if args.json is None:
         return
-    from keras_moe.files import json_text, write_text
+    from keras_moe._files import json_text, write_text
 
     text = json_text(result.values)
     if args.json == STDOUT:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import Result, add_count, add_run, verbosity
+from keras_moe.cli._arguments import Result, add_count, add_run, verbosity
 
 EXAMPLES = """\
 keras-moe quickstart
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, console: Any) -> Result:
         "routing": {name: row.to_dict() for name, row in statistics.items()},
         "seconds": time.perf_counter() - begin,
     }
-    keras_moe.files.write_json(args.output / "results.json", results)
+    keras_moe._files.write_json(args.output / "results.json", results)
     rows = {
         "test accuracy": f"{accuracy:.2%} of {len(test_data[1])} images",
         "saved and loaded": f"{folder}: predictions are identical",

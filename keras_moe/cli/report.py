@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     Result,
     add_batch_size,
     add_count,
@@ -21,8 +21,8 @@ from keras_moe.cli.arguments import (
     add_preset,
     command_line,
 )
-from keras_moe.cli.devices import add_devices, set_devices
-from keras_moe.cli.inputs import (
+from keras_moe.cli._devices import add_devices, set_devices
+from keras_moe.cli._inputs import (
     PAIR_OPTIONS,
     Model,
     find_examples,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     RESUMES,
     Result,
     add_count,
@@ -32,7 +32,7 @@ from keras_moe.cli.arguments import (
     command_line,
     verbosity,
 )
-from keras_moe.cli.devices import (
+from keras_moe.cli._devices import (
     add_devices,
     add_processes,
     set_devices,
@@ -140,7 +140,7 @@ def add_looks(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result | None:
-    from keras_moe.files import write_json
+    from keras_moe._files import write_json
 
     begin = time.perf_counter()
     if args.list == bool(args.recipe):
@@ -305,7 +305,7 @@ def evaluations(
     """Callbacks that evaluate the model at regular intervals."""
     import keras
 
-    from keras_moe.processes import gathered_batch
+    from keras_moe._processes import gathered_batch
 
     training = keras_moe.training
     callbacks, board = [], None
@@ -338,7 +338,7 @@ def evaluations(
 
 def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
     """Starts or resumes a run of Weights & Biases; returns its callback for Keras."""
-    from keras_moe.files import read_text, write_text
+    from keras_moe._files import read_text, write_text
 
     wandb, file = import_wandb(), folder / "wandb_id.txt"
     if restart or not file.exists():
@@ -355,7 +355,7 @@ def wandb_log(project: str, recipe: Any, folder: Path, restart: bool) -> Any:
 
 
 def import_wandb() -> Any:
-    from keras_moe.checks import import_extra
+    from keras_moe._checks import import_extra
 
     message = "Expected the package wandb with --wandb; pip install wandb"
     wandb = import_extra("wandb", message)

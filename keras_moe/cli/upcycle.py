@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_moe
-from keras_moe.cli.arguments import (
+from keras_moe.cli._arguments import (
     Result,
     add_overrides,
     add_preset,
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Any) -> Result:
-    from keras_moe.checks import check_argument_names
-    from keras_moe.files import write_json
-    from keras_moe.models.preset_folder import staged
+    from keras_moe._checks import check_argument_names
+    from keras_moe._files import write_json
+    from keras_moe.models.saving._preset_folder import staged
     from keras_moe.training.upcycling import free_arguments
 
     check_target(args.source, args.output)

@@ -1,5 +1,6 @@
 """Input pipelines and augmentation. TensorFlow is imported when a pipeline is built."""
 
+from keras_moe._processes import process_shard
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
 from keras_moe.data.emoji import EMOJI_CREDIT, EmojiPairs, load_emoji
@@ -28,7 +29,6 @@ from keras_moe.data.selection import (
 )
 from keras_moe.data.sources import class_names, credit, load_texts, num_classes
 from keras_moe.data.token_rows import load_rows
-from keras_moe.processes import process_shard
 
 __all__ = [
     "EMOJI_CREDIT",

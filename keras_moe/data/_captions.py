@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_positive
+from keras_moe._checks import check_positive
+from keras_moe._templates import PLACE, fill, read_templates
 from keras_moe.data._examples import (
     CaptionInfo,
     Examples,
@@ -22,7 +23,6 @@ from keras_moe.data._examples import (
 )
 from keras_moe.data._pipeline import key_seed
 from keras_moe.data.reading import attempt, read_or_name, reading_errors
-from keras_moe.templates import PLACE, fill, read_templates
 
 # Keys of captions in CSV, JSON and JSONL files, in order of precedence.
 CAPTION_NAMES = ("captions", "caption", "text")

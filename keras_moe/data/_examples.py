@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._files import open_regular
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
-from keras_moe.files import open_regular
 
 # Number of encoded examples in the shuffle buffer of record files: a gigabyte of
 # photographs. The order of the files is shuffled, too.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
+from keras_moe._files import read_bytes
 from keras_moe.data import _tfds
 from keras_moe.data._examples import Examples, in_memory
 from keras_moe.data.labels import Classes
-from keras_moe.files import read_bytes
 
 CLASS_NAMES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from keras_moe.files import locked, new_file, open_regular, path_within, read_text
+from keras_moe._files import locked, new_file, open_regular, path_within, read_text
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 # Folders that systems put beside people's files: thumbnails, attributes, deleted files.

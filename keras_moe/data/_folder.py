@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
+from keras_moe._files import read_bytes
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
@@ -42,7 +43,6 @@ from keras_moe.data._files import (
 )
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
-from keras_moe.files import read_bytes
 
 LABELS = "labels.json"
 CAPTIONS = ("captions.csv", "captions.jsonl")

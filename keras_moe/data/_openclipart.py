@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
+from keras_moe._files import open_regular
 from keras_moe.data._captions import CaptionOptions, captioned_arrays
 from keras_moe.data._examples import Examples, in_memory
 from keras_moe.data._files import (
@@ -30,7 +31,6 @@ from keras_moe.data._files import (
     with_progress,
 )
 from keras_moe.data.labels import Classes
-from keras_moe.files import open_regular
 
 # Side of the pictures in pixels.
 SIDE = 64

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
+from keras_moe._files import read_text
 from keras_moe.data._examples import RecordExamples, RecordFile
 from keras_moe.data._files import (
     SPLITS,
@@ -24,7 +25,6 @@ from keras_moe.data._files import (
     held_out_split,
 )
 from keras_moe.data.reading import read_or_name
-from keras_moe.files import read_text
 
 _PLAIN = (".md", ".py", ".rst", ".txt")
 _LINES = ".jsonl"

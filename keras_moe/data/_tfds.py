@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe._files import regular_file
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
 from keras_moe.data._files import extra
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image
-from keras_moe.files import regular_file
 
 # Seconds to wait for a server. An answer takes one second.
 _PATIENCE = 60

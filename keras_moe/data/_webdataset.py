@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._files import open_regular
 from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import (
@@ -25,7 +26,6 @@ from keras_moe.data._files import (
     leads_outside,
 )
 from keras_moe.data.reading import decode_image, read_or_name
-from keras_moe.files import open_regular
 
 _TEXTS = (".txt", ".json")
 

@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer, check_positive, nearest
-from keras_moe.compat import flatten_layers, has_seed_generator, replaced_seed_generator
+from keras_moe._checks import check_integer, check_positive, nearest
+from keras_moe._compat import (
+    flatten_layers,
+    has_seed_generator,
+    replaced_seed_generator,
+)
 from keras_moe.data import _keras_layers as fast
 from keras_moe.data.reading import needs_pillow
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_moe.checks import check_image_shape, check_one_of
+from keras_moe._checks import check_image_shape, check_one_of
 from keras_moe.data._examples import IndexedExamples, in_memory
 from keras_moe.data._files import extra
 from keras_moe.data.labels import Classes

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_image_shape, check_one_of
+from keras_moe._checks import check_image_shape, check_one_of
 from keras_moe.data._captions import CaptionOptions, captioned_arrays
 from keras_moe.data._emoji_names import (
     LANGUAGES,

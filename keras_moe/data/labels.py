@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe._files import write_json
 from keras_moe.data._files import read_json
-from keras_moe.files import write_json
 
 # The part of a hierarchy's file, or of `dataset.json`, that a hierarchy needs.
 _FILE = {"classes": [str], "parents": {str: [str]}}

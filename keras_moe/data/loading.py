@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     LARGEST_SEED,
     check_bool,
     check_image_shape,

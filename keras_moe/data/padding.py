@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer
-from keras_moe.processes import batch_devices, checked_all_gather, process_count
+from keras_moe._checks import check_integer
+from keras_moe._processes import batch_devices, checked_all_gather, process_count
 
 
 def padded(

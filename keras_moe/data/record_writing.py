@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
+from keras_moe._files import new_file, write_json
 from keras_moe.data._captions import checked_captions
 from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
 from keras_moe.data.labels import LabelHierarchy
-from keras_moe.files import new_file, write_json
 
 # The part of `dataset.json` that describes the records of this module.
 _LABELLED = {name: FEATURES[name] for name in ("image", "label")}

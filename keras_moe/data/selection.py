@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe._checks import check_integer, check_one_of
+from keras_moe._files import write_json
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
 from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
-from keras_moe.files import write_json
 
 UNREADABLE = ("raise", "exclude")
 # Side of the image that the perceptual hash reads, and its number of frequencies.

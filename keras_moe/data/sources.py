@@ -13,7 +13,7 @@ the colon in a source's name:
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras_moe.checks import nearest
+from keras_moe._checks import nearest
 from keras_moe.data import (
     _fashion_mnist,
     _folder,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import LARGEST_SEED, check_bool, check_integer
+from keras_moe._checks import LARGEST_SEED, check_bool, check_integer
 from keras_moe.data._captions import batch_sizes
 from keras_moe.data._examples import IndexedExamples
 from keras_moe.data._pipeline import BatchSettings, feature_batches

@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import NamedTuple
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 
 # Chips along a dimension that wraps around, by the number of dimensions.
 RING = {1: 4, 2: 16, 3: 4}

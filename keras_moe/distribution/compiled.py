@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import keras
 from rich.console import Console
 
-from keras_moe.checks import argument_names, check_integer, check_one_of
-from keras_moe.compat import flatten_layers
+from keras_moe._checks import argument_names, check_integer, check_one_of
+from keras_moe._compat import flatten_layers
+from keras_moe.distribution._program import DoesNotFit, Program
 from keras_moe.distribution.auto import auto
 from keras_moe.distribution.chips import CHIPS
 from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
-from keras_moe.distribution.program import DoesNotFit, Program
 from keras_moe.models import registry
-from keras_moe.models.source import resolve
+from keras_moe.models.loading.blueprint import resolve
 
 STEPS = ("train", "predict", "generate")
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -266,19 +266,19 @@ def compiled_costs(
         raise ValueError(f"Expected no dtype with a model; received: dtype={dtype!r}")
     if num_classes is not None:
         overrides["num_classes"] = num_classes
-    from keras_moe.distribution import compilation_jax
+    from keras_moe._backends import jax_compilation
 
     changes = {}
     _, _, capacity, _ = GENERATIONS[topology.partition(":")[0]]
-    with compilation_jax.alone():
-        devices = compilation_jax.topology_devices(topology)
+    with jax_compilation.alone():
+        devices = jax_compilation.topology_devices(topology)
         while True:
             arguments = {**overrides, **changes}
             size = arguments.pop("batch_size", batch_size)
             name, model, flops = _abstract(model_or_preset, step, arguments)
             layouts = auto(model, devices, expert_parallel, model_parallel, size)
             try:
-                compiled = compilation_jax.compile_step(model, layouts, size, step)
+                compiled = jax_compilation.compile_step(model, layouts, size, step)
                 needed = sum(compiled.memory.values()) / 2**30
                 if needed > capacity:
                     raise DoesNotFit(needed, capacity)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.checks import check_integer, check_one_of, check_positive
+from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
-from keras_moe.models.source import resolve
+from keras_moe.models.loading.blueprint import resolve
 from keras_moe.ops.cost import under
 
 # Adafactor factors the moment of a weight whose two largest axes reach this length.

@@ -6,9 +6,9 @@ Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 import math
 from typing import Any, NamedTuple
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 from keras_moe.layers import MLP, CausalAttention, MoE, SelfAttention
-from keras_moe.models.source import resolve
+from keras_moe.models.loading.blueprint import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
 # Batch sub-axis over devices that hold the same experts.

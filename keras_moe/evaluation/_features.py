@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.processes import predict_batch
+from keras_moe._processes import predict_batch
 
 # Number of indices that an error lists.
 NAMED = 5

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
 
 
 def precision_at_1(

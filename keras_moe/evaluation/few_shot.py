@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 from keras_moe.evaluation._features import (
     check_features,
     check_labels,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer, check_positive
+from keras_moe._checks import check_integer, check_positive
+from keras_moe._templates import Template
 from keras_moe.evaluation._features import extract_features, iterate_batches, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
@@ -35,7 +36,6 @@ from keras_moe.evaluation.zero_shot import (
     read_templates,
     zero_shot,
 )
-from keras_moe.templates import Template
 
 # Number of images that a baseline compares at a time.
 _CHUNK = 256

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer, import_extra
+from keras_moe._checks import check_integer, import_extra
 
 # Lengths of batches are multiples of this, so that few programs are compiled.
 _MULTIPLE = 32

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 from keras_moe.evaluation._features import NAMED, check_labels, check_matrix, to_numpy
 
 _STEPS = 2.0**26

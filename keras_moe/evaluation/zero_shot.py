@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
+from keras_moe._templates import PLACE, Template, fill, read_lines
+from keras_moe._templates import read_templates as check_templates
 from keras_moe.evaluation._features import check_labels, to_numpy
 from keras_moe.evaluation.retrieval import (
     CHUNK_SIZE,
@@ -23,8 +25,6 @@ from keras_moe.evaluation.retrieval import (
     norms,
     unit_vectors,
 )
-from keras_moe.templates import PLACE, Template, fill, read_lines
-from keras_moe.templates import read_templates as check_templates
 
 KS = (1, 5)
 NUM_CLASSES = 1000

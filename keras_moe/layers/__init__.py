@@ -1,9 +1,8 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
+from keras_moe.layers.block import Block, LayerScale, MoEBlock
 from keras_moe.layers.causal_attention import CausalAttention, CausalMask
-from keras_moe.layers.encoder_block import EncoderBlock, LayerScale, MoEEncoderBlock
-from keras_moe.layers.encoder_spec import EncoderConfig, EncoderSpec
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.mlp import MLP, TokenMLP
@@ -31,18 +30,17 @@ from keras_moe.layers.text_embedding import (
     TextPositions,
     TokenEmbedding,
 )
+from keras_moe.layers.tower_config import TowerConfig, TowerSpec
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.initializers import PerExpert
+from keras_moe.ops._initializers import PerExpert
 
 __all__ = [
     "MLP",
     "AttentionPooling",
+    "Block",
     "CausalAttention",
     "CausalMask",
     "ClassToken",
-    "EncoderBlock",
-    "EncoderConfig",
-    "EncoderSpec",
     "ExpertCoefficients",
     "Experts",
     "LayerNorm",
@@ -50,8 +48,8 @@ __all__ = [
     "LogitScale",
     "MaskedPooling",
     "MoE",
+    "MoEBlock",
     "MoEConfig",
-    "MoEEncoderBlock",
     "MuMoE",
     "MuMoEBlock",
     "MuMoEConfig",
@@ -67,6 +65,8 @@ __all__ = [
     "TokenMLP",
     "TokenMuMoE",
     "TokenPooling",
+    "TowerConfig",
+    "TowerSpec",
     "ZeroComputationExperts",
     "fold_channels",
     "gelu_tanh",

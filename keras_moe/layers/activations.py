@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops import nn
+from keras_moe.ops import _nn
 from keras_moe.ops.entmax import entmax
 
 
@@ -23,7 +23,7 @@ def gelu_tanh(x: Any) -> Any:
     >>> float(gelu_tanh(np.zeros(1, "float32"))[0])
     0.0
     """
-    return nn.gelu_tanh(x)
+    return _nn.gelu_tanh(x)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -54,7 +54,7 @@ _NAMED = {
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
     "entmax": entmax15,
-    "silu": nn.silu,
+    "silu": _nn.silu,
 }
 
 
@@ -65,7 +65,7 @@ def get(identifier: Any) -> Callable:
     try:
         activation = keras.activations.get(identifier)
         if activation is keras.activations.silu:
-            return nn.silu
+            return _nn.silu
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Expected the name of an activation, one of {tuple(_NAMED)} or of Keras, "

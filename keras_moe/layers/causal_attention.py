@@ -9,13 +9,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
-from keras_moe.layers.inner_call import dropped_out, fused_bias, inner_call
-from keras_moe.layers.layer import Layer, layer_argument
+from keras_moe._checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe.layers._inner_call import dropped_out, fused_bias, inner_call
+from keras_moe.layers._layer import Layer, layer_argument
 from keras_moe.layers.normalization import norm_layer
+from keras_moe.ops._initializers import PathInitializer
+from keras_moe.ops._nn import attend, has_own_attention
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import PathInitializer
-from keras_moe.ops.nn import attend, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_bool,
     check_dropout,
     check_integer,
@@ -16,10 +16,10 @@ from keras_moe.checks import (
     fits_shape,
 )
 from keras_moe.layers import activations
-from keras_moe.layers.expert_kernels import ExpertKernels
+from keras_moe.layers._expert_kernels import ExpertKernels
+from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.grouped import grouped_matmul, grouped_mlp, row_experts
-from keras_moe.ops.initializers import PerExpert
 
 
 def with_layout(x: Any, path: str) -> Any:

@@ -5,10 +5,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_number, check_positive
-from keras_moe.layers.layer import Layer
+from keras_moe._checks import check_number, check_positive
+from keras_moe.layers._layer import Layer
+from keras_moe.losses._pairs import unit_vectors
 from keras_moe.losses.contrastive import LogScaleBound, Temperature
-from keras_moe.losses.pairs import unit_vectors
 
 
 @keras.saving.register_keras_serializable("keras_moe")

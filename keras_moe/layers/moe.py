@@ -10,21 +10,21 @@ import keras
 from keras import ops, tree
 
 from keras_moe import losses, routers
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_ids,
     check_integer,
     check_mask,
     check_one_of,
     check_positive,
 )
-from keras_moe.compat import get_keras_mask
-from keras_moe.layers.inner_call import inner_call
-from keras_moe.layers.layer import Layer, build_once, layer_argument
+from keras_moe._compat import get_keras_mask
+from keras_moe.layers._inner_call import inner_call
+from keras_moe.layers._layer import Layer, build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.ops._nn import is_bfloat16_on_tpus
+from keras_moe.ops._primitives import is_transformed
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.nn import is_bfloat16_on_tpus
 from keras_moe.ops.plans import Routing, in_tiles
-from keras_moe.ops.primitives import is_transformed
 
 DISPATCHERS = ("index", "einsum")
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_moe import losses, routers
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_argument_names,
     check_bool,
     check_integer,
@@ -23,8 +23,8 @@ from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
 from keras_moe.ops.expert_types import ExpertTypes, expert_types
+from keras_moe.routers._pruned import METHODS, pruned_router
 from keras_moe.routers.names import class_for_types, router_name, split_router
-from keras_moe.routers.pruned import METHODS, pruned_router
 from keras_moe.routers.router import Router, router_arguments
 
 # A default that depends on the router or the blocks.
@@ -42,7 +42,7 @@ _NOT_OF_ROUTER = (
 )
 
 
-class BlockConfig:
+class MixtureConfig:
     """Base class of `MoEConfig` and `MuMoEConfig`."""
 
     moe_layers: Any
@@ -82,7 +82,7 @@ class BlockConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig(BlockConfig):
+class MoEConfig(MixtureConfig):
     """Mixtures of experts of an encoder: which blocks, which experts, which router.
 
     Every backbone accepts it as `moe`. Presets accept its fields and router arguments:
@@ -252,7 +252,7 @@ class MoEConfig(BlockConfig):
         return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
-        """One unbuilt `MLP` or `MoE` per block of the `EncoderSpec`."""
+        """One unbuilt `MLP` or `MoE` per block of the `TowerSpec`."""
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         names = [f"block_{index}" for index in indices]
         for name in (self.pruning or {"kept_experts": ()})["kept_experts"]:

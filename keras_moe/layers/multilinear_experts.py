@@ -11,15 +11,20 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_bool, check_integer, check_not_negative, check_one_of
+from keras_moe._checks import (
+    check_bool,
+    check_integer,
+    check_not_negative,
+    check_one_of,
+)
 from keras_moe.layers import activations
-from keras_moe.layers.layer import Layer
-from keras_moe.ops import multilinear as tensors
+from keras_moe.layers._layer import Layer
+from keras_moe.ops import _multilinear as tensors
+from keras_moe.ops._initializers import PathInitializer, host_values
+from keras_moe.ops._nn import standardize
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.initializers import PathInitializer, host_values
-from keras_moe.ops.nn import standardize
 from keras_moe.ops.plans import Routing
 
 NORMALIZATIONS = ("batch", "layer", None)
@@ -426,7 +431,7 @@ class ExpertMode(keras.initializers.Initializer):
         return PathInitializer(self)(shape, dtype)
 
     def host_values(self, shape: tuple[int, ...], stream: str) -> np.ndarray:
-        """The values of a stream, as `keras_moe.ops.initializers` draws them."""
+        """The values of a stream, as `keras_moe.ops._initializers` draws them."""
         noise = keras.initializers.RandomNormal(1.0, self.sigma)
         values = host_values(noise, shape, stream)
         if len(shape) > 2:

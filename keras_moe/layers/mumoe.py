@@ -9,9 +9,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer
 from keras_moe.layers import activations
-from keras_moe.layers.layer import Layer, build_once, layer_argument
+from keras_moe.layers._layer import Layer, build_once, layer_argument
 from keras_moe.layers.mlp import check_num_tokens, known_num_tokens
 from keras_moe.layers.multilinear_experts import (
     ExpertCoefficients,
@@ -20,7 +20,7 @@ from keras_moe.layers.multilinear_experts import (
     resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.multilinear import projections
+from keras_moe.ops._multilinear import projections
 
 
 class MuMoEBase(Layer):

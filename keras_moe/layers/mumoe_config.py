@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_bool, check_integer
+from keras_moe._checks import check_bool, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.moe_config import (
-    BlockConfig,
+    MixtureConfig,
     MoEConfig,
     plain_moe_layers,
     resolve_moe_layers,
@@ -33,7 +33,7 @@ _BLOCK_ARGUMENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuMoEConfig(BlockConfig):
+class MuMoEConfig(MixtureConfig):
     """The muMoE blocks of an encoder: which ones, how many experts, how factorised.
 
     Args:
@@ -104,7 +104,7 @@ class MuMoEConfig(BlockConfig):
         return super().from_dict({k: v for k, v in config.items() if k != "router"})
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
-        """One unbuilt `MLP` or `MuMoEBlock` per block of the `EncoderSpec`."""
+        """One unbuilt `MLP` or `MuMoEBlock` per block of the `TowerSpec`."""
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         return [
             self.block(encoder, self.expert_mlp_dim or encoder.mlp_dim)

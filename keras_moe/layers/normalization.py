@@ -5,10 +5,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_one_of, check_positive
-from keras_moe.layers.layer import Layer
-from keras_moe.ops.nn import is_bfloat16_on_tpus
-from keras_moe.ops.primitives import custom_gradient
+from keras_moe._checks import check_one_of, check_positive
+from keras_moe.layers._layer import Layer
+from keras_moe.ops._nn import is_bfloat16_on_tpus
+from keras_moe.ops._primitives import custom_gradient
 
 NORMS = ("layer", "rms")
 

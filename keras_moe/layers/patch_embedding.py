@@ -7,11 +7,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_initializer, check_integer, check_one_of, check_pair
-from keras_moe.layers.interpolation import INTERPOLATIONS, cubic_weights, linear_weights
-from keras_moe.layers.layer import Layer
+from keras_moe._checks import check_initializer, check_integer, check_one_of, check_pair
+from keras_moe.layers._interpolation import (
+    INTERPOLATIONS,
+    cubic_weights,
+    linear_weights,
+)
+from keras_moe.layers._layer import Layer
+from keras_moe.ops._nn import linear
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.nn import linear
 
 PADDINGS = ("valid", "same")
 # Largest patch side accepted in stored weights.

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_ids,
     check_integer,
     check_mask,
@@ -14,7 +14,7 @@ from keras_moe.checks import (
     head_size,
 )
 from keras_moe.layers import activations
-from keras_moe.layers.layer import Layer
+from keras_moe.layers._layer import Layer
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention

@@ -5,13 +5,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.checks import check_one_of, check_pair
-from keras_moe.layers.interpolation import (
+from keras_moe._checks import check_one_of, check_pair
+from keras_moe.layers._interpolation import (
     INTERPOLATIONS,
     aligned_linear_weights,
     cubic_weights,
 )
-from keras_moe.layers.layer import Layer
+from keras_moe.layers._layer import Layer
 
 KINDS = ("learned", "sincos")
 

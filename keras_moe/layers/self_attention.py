@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_values,
     check_bool,
     check_dropout,
@@ -14,13 +14,13 @@ from keras_moe.checks import (
     check_mask,
     check_seed,
 )
-from keras_moe.compat import get_keras_mask
-from keras_moe.freezing import KeepsFrozen
-from keras_moe.layers.inner_call import fused_bias, inner_call
+from keras_moe._compat import get_keras_mask
+from keras_moe._freezing import KeepsFrozen
+from keras_moe.layers._inner_call import fused_bias, inner_call
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops._initializers import PathInitializer
+from keras_moe.ops._nn import attend, has_float16_attention, has_own_attention
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initializers import PathInitializer
-from keras_moe.ops.nn import attend, has_float16_attention, has_own_attention
 
 
 @keras.saving.register_keras_serializable("keras_moe")

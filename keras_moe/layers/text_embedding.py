@@ -6,9 +6,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_bool, check_initializer, check_integer
-from keras_moe.freezing import KeepsFrozen
-from keras_moe.layers.layer import Layer, OwnValues
+from keras_moe._checks import check_bool, check_initializer, check_integer
+from keras_moe._freezing import KeepsFrozen
+from keras_moe.layers._layer import Layer, OwnValues
 from keras_moe.ops.cost import Cost
 
 

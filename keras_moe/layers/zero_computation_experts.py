@@ -8,11 +8,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_initializer
-from keras_moe.layers.layer import Layer
+from keras_moe._checks import check_initializer
+from keras_moe.layers._layer import Layer
+from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.initializers import PerExpert
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.checks import check_argument_names, check_integer, check_one_of
+from keras_moe._checks import check_argument_names, check_integer, check_one_of
 from keras_moe.losses import router_losses
 from keras_moe.ops.token_choice import selected_experts
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_argument_names,
     check_not_negative,
     check_one_of,

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_class_labels, check_dropout
+from keras_moe._checks import check_class_labels, check_dropout
 
 
 @keras.saving.register_keras_serializable("keras_moe")

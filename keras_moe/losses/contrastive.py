@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_values,
     check_bool,
     check_concrete,
     check_one_of,
     check_positive,
 )
-from keras_moe.losses.pairs import (
+from keras_moe.losses._pairs import (
     NEVER,
     check_similarity,
     loss_of_nothing,

@@ -5,8 +5,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.primitives import custom_gradient
-from keras_moe.processes import batch_devices
+from keras_moe._processes import batch_devices
+from keras_moe.ops._primitives import custom_gradient
 
 
 def token_log_likelihoods(

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_integer,
     check_not_negative,
     check_positive,

@@ -1,6 +1,6 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
-from keras_moe.models.late_imports import loaded_on_demand
+from keras_moe.models._late_imports import loaded_on_demand
 
 # KerasHub imports these for its `tf.data` layers. Listed are the names that it accesses
 # at import time; its tokenizer cache works without the base class `tf.Module`.
@@ -15,23 +15,24 @@ with loaded_on_demand(
 ):
     import keras_hub  # noqa: F401
 
-from keras_moe.models.backbone import ImageBackbone, MoEBackbone
-from keras_moe.models.backbone_config import ImageConfig, TransformerConfig
-from keras_moe.models.causal_lm import CausalLM, Perplexity
-from keras_moe.models.clip import CLIPBackbone
-from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
-from keras_moe.models.contrastive_model import ContrastiveModel
+from keras_moe.models.backbones.base import ImageBackbone, MoEBackbone
+from keras_moe.models.backbones.clip import CLIPBackbone
+from keras_moe.models.backbones.config import ImageConfig, TransformerConfig
+from keras_moe.models.backbones.decoder import DecoderBackbone
+from keras_moe.models.backbones.limoe import LIMoEBackbone
+from keras_moe.models.backbones.mixer import MixerBackbone, MixerImageClassifier
+from keras_moe.models.backbones.text import TextBackbone
+from keras_moe.models.backbones.tower import Tower, TowerOutputs, image_tower
+from keras_moe.models.backbones.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.models.base.model_card import CardResult, ModelCard, upload
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
-from keras_moe.models.conversion.export import export_weights
-from keras_moe.models.decoder import DecoderBackbone
+from keras_moe.models.conversion.keras_hub_experts import replace_moe
 from keras_moe.models.description import Description, Part
-from keras_moe.models.image_classifier import ClassProbability, ImageClassifier
-from keras_moe.models.image_preprocessor import ImagePreprocessor
-from keras_moe.models.keras_hub_experts import replace_moe
-from keras_moe.models.limoe import LIMoEBackbone
-from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
-from keras_moe.models.model_card import CardResult, ModelCard, upload
-from keras_moe.models.packing import pack
+from keras_moe.models.export import export_weights
+from keras_moe.models.loading.blueprint import Blueprint, resolve
+from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.preprocessing.packing import pack
+from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.presets import (
     abstract,
     convert,
@@ -45,13 +46,12 @@ from keras_moe.models.registry import (
     register_presets,
     register_task,
 )
-from keras_moe.models.source import Blueprint, resolve
-from keras_moe.models.task import MoETask
-from keras_moe.models.text import TextBackbone
-from keras_moe.models.text_tokenizer import TextTokenizer
-from keras_moe.models.tower import Tower, TowerOutputs, image_tower
+from keras_moe.models.tasks.base import MoETask
+from keras_moe.models.tasks.causal_lm import CausalLM, Perplexity
+from keras_moe.models.tasks.contrastive import ContrastiveModel
+from keras_moe.models.tasks.contrastive_metrics import ContrastiveAccuracy
+from keras_moe.models.tasks.image_classifier import ClassProbability, ImageClassifier
 from keras_moe.models.variants import VARIANTS, Variant
-from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
 __all__ = [
     "VARIANTS",

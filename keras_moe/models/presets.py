@@ -4,11 +4,11 @@ import fnmatch
 from collections.abc import Callable
 from typing import Any
 
-from keras_moe.compat import kept_random_states
+from keras_moe._compat import kept_random_states
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.description import Description
-from keras_moe.models.source import build, resolve
+from keras_moe.models.loading.blueprint import build, resolve
 
 
 def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, str]:

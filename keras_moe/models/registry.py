@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, nearest
-from keras_moe.files import shipped_files
+from keras_moe._checks import check_argument_names, nearest
+from keras_moe._files import shipped_files
 from keras_moe.models.variants import VARIANTS
 
 _BACKBONES: dict[str, type] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.primitives import custom_gradient, take
+from keras_moe.ops._primitives import custom_gradient, take
 
 
 def gather_rows(table: Any, rows: Any, readers: Any) -> Any:
@@ -40,9 +40,9 @@ def _kernels(table):
     """The backend's own functions if it has some for this table, or None."""
     if keras.backend.backend() != "torch":
         return None
-    from keras_moe.ops.kernels import gradients_torch
+    from keras_moe.ops.kernels import _gradients_torch
 
-    return gradients_torch if gradients_torch.gathers_are_valid(table) else None
+    return gradients_torch if _gradients_torch.gathers_are_valid(table) else None
 
 
 def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
@@ -135,7 +135,6 @@ def _slot_kernels(rows, owners, num_tokens=1):
     is_known = all(isinstance(x, int) and x > 0 for x in sizes)
     if keras.backend.backend() != "jax" or not is_known:
         return None
-    from keras_moe.ops.kernels import slot_rows_jax
 
     return slot_rows_jax
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.primitives import max_along, min_along, take_along_axis, top_values
+from keras_moe.ops._primitives import max_along, min_along, take_along_axis, top_values
 
 # Utilities below are forbidden. Far enough that no potential makes up for it.
 FORBIDDEN = -1e4
@@ -318,9 +318,9 @@ def _solve(matrices, columns):
     if keras.backend.backend() != "jax":
         # Other backends' Cholesky factors raise an error for NaN.
         return ops.solve(matrices, columns)
-    from keras_moe.ops.kernels import positive_definite_jax
+    from keras_moe.ops.kernels import _positive_definite_jax
 
-    return positive_definite_jax.solve(matrices, columns)
+    return _positive_definite_jax.solve(matrices, columns)
 
 
 def _curvature(curved, mixed, slope, stiffness):

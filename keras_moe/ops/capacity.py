@@ -10,7 +10,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of, check_positive
+from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}

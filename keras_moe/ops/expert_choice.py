@@ -7,9 +7,9 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_affinity, check_one_of
+from keras_moe._checks import check_affinity, check_one_of
+from keras_moe.ops._primitives import scatter, take, top_values
 from keras_moe.ops.plans import SlotPlan
-from keras_moe.ops.primitives import scatter, take, top_values
 
 NORMALIZATIONS = (None, "after")
 

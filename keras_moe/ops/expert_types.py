@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 
 # In the order of a router's logits.
 EXPERT_TYPES = ("ffn", "zero", "copy", "constant")

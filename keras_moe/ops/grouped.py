@@ -9,8 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import fits_shape
-from keras_moe.ops.kernels.block_loops import Weights
+from keras_moe._checks import fits_shape
+from keras_moe.ops.kernels._block_loops import Weights
 
 
 def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
@@ -163,11 +163,11 @@ def _kernels():
     """The grouped kernels of the backend."""
     backend = keras.backend.backend()
     if backend == "jax":
-        from keras_moe.ops.kernels import grouped_jax as kernels
+        from keras_moe.ops.kernels import _grouped_jax as kernels
     elif backend == "tensorflow":
-        from keras_moe.ops.kernels import grouped_tensorflow as kernels
+        from keras_moe.ops.kernels import _grouped_tensorflow as kernels
     else:
-        from keras_moe.ops.kernels import grouped_torch as kernels
+        from keras_moe.ops.kernels import _grouped_torch as kernels
     return kernels
 
 

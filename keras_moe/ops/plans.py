@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.checks import fits_shape
+from keras_moe._checks import fits_shape
+from keras_moe.ops._primitives import take_along_axis, vmap_groups
 from keras_moe.ops._rows import add_slots, combine_rows, gather_rows, gather_slots
-from keras_moe.ops.primitives import take_along_axis, vmap_groups
 
 
 class Routing(NamedTuple):

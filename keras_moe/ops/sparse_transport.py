@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of, check_positive
+from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.ops import _sparse_solvers as solvers
 from keras_moe.ops._sparse_solvers import FORBIDDEN, project
 from keras_moe.ops.transport import Transport, check_matrix, token_mass, with_marginals

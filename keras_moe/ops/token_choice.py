@@ -8,25 +8,25 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_affinity,
     check_integer,
     check_one_of,
     check_selected,
     fits_shape,
 )
-from keras_moe.ops.plans import (
-    HeterogeneousPlan,
-    RaggedPlan,
-    RoutingPlan,
-    one_hot_choices,
-)
-from keras_moe.ops.primitives import (
+from keras_moe.ops._primitives import (
     max_along,
     scatter,
     searchsorted,
     take,
     take_along_axis,
+)
+from keras_moe.ops.plans import (
+    HeterogeneousPlan,
+    RaggedPlan,
+    RoutingPlan,
+    one_hot_choices,
 )
 
 NORMALIZATIONS = (None, "before", "after")
@@ -122,9 +122,9 @@ def _fill_slots(experts, rank, *sizes):
     """The form of `fill_slots` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return fill_slots(experts, rank, *sizes)
-    from keras_moe.ops.kernels import token_queues_jax
+    from keras_moe.ops.kernels import _token_queues_jax
 
-    return token_queues_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
+    return _token_queues_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
 
 
 def fill_slots(
@@ -289,9 +289,9 @@ def _invert(permutation):
     """The form of `invert` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return invert(permutation)
-    from keras_moe.ops.kernels import token_queues_jax
+    from keras_moe.ops.kernels import _token_queues_jax
 
-    return token_queues_jax.invert(permutation, other=invert)
+    return _token_queues_jax.invert(permutation, other=invert)
 
 
 def invert(permutation: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_mask, check_positive
-from keras_moe.ops.primitives import max_along
+from keras_moe._checks import check_integer, check_mask, check_positive
+from keras_moe.ops._primitives import max_along
 
 # Iterations on one kernel. Between two of them an expert's scaling changes by a factor
 # of at most S, so that five stay within float32 up to ten million tokens.

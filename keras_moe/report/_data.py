@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.checks import fits_shape
+from keras_moe._checks import fits_shape
+from keras_moe._processes import predict_batch
 from keras_moe.ops import Routing
-from keras_moe.processes import predict_batch
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, plain_text
 from keras_moe.report.section import Batch
 

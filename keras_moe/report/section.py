@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
 from keras_moe.report.model import Block, ReportedModel
 
 LEVELS = ("good", "notice", "problem")

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe._version import __version__
-from keras_moe.analysis.plots.figure import figure_svg, write_figure
-from keras_moe.checks import check_integer, import_extra
-from keras_moe.files import (
+from keras_moe._checks import check_integer, import_extra
+from keras_moe._files import (
     is_plain_file,
     read_text,
     staged_folder,
     write_json,
     write_text,
 )
+from keras_moe._version import __version__
+from keras_moe.analysis.plots._figure import figure_svg, write_figure
 from keras_moe.report._data import array_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report._score import Score

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_values,
     check_bool,
     check_concrete,

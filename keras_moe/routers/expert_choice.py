@@ -8,9 +8,9 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.plans import SlotPlan
-from keras_moe.ops.primitives import vmap_groups
 from keras_moe.routers.sparse_router import SparseRouter
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, nearest
+from keras_moe._checks import check_argument_names, nearest
 from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
 from keras_moe.routers.pathway_aware import PathwayAwareRouter

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_values,
     check_concrete,
     check_integer,
@@ -17,10 +17,10 @@ from keras_moe.checks import (
     check_seed,
     fits_shape,
 )
-from keras_moe.freezing import KeepsFrozen
+from keras_moe._freezing import KeepsFrozen
+from keras_moe.ops._initializers import PathInitializer
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.initializers import PathInitializer
 from keras_moe.ops.plans import Routing
 
 

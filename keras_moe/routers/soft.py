@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_bool,
     check_initializer,
     check_integer,

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_bool,
     check_concrete,
     check_disjoint,
@@ -19,8 +19,8 @@ from keras_moe.checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe.ops._initializers import PerExpert
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.initializers import PerExpert
 from keras_moe.ops.plans import Routing
 from keras_moe.routers import affinities
 from keras_moe.routers.router import Router

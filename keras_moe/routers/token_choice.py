@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     check_bool,
     check_indices,
     check_integer,
@@ -18,8 +18,8 @@ from keras_moe.checks import (
     check_selected,
     outer_stack_level,
 )
+from keras_moe.ops._primitives import vmap_groups
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
-from keras_moe.ops.primitives import vmap_groups
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     PRIORITIES,

@@ -20,8 +20,8 @@ from keras import ops
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from keras_moe.checks import import_extra
-from keras_moe.files import (
+from keras_moe._checks import import_extra
+from keras_moe._files import (
     check_free_space,
     check_room,
     is_plain_file,
@@ -34,8 +34,8 @@ from keras_moe.files import (
     sync_folder,
     write_text,
 )
-from keras_moe.models.remote import check_storage
-from keras_moe.processes import rank_and_world_size
+from keras_moe._processes import rank_and_world_size
+from keras_moe.models._remote import check_storage
 
 STATE_FILE = "state.json"
 # Orbax item that holds the state.
@@ -245,7 +245,7 @@ def _is_sharded(value):
 def _value_to_save(value):
     if not _is_sharded(value):
         return np.asarray(ops.convert_to_numpy(value))
-    from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+    from keras_moe.ops.kernels._sharded_arrays_jax import with_shards
 
     return with_shards(value)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from keras_moe.checks import check_integer
-from keras_moe.files import path_within
+from keras_moe._checks import check_integer
+from keras_moe._files import path_within
+from keras_moe._processes import process_index
 from keras_moe.models import TextTokenizer
-from keras_moe.processes import process_index
 from keras_moe.training.objectives import Objective
 
 _CLIP, _TRAINED = "clip", "trained"

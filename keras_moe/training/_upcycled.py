@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.compat import own_variables
+from keras_moe._compat import own_variables
 from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.models import describe
-from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
+from keras_moe.models.backbones._pairs import MODALITIES, PairBackbone
 from keras_moe.routers import TokenChoiceRouter
 
 # Suffix of an expert weight's path -> suffix of the dense weight that is tiled.

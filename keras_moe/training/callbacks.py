@@ -13,14 +13,14 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of, import_extra
-from keras_moe.compat import (
+from keras_moe._checks import check_integer, check_one_of, import_extra
+from keras_moe._compat import (
     kept_random_states,
     moving_averages,
     own_variables,
     restored,
 )
-from keras_moe.processes import process_index
+from keras_moe._processes import process_index
 
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer
-from keras_moe.files import locked, new_partial, path_within, recover_folder
-from keras_moe.processes import (
+from keras_moe._checks import check_integer
+from keras_moe._files import locked, new_partial, path_within, recover_folder
+from keras_moe._processes import (
     broadcast_from_primary,
     checked_all_gather,
     rank_and_world_size,
@@ -261,7 +261,7 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
     ...         pass
     Traceback (most recent call last):
         ...
-    keras_moe.files.FolderInUse: Expected no one else at work on the run in ...
+    keras_moe._files.FolderInUse: Expected no one else at work on the run in ...
     """
     if formats.is_remote(folder):
         yield

@@ -3,11 +3,11 @@
 import dataclasses
 
 from keras_moe import data
-from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe._checks import check_bool, check_integer, check_one_of
+from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
-from keras_moe.losses.pairs import check_similarity
+from keras_moe.losses._pairs import check_similarity
 from keras_moe.models import ContrastiveAccuracy, ContrastiveModel
-from keras_moe.processes import process_shard
 from keras_moe.training._tokenized import TokenizedObjective
 from keras_moe.training.data_sections import Datasets, PairData
 from keras_moe.training.objectives import Monitor, register_objective

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe import data
-from keras_moe.checks import check_integer, check_one_of, check_positive
+from keras_moe._checks import check_integer, check_one_of, check_positive
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.data.sources import has_captions
 from keras_moe.training.sections import Section

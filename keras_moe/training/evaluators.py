@@ -6,7 +6,9 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_integer
+from keras_moe._checks import check_integer
+from keras_moe._files import write_json
+from keras_moe._processes import process_index
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
 from keras_moe.evaluation.retrieval import KS, check_ks
@@ -15,8 +17,6 @@ from keras_moe.evaluation.zero_shot import (
     read_class_names,
     read_templates,
 )
-from keras_moe.files import write_json
-from keras_moe.processes import process_index
 from keras_moe.training.callbacks import (
     PeriodicCallback,
     averages_in_place,

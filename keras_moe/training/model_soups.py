@@ -8,9 +8,9 @@ import keras
 import numpy as np
 
 from keras_moe import models
-from keras_moe.checks import check_bool, check_integer
-from keras_moe.files import regular_file
-from keras_moe.models.weights_file import checked_weights
+from keras_moe._checks import check_bool, check_integer
+from keras_moe._files import regular_file
+from keras_moe.models.saving._weights_file import checked_weights
 from keras_moe.training.checkpoints import is_checkpoint, open_checkpoint
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.schedules import OPEN_ENDED

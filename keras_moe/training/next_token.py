@@ -7,9 +7,9 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
+from keras_moe._processes import process_shard
 from keras_moe.losses import next_tokens
 from keras_moe.models import CausalLM, Perplexity, pack
-from keras_moe.processes import process_shard
 from keras_moe.training._tokenized import TokenizedObjective
 from keras_moe.training.data_sections import Datasets, TextData
 from keras_moe.training.objectives import Monitor, register_objective

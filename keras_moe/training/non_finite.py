@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.compat import (
+from keras_moe._compat import (
     flatten_layers,
     kept_random_states,
     own_variables,

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import keras
 
 from keras_moe import data, evaluation, models
-from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe._checks import check_bool, check_integer, check_one_of
+from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.registry import is_architecture
-from keras_moe.processes import process_shard
 from keras_moe.training.callbacks import MODES
 from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1

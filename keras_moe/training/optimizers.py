@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_names,
     check_argument_names,
     check_dropout,
@@ -20,7 +20,7 @@ from keras_moe.checks import (
     check_one_of,
     check_positive,
 )
-from keras_moe.compat import (
+from keras_moe._compat import (
     count_batches,
     moving_averages,
     rate_or_schedule,

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 
 from keras_moe import models
-from keras_moe.checks import LARGEST_SEED, check_integer, check_string, nearest
-from keras_moe.files import read_text, shipped_files, write_json
+from keras_moe._checks import LARGEST_SEED, check_integer, check_string, nearest
+from keras_moe._files import read_text, shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
 from keras_moe.training.data_sections import (
     DataConfig,

@@ -15,6 +15,9 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe._checks import check_bool, check_integer
+from keras_moe._files import write_text
+from keras_moe._processes import batch_devices, predict_batch, process_index
 from keras_moe.analysis._hooks import Hooked
 from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.routing import (
@@ -30,9 +33,6 @@ from keras_moe.analysis.usage import (
     masks_padding,
     merged_usage,
 )
-from keras_moe.checks import check_bool, check_integer
-from keras_moe.files import write_text
-from keras_moe.processes import batch_devices, predict_batch, process_index
 from keras_moe.training.callbacks import (
     EventFile,
     PeriodicCallback,

@@ -14,8 +14,8 @@ import keras
 from keras import ops
 
 from keras_moe import data
-from keras_moe.files import read_text, write_json
-from keras_moe.processes import (
+from keras_moe._files import read_text, write_json
+from keras_moe._processes import (
     broadcast_from_primary,
     process_index,
     rank_and_world_size,
@@ -177,7 +177,7 @@ def _use_cache(folder):
             f"received: compilation_cache={folder!r}, "
             f"backend={keras.backend.backend()!r}"
         )
-    from keras_moe.distribution.compilation_jax import use_cache
+    from keras_moe._backends.jax_compilation import use_cache
 
     use_cache(os.path.expanduser(folder))
 

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe._checks import check_integer
+from keras_moe._compat import random_states, set_backend_states, set_random_states
 from keras_moe._version import __version__
-from keras_moe.checks import check_integer
-from keras_moe.compat import random_states, set_backend_states, set_random_states
 from keras_moe.training.callbacks import BestEpoch, Progress
 from keras_moe.training.checkpoints import (
     Checkpoint,

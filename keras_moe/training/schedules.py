@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_names,
     check_integer,
     check_not_negative,

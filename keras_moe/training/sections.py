@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from keras_moe.checks import check_argument_names, check_bool, check_dtype
+from keras_moe._checks import check_argument_names, check_bool, check_dtype
 
 
 class Section:

@@ -9,21 +9,25 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import (
+from keras_moe._checks import (
     argument_names,
     check_argument_names,
     check_integer,
     check_not_negative,
     check_one_of,
 )
-from keras_moe.compat import flatten_layers
-from keras_moe.freezing import copy_freezing
+from keras_moe._compat import flatten_layers
+from keras_moe._freezing import copy_freezing
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import Blueprint, convert, registry
-from keras_moe.models.adaptation import TRAINING
-from keras_moe.models.overrides import apply_overrides, moe_names, tower_families
+from keras_moe.models.loading._overrides import (
+    apply_overrides,
+    moe_names,
+    tower_families,
+)
+from keras_moe.models.saving._lora import TRAINING
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training._upcycled import (
     UpcyclingReport,

@@ -24,7 +24,7 @@ from keras_moe.analysis import (
     select_experts,
 )
 from keras_moe.ops import Routing
-from keras_moe.routers.pruned import METHODS
+from keras_moe.routers._pruned import METHODS
 from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.small_models import SMALL, images, with_weights
 

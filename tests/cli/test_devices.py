@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from keras_moe.cli.devices import set_devices, start_processes
+from keras_moe.cli._devices import set_devices, start_processes
 from keras_moe.cli.main import make_parser
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
-from keras_moe.cli.inputs import find_examples
+from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
 
 pytest.importorskip("tensorflow")

@@ -10,7 +10,7 @@ import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli import evaluate
-from keras_moe.cli.inputs import find_examples
+from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
 from tests.small_models import with_weights

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from keras_moe import WRITTEN_BY_KERAS
 from keras_moe.cli import describe, train
-from keras_moe.cli.arguments import Result, override
+from keras_moe.cli._arguments import Result, override
 from keras_moe.cli.main import (
     COMMANDS,
     main,

@@ -72,7 +72,7 @@ def test_what_fails_leaves_the_older_preset(upcycle, mistake, dense, tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("keras_moe.files.write_json", full)
+        patched.setattr("keras_moe._files.write_json", full)
         assert "[Errno 28] No space" in mistake("upcycle", dense, output, *layers)
     assert contents(output) == before
     assert upcycle(output, *layers).status == 0

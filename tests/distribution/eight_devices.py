@@ -30,12 +30,12 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 from keras_moe import data, distribution, models  # noqa: E402
-from keras_moe.distribution import compilation_jax  # noqa: E402
+from keras_moe._backends import jax_compilation  # noqa: E402
 from tests.distribution import losses_on_devices  # noqa: E402
 from tests.small_models import ONE_BLOCK, SMALL  # noqa: E402
 
 # To compile for other devices hides XLA's flags, and not from these devices.
-with compilation_jax.alone():
+with jax_compilation.alone():
     keras.ops.zeros(1)
 
 VIT = {**SMALL, **ONE_BLOCK, "image_shape": (16, 16, 3), "patch_size": 8, "seed": 0}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from keras_moe import distribution, models, training
+from keras_moe.distribution._program import DoesNotFit, Program
 from keras_moe.distribution.compiled import GENERATIONS
-from keras_moe.distribution.program import DoesNotFit, Program
 
 SMALL = {"num_layers": 1, "moe_layers": [0], "load_weights": False}
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"%d"}}'
@@ -117,7 +117,6 @@ metadata={{op_name="block_1/moe/experts/ragged_dot_general" stack_frame_id=2}}, 
 def compilation():
     if keras.backend.backend() != "jax":
         pytest.skip("compiles with JAX")
-    from keras_moe.distribution import compilation_jax
 
     return compilation_jax
 

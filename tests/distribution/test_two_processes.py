@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_moe.models.weights_file import plain_values
+from keras_moe.models.saving._weights_file import plain_values
 from tests.forks import free_port, run_script
 
 

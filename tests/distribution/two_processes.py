@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from keras_moe import distribution, models, training  # noqa: E402
-from keras_moe.processes import gathered_batch  # noqa: E402
+from keras_moe._processes import gathered_batch  # noqa: E402
 from keras_moe.training.callbacks import unchanged  # noqa: E402
 from tests.forks import run_forked  # noqa: E402
 from tests.small_models import ONE_BLOCK, SMALL  # noqa: E402

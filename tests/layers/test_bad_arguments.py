@@ -45,7 +45,7 @@ def pruned(kept_experts=0, **arguments):
 
 
 def run(boundaries):
-    block = layers.EncoderBlock(layers.SelfAttention(2, 4), layers.MLP(4))
+    block = layers.Block(layers.SelfAttention(2, 4), layers.MLP(4))
     return block(zeros(1, 6, 8), boundaries=boundaries)
 
 
@@ -209,7 +209,7 @@ def pathway(*shape, gating_residual=True):
             "most largest_scale=2.0",
         ),
         (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
-        (lambda: layers.EncoderBlock(layers.MLP(4), layers.MLP(4), seed=-1), "seed=-1"),
+        (lambda: layers.Block(layers.MLP(4), layers.MLP(4), seed=-1), "seed=-1"),
         # Inputs that do not fit the layer.
         (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
         (lambda: moe().build((2, 8)), r"\(2, 8\)"),

@@ -8,7 +8,6 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import CausalAttention, CausalMask
-from keras_moe.ops import nn
 from tests.calls import compiled
 from tests.compare import assert_close, assert_same
 
@@ -124,13 +123,13 @@ def test_policies_costs_and_config(policy):
 @pytest.mark.every_backend
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a kernel of JAX")
 def test_tpus_have_a_kernel_for_it(monkeypatch):
-    from keras_moe.ops.kernels import attention_jax
+    from keras_moe.ops.kernels import _attention_jax
 
     mask, positions = CausalMask()(DOCUMENTS)
     full = attention(num_key_value_heads=None, dtype="mixed_bfloat16", dropout=0.5)
     inputs, called = (tokens(), mask, positions), []
     expected = ops.cast(full(*inputs), "float32")
-    attend = attention_jax.attend
+    attend = _attention_jax.attend
     monkeypatch.setattr(nn, "is_bfloat16_on_tpus", lambda query: True)
     monkeypatch.setattr(
         attention_jax, "attend", lambda *args: called.append(1) or attend(*args)

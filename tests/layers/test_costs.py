@@ -72,19 +72,15 @@ LAYERS = {
     "grouped CausalAttention": lambda: layers.CausalAttention(
         **ATTENTION, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
     ),
-    "EncoderBlock of one RMS norm": lambda: layers.EncoderBlock(
+    "Block of one RMS norm": lambda: layers.Block(
         layers.TokenMLP(5), layers.MLP(16), norm="rms", feed_forward_norm=False
     ),
-    "EncoderBlock": lambda: layers.EncoderBlock(
-        layers.SelfAttention(**ATTENTION), layers.MLP(16)
-    ),
-    "EncoderBlock of a Mixer": lambda: layers.EncoderBlock(
-        layers.TokenMLP(5), layers.MLP(16)
-    ),
-    "MoEEncoderBlock": lambda: layers.MoEEncoderBlock(
+    "Block": lambda: layers.Block(layers.SelfAttention(**ATTENTION), layers.MLP(16)),
+    "Block of a Mixer": lambda: layers.Block(layers.TokenMLP(5), layers.MLP(16)),
+    "MoEBlock": lambda: layers.MoEBlock(
         layers.SelfAttention(**ATTENTION), moe(routers.TokenChoiceRouter(E))
     ),
-    "MoEEncoderBlock of muMoE": lambda: layers.MoEEncoderBlock(
+    "MoEBlock of muMoE": lambda: layers.MoEBlock(
         layers.TokenMuMoE(layers.MuMoEBlock(16, num_experts=4, rank=3)),
         layers.MuMoEBlock(16, num_experts=4, rank=3),
     ),

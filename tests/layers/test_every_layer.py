@@ -191,7 +191,7 @@ MAKERS = {
         **kw,
     ),
     "ClassToken": layers.ClassToken,
-    "EncoderBlock": lambda **kw: layers.EncoderBlock(
+    "Block": lambda **kw: layers.Block(
         attention(dtype=kw.get("dtype")),
         mlp(dtype=kw.get("dtype")),
         use_bias=False,
@@ -209,7 +209,7 @@ MAKERS = {
     "MoE of several expert types": moe_plus_plus,
     "MuMoE": mumoe,
     "MuMoEBlock": mumoe_block,
-    "MoEEncoderBlock": lambda **kw: layers.MoEEncoderBlock(
+    "MoEBlock": lambda **kw: layers.MoEBlock(
         layers.TokenMLP(mlp_dim=5, dtype=kw.get("dtype")),
         moe(dtype=kw.get("dtype")),
         norm="rms",
@@ -270,11 +270,11 @@ def test_layer(name, tmp_path):
 
 # Those made of layers whose policies may differ from their own. On JAX each of the
 # others would take seconds.
-OF_LAYERS = ("EncoderBlock", "LayerScale", "MoE", "MoE of several expert types")
+OF_LAYERS = ("Block", "LayerScale", "MoE", "MoE of several expert types")
 
 
 @pytest.mark.parametrize(
-    "name", every_backend_for(MAKERS, *OF_LAYERS, "MoEEncoderBlock", "TokenMuMoE")
+    "name", every_backend_for(MAKERS, *OF_LAYERS, "MoEBlock", "TokenMuMoE")
 )
 # What Keras says of layers without weights, and of weights that their call ignores.
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
@@ -328,7 +328,7 @@ def test_a_block_takes_any_layer_that_returns_a_record():
         def call(self, inputs, training=None):
             return super().call(inputs, training=training), inputs
 
-    block = layers.MoEEncoderBlock(layers.SelfAttention(2, 2), Recorded(8))
+    block = layers.MoEBlock(layers.SelfAttention(2, 2), Recorded(8))
     tokens, record = block(np.ones((1, 2, 4), "float32"))
     assert tuple(tokens.shape) == tuple(record.shape) == (1, 2, 4)
 

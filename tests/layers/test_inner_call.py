@@ -8,14 +8,14 @@ from keras import ops
 from keras_moe import routers
 from keras_moe.layers import (
     MLP,
-    EncoderBlock,
+    Block,
     Experts,
     LayerNorm,
     MoE,
-    MoEEncoderBlock,
+    MoEBlock,
     SelfAttention,
 )
-from keras_moe.layers.inner_call import inner_call
+from keras_moe.layers._inner_call import inner_call
 from tests.compare import assert_close, assert_same
 from tests.small_models import with_weights
 
@@ -50,8 +50,8 @@ def blocks(**kwargs):
     router = routers.TokenChoiceRouter(2, noise_std=1.0, seed=1)
     experts = MoE(router, Experts(2, 8, dropout=0.5, seed=2), **kwargs)
     parts = {
-        EncoderBlock: MLP(8, dropout=0.5, seed=3, **kwargs),
-        MoEEncoderBlock: experts,
+        Block: MLP(8, dropout=0.5, seed=3, **kwargs),
+        MoEBlock: experts,
     }
     for cls, feed_forward in parts.items():
         mixer = SelfAttention(**attention, seed=4, **kwargs)
@@ -75,7 +75,9 @@ def test_outputs_are_those_of_keras_calls(dtype, training, calls, monkeypatch):
     results = {}
     for way in ("inner", "keras"):
         if way == "keras":
-            monkeypatch.setattr("keras_moe.layers.inner_call._is_all", lambda *_: False)
+            monkeypatch.setattr(
+                "keras_moe.layers._inner_call._is_all", lambda *_: False
+            )
         calls.clear()
         for number, block in enumerate(blocks(dtype=dtype)):
             outputs = block(ops.convert_to_tensor(X), training=training)
@@ -162,7 +164,7 @@ def test_a_layer_without_training_gets_none():
             return x / 2
 
     for feed_forward in (Half(), keras.layers.LayerNormalization()):
-        block = EncoderBlock(SelfAttention(2, 2), feed_forward)
+        block = Block(SelfAttention(2, 2), feed_forward)
         assert tuple(block(ops.convert_to_tensor(X), training=True).shape) == X.shape
 
 

@@ -4,7 +4,7 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import LayerNorm
-from keras_moe.ops.nn import is_bfloat16_on_tpus
+from keras_moe.ops._nn import is_bfloat16_on_tpus
 from tests.compare import assert_close
 from tests.gradients import gradient
 

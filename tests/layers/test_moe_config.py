@@ -9,12 +9,12 @@ import pytest
 from keras_moe import losses
 from keras_moe.layers import (
     MLP,
-    EncoderSpec,
     MoE,
     MoEConfig,
     MuMoEBlock,
     MuMoEConfig,
     SelfAttention,
+    TowerSpec,
     moe_config,
 )
 from keras_moe.routers import (
@@ -79,7 +79,7 @@ def named(**arguments):
 
 
 def blocks(moe, num_layers=3, **arguments):
-    spec = EncoderSpec(
+    spec = TowerSpec(
         num_layers=num_layers, num_tokens=9, mlp_dim=8, moe=moe, **arguments
     )
     return [b.feed_forward for b in spec.blocks(lambda _: SelfAttention(2, 4))]

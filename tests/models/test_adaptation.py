@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from keras_moe import data, models
-from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier, adaptation
+from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
+from keras_moe.models.saving import _lora
 from tests.backends import every_backend_for
 from tests.small_models import SMALL, images
 
@@ -129,7 +130,7 @@ def test_the_adapters_alone_are_saved_and_loaded(tmp_path, monkeypatch):
             wrong.load_lora_weights(path)
     # A save that fails leaves the old file.
     before = path.read_bytes()
-    monkeypatch.setattr(adaptation.keras.ops, "convert_to_numpy", lambda _: object())
+    monkeypatch.setattr(_lora.keras.ops, "convert_to_numpy", lambda _: object())
     with pytest.raises(TypeError):
         model.backbone.save_lora_weights(path)
     monkeypatch.undo()
@@ -161,10 +162,10 @@ def test_adapters_in_another_file_are_not_read(tmp_path):
         file.attrs.update({"rank": 2, "target_layer_names": ["query"]})
         file.create_dataset("x", (4,), "float32", external=[(str(other), 0, 16)])
     with pytest.raises(ValueError, match=rf"{path}.*another file"):
-        adaptation.load_adapters(None, path)
+        _lora.load_adapters(None, path)
     h5py.File(path, "w").close()
     with pytest.raises(ValueError, match=rf"of save_lora_weights; .*{path}"):
-        adaptation.load_adapters(None, path)
+        _lora.load_adapters(None, path)
 
 
 # int8

@@ -5,7 +5,7 @@ import pytest
 from keras.losses import MeanSquaredError
 
 from keras_moe import models
-from keras_moe.layers import MLP, EncoderBlock, MuMoE, SelfAttention
+from keras_moe.layers import MLP, Block, MuMoE, SelfAttention
 from keras_moe.losses import SigmoidContrastiveLoss
 from keras_moe.models import (
     ContrastiveAccuracy,
@@ -18,7 +18,7 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
-from keras_moe.models.overrides import updated_moe
+from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.training import upcycle
 from tests.pair_models import IDS, IMAGE, IMAGES, MOE, PAIRS, TEXT, TEXTS, clip, limoe
 from tests.refusals import check_refused, named_values
@@ -78,7 +78,7 @@ MAKERS = {
     "tokenizer": lambda **kw: TextTokenizer(
         **{"tokenizer": small_tokenizer().tokenizer, **kw}
     ),
-    "block": lambda **kw: EncoderBlock(SelfAttention(2, 4), MLP(8), **kw),
+    "block": lambda **kw: Block(SelfAttention(2, 4), MLP(8), **kw),
     "clip": clip,
     "limoe": limoe,
     "contrastive accuracy": ContrastiveAccuracy,

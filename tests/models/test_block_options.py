@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.layers import MLP, EncoderBlock, SelfAttention
+from keras_moe.layers import MLP, Block, SelfAttention
 from tests.calls import call
 from tests.small_models import images
 
@@ -44,7 +44,7 @@ def scales(backbone):
 
 @pytest.mark.every_backend
 def test_layer_scale_by_hand():
-    block = EncoderBlock(
+    block = Block(
         SelfAttention(2, 4), MLP(16), layer_scale_initial_value=0.5, name="block"
     )
     tokens = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
@@ -124,7 +124,7 @@ class Constant(keras.layers.Layer):
 
 def deep_block(**kwargs):
     kwargs = {"stochastic_depth": RATE, "seed": 5, **kwargs}
-    return EncoderBlock(Constant(1.0), Constant(10.0), **kwargs)
+    return Block(Constant(1.0), Constant(10.0), **kwargs)
 
 
 def branches(layer, training=True):

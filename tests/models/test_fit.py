@@ -11,13 +11,7 @@ import pytest
 from keras import losses, ops
 
 from keras_moe.losses import SigmoidCrossentropy
-from keras_moe.models import (
-    CausalLM,
-    DecoderBackbone,
-    ViTBackbone,
-    ViTImageClassifier,
-    compilation,
-)
+from keras_moe.models import CausalLM, DecoderBackbone, ViTBackbone, ViTImageClassifier
 from tests.small_models import ONE_BLOCK, SMALL, images, small_classifier
 
 BACKEND = keras.backend.backend()

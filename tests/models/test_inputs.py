@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models import input_checks
+from keras_moe.models.base import _input_checks
 from tests.calls import call
 from tests.small_models import ONE_BLOCK, SMALL
 
@@ -208,7 +208,7 @@ def test_pixels_from_0_to_255_of_any_source_warn_once(source):
 def test_scale_of_pixels(images, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        input_checks.warn_of_raw_pixels(vit(**ONE_BLOCK), images)
+        _input_checks.warn_of_raw_pixels(vit(**ONE_BLOCK), images)
     assert len(caught) == warns
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.layers import LogitScale
-from keras_moe.models.pair_backbone import PairBackbone
+from keras_moe.models.backbones._pairs import PairBackbone
 from keras_moe.routers import Router
 
 TestCase = importlib.import_module("keras_hub.src.tests.test_case").TestCase

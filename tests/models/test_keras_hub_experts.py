@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import compat, layers, models
+from keras_moe import _compat, layers, models
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import IDS, PROMPTS, TEXTS, language_model
 
@@ -104,7 +104,7 @@ def test_a_replaced_layer_is_forgotten():
     owner = keras.layers.TimeDistributed(inner)
     owner.build((None, 4, 3))
     other.build((None, 3))
-    compat.replace_layer(owner, "layer", other)
+    _compat.replace_layer(owner, "layer", other)
     assert len(owner.weights) == 1
     assert owner.layer is other
     assert len(model.weights) == 2

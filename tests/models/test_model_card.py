@@ -7,7 +7,7 @@ import keras_hub
 import pytest
 
 from keras_moe import models
-from keras_moe.models.model_card import CARD, MARK
+from keras_moe.models.base.model_card import CARD, MARK
 
 SIZES = {"image_shape": (8, 8, 1), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 12}
 SIZES |= {"num_layers": 2, "num_heads": 2, "moe_layers": [1], "num_experts": 3}

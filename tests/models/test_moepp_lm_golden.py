@@ -260,7 +260,7 @@ def test_released_folders_load_and_go_back(name, tmp_path):
 
 
 def test_large_exports_are_split(tmp_path, monkeypatch):
-    from keras_moe.models.conversion import export
+    from keras_moe.models import export
 
     model = models.from_preset(released(tmp_path))
     monkeypatch.setattr(export, "_SHARD", 50_000)

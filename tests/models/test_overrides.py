@@ -3,7 +3,7 @@
 import pytest
 
 from keras_moe.layers import MoEConfig
-from keras_moe.models.overrides import updated_moe
+from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.routers import SoftRouter, TokenChoiceRouter
 
 

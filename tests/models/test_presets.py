@@ -104,7 +104,9 @@ SMALL = {
 
 
 def test_random_weights_are_said_once(saved, monkeypatch, recwarn):
-    monkeypatch.setattr("keras_moe.models.source._has_warned_of_random_weights", False)
+    monkeypatch.setattr(
+        "keras_moe.models.loading.blueprint._has_warned_of_random_weights", False
+    )
     models.from_preset("vmoe_s32", load_weights=False, **SMALL)
     models.from_preset("vmoe_digits", num_classes=3)
     models.from_preset(saved[0])

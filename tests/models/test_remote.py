@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from keras_moe import models
-from keras_moe.models.byte_pairs import END, START, trained_byte_pairs
+from keras_moe.models.preprocessing._byte_pairs import END, START, trained_byte_pairs
 from tests import golden, hub_server
 from tests.forks import run_python
 from tests.keras_hub_language_models import language_model

@@ -16,11 +16,14 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_moe import files, models
-from keras_moe.files import FolderInUse
-from keras_moe.models import weights_file
-from keras_moe.models.preset_folder import compare_checksums, compare_preset, staged
-from keras_moe.models.weights_file import (
+from keras_moe import models
+from keras_moe._files import FolderInUse
+from keras_moe.models.saving._preset_folder import (
+    compare_checksums,
+    compare_preset,
+    staged,
+)
+from keras_moe.models.saving._weights_file import (
     checked_weights,
     new_hdf5,
     plain_values,

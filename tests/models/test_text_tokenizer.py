@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models import TextBackbone, TextTokenizer, byte_pairs
-from keras_moe.models.byte_pairs import clip_byte_pairs
+from keras_moe.models import TextBackbone, TextTokenizer
+from keras_moe.models.preprocessing import _byte_pairs
+from keras_moe.models.preprocessing._byte_pairs import clip_byte_pairs
 from tests.pair_models import TEXT
 from tests.small_models import small_tokenizer as own
 
@@ -194,11 +195,11 @@ def test_own_byte_pairs():
 # Trains in a process that imports neither Keras nor the rest of the package.
 TRAIN = """
 import importlib.util, json, sys, types
-checks = types.ModuleType("keras_moe.checks")
+checks = types.ModuleType("keras_moe._checks")
 checks.check_integer = lambda name, value, *bounds: value
-files = types.ModuleType("keras_moe.files")
+files = types.ModuleType("keras_moe._files")
 files.read_bytes = files.read_text = None
-sys.modules.update({"keras_moe.checks": checks, "keras_moe.files": files})
+sys.modules.update({"keras_moe._checks": checks, "keras_moe._files": files})
 spec = importlib.util.spec_from_file_location("byte_pairs", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -209,7 +210,7 @@ print(json.dumps(module.trained_byte_pairs(captions, 560).merges))
 
 def test_every_process_trains_the_same_byte_pairs():
     # Most of these pairs are as frequent as others, and hash maps differ by process.
-    command = [sys.executable, "-c", TRAIN, byte_pairs.__file__]
+    command = [sys.executable, "-c", TRAIN, _byte_pairs.__file__]
     outputs = {
         subprocess.run(command, capture_output=True, check=True).stdout
         for _ in range(10)

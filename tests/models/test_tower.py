@@ -7,16 +7,16 @@ from keras import ops
 
 from keras_moe.layers import (
     MLP,
-    EncoderBlock,
-    EncoderSpec,
+    Block,
     LayerNorm,
     MoEConfig,
     MuMoEConfig,
     SelfAttention,
     TokenMLP,
+    TowerSpec,
 )
 from keras_moe.models import TextBackbone, image_tower
-from keras_moe.models.tower import Tower
+from keras_moe.models.backbones.tower import Tower
 from tests.calls import call
 from tests.small_models import with_weights
 
@@ -37,7 +37,7 @@ MOES = {
 
 
 def model_of(moe, **arguments):
-    spec = EncoderSpec(
+    spec = TowerSpec(
         num_layers=2, num_tokens=6, mlp_dim=8, moe=moe, seed=0, **arguments
     )
     tower = Tower((), spec.blocks(lambda _: SelfAttention(2, 4)), LayerNorm())
@@ -69,13 +69,13 @@ def test_padding_changes_no_other_token(kind, rematerialize):
 
 
 def test_masks_that_do_not_fit_are_refused():
-    block = EncoderBlock(SelfAttention(2, 4), MLP(8))
+    block = Block(SelfAttention(2, 4), MLP(8))
     with pytest.raises(ValueError, match=r"mask.shape=\(3, 5\)"):
         block(TOKENS, mask=MASK[:, :5])
     with pytest.raises(ValueError, match=r"mask\.dtype=float32"):
         block(TOKENS, mask=MASK.astype("float32"))
     with pytest.raises(TypeError, match="mask"):
-        EncoderBlock(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
+        Block(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
 
 
 def test_a_config_without_arguments_is_told_which():

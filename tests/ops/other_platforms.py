@@ -11,10 +11,10 @@ import keras
 import numpy as np
 
 from keras_moe import layers, ops, routers
-from keras_moe.ops.kernels import platform_jax
+from keras_moe.ops.kernels import _platform_jax
 
 FILES = set()
-choose = platform_jax.by_platform
+choose = _platform_jax.by_platform
 
 
 def strict(*inputs, default, **forms):
@@ -32,7 +32,7 @@ def fails(*inputs):
 def main() -> None:
     # JAX may have no such module, or one without what the kernels take from it.
     sys.modules["jax.experimental.pallas"] = None
-    platform_jax.by_platform = strict
+    _platform_jax.by_platform = strict
     keras.config.set_dtype_policy("mixed_bfloat16")
     tokens = np.random.default_rng(0).normal(size=(2, 16, 8)).astype("float32")
     for router in (

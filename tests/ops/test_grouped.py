@@ -269,11 +269,11 @@ def test_nothing_to_do(kind, num_rows):
 
 def other_matmuls(name):
     """The grouped matmuls of TPUs, or those of GPUs as Pallas interprets them."""
-    from keras_moe.ops.kernels import grouped_jax, grouped_pallas
+    from keras_moe.ops.kernels import _grouped_jax, _grouped_pallas
 
     if name == "ragged_dot":
-        return grouped_jax.RAGGED
-    matmuls = grouped_pallas.forward, grouped_pallas.backward
+        return _grouped_jax.RAGGED
+    matmuls = _grouped_pallas.forward, _grouped_pallas.backward
     return [functools.partial(function, interpret=True) for function in matmuls]
 
 
@@ -286,7 +286,7 @@ each_other_platform = pytest.mark.parametrize("name", ["ragged_dot", "pallas"])
 def test_matmuls_of_other_platforms(name):
     import jax
 
-    from keras_moe.ops.kernels import block_loops
+    from keras_moe.ops.kernels import _block_loops
 
     (rows, kernels), cotangent = example(ROWS, len(SIZES), "matmul")
     sizes = np.array(SIZES, "int32")
@@ -297,7 +297,7 @@ def test_matmuls_of_other_platforms(name):
         )
         for forward, backward in (
             other_matmuls(name),
-            (block_loops.matmul_forward, block_loops.matmul_backward),
+            (_block_loops.matmul_forward, _block_loops.matmul_backward),
         )
     )
     assert_equal(actual, expected, ["kernels"])
@@ -310,27 +310,27 @@ def test_matmuls_of_other_platforms(name):
 def test_mlps_of_other_platforms(name, kind):
     import jax
 
-    from keras_moe.ops.kernels import block_loops, grouped_jax
+    from keras_moe.ops.kernels import _block_loops, _grouped_jax
 
     names, activation = WEIGHTS[kind]
     (rows, *weights), cotangent = example(ROWS, len(SIZES), kind)
     rows[sum(SIZES) :] = cotangent[sum(SIZES) :] = np.nan
-    weights = dict.fromkeys(block_loops.Weights._fields) | dict(zip(names, weights))
-    weights, sizes = block_loops.Weights(**weights), np.array(SIZES, "int32")
+    weights = dict.fromkeys(_block_loops.Weights._fields) | dict(zip(names, weights))
+    weights, sizes = _block_loops.Weights(**weights), np.array(SIZES, "int32")
 
     def run(forward, backward, rows, sizes, weights, cotangent):
         outputs, kept = forward(rows, sizes, weights, activation, True)
         gradients = backward(rows, sizes, weights, activation, kept, cotangent)
         return [outputs, *jax.tree.leaves(gradients)]
 
-    loops = functools.partial(block_loops.mlp_backward, vjp=jax.vjp)
-    composed = grouped_jax.composed_forward, grouped_jax.composed_backward
+    loops = functools.partial(_block_loops.mlp_backward, vjp=jax.vjp)
+    composed = _grouped_jax.composed_forward, _grouped_jax.composed_backward
     matmuls = other_matmuls(name)
     actual, expected = (
         jax.jit(functools.partial(run, *functions))(rows, sizes, weights, cotangent)
         for functions in (
             [functools.partial(function, matmuls=matmuls) for function in composed],
-            (block_loops.mlp_forward, loops),
+            (_block_loops.mlp_forward, loops),
         )
     )
     assert_close(actual, expected, 1e-4, 1e-4)
@@ -420,7 +420,7 @@ def test_forward_over_reverse_mode(kind):
 def test_ragged_matmuls_for_each_of_a_batch():
     import jax
 
-    from keras_moe.ops.kernels.platform_jax import traced_for
+    from keras_moe.ops.kernels._platform_jax import traced_for
 
     (rows, *weights), _ = example(6, 3, "matmul")
     sizes = np.array([[3, 0, 2], [0, 6, 0]], "int32")
@@ -460,7 +460,7 @@ def test_a_symbolic_number_of_rows():
 @on_torch
 @pytest.mark.parametrize("kind", ["mlp", "gated, no bias"])
 def test_matmuls_on_accelerators_and_in_graphs(kind):
-    from keras_moe.ops.kernels import grouped_torch
+    from keras_moe.ops.kernels import _grouped_torch
 
     names, activation = WEIGHTS[kind]
     arrays, cotangent = example(ROWS, len(SIZES), kind)
@@ -478,7 +478,7 @@ def test_matmuls_on_accelerators_and_in_graphs(kind):
         outputs_and_gradients(
             functools.partial(run, function), arrays, SIZES, cotangent
         )
-        for function in (grouped_torch.mlp_with_matmuls, grouped_torch.mlp_with_loop)
+        for function in (_grouped_torch.mlp_with_matmuls, _grouped_torch.mlp_with_loop)
     )
     assert_equal(actual, expected, names)
 
@@ -498,7 +498,7 @@ def test_the_kernel_of_gpus_without_a_gpu(monkeypatch, dtype, capability, is_use
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from keras_moe.ops.kernels import grouped_torch
+    from keras_moe.ops.kernels import _grouped_torch
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     # Fake tensors have no address.
@@ -507,7 +507,7 @@ def test_the_kernel_of_gpus_without_a_gpu(monkeypatch, dtype, capability, is_use
     with FakeTensorMode():
         rows, cotangent = (torch.empty(ROWS, size, **options) for size in (D, H))
         kernels = torch.empty(len(SIZES), D, H, **options)
-        assert grouped_torch.kernel_is_valid(rows, kernels) == is_used
+        assert _grouped_torch.kernel_is_valid(rows, kernels) == is_used
         if not is_used:
             return
         ends = torch.empty(len(SIZES), dtype=torch.int32, device="cuda")

@@ -4,7 +4,7 @@ import pytest
 from keras import initializers, ops
 
 from keras_moe.layers import MLP, Experts, PerExpert, SelfAttention
-from keras_moe.ops.initializers import PathInitializer, initial_values, skip_init
+from keras_moe.ops._initializers import PathInitializer, initial_values, skip_init
 from tests.compare import assert_same
 
 to_numpy = ops.convert_to_numpy

@@ -5,8 +5,8 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
+from keras_moe.ops._multilinear import _merged_matmul, _mixed, projections
 from keras_moe.ops.entmax import entmax15_and_source
-from keras_moe.ops.multilinear import _merged_matmul, _mixed, projections
 from tests.compare import assert_close
 from tests.gradients import gradient_and_outputs
 

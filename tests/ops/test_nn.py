@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.ops.nn import (
+from keras_moe.ops._nn import (
     attend,
     attend_reference,
     gelu_tanh,
@@ -93,7 +93,7 @@ def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
 def test_attention_is_keras_own(masked, dtype, monkeypatch):
     if keras.backend.backend() == "jax":
         # As on TPUs, where it is for bfloat16.
-        kernel = "keras_moe.ops.nn.is_bfloat16_on_tpus"
+        kernel = "keras_moe.ops._nn.is_bfloat16_on_tpus"
         monkeypatch.setattr(kernel, lambda query: True)
     query, key, value = normal(2, 5, 2, 4), normal(2, 6, 2, 4), normal(2, 6, 2, 4) + 1
     # The first query has no key to attend to.
@@ -113,7 +113,7 @@ def test_attention_is_keras_own(masked, dtype, monkeypatch):
 def test_attention_has_the_form_of_its_devices(monkeypatch):
     import jax
 
-    from keras_moe.ops.nn import has_float16_attention, has_own_attention
+    from keras_moe.ops._nn import has_float16_attention, has_own_attention
 
     query = keras.ops.zeros((1, 2, 1, 4), "bfloat16")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

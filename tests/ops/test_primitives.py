@@ -9,8 +9,8 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
+from keras_moe.ops._primitives import custom_gradient, real_power, remat
 from keras_moe.ops.entmax import entmax15_and_source
-from keras_moe.ops.primitives import custom_gradient, real_power, remat
 from tests.compare import assert_close
 from tests.gradients import gradient
 

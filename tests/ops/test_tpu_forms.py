@@ -32,7 +32,7 @@ def lowered(function, *inputs):
     """The program that JAX hands to a TPU's compiler."""
     import jax
 
-    from keras_moe.ops.kernels.platform_jax import traced_for
+    from keras_moe.ops.kernels._platform_jax import traced_for
 
     with traced_for("tpu"):
         traced = jax.jit(function).trace(*inputs)
@@ -48,7 +48,7 @@ def lowered(function, *inputs):
 def test_queues_by_counting(sizes, kind):
     import jax
 
-    from keras_moe.ops.kernels.token_queues_jax import by_counting
+    from keras_moe.ops.kernels._token_queues_jax import by_counting
 
     groups, tokens, selected, *queues = sizes
     generator = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_queues_by_counting(sizes, kind):
 @on_jax
 @pytest.mark.parametrize("size", [0, 1, 128, 1000])
 def test_inverse_by_matmul(size):
-    from keras_moe.ops.kernels.token_queues_jax import invert_by_matmul
+    from keras_moe.ops.kernels._token_queues_jax import invert_by_matmul
 
     permutation = np.random.default_rng(0).permutation(size).astype("int32")
     actual = invert_by_matmul(permutation)
@@ -127,7 +127,7 @@ def test_rows_of_slots_and_gradients(dtype):
 @every_backend
 @on_jax
 def test_slots_by_matmul():
-    from keras_moe.ops.kernels.slot_rows_jax import by_matmul, by_scatter
+    from keras_moe.ops.kernels._slot_rows_jax import by_matmul, by_scatter
 
     rows = rounded(normal(1, 2, 6, 3))
     assert_close(by_matmul(rows, OWNERS, 5), by_scatter(rows, OWNERS, 5), 1e-6, 1e-6)
@@ -176,12 +176,12 @@ def test_slots_in_whole_tiles_move_the_same_tokens(kind):
 @every_backend
 @on_jax
 def test_cholesky_solves_as_keras_does():
-    from keras_moe.ops.kernels import positive_definite_jax
+    from keras_moe.ops.kernels import _positive_definite_jax
 
     factors, columns = normal(1, 3, 8, 8), normal(2, 3, 8, 1)
     matrices = factors @ factors.swapaxes(1, 2) + np.eye(8, dtype="float32")
-    actual = positive_definite_jax.solve(matrices, columns)
+    actual = _positive_definite_jax.solve(matrices, columns)
     assert_close(actual, ops.solve(matrices, columns), 1e-4, 1e-5)
     matrices[1, 0, 0] = np.nan
-    actual = positive_definite_jax.solve(matrices, columns)
+    actual = _positive_definite_jax.solve(matrices, columns)
     assert_same(np.isnan(actual).any(axis=(1, 2)), [False, True, False])

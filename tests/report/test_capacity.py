@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from keras_moe.analysis.plots.figure import figure_svg
+from keras_moe.analysis.plots._figure import figure_svg
 from keras_moe.analysis.routing import served_at
 from keras_moe.report import Figure, Html, Options, Table
 from keras_moe.report import _queues as queues
 from keras_moe.report._markup import patch_tile, sprite, tile_of
 from keras_moe.report._queues import queues_of_layers
-from keras_moe.report.sections.capacity import DroppedPatches, Priorities
-from keras_moe.report.sections.loads import LayerCounts
-from keras_moe.report.sections.top_tokens import BestPatches, BestWords, TopTokens
-from keras_moe.report.sections.transitions import (
+from keras_moe.report.sections._capacity import DroppedPatches, Priorities
+from keras_moe.report.sections._loads import LayerCounts
+from keras_moe.report.sections._top_tokens import BestPatches, BestWords, TopTokens
+from keras_moe.report.sections._transitions import (
     ExpertTransitions,
     draw_flows,
     main_flows,
@@ -30,7 +30,7 @@ from keras_moe.routers import (
     SoftRouter,
     TokenChoiceRouter,
 )
-from keras_moe.routers.pruned import PrunedTokenChoiceRouter
+from keras_moe.routers._pruned import PrunedTokenChoiceRouter
 from tests.report_records import batch as batch_of
 from tests.report_records import block, record, reported
 

@@ -9,8 +9,8 @@ from keras_moe import models
 from keras_moe.analysis import ablate_experts
 from keras_moe.layers import MuMoE
 from keras_moe.report import Figure, Options, Table
-from keras_moe.report.sections.compute import Compute
-from keras_moe.report.sections.mumoe import MuMoEExperts
+from keras_moe.report.sections._compute import Compute
+from keras_moe.report.sections._mumoe import MuMoEExperts
 from keras_moe.report.writing import _parts
 from tests.report_records import batch, block, record, reported
 from tests.small_models import SMALL, images, with_weights

@@ -20,7 +20,7 @@ from keras_moe.report._markup import (
 )
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import Options, Reservoir
-from keras_moe.report.sections.explorer import DATA_BUDGET, Explorer
+from keras_moe.report.sections._explorer import DATA_BUDGET, Explorer
 from tests.report_records import batch, block, record, reported
 from tests.small_models import images, small_classifier
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.analysis.plots.figure import EXPERT_COLOURS, TYPE_COLOURS
+from keras_moe.analysis.plots._figure import EXPERT_COLOURS, TYPE_COLOURS
 from keras_moe.ops import Routing
 from keras_moe.report import Options, write_report, writing
-from keras_moe.report.sections.explorer import Explorer
+from keras_moe.report.sections._explorer import Explorer
 from keras_moe.report.writing import page_html
 from tests.browser import OVERFLOWS, opened_browser
 from tests.report_records import batch, block, record, reported

@@ -23,9 +23,9 @@ from keras_moe.report import (
     writing,
 )
 from keras_moe.report.model import reported_model
-from keras_moe.report.sections.layers import Confidence, EntropySums
-from keras_moe.report.sections.loads import LayerCounts, demand, health_findings
-from keras_moe.routers.pruned import METHODS
+from keras_moe.report.sections._layers import Confidence, EntropySums
+from keras_moe.report.sections._loads import LayerCounts, demand, health_findings
+from keras_moe.routers._pruned import METHODS
 from tests.report_records import batch, block, reported
 from tests.small_models import images, small_classifier, small_pairs_model
 

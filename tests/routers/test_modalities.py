@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from keras_moe.layers import EncoderSpec, Experts, MoE, MoEConfig, SelfAttention
+from keras_moe.layers import Experts, MoE, MoEConfig, SelfAttention, TowerSpec
 from keras_moe.ops import RoutingPlan, token_choice
 from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
 from tests.calls import call
@@ -179,7 +179,7 @@ def test_a_config_takes_them_to_each_block():
         assert plain["router"]["priority"] == expected
         moe = MoEConfig.from_dict(plain)
         assert moe.modality_count == (None if isinstance(priority, str) else 2)
-        spec = EncoderSpec(num_layers=1, num_tokens=4, mlp_dim=8, moe=moe)
+        spec = TowerSpec(num_layers=1, num_tokens=4, mlp_dim=8, moe=moe)
         (block,) = spec.blocks(lambda _: SelfAttention(2, 4))
         router = block.feed_forward.router
         again = TokenChoiceRouter.from_config(router.get_config())

@@ -11,7 +11,7 @@ from keras_moe.routers import (
     SoftRouter,
     TokenChoiceRouter,
 )
-from keras_moe.routers.pruned import METHODS, PrunedTokenChoiceRouter, pruned_router
+from keras_moe.routers._pruned import METHODS, PrunedTokenChoiceRouter, pruned_router
 from tests.calls import call
 from tests.compare import assert_close, assert_same
 from tests.gradients import one_program

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.files import FolderInUse
+from keras_moe._files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
 from tests.forks import run_python

@@ -7,7 +7,6 @@ import pytest
 
 from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
-from keras_moe.models import text_tokenizer
 from keras_moe.training import Contrastive, Datasets, load_recipe, train
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe import layers, routers, training
-from keras_moe.compat import random_states
+from keras_moe._compat import random_states
 from keras_moe.training import Recipe, train
 from tests.training.runs import (
     Ends,

@@ -27,7 +27,7 @@ from row import peer
 from runner import Report, run
 
 from keras_moe.models import from_preset
-from keras_moe.ops.initializers import skip_init
+from keras_moe.ops._initializers import skip_init
 
 GIGA = 10**9
 MIB = 2**20

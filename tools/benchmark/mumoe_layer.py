@@ -25,8 +25,8 @@ from runner import Report, rows_of_process, run
 
 from keras_moe.layers import (
     MLP,
-    EncoderBlock,
-    MoEEncoderBlock,
+    Block,
+    MoEBlock,
     MuMoE,
     MuMoEBlock,
     TokenMLP,
@@ -82,7 +82,7 @@ def dense_and_mixer_blocks(count: int, sizes: tuple[int, int], shape: tuple) -> 
     """Whole blocks of a Mixer: tokens and channels, with residuals and norms."""
     token_mlp_dim, mlp_dim = sizes
     layers = {
-        "Mixer": EncoderBlock(
+        "Mixer": Block(
             TokenMLP(token_mlp_dim, activation="gelu"), MLP(mlp_dim, activation="gelu")
         )
     }
@@ -91,7 +91,7 @@ def dense_and_mixer_blocks(count: int, sizes: tuple[int, int], shape: tuple) -> 
             MuMoEBlock(size, None, count, kind, rank=MIXER_RANKS[kind])
             for size in sizes
         )
-        layers[f"{kind}, N={count}"] = MoEEncoderBlock(TokenMuMoE(tokens), channels)
+        layers[f"{kind}, N={count}"] = MoEBlock(TokenMuMoE(tokens), channels)
     return {name: randomised(layer, shape) for name, layer in layers.items()}
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from keras_moe.files import json_text
+from keras_moe._files import json_text
 from tools.benchmark import timing
 
 

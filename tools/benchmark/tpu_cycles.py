@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import distribution, models
-from keras_moe.distribution import compilation_jax
-from keras_moe.distribution.program import Program
+from keras_moe._backends import jax_compilation
+from keras_moe.distribution._program import Program
 
 
 class Row(NamedTuple):
@@ -66,7 +66,7 @@ def main() -> None:
     names = ("row", "side", "M cycles", "of official", "temporary MB", "sent MB")
     table = Table(*names)
     console = Console()
-    with compilation_jax.alone():
+    with jax_compilation.alone():
         for name in args.rows:
             official = compiled_official(ROWS[name])
             for side, found in (("official", official), ("ours", ours(ROWS[name]))):
@@ -86,11 +86,11 @@ def main() -> None:
 
 def ours(row: Row) -> Measured:
     """A step of this library's model."""
-    devices = compilation_jax.topology_devices(row.topology)
+    devices = jax_compilation.topology_devices(row.topology)
     arguments = {"num_layers": 2, "num_classes": 1000, "dtype": "mixed_bfloat16"}
     model = models.abstract(row.preset, **arguments, **row.overrides)
     layouts = distribution.auto(model, devices, batch_size=row.batch_size)
-    lowered, *_ = compilation_jax.lower_step(model, layouts, "train", row.batch_size)
+    lowered, *_ = jax_compilation.lower_step(model, layouts, "train", row.batch_size)
     return measured(lowered)
 
 
@@ -98,7 +98,7 @@ def compiled_official(row: Row) -> Measured:
     """A step of the same size as the official code forms it."""
     from tools.benchmark import official_forms
 
-    devices = compilation_jax.topology_devices(row.topology)
+    devices = jax_compilation.topology_devices(row.topology)
     name, *sizes = row.official
     second = functools.partial(getattr(official_forms, name), *sizes)
     pair = official_forms.Pair(16, 768, 12, 3072, second, **row.pair)
@@ -107,7 +107,7 @@ def compiled_official(row: Row) -> Measured:
 
 
 def measured(lowered: Any) -> Measured:
-    compiled, text = compilation_jax.compile_lowered(lowered, "tpu")
+    compiled, text = jax_compilation.compile_lowered(lowered, "tpu")
     program = Program(text)
     return Measured(
         sum(program.cycles_by_part().values()),

@@ -6,7 +6,7 @@ import sys
 # Before Keras is imported; its own default is TensorFlow.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-from keras_moe.cli.arguments import Parser, add_command
+from keras_moe.cli._arguments import Parser, add_command
 from keras_moe.cli.main import main as run_command
 from tools.studies import clip_up, held_out, language, limoe, moepp, mumoe, routers
 

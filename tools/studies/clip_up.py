@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 from keras_moe import models
-from keras_moe.cli.arguments import RESUMES, Result
+from keras_moe.cli._arguments import RESUMES, Result
 from keras_moe.layers import MoEConfig
 from keras_moe.training import Contrastive, Recipe, load_recipe
 from tools.studies import plots

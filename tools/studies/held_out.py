@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, evaluation, training
-from keras_moe.cli.arguments import RESUMES, Result, add_count
+from keras_moe._files import write_json
+from keras_moe.cli._arguments import RESUMES, Result, add_count
 from keras_moe.cli.evaluate import pooled_features
 from keras_moe.cli.train import backend_and_versions
-from keras_moe.files import write_json
 from tools.studies.pairs import PairTraining
 from tools.studies.study import (
     Run,

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from keras_moe import analysis, models
-from keras_moe.cli.arguments import RESUMES, Result, add_count, add_output
+from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops.expert_types import EXPERT_TYPES
 from tools.studies.moepp import REMOVALS

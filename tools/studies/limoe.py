@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from keras_moe import models
-from keras_moe.checks import check_pair
-from keras_moe.cli.arguments import RESUMES, Result, add_count, positive
+from keras_moe._checks import check_pair
+from keras_moe.cli._arguments import RESUMES, Result, add_count, positive
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
 from keras_moe.losses.auxiliary import CLASSIC

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
-from keras_moe.cli.arguments import RESUMES, Result, add_count, positive
+from keras_moe.cli._arguments import RESUMES, Result, add_count, positive
 from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops import ExpertTypes

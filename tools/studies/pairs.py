@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import analysis, data, evaluation, training
-from keras_moe.cli.arguments import Result, add_count, add_data, add_overrides
+from keras_moe.cli._arguments import Result, add_count, add_data, add_overrides
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
 from tools.studies import plots

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure, save_figure, write_figure
+from keras_moe.analysis.plots._figure import new_figure, save_figure, write_figure
 
 # The label, marker and colour of each router; the markers are like those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import analysis, data, evaluation, models
-from keras_moe.cli.arguments import (
+from keras_moe._files import write_json
+from keras_moe.cli._arguments import (
     RESUMES,
     Result,
     add_data,
@@ -29,7 +30,6 @@ from keras_moe.cli.arguments import (
 from keras_moe.cli.evaluate import accuracy, predict
 from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.train import backend_and_versions
-from keras_moe.files import write_json
 from keras_moe.layers import MoEConfig
 from tools.studies import plots
 from tools.studies.study import (

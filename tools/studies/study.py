@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from keras_moe.cli.arguments import Result, add_count, add_run
-from keras_moe.files import json_text, new_file, write_json
+from keras_moe._files import json_text, new_file, write_json
+from keras_moe.cli._arguments import Result, add_count, add_run
 
 # Shows how far a run is.
 OnProgress = Callable[[str], None]

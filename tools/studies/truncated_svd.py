@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from rich.table import Table
 
-from keras_moe.compat import restored
+from keras_moe._compat import restored
 
 # The kernels of MLPs in blocks: on channels, across tokens, and of experts. muMoE's
 # factors, which have low ranks already, are not among them.

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import (
+from keras_moe.analysis.plots._figure import (
     EXPERT_COLOURS,
     TYPE_COLOURS,
     new_figure,

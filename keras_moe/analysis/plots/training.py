@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure, save_figure
-from keras_moe.files import read_text
+from keras_moe._files import read_text
+from keras_moe.analysis.plots._figure import new_figure, save_figure
 
 _HEALTH = {
     "load_entropy": "entropy of the load",

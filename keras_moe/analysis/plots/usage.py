@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, save_figure
+from keras_moe.analysis.plots._figure import COLOURS, GREY, new_figure, save_figure
 from keras_moe.analysis.usage import ExpertUsage
 
 # Yellow is visible here, since the background is white.

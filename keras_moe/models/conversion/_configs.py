@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from keras_moe.files import read_text
+from keras_moe._files import read_text
 from keras_moe.models.conversion._rules import Normalization
 
 

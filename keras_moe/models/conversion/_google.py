@@ -4,7 +4,7 @@ Reads all naming styles: modules of a block counted together (`LayerNorm_0,
 MultiHeadDotProductAttention_1, ...`), counted by class, or named as in V-MoE.
 """
 
-from keras_moe.checks import check_image_shape
+from keras_moe._checks import check_image_shape
 from keras_moe.models.conversion._rules import (
     Direct,
     PatchKernel,

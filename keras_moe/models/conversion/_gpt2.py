@@ -25,7 +25,7 @@ from keras_moe.models.conversion._spec import (
     required,
     usual_heads,
 )
-from keras_moe.models.text_tokenizer import GPT2_FILES
+from keras_moe.models.preprocessing.tokenizer import GPT2_FILES
 
 CONFIG_NAME = "config.json"
 MODEL_TYPES = ("gpt2",)

@@ -25,7 +25,7 @@ from keras_moe.models.conversion._spec import (
     ConversionSpec,
     pair_spec,
 )
-from keras_moe.models.text_tokenizer import TextTokenizer
+from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 
 _hub = keras_hub.models
 _TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 from safetensors import SafetensorError, safe_open
 
-from keras_moe.files import open_regular, regular_file
+from keras_moe._files import open_regular, regular_file
 from keras_moe.models.conversion._configs import read_object
 
 # Dtypes of weights, by their names in `.safetensors`.

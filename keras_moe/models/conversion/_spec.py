@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_moe.losses.contrastive import TEMPERATURES
 from keras_moe.models.conversion._rules import BlockNames, Filled, Scalar, TowerNames
-from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.preprocessing.images import ImagePreprocessor
 
 # Prefixes of classifier weights: those replaced by a new head, and those that a
 # backbone does not have.

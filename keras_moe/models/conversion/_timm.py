@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from keras_moe.checks import check_one_of
+from keras_moe._checks import check_one_of
 from keras_moe.models.conversion import _configs
 from keras_moe.models.conversion._configs import agree, class_names
 from keras_moe.models.conversion._rules import (

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import import_extra
-from keras_moe.files import open_regular, read_bytes
+from keras_moe._checks import import_extra
+from keras_moe._files import open_regular, read_bytes
 from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
 
 _MAGIC = "__msgpack_array_chunk_a87ca2__"

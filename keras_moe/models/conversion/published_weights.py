@@ -14,8 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.checks import check_pair
-from keras_moe.files import write_json
+from keras_moe._checks import check_pair
+from keras_moe._files import write_json
 from keras_moe.layers import fold_channels, resize_positions
 from keras_moe.models.conversion._readers import FLOATS, PublishedTensors
 from keras_moe.models.conversion._rules import Filled, PatchKernel

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.checks import check_path
-from keras_moe.files import path_within
-from keras_moe.models.byte_pairs import TOKENIZER_FILES
+from keras_moe._checks import check_path
+from keras_moe._files import path_within
+from keras_moe.models._remote import check_file_exists, get_file, local, named_errors
 from keras_moe.models.conversion import (
     _dinov2,
     _gpt2,
@@ -38,9 +38,9 @@ from keras_moe.models.conversion._vmoe_checkpoint import (
     read_vmoe_index,
     shard_path,
 )
-from keras_moe.models.preset_folder import check_files
-from keras_moe.models.remote import check_file_exists, get_file, local, named_errors
-from keras_moe.models.text_tokenizer import GPT2_FILES, TextTokenizer
+from keras_moe.models.preprocessing._byte_pairs import TOKENIZER_FILES
+from keras_moe.models.preprocessing.tokenizer import GPT2_FILES, TextTokenizer
+from keras_moe.models.saving._preset_folder import check_files
 
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Reading these formats executes code in them.

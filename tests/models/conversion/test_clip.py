@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from keras_moe import models
-from keras_moe.models import byte_pairs
+from keras_moe.models.preprocessing import _byte_pairs
 from tests import golden, published
 from tests.backends import every_backend_for
 from tests.published import (
@@ -117,7 +117,9 @@ def test_pairs_of_transformers(tmp_path, kind):
 def test_a_photo_and_names_of_classes(tmp_path, kind):
     """A folder as OpenAI's on the hub: logits of photo and texts by transformers."""
     transformers = pytest.importorskip("transformers")
-    pairs = byte_pairs.trained_byte_pairs(["a photo of a cat", "a photo of a dog"], 530)
+    pairs = _byte_pairs.trained_byte_pairs(
+        ["a photo of a cat", "a photo of a dog"], 530
+    )
     size = len(pairs.vocabulary)
     sizes = {"vocab_size": size, "max_position_embeddings": 24}
     reference = transformers_clip(end_of_text_id=size - 1, **sizes)

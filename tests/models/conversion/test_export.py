@@ -201,7 +201,7 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("keras_moe.models.conversion.export.write_json", fail)
+        patch.setattr("keras_moe.models.export.write_json", fail)
         with pytest.raises(OSError, match="No space"):
             models.export_weights(text, "transformers", folder)
     # safetensors has an error of its own.

@@ -11,7 +11,7 @@ from keras_moe.layers import resize_patch_kernel
 from keras_moe.models.conversion import PublishedWeights
 from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheckpoint
 from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
-from keras_moe.ops import initializers
+from keras_moe.ops import _initializers
 from tests import golden, published
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -144,7 +144,7 @@ def test_a_new_pooling_comes_with_a_new_head():
 def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
     source, draws = str(published.CHECKPOINTS / source), []
 
-    generator = initializers._generator
+    generator = _initializers._generator
 
     def recorded(stream):
         # Seed, class and path of the weight.

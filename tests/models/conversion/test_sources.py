@@ -18,7 +18,6 @@ from keras_moe.models import (
     MixerImageClassifier,
     ViTBackbone,
     ViTImageClassifier,
-    remote,
 )
 from keras_moe.models.conversion import sources
 from keras_moe.models.conversion._readers import NpzCheckpoint

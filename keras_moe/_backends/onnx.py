@@ -1,0 +1,118 @@
+"""ONNX programs from PyTorch, for any batch size.
+
+PyTorch's exporter translates one operation after another. `TRANSLATIONS` adds those
+that routing needs and it lacks.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from keras import tree
+from onnxscript import opset18 as op
+
+from keras_moe._files import new_partial
+
+_INT32, _INT64 = 6, 7  # onnx.TensorProto
+# PyTorch fixes dimensions of size 0 or 1 while it traces.
+_EXAMPLE_BATCH = 2
+
+
+def export_onnx(
+    model: Any, filepath: str, signature: Any, opset_version: int | None = None
+) -> None:
+    """Writes a model's inference; a batch size of None in `signature` is dynamic."""
+    # Keras flattens a dict by name, and PyTorch as it stands.
+    signature = [_sorted(inputs) for inputs in signature]
+    names = [x.name for x in tree.flatten(model.input)]
+    batch = torch.export.Dim("batch")
+
+    def example(spec):
+        size, *rest = spec.shape
+        shape = (size or _EXAMPLE_BATCH, *rest)
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype or "float32"))
+
+    def dynamic(spec):
+        return {0: batch} if spec.shape[0] is None else {}
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                model,
+                tuple(tree.map_structure(example, signature)),
+                dynamic_shapes=(tuple(tree.map_structure(dynamic, signature)),),
+                strict=False,
+            )
+            onnx = torch.onnx.export(
+                program,
+                dynamo=True,
+                custom_translation_table=TRANSLATIONS,
+                input_names=names,
+                output_names=_output_names(model),
+                opset_version=opset_version,
+                verbose=False,
+            )
+    finally:
+        model.train(training)
+    target = Path(filepath)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = new_partial(target)
+    try:
+        # Weights over 2 GB are a file next to the program.
+        onnx.save(folder / target.name)
+        for path in sorted(folder.iterdir(), reverse=True):
+            os.replace(path, target.parent / path.name)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _sorted(inputs):
+    return dict(sorted(inputs.items())) if isinstance(inputs, dict) else inputs
+
+
+def _output_names(model):
+    # Keras's functional models return a dict sorted by name.
+    return sorted(model.output) if isinstance(model.output, dict) else None
+
+
+def _searchsorted(
+    sorted_sequence,
+    self,
+    out_int32: bool = False,
+    right: bool = False,
+    side=None,
+    sorter=None,
+):
+    values = op.Unsqueeze(op.Cast(self, to=_INT64), op.Constant(value_ints=[-1]))
+    edges = op.Cast(sorted_sequence, to=_INT64)
+    is_right = right or side == "right"
+    before = op.LessOrEqual(edges, values) if is_right else op.Less(edges, values)
+    counts = op.ReduceSum(
+        op.Cast(before, to=_INT64), op.Constant(value_ints=[-1]), keepdims=0
+    )
+    return op.Cast(counts, to=_INT32) if out_int32 else counts
+
+
+def _sort(self, stable=None, dim: int = -1, descending: bool = False):
+    # TopK takes ties in order, as a stable sort does.
+    size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+    return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _squeeze(self, dim: int):
+    # PyTorch leaves other dimensions than 1 as they are.
+    size = self.shape[dim]
+    if size != 1:
+        return op.Identity(self)
+    return op.Squeeze(self, op.Constant(value_ints=[dim]))
+
+
+TRANSLATIONS = {
+    torch.ops.aten.searchsorted.Tensor: _searchsorted,
+    torch.ops.aten.sort.stable: _sort,
+    torch.ops.aten.squeeze.dim: _squeeze,
+}

@@ -1,0 +1,584 @@
+"""Private parts of Keras and KerasHub, and why each is needed.
+
+No other module imports from `keras.src` or `keras_hub.src`. Tested with Keras 3.15.1
+and KerasHub 0.32.0, which is imported inside functions: the core needs only Keras.
+"""
+# ruff: noqa: F401
+
+import collections
+import contextlib
+import functools
+import inspect
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+# Variables that wait for their values are in a list of Keras's own.
+from keras.src.backend.common import global_state
+
+# Keras passes implicit masks only to calls with one tensor: layers with several inputs
+# have to read them from the tensors.
+from keras.src.backend.common.masking import get_keras_mask
+
+# Only within it are variables without values read, for the shapes of outputs.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+# Within a layer's call, only `AutocastScope(None)` gives variables in their own dtype,
+# and no public function tells which scope is active.
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+
+# Initializers that scale by fans compute them in their calls.
+from keras.src.initializers.random_initializers import compute_fans
+
+# Losses by a function of two tensors.
+from keras.src.losses.losses import LossFunctionWrapper
+
+# A model made of other layers, which only this method tells from a call.
+from keras.src.models.functional import Functional
+
+# Keras changes the bases of a class when the first model of it is built.
+from keras.src.models.model import inject_functional_model_class
+
+# The generator of whatever draws without a seed.
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    global_seed_generator,
+)
+
+# Public stores copy the arrays they read, and cannot read into a buffer.
+from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
+
+# `keras.saving.save_weights` asks like this before it replaces a file.
+from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
+
+_ATTENTION, _OPTIMIZER = keras.layers.MultiHeadAttention, keras.optimizers.Optimizer
+
+# Private methods that subclasses override or call: owner, name and first arguments.
+PRIVATE_METHODS = (
+    # A step between the projections and the softmax, for norms of queries and keys.
+    (_ATTENTION, "_compute_attention", ("query", "key", "value")),
+    # Initializers of the projections that are not those of the config.
+    (_ATTENTION, "_get_common_kwargs_for_sublayer", ()),
+    # A mask of pixels instead of one of the numbers in them.
+    (keras.layers.CutMix, "_generate_batch_mask", ("images_shape", "box_corners")),
+    # Learning rates and weight decay by weight.
+    (
+        _OPTIMIZER,
+        "_backend_update_step",
+        ("grads", "trainable_variables", "learning_rate"),
+    ),
+    (_OPTIMIZER, "_apply_weight_decay", ("variables",)),
+    # A learning rate that only weight decay reads.
+    (_OPTIMIZER, "_get_current_learning_rate", ()),
+    # Averages of steps, where gradients are accumulated over batches.
+    (_OPTIMIZER, "_update_model_variables_moving_average", ("trainable_variables",)),
+    # The index of a weight among the variables of an optimizer.
+    (_OPTIMIZER, "_get_variable_index", ("variable",)),
+    # What `keras.models.clone_model` calls.
+    (Functional, "_run_through_graph", ("inputs", "operation_fn", "call_fn")),
+)
+
+
+# Layers.
+
+
+def flatten_layers(
+    layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True
+) -> list[keras.layers.Layer]:
+    """Returns a layer and all inner layers; `Model.layers` has only the outermost."""
+    return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Variable]:
+    """Returns a layer's variables, unlike the public lists without inner layers'."""
+    name = "_trainable_variables" if trainable else "_non_trainable_variables"
+    return list(getattr(layer, name))
+
+
+def order_layers(model: keras.Model) -> None:
+    """Puts a model's layers, and so its weights, in the order of its graph.
+
+    Keras tracks them in the order in which attributes are set, except on PyTorch.
+    """
+    places = {id(layer): place for place, layer in enumerate(model.layers)}
+    # Layers outside of the graph are last.
+    model._layers.sort(key=lambda layer: places.get(id(layer), len(places)))
+
+
+def is_clone(arguments: dict[str, Any]) -> bool:
+    """Whether `_run_through_graph` is called by `keras.models.clone_model`."""
+    return {"operation_fn", "call_fn"} <= set(arguments)
+
+
+def clear_losses(layer: keras.layers.Layer) -> None:
+    """Clears all `add_loss` losses; Keras does so only before the outermost call."""
+    layer._clear_losses()
+
+
+@contextlib.contextmanager
+def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
+    """Lets a built layer, which Keras locks, add weights such as LoRA adapters."""
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+
+
+def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
+    """Sets a built layer's policy; the public setter may also quantise the layer."""
+    layer._dtype_policy = policy
+
+
+def passes_arguments(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
+    """Whether Keras passes these arguments to `call`, outside of a `RematScope`."""
+    takes = layer._call_has_training_arg or "training" not in names
+    return takes and layer._remat_mode is None
+
+
+def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
+    """Whether PyTorch hooks run around a layer's call."""
+    names = ("forward_pre", "forward", "backward_pre", "backward")
+    return layer._compiled_call_impl is not None or any(
+        getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
+        for name in names
+    )
+
+
+def is_jax_train_state(name: str) -> bool:
+    """Whether an attribute of a model is the state of JAX's trainer.
+
+    Keras searches new attributes for layers and weights, which this one never has.
+    """
+    return name == "_jax_state"
+
+
+def mark_loss_as_built(model: keras.Model) -> None:
+    """Marks a compiled model's loss as built, which a custom `compute_loss` never does.
+
+    Until then, `train_on_batch` runs a symbolic step before each real one.
+    """
+    model._compile_loss.built = True
+
+
+def build_metrics(model: keras.Model, batch: Any) -> None:
+    """Makes the variables of a compiled model's metrics, as before the first step."""
+    model._symbolic_build(data_batch=batch)
+
+
+def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
+    """Replaces the loss metric of a compiled model, a mean over batches."""
+    # `setattr` would make Keras track the metric twice.
+    object.__setattr__(model, "_loss_tracker", metric)
+
+
+def has_seed_generator(layer: keras.layers.Layer) -> bool:
+    """Whether a layer is one of Keras's random `DataLayer`s, which are not public."""
+    return hasattr(layer, "_get_seed_generator")
+
+
+@contextlib.contextmanager
+def replaced_seed_generator(
+    layer: keras.layers.Layer, generator: keras.random.SeedGenerator
+) -> Iterator[None]:
+    """Replaces the generator of a layer for `tf.data` within the context."""
+    # In the instance's dict, where Keras does not track it.
+    layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
+    try:
+        yield
+    finally:
+        layer.__dict__.pop("_get_seed_generator", None)
+
+
+# Views of models and layers, which answer in several threads at once.
+
+# Keras makes step functions without a lock, and each would be compiled.
+ONE_AT_A_TIME = threading.RLock()
+
+
+def view(layer: keras.layers.Layer, **attributes: Any) -> Any:
+    """Returns a layer with the weights of another, and some attributes of its own."""
+    other = object.__new__(type(layer))
+    # In the instance's dict, where Keras and PyTorch track nothing.
+    vars(other).update(vars(layer), **attributes)
+    return other
+
+
+def serving(model: keras.Model) -> Any:
+    """Returns what predicts like a model and leaves the model alone meanwhile.
+
+    On JAX, Keras's `predict` takes the values out of a model's variables while it runs,
+    and donates them; any other thread that uses a model with these variables fails.
+    """
+    if keras.backend.backend() != "jax" or "jax_state_sync" in vars(model):
+        return model
+    with ONE_AT_A_TIME:
+        make_pure_predict_function(model)
+
+    def state(purge_model_variables=False, **which):
+        return model._get_jax_state(**which)
+
+    return view(model, _get_jax_state=state, jax_state_sync=lambda: None)
+
+
+def make_pure_predict_function(model: keras.Model, force: bool = False) -> None:
+    """`make_predict_function` on JAX, without donation, compiled once per shape."""
+    from keras.src.backend.jax.trainer import jit
+
+    # JAX tells states apart by their shapes only: freezing other variables needs a step
+    # of its own, or it would mistake one for another.
+    order = [
+        *map(id, model.trainable_variables),
+        *map(id, model.non_trainable_variables),
+    ]
+    made = inspect.unwrap(model.predict_function)
+    if not force and getattr(made, "order", None) == order:
+        return
+
+    def step(data, state):
+        outputs, after = model.predict_step(state, data)
+        # Such as seeds that a layer draws from; the rest of the state stays.
+        pairs = enumerate(zip(state[1], after))
+        return outputs, {i: new for i, (old, new) in pairs if new is not old}
+
+    if model.jit_compile and not model.run_eagerly:
+        step = compiled_once(jit(step))
+
+    def run(state, data):
+        outputs, changed = step(data, state)
+        values = list(state[1])
+        for index, value in changed.items():
+            model.non_trainable_variables[index].assign(value)
+            values[index] = value
+        return outputs, (state[0], values)
+
+    run = model._make_function(run, concatenate_outputs=True)
+    run.order = order
+    model.predict_function = run
+
+
+def compiled_once(function: Callable) -> Callable:
+    """Lets one thread compile a function for each new shape of its first argument."""
+    known, lock = set(), threading.RLock()
+
+    @functools.wraps(function)
+    def run(data, *args, **kwargs):
+        leaves = keras.tree.flatten((data, kwargs))
+        key = str([getattr(x, "shape", x) for x in leaves])
+        if key in known:
+            return function(data, *args, **kwargs)
+        with lock:
+            outputs = function(data, *args, **kwargs)
+            known.add(key)
+        return outputs
+
+    return run
+
+
+# Optimizers and variables.
+
+
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the averages of the weights; the public method overwrites the weights."""
+    return list(optimizer._model_variables_moving_average)
+
+
+def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns the count of batches; `iterations` counts updates of accumulated ones."""
+    return optimizer._iterations
+
+
+def keep_no_steps(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets an optimizer on TensorFlow sum gradients only over several replicas.
+
+    TensorFlow's sum registers a gradient of its own for ever, and so the traced step.
+    """
+    for part in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        strategy = getattr(part, "_distribution_strategy", None)
+        if strategy is not None and strategy.num_replicas_in_sync == 1:
+            part.__dict__["_all_reduce_sum_gradients"] = list
+
+
+def overridden_gradient(graph: Any, function: Any) -> Any:
+    """Context in which an `IdentityN` of TensorFlow holds its gradient, a function."""
+    return graph._override_gradient_function({"IdentityN": function})
+
+
+def functions_are_transformed(torch: Any) -> bool:
+    """Whether `torch.func` takes gradients or vectorises what is called now."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns an optimizer's learning rate or schedule; the public one is a number."""
+    return optimizer._learning_rate
+
+
+@contextlib.contextmanager
+def restored(variables: list) -> Iterator[list[np.ndarray]]:
+    """Lets variables change within the context and restores them on exit."""
+    kept = [np.array(keras.ops.convert_to_numpy(v.value)) for v in variables]
+    try:
+        yield kept
+    finally:
+        for variable, value in zip(variables, kept):
+            variable.assign(value)
+
+
+def random_states() -> dict[str, Any]:
+    """Returns the states of all generators but those in models, as JSON data."""
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "keras": generator and keras.ops.convert_to_numpy(generator.state).tolist(),
+    }
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import _random_torch
+
+        states["torch"] = _random_torch.generator_states()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Sets what `random_states` returned, here or in an earlier process."""
+    if states["keras"] is None:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+    else:
+        global_seed_generator().state.assign(states["keras"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    set_backend_states(states)
+
+
+def set_backend_states(states: dict[str, Any]) -> None:
+    """Sets the states of the backend's generators; only PyTorch has any."""
+    # A checkpoint of another backend has none.
+    if keras.backend.backend() == "torch" and "torch" in states:
+        from keras_moe.ops.kernels import _random_torch
+
+        _random_torch.set_generator_states(states["torch"])
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Restores all random states on exit, but those in models."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+@contextlib.contextmanager
+def variables_without_values() -> Iterator[None]:
+    """Variables made within the context have shapes and dtypes, and never values."""
+    waiting = global_state.get_global_attribute(
+        "uninitialized_variables", [], set_to_default=True
+    )
+    before = len(waiting)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        for variable in waiting[before:]:
+            variable._initializer = functools.partial(_placeholder, variable.path)
+        # Keras would initialise them after the next such scope.
+        del waiting[before:]
+
+
+def _placeholder(path, shape, dtype=None):
+    """What reading a variable without a value gives, where only shapes matter."""
+    if not in_symbolic_scope():
+        raise ValueError(
+            "Expected a model with weights; received: one of `models.abstract`, whose "
+            f"{path} has no value"
+        )
+    return keras.ops.zeros(shape, dtype)
+
+
+def take_layout(variable: keras.Variable) -> None:
+    """Gives a variable without a value its layout in the current distribution."""
+    variable._initialize_layout()
+
+
+def variable_layout(variable: keras.Variable) -> Any:
+    """Returns a variable's layout on devices, or None; there is no public attribute."""
+    return getattr(variable, "_layout", None)
+
+
+# Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only entirely.
+
+
+def hub_file(preset: str, name: str) -> str:
+    """Returns the path of a file behind a handle or KerasHub's name of a preset."""
+    from keras_hub.src.utils import preset_utils
+
+    return preset_utils.get_file(preset, name)
+
+
+def init_task(task: Any, compile: bool = True, **kwargs: Any) -> None:
+    """`keras_hub.models.Task.__init__` while other threads use other tasks.
+
+    KerasHub's takes `Functional` out of the bases of all tasks for a moment.
+    """
+    # `keras.Model.__init__` puts `Functional` there, for the first model of a class.
+    base = Functional if isinstance(task, Functional) else keras.Model
+    base.__init__(task, **kwargs)
+    task._functional_layer_ids = set(map(id, task._flatten_layers()))
+    task._initialized = True
+    task.dtype_policy = task.backbone.dtype_policy
+    if compile:
+        task.compile()
+
+
+def is_cached_of_storage(preset: str, name: str) -> bool:
+    """Whether KerasHub has downloaded a file of a `gs://` preset before."""
+    home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
+    folder = re.sub("://|-|/", "_", preset)
+    return os.path.exists(os.path.join(home, "models", folder, name))
+
+
+def stored_dataset(store: Any, key: str) -> Any | None:
+    """Returns the HDF5 dataset of a stored array, unread; `store[key]` copies it."""
+    group = getattr(store, "_h5_entry_group", None)
+    if not isinstance(store, H5IOStore) or key not in group:
+        return None
+    # Rejects links and values in other files.
+    dataset = safe_get_h5_dataset(group, key)
+    return None if "dtype" in dataset.attrs else dataset
+
+
+# Language models of KerasHub.
+
+
+class ExpertBlock(NamedTuple):
+    """The parts of a KerasHub MoE block; `hidden` is None if `gate` holds both."""
+
+    top_k: int
+    normalizes: bool
+    balance: float
+    activation: Any
+    router: Any
+    gate: Any
+    hidden: Any
+    output: Any
+    shared: tuple
+
+
+def expert_block(decoder: keras.layers.Layer) -> tuple[str | None, Any]:
+    """The attribute of a decoder layer's MoE block and its parts, or (None, None)."""
+    for name in ("_sparse_moe_block", "mlp"):
+        block = getattr(decoder, name, None)
+        if type(block).__name__ in EXPERT_BLOCKS:
+            break
+    else:
+        return None, None
+    bank, prefix = block.expert_bank, "_expert_feedforward_"
+    is_mixtral = hasattr(bank, f"{prefix}intermediate_dense")
+    balance = "router_aux_loss_coef" + "ficient" * (not is_mixtral)
+    shared = (getattr(block, f"shared_expert{x}_dense", None) for x in ("", "_gate"))
+    return name, ExpertBlock(
+        block.top_k,
+        is_mixtral or block.norm_top_k_prob,
+        getattr(block, balance),
+        bank.activation,
+        block._sparse_feedforward_gate_dense.kernel,
+        getattr(bank, f"{prefix}gate_dense"),
+        getattr(bank, f"{prefix}intermediate_dense", None),
+        getattr(bank, f"{prefix}output_dense"),
+        tuple(layer for layer in shared if layer is not None),
+    )
+
+
+EXPERT_BLOCKS = ("MixtralSparseMoeBlock", "QwenSparseMoeBlock", "Qwen3SparseMoeBlock")
+
+
+def replace_layer(
+    owner: keras.layers.Layer, name: str, layer: keras.layers.Layer
+) -> None:
+    """Replaces a layer in a built one, which forgets the old layer's weights."""
+    owner._tracker.untrack(getattr(owner, name))
+    with unlocked(owner):
+        setattr(owner, name, layer)
+
+
+def forget_programs(model: keras.Model) -> None:
+    """Makes a model with other layers compile its functions again.
+
+    PyTorch's parameters are those of the layers at the time they were listed.
+    """
+    for layer in flatten_layers(model):
+        if "_torch_params" in getattr(layer, "_modules", ()):
+            layer._track_variables()
+    for name in ("train", "test", "predict", "generate"):
+        setattr(model, f"{name}_function", None)
+
+
+# PyTorch's modules.
+
+_GENERATOR = re.compile(r"(.*/)?seed_generator(?:_\d+)?/(\w+)")
+
+
+class _NoParameters:
+    """Base class on other backends, where models are not modules."""
+
+
+class _TorchParameters:
+    """Completes `parameters()` and `state_dict()` of a KerasHub model."""
+
+    def _track_variables(self):
+        super()._track_variables()
+        variables, numbers = list(self.variables), collections.Counter()
+        parameters = {}
+        for variable in variables:
+            name = variable.path
+            if generator := _GENERATOR.fullmatch(name):
+                layer, state = generator.groups("")
+                name = f"{layer}seed_generator_{numbers[layer]}/{state}"
+                numbers[layer] += 1
+            parameters[name] = variable.value
+        self._torch_params = type(self._torch_params)(parameters)
+        object.__setattr__(self, "_tracked_variables", variables)
+
+    def _track_all(self):
+        tracked = self.__dict__.get("_tracked_variables", ())
+        variables = self.variables
+        is_complete = "_torch_params" in self._modules and len(tracked) == len(
+            variables
+        )
+        if not is_complete or any(a is not b for a, b in zip(tracked, variables)):
+            self._track_variables()
+
+    def named_parameters(self, *args: Any, **kwargs: Any):
+        """See `torch.nn.Module.named_parameters`."""
+        self._track_all()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+        """See `torch.nn.Module.state_dict`."""
+        self._track_all()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any):
+        """See `torch.nn.Module.load_state_dict`."""
+        self._track_all()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any):
+        # PyTorch calls it for `to`, `cuda`, `double` and so on.
+        self._track_all()
+        return super()._apply(*args, **kwargs)
+
+
+TorchParameters = (
+    _TorchParameters if keras.backend.backend() == "torch" else _NoParameters
+)

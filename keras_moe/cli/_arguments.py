@@ -1,0 +1,322 @@
+"""Declares and reads the command line's arguments, without importing Keras."""
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+# The value of `--json` without a file.
+STDOUT = "-"
+# What a command prints at Ctrl-C if the same command resumes its work.
+RESUMES = "Interrupted: the same command resumes where it stopped."
+# What sets a positional argument, for the errors of `model_overrides`.
+FIRST = "the first argument"
+
+
+def verbosity() -> int:
+    """Keras's `verbose`: a bar on a terminal, a line for each epoch in a file."""
+    return 1 if sys.stdout.isatty() else 2
+
+
+class UsageError(ValueError):
+    """A command line that cannot be parsed."""
+
+
+class Result(NamedTuple):
+    """A command's result as JSON, and what to print: tables, text and functions."""
+
+    values: Any
+    shown: tuple = ()
+
+    def show(self, console: Any) -> None:
+        """Prints what people see."""
+        for thing in self.shown:
+            if callable(thing):
+                thing(console)
+            else:
+                is_text = isinstance(thing, str)
+                console.print(thing, highlight=False, soft_wrap=is_text, markup=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises its errors, and shows examples and defaults."""
+
+    def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
+        width = min(shutil.get_terminal_size().columns - 2, 88)
+        paragraphs = [textwrap.fill(x, width) for x in description.split("\n\n")]
+        super().__init__(
+            description="\n\n".join(paragraphs),
+            epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            **kwargs,
+        )
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of an argument with its default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = action.default
+        if default in (None, False, argparse.SUPPRESS, []):
+            return action.help
+        if isinstance(default, (list, tuple)):
+            default = " ".join(map(str, default))
+        return f"{action.help} Default: {default}."
+
+
+def add_command(commands: Any, module: ModuleType) -> None:
+    """Adds the sub-command of a module, called like the module.
+
+    The module's docstring is the help. The module has `EXAMPLES`,
+    `add_arguments(parser)` and `run(args, console)`, which returns a `Result`; and, if
+    a second run resumes the first, `INTERRUPTED = RESUMES`.
+    """
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    line = module.__doc__.partition("\n")[0].removesuffix(".")
+    parser = commands.add_parser(
+        name,
+        help=line[0].lower() + line[1:],
+        description=module.__doc__.strip(),
+        examples=module.EXAMPLES,
+    )
+    module.add_arguments(parser)
+    interrupted = getattr(module, "INTERRUPTED", "Interrupted.")
+    parser.set_defaults(command=module, interrupted=interrupted)
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Import a module of your own first, from this folder or installed: what it"
+        " registers (routers, backbones, losses, presets) can then be named. May be "
+        "given several times.",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=_json_file,
+        metavar="FILE.json",
+        help="Print the results as JSON instead of tables; or, with a file name, write "
+        "them to that file and print the tables.",
+    )
+    group.add_argument(
+        "--traceback",
+        action="store_true",
+        help="Show the traceback of an error, as KERAS_MOE_TRACEBACK=1 does.",
+    )
+
+
+def command_line(args: argparse.Namespace) -> str | None:
+    """The command as it was typed; None for arguments of another program."""
+    argv = getattr(args, "argv", None)
+    return None if argv is None else shlex.join(["keras-moe", *map(str, argv)])
+
+
+def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:
+    """Adds the model, as a positional argument or as an option."""
+    what = "The model: a preset's name, a folder, an hf:// handle or published weights."
+    parser.add_argument(name, **{"metavar": "PRESET", "help": what, **kwargs})
+
+
+def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
+    """Adds `--data` and `--data-dir`, as `keras_moe.data.load` takes them."""
+    what = (
+        "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH "
+        "or openclipart:PATH."
+    )
+    parser.add_argument("--data", metavar="SOURCE", help=what + more, **kwargs)
+    parser.add_argument(
+        "--data-dir", metavar="FOLDER", help="The folder of TensorFlow Datasets."
+    )
+
+
+def add_overrides(
+    parser: Any,
+    option: str = "--set",
+    what: str = "arguments of the model, as in from_preset",
+    example: str = "num_experts=8 image_shape=[384,384,3]",
+) -> None:
+    """Adds an option of `NAME=VALUE` pairs, of which `dict` makes the overrides."""
+    parser.add_argument(
+        option,
+        nargs="+",
+        action="extend",
+        default=[],
+        type=override,
+        metavar="NAME=VALUE",
+        help=f"Override {what}. Values are JSON, or else strings: {example}.",
+    )
+
+
+def add_data_options(parser: Any) -> None:
+    """Adds `--data-options`."""
+    what = "options of load_pairs"
+    add_overrides(parser, "--data-options", what, "templates=imagenet")
+
+
+def add_count(
+    parser: Any,
+    name: str,
+    help: str,
+    default: int | list[int] | None = None,
+    minimum: int = 1,
+    **kwargs: Any,
+) -> None:
+    """Adds an integer from a minimum on."""
+    kwargs = {"type": at_least(minimum), "metavar": "N", **kwargs}
+    parser.add_argument(name, help=help, default=default, **kwargs)
+
+
+def add_batch_size(parser: Any) -> None:
+    """Adds the `--batch-size` of an evaluation."""
+    add_count(parser, "--batch-size", "The number of examples in a batch.", 64)
+
+
+def add_shots(parser: Any, default: list[int] | None) -> None:
+    """Adds `--shots`."""
+    what = "Training examples of each class for few-shot accuracy."
+    add_count(parser, "--shots", what, default, nargs="+")
+
+
+def add_run(
+    parser: Any,
+    epochs: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
+    folder: str,
+) -> None:
+    """Adds the arguments of a training without a recipe, and its output folder."""
+    add_count(parser, "--epochs", "Passes over the training data.", epochs)
+    add_count(parser, "--batch-size", "Examples in a training step.", batch_size)
+    parser.add_argument(
+        "--learning-rate",
+        type=positive,
+        default=learning_rate,
+        help="The peak learning rate.",
+    )
+    add_output(parser, "The folder of the results.", Path("runs") / folder)
+
+
+def add_output(parser: Any, what: str, default: Path | None = None) -> None:
+    """Adds the `--output` folder."""
+    parser.add_argument(
+        "--output", type=Path, default=default, metavar="FOLDER", help=what
+    )
+
+
+def add_target(parser: Any) -> None:
+    """Adds the folder of a new preset."""
+    what = "The folder of the new preset; an older preset there is replaced."
+    parser.add_argument("output", type=Path, metavar="FOLDER", help=what)
+
+
+def check_target(source: str, output: Path) -> None:
+    """Refuses, before the work, a folder of something else and the source itself."""
+    from keras_moe._files import check_replaceable
+    from keras_moe.models.saving._preset_folder import is_preset
+
+    target = output.expanduser().resolve()
+    if target == Path(source).expanduser().resolve():
+        raise ValueError(
+            "Expected another folder than the source, which saving would replace; "
+            f"received: output={str(output)!r}, source={source!r}"
+        )
+    check_replaceable(target, "preset", is_preset)
+
+
+def add_layout(parser: Any) -> None:
+    """Adds the arguments by which a model is split over devices."""
+    parser.add_argument(
+        "--expert-parallel",
+        type=integer_or("batch"),
+        help="The number of devices over which experts are split, or 'batch' for all "
+        "that share a batch.",
+    )
+    what = "The number of devices over which each layer is split."
+    add_count(parser, "--model-parallel", what, 1)
+
+
+def model_overrides(
+    pairs: Iterable[tuple[str, Any]], own: Mapping[str, str]
+) -> dict[str, Any]:
+    """Reads `--set`; rejects the arguments in `own`, which the program sets itself."""
+    overrides = dict(pairs)
+    for name, value in overrides.items():
+        if name in own:
+            raise ValueError(
+                "Expected arguments of the model in --set; received: "
+                f"{name}={value!r}, which {own[name]} sets"
+            )
+    return overrides
+
+
+def override(text: str) -> tuple[str, Any]:
+    """The type of `NAME=VALUE` arguments: a name and a JSON value, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if value[:1] in ("[", "{", '"') or value in ("True", "False", "None"):
+            raise argparse.ArgumentTypeError(
+                f"Expected JSON after {name}=, such as true or [1, 2]; received: "
+                f"{value:.80} ({error})"
+            ) from error
+    return name, value
+
+
+def json_or_string(text: str) -> Any:
+    """The type of arguments that are JSON values, or else strings."""
+    return override(f"VALUE={text}")[1]
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The type of arguments that are integers from a minimum on."""
+
+    def parse(text: str) -> int:
+        if not text.lstrip("+-").isdigit() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"Expected an integer, at least {minimum}; received: {text}"
+            )
+        return int(text)
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of arguments that are finite numbers above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"Expected a finite number above 0; received: {text}"
+        )
+    return float(text)
+
+
+def integer_or(word: str) -> Callable[[str], int | str]:
+    """The type of arguments that are one word, or positive integers."""
+    integer = at_least(1)
+    return lambda text: text if text == word else integer(text)
+
+
+def _json_file(text: str) -> str:
+    """The type of `--json`, which must not take the next positional argument."""
+    if text != STDOUT and Path(text).suffix != ".json":
+        raise argparse.ArgumentTypeError(
+            f"Expected a file that ends with .json, or none; received: {text}"
+        )
+    return text

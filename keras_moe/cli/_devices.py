@@ -1,0 +1,105 @@
+"""The devices and processes on which a command trains or evaluates."""
+
+import argparse
+from typing import Any
+
+import keras_moe
+from keras_moe.cli._arguments import (
+    FIRST,
+    add_count,
+    add_layout,
+    integer_or,
+    model_overrides,
+)
+
+# Arguments of `distribution.auto`, and what sets them.
+OWN = {
+    "model_or_preset": FIRST,
+    "devices": "--devices",
+    "expert_parallel": "--expert-parallel",
+    "model_parallel": "--model-parallel",
+    "batch_size": "the size of a batch",
+    "auto_shard_dataset": "this program",
+}
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Adds `--devices` and the arguments that split a model over them."""
+    parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
+    group = parser.add_argument_group("several devices, on JAX")
+    group.add_argument(
+        "--devices", type=integer_or("all"), help="The number of devices, or 'all'."
+    )
+    add_layout(group)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments by which a process joins others."""
+    group = parser.add_argument_group("several processes, with --devices")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="The address of the first process."
+    )
+    add_count(group, "--num-processes", "The number of processes.")
+    add_count(group, "--process-id", "The index of this process, from 0.", minimum=0)
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """Joins the other processes, if there are any, before anything else."""
+    import keras
+
+    processes = (args.coordinator, args.num_processes, args.process_id)
+    if processes.count(None) in (1, 2):
+        raise ValueError(
+            "Expected --coordinator, --num-processes and --process-id together; "
+            f"received: {processes}"
+        )
+    if None not in processes:
+        keras.distribution.initialize(*processes)
+
+
+def set_devices(
+    args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
+) -> Any:
+    """Sets the distribution of a model to be made, if --devices asks for one."""
+    import keras
+
+    from keras_moe._checks import check_integer
+
+    if args.devices is None:
+        split = (args.num_processes, args.expert_parallel, args.model_parallel)
+        if split != (None, None, 1):
+            raise ValueError(
+                "Expected --devices with --num-processes, --expert-parallel and "
+                "--model-parallel"
+            )
+        return None
+    if args.num_processes is not None:
+        # Each process reads its own images, so all its devices take part, and no
+        # model is split between processes.
+        count = len(keras.distribution.list_devices())
+        own = count // args.num_processes
+        if args.devices not in ("all", count) or own % args.model_parallel:
+            raise ValueError(
+                f"Expected all {count} devices of the processes, and "
+                f"--model-parallel to divide the {own} of each; received: "
+                f"--devices {args.devices}, --model-parallel {args.model_parallel}"
+            )
+    overrides = model_overrides(overrides.items(), OWN)
+    # Only JAX lists devices; `auto` says what works on the other backends.
+    devices = None
+    if keras.backend.backend() == "jax" and args.devices != "all":
+        devices = keras.distribution.list_devices()
+        check_integer("--devices", args.devices, 1, len(devices))
+        devices = devices[: args.devices]
+    chosen = keras_moe.distribution.auto(
+        preset,
+        devices,
+        args.expert_parallel,
+        args.model_parallel,
+        batch_size,
+        # A recipe gives each process its own part of a batch.
+        auto_shard_dataset=False,
+        **overrides,
+    )
+    keras.distribution.set_distribution(chosen)
+    return chosen

@@ -1,0 +1,200 @@
+"""The preset and the data of `evaluate` and `report`: those asked for, or a run's."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras_moe
+from keras_moe.cli._arguments import FIRST, model_overrides
+
+# Options of `load_pairs` that an evaluation may set: it reads all captions, in order.
+PAIR_OPTIONS = ("templates", "unreadable", "exclude")
+
+
+class Model(NamedTuple):
+    """A preset with overrides, and the settings of the run that trained it, if any."""
+
+    preset: str
+    overrides: dict[str, Any]
+    embeds_pairs: bool
+    writes_texts: bool
+    recipe: dict[str, Any]
+
+    def load(self) -> Any:
+        """The model with its weights."""
+        task = {"task": "contrastive"} if self.embeds_pairs else {}
+        if self.writes_texts:
+            task = {"task": "causal_lm"}
+        return keras_moe.models.from_preset(self.preset, **{**task, **self.overrides})
+
+
+class Examples(NamedTuple):
+    """The data to evaluate on, as `keras_moe.data.load` and `load_pairs` take it.
+
+    `excluded` has the `exclude` of each split, `options` the rest for `load_pairs`.
+    """
+
+    source: str
+    split: str
+    train_split: str
+    data_dir: str | None
+    hierarchy: str | None
+    max_labels: int | None
+    excluded: dict[str, Any]
+    options: dict[str, Any]
+
+    def has_several_labels(self, split: str | None = None) -> bool:
+        """Whether an image of a split may have several labels."""
+        from keras_moe.data.sources import open_source
+
+        split = split or self.split
+        classes = open_source(self.source, split, self.data_dir).classes
+        return classes.max_labels is not None or self.hierarchy is not None
+
+    def images(self, split: str, image_shape: tuple, batch_size: int) -> Any:
+        """The batches of a split in order: labels are integers, or 0-1 vectors."""
+        several = self.has_several_labels(split)
+        return keras_moe.data.load(
+            self.source,
+            split,
+            image_shape,
+            batch_size,
+            shuffle=False,
+            one_hot=several,
+            data_dir=self.data_dir,
+            multi_label=several,
+            hierarchy=self.hierarchy,
+            max_labels=self.max_labels,
+            exclude=self.excluded.get(split, ()),
+            unreadable=self.options.get("unreadable", "raise"),
+        )
+
+    def pairs(self, image_shape: tuple, batch_size: int, **options: Any) -> Any:
+        """The batches of image-text pairs of the split whose figures are wanted."""
+        return keras_moe.data.load_pairs(
+            self.source,
+            self.split,
+            image_shape,
+            batch_size,
+            shuffle=False,
+            data_dir=self.data_dir,
+            exclude=self.excluded.get(self.split, ()),
+            **self.options,
+            **options,
+        )
+
+    def texts(self) -> list[str]:
+        """The documents of the split."""
+        return list(keras_moe.data.load_texts(self.source, self.split, self.data_dir))
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of the labels, if they have names."""
+        if self.hierarchy is not None:
+            from keras_moe.data.labels import as_hierarchy
+
+            return tuple(as_hierarchy(self.hierarchy).classes)
+        return keras_moe.data.class_names(self.source, self.data_dir)
+
+    def num_classes(self) -> int:
+        """The number of classes."""
+        names = self.class_names()
+        if names is not None:
+            return len(names)
+        return keras_moe.data.num_classes(self.source, self.data_dir)
+
+
+def find_model(args: argparse.Namespace) -> Model:
+    """The model that is asked for."""
+    from keras_moe.models import DecoderBackbone
+    from keras_moe.models.backbones._pairs import PairBackbone
+
+    preset, recipe = find_run(args.preset)
+    overrides = model_overrides(args.set, {"preset": FIRST})
+    arguments = dict(overrides)
+    options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
+    resolved = keras_moe.models.resolve(preset, arguments, **options, counts_only=True)
+    with resolved as blueprint:
+        kinds = (PairBackbone, DecoderBackbone)
+        embeds_pairs, writes_texts = (issubclass(blueprint.backbone, x) for x in kinds)
+    return Model(preset, overrides, embeds_pairs, writes_texts, recipe)
+
+
+def find_run(preset: str) -> tuple[str, dict]:
+    """The preset of a run's folder, and the settings of its recipe."""
+    from keras_moe._files import path_within, read_text
+
+    folder = Path(preset).expanduser()
+    if (folder / "preset").is_dir() and (folder / "results.json").is_file():
+        run_folder = folder
+    elif folder.name == "preset" and (folder.parent / "results.json").is_file():
+        run_folder = folder.parent
+    else:
+        return preset, {}
+    path = run_folder / "results.json"
+    try:
+        recipe = json.loads(read_text(path, run_folder))["recipe"]
+        source = {"source": recipe["data"]["source"]}
+        settings = {**recipe["data"], **recipe["objective"], **source}
+        if run_folder == folder:
+            path_within(folder / "preset", folder)
+        return str(run_folder / "preset"), settings
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"Expected the results of keras-moe train in {path}; received: {error!r}"
+        ) from error
+
+
+def find_examples(
+    args: argparse.Namespace, recipe: dict, options: Sequence[str] = PAIR_OPTIONS
+) -> Examples:
+    """The data that is asked for, or that of the run."""
+    from keras_moe._checks import check_argument_names
+
+    if args.data is None and not recipe:
+        raise ValueError(
+            "Expected --data, or the folder of a run that says what it was trained "
+            f"on; received: preset={args.preset!r}"
+        )
+    if args.data not in (None, recipe.get("source")):
+        # The settings of a run belong to its data.
+        recipe = {}
+    source = args.data or recipe.get("test_source") or recipe["source"]
+    if not isinstance(source, str):
+        raise ValueError(
+            f"Expected --data for a run on a mixture of sources; received: {source}"
+        )
+    split = args.split or recipe.get("test_split", "test")
+    asked_for = dict(args.data_options)
+    check_argument_names(asked_for, list(options), "--data-options")
+    own = ("templates", "unreadable")
+    options = {k: recipe[k] for k in own if recipe.get(k) is not None} | asked_for
+    excluded = {}
+    if recipe.get("exclude"):
+        excluded[recipe.get("train_split", "train")] = recipe["exclude"]
+    if "exclude" in options:
+        excluded[split] = options.pop("exclude")
+    keras_moe.data.PairOptions(**options)
+    return Examples(
+        source,
+        split,
+        getattr(args, "train_split", None) or recipe.get("train_split", "train"),
+        args.data_dir,
+        getattr(args, "hierarchy", None) or recipe.get("hierarchy"),
+        recipe.get("max_labels"),
+        excluded,
+        options,
+    )
+
+
+def with_bar(console: Any) -> Callable[[Iterable, str], Iterable]:
+    """A function that adds a progress bar to the batches of a split."""
+    from rich.progress import track
+
+    def shown(batches, split):
+        if not console.is_terminal:
+            return batches
+        return track(batches, split, console=console, transient=True)
+
+    return shown

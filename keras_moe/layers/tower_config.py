@@ -1,0 +1,185 @@
+"""The arguments that the blocks of an encoder share, and their construction.
+
+Axes: N tokens, D hidden, H mlp.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_moe._checks import (
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_one_of,
+    check_positive,
+    check_seed,
+)
+from keras_moe.layers import activations
+from keras_moe.layers._initialization import check_initialization
+from keras_moe.layers.block import Block, MoEBlock
+from keras_moe.layers.mlp import MLP
+from keras_moe.layers.mumoe_config import moe_config
+from keras_moe.layers.normalization import NORMS
+
+# Random sites per block: dropout, token mixer, feed-forward layer, router.
+_SITES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """Encoder arguments shared by all backbones.
+
+    Args:
+        hidden_dim: D.
+        num_layers: number of blocks.
+        mlp_dim: H of the dense feed-forward layers.
+        activation: activation of the feed-forward layers.
+        dropout_rate: dropout rate on embeddings, token mixers and dense MLPs.
+        stochastic_depth: drop rate of the last block; rates grow linearly from 0.
+        layer_norm_epsilon: epsilon of all normalisations.
+        layer_scale_initial_value: initial value of each `LayerScale`; None for none.
+        norm: `"layer"` or `"rms"` normalisation in the blocks and after them.
+        gated_mlp: whether dense feed-forward layers are gated, as in LLaMA.
+        use_bias: whether attention, dense MLPs and the blocks' layer norms have biases.
+            Experts have `expert_use_bias`.
+        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
+        rematerialize: whether the backward pass recomputes the blocks, to save memory.
+        seed: seed of initial weights, noise and dropout; None for Keras's global seed.
+        initialization: how weights start: None as in ViT and V-MoE, or the name of
+            another published code: `"clip_image"`, `"clip_text"`, `"gpt2"`, `"limoe"`,
+            `"llama"` (MoE++'s language models, too), `"mixer"`, `"mumoe_mixer"` or
+            `"siglip"`. A dict maps patterns of weight paths to initializers, such as
+            `{".*/mlp/hidden/kernel": "he_normal"}`; the first that matches is used.
+
+    Example:
+
+    >>> from keras_moe.layers import TowerConfig
+    >>> TowerConfig(num_layers=2, moe={"num_experts": 4}).moe.num_experts
+    4
+    """
+
+    hidden_dim: int = 768
+    num_layers: int = 12
+    mlp_dim: int = 3072
+    activation: Any = "gelu_tanh"
+    dropout_rate: float = 0.0
+    stochastic_depth: float = 0.0
+    layer_norm_epsilon: float = 1e-6
+    layer_scale_initial_value: float | None = None
+    norm: str = "layer"
+    gated_mlp: bool = False
+    use_bias: bool = True
+    moe: Any = None
+    rematerialize: bool = False
+    seed: int | None = None
+    initialization: Any = None
+
+    def __post_init__(self):
+        moe = moe_config(self.moe)
+        # Mistyped numbers would take minutes to build.
+        num_layers = check_integer("num_layers", self.num_layers, maximum=1000)
+        self._set(
+            hidden_dim=check_integer("hidden_dim", self.hidden_dim),
+            num_layers=num_layers,
+            mlp_dim=check_integer("mlp_dim", self.mlp_dim),
+            activation=activations.plain(self.activation),
+            moe=moe and moe.for_layers(num_layers),
+            initialization=check_initialization(self.initialization),
+        )
+        check_dropout("dropout_rate", self.dropout_rate)
+        check_dropout("stochastic_depth", self.stochastic_depth)
+        check_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+        check_seed("seed", self.seed)
+        check_one_of("norm", self.norm, NORMS)
+        for name in ("gated_mlp", "use_bias"):
+            check_bool(name, getattr(self, name))
+
+    def _set(self, **values):
+        """Sets fields of the frozen dataclass; for `__post_init__` only."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict:
+        """Returns the arguments as plain values that construct an equal config."""
+        names = [field.name for field in dataclasses.fields(self)]
+        values = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        return {**values, "moe": self.moe and self.moe.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowerSpec(TowerConfig):
+    """`TowerConfig` for a given number of tokens; builds the blocks.
+
+    Args:
+        num_tokens: N, tokens per example.
+        dtype: dtype policy.
+        **kwargs: arguments of `TowerConfig`.
+
+    Example:
+
+    >>> from keras_moe.layers import TowerSpec, MoEConfig, SelfAttention
+    >>> spec = TowerSpec(num_layers=2, num_tokens=9, mlp_dim=16, moe=MoEConfig())
+    >>> blocks = spec.blocks(lambda index: SelfAttention(num_heads=2, key_dim=4))
+    >>> [type(block).__name__ for block in blocks]
+    ['Block', 'MoEBlock']
+    """
+
+    num_tokens: int
+    dtype: Any = None
+
+    @classmethod
+    def of(cls, config: TowerConfig, num_tokens: int, dtype: Any) -> "TowerSpec":
+        """Makes the spec from a backbone's config."""
+        shared = [field.name for field in dataclasses.fields(TowerConfig)]
+        values = {name: getattr(config, name) for name in shared}
+        return cls(num_tokens=num_tokens, dtype=dtype, **values)
+
+    def seed_of(self, index: int, site: int) -> int | None:
+        """Seed of site 0 block (index -1: embedding), 1 mixer, 2 experts, 3 router."""
+        return None if self.seed is None else self.seed + _SITES * (index + 1) + site
+
+    def mlp(self, index: int) -> MLP:
+        """An unbuilt dense feed-forward layer for a block."""
+        return MLP(
+            self.mlp_dim,
+            self.activation,
+            self.dropout_rate,
+            self.seed_of(index, 2),
+            gated=self.gated_mlp,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            name="mlp",
+        )
+
+    def blocks(
+        self, token_mixer: Callable[[int], keras.layers.Layer]
+    ) -> tuple[Block, ...]:
+        """The unbuilt blocks; `token_mixer(index)` makes a block's token mixer."""
+        if self.moe is None:
+            feed_forwards = [self.mlp(index) for index in range(self.num_layers)]
+        else:
+            feed_forwards = self.moe.feed_forwards(self)
+        depth_step = self.stochastic_depth / max(self.num_layers - 1, 1)
+        return tuple(
+            (MoEBlock if hasattr(feed_forward, "router") else Block)(
+                token_mixer(index),
+                feed_forward,
+                dropout=self.dropout_rate,
+                layer_norm_epsilon=self.layer_norm_epsilon,
+                seed=self.seed_of(index, 0),
+                rematerialize=self.rematerialize,
+                stochastic_depth=index * depth_step,
+                layer_scale_initial_value=self.layer_scale_initial_value,
+                norm=self.norm,
+                use_bias=self.use_bias,
+                feed_forward_norm=not hasattr(feed_forward, "router")
+                or getattr(self.moe, "block_norm", True),
+                dtype=self.dtype,
+                name=f"block_{index}",
+            )
+            for index, feed_forward in enumerate(feed_forwards)
+        )

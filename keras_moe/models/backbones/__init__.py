@@ -1,0 +1,1 @@
+"""Towers of blocks: the families."""

@@ -1,0 +1,154 @@
+"""Base class of image-text backbones. Axes: B batch, N tokens, P embedding."""
+
+from typing import Any
+
+import keras
+
+from keras_moe._checks import check_concrete, check_one_of
+from keras_moe._compat import ONE_AT_A_TIME
+from keras_moe.layers import LogitScale
+from keras_moe.losses.contrastive import TEMPERATURES, Temperature
+from keras_moe.models.backbones.base import MoEBackbone
+from keras_moe.models.base._exporting import Exportable
+from keras_moe.models.base._input_checks import (
+    check_input_names,
+    check_inputs,
+    check_texts,
+    is_array,
+)
+
+# A modality's id is its index here.
+MODALITIES = ("image", "text")
+_INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
+
+
+class PairEncoder(Exportable, keras.Model):
+    """The model of one modality, created by `PairBackbone.encoder`."""
+
+    def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
+        super().__init__(inputs, outputs, **kwargs)
+        self.max_length = max_length
+
+
+class PairBackbone(MoEBackbone):
+    """Base class of `CLIPBackbone` and `LIMoEBackbone`.
+
+    Names in `routing`, `features` and `get_layer` have the modality as a prefix, such
+    as `"image/block_1"`; a shared block has both names.
+    """
+
+    example = "pair"
+    pipeline_tag = "zero-shot-image-classification"
+
+    def __init__(self, *, dtype: Any = None, **kwargs):
+        check_concrete(type(self), PairBackbone, "CLIPBackbone")
+        super().__init__(dtype=dtype, **kwargs)
+        # Bypass attribute tracking: the models share this backbone's layers.
+        object.__setattr__(self, "_encoders", {})
+
+    def _encoder(self, modality: str) -> tuple[Any, Any]:
+        """Returns the symbolic inputs and outputs of `encoder`."""
+        raise NotImplementedError
+
+    def encoder(self, modality: str) -> PairEncoder:
+        """Returns the model of one modality, sharing this backbone's weights."""
+        check_one_of("modality", modality, MODALITIES)
+        with ONE_AT_A_TIME:
+            encoder, weights = self._encoders.get(modality, (None, None))
+            # Quantisation and LoRA replace weights, which a compiled function does not
+            # notice.
+            if encoder is None or weights != _identities(encoder):
+                inputs, name = self._encoder(modality), f"{modality}_encoder"
+                encoder = PairEncoder(*inputs, self.max_length, name=name)
+                self._encoders[modality] = encoder, _identities(encoder)
+            return encoder
+
+    @property
+    def logit_scale(self) -> LogitScale:
+        """The layer with the learned scale and bias of the similarities."""
+        return self.get_layer("logit_scale")
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
+        """Returns a layer by name or index, as `keras.Model.get_layer`."""
+        modality, slash, inner = str(name).partition("/")
+        if slash and modality in MODALITIES:
+            return self._layer_of(modality, inner)
+        return super().get_layer(name, index)
+
+    def _layer_of(self, modality, name):
+        """Returns a layer of a modality's tower."""
+        return super().get_layer(name)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids V."""
+        return self._text_config.vocabulary_size
+
+    @property
+    def max_length(self) -> int:
+        """Maximum text length N."""
+        return self._text_config.max_length
+
+    @property
+    def _text_config(self):
+        return self.config
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        # The first place that sees batches of datasets.
+        if isinstance(inputs, dict):
+            check_input_names(inputs, tuple(self.input))
+        return super().call(inputs, training=training, mask=mask)
+
+    def _check_inputs(self, inputs, labels=None):
+        if is_array(inputs) or (isinstance(inputs, dict) and "images" not in inputs):
+            raise ValueError(
+                "Expected a dict of images, token_ids, padding_mask; received: "
+                f"{sorted(inputs) if isinstance(inputs, dict) else 'an array'}. "
+                "encoder('image') and encoder('text') take one modality alone."
+            )
+        if isinstance(inputs, dict):
+            check_input_names(inputs, tuple(self.input))
+            self.check_modality("text", {k: inputs[k] for k in _INPUTS["text"]})
+            numbers = {k: len(x) for k, x in inputs.items() if is_array(x) and x.ndim}
+            if len(set(numbers.values())) > 1:
+                raise ValueError(
+                    f"Expected as many images as texts; received: {numbers}"
+                )
+        check_inputs(self, inputs)
+
+    def check_modality(self, modality: str, inputs: Any) -> None:
+        """Checks the inputs of one modality where their values are known."""
+        check_one_of("modality", modality, MODALITIES)
+        if modality == "image":
+            check_inputs(self.encoder("image"), inputs)
+            return
+        config = self._text_config
+        check_texts(
+            inputs,
+            config.vocabulary_size,
+            config.max_length,
+            _INPUTS["text"],
+            getattr(config, "end_of_text_id", None),
+        )
+
+
+def temperature_config(temperature: Any) -> dict[str, Any]:
+    """Returns the fields of a `keras_moe.losses.Temperature`, checked."""
+    if isinstance(temperature, str):
+        check_one_of("temperature", temperature, tuple(TEMPERATURES))
+        temperature = TEMPERATURES[temperature]
+    if isinstance(temperature, Temperature):
+        temperature = temperature._asdict()
+    if not isinstance(temperature, dict):
+        raise ValueError(
+            "Expected temperature to be a Temperature, a dict of its fields or one of "
+            f"{list(TEMPERATURES)}; received: temperature={temperature!r}"
+        )
+    fields = Temperature(**{"scale": 10.0, **temperature})._asdict()
+    layer = LogitScale(**fields)
+    return {name: layer.get_config()[name] for name in fields}
+
+
+def _identities(model):
+    """Returns the ids of a model's weights."""
+    return [id(weight) for weight in model.weights]

@@ -1,0 +1,149 @@
+"""Backbone arguments as dataclasses. Axes: N tokens, D hidden, V vocabulary."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
+from keras_moe.layers import SelfAttention, TowerConfig, TowerSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(TowerConfig):
+    """Arguments of a transformer encoder.
+
+    Args:
+        num_heads: number of attention heads; must divide D.
+        attention_dropout: dropout rate on attention weights.
+        query_key_norm: whether to normalise queries and keys per head, as in Soft MoE.
+        query_key_norm_bias: whether that norm has an offset, as in timm's `qk_norm`.
+        **kwargs: arguments of `keras_moe.layers.TowerConfig`.
+
+    Example:
+
+    >>> from keras_moe.models import TransformerConfig
+    >>> TransformerConfig(hidden_dim=8, num_heads=2).to_dict()["num_heads"]
+    2
+    """
+
+    num_heads: int = 12
+    attention_dropout: float = 0.0
+    query_key_norm: bool = False
+    query_key_norm_bias: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        head_size(self.num_heads, self.hidden_dim)
+
+    def attention(
+        self, spec: TowerSpec, index: int, causal: bool = False
+    ) -> SelfAttention:
+        """Creates the attention layer of a block, unbuilt."""
+        return SelfAttention(
+            self.num_heads,
+            head_size(self.num_heads, self.hidden_dim),
+            query_key_norm=self.query_key_norm,
+            query_key_norm_bias=self.query_key_norm_bias,
+            layer_norm_epsilon=self.layer_norm_epsilon,
+            dropout=self.attention_dropout,
+            # With the block's seed both dropouts would drop the same positions.
+            seed=spec.seed_of(index, 1),
+            causal=causal,
+            use_bias=self.use_bias,
+            dtype=spec.dtype,
+            name="attention",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(TowerConfig):
+    """Arguments of an image encoder.
+
+    Args:
+        image_shape: (height, width, channels).
+        patch_size: an int or (height, width); must divide the image size.
+        **kwargs: arguments of `keras_moe.layers.TowerConfig`.
+
+    Example:
+
+    >>> from keras_moe.models import ImageConfig
+    >>> ImageConfig(image_shape=[8, 8, 3], patch_size=4).image_shape
+    (8, 8, 3)
+    """
+
+    image_shape: tuple = (224, 224, 3)
+    patch_size: Any = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(image_shape=check_image_shape(self.image_shape))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyConfig(TowerConfig):
+    """Arguments of whatever reads token ids.
+
+    Args:
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+    """
+
+    vocabulary_size: int = 49408
+    max_length: int = 77
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("vocabulary_size", "max_length"):
+            self._set(**{name: check_integer(name, getattr(self, name))})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenIdsConfig(VocabularyConfig):
+    """Arguments of a text encoder.
+
+    Args:
+        mask_padding: whether padding is excluded from attention, routing and pooling.
+    """
+
+    mask_padding: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_bool("mask_padding", self.mask_padding)
+
+
+def set_signature(init: Callable, config_class: type) -> None:
+    """Sets the signature of a backbone's `__init__` from its config."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(
+            field.name, kind, default=field.default, annotation=field.type
+        )
+        for field in dataclasses.fields(config_class)
+    ]
+    init.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *parameters,
+            inspect.Parameter("dtype", kind, default=None, annotation=Any),
+            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+        ]
+    )
+
+
+def set_docstring(cls: type, config_class: type) -> None:
+    """Inserts the config's field descriptions into a backbone's `Args`."""
+    if "Args:\n" not in (cls.__dict__.get("__doc__") or ""):
+        return
+    entries = {}
+    for base in reversed(config_class.__mro__):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")
+        section, *_ = section.partition("\n\n")
+        for entry in re.findall(r"^    \w.*(?:\n {8}.*)*", section, re.MULTILINE):
+            entries[entry.partition(":")[0].strip()] = entry
+    names = [field.name for field in dataclasses.fields(config_class)]
+    described = "\n".join(entries[name] for name in names if name in entries)
+    docstring = inspect.cleandoc(cls.__doc__)
+    cls.__doc__ = docstring.replace("Args:\n", f"Args:\n{described}\n", 1)

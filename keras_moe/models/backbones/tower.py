@@ -1,0 +1,343 @@
+"""A tower: embedding, blocks and final norm of one encoder.
+
+Axes: B batch, N tokens, D hidden, E experts, P embedding, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_moe._checks import check_one_of
+from keras_moe.layers import (
+    ClassToken,
+    LayerNorm,
+    MoEBlock,
+    PatchEmbedding,
+    PositionEmbedding,
+    TextPositions,
+    TokenEmbedding,
+    TowerConfig,
+    TowerSpec,
+)
+from keras_moe.layers.normalization import norm_layer
+from keras_moe.layers.position_embedding import KINDS
+from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
+from keras_moe.models.description import Part
+from keras_moe.ops import Cost
+from keras_moe.ops._initializers import PathInitializer
+
+
+class TowerOutputs(NamedTuple):
+    """Outputs of a tower.
+
+    Attributes:
+        tokens: (B, N, D), after the final norm if there is one.
+        routing: dict from the name of a block or token mixer to `Routing`.
+        block_tokens: dict from block name to the tokens after it, (B, N, D).
+        caches: dict from block name to its new cache, if it had one.
+    """
+
+    tokens: Any
+    routing: dict
+    block_tokens: dict
+    caches: dict = {}
+
+
+class Tower(NamedTuple):
+    """The unbuilt layers of one encoder.
+
+    A plain tuple, so that weights keep paths like `block_0/attention/query/kernel`.
+
+    Attributes:
+        embedding: layers from the input to tokens, in order.
+        blocks: `Block` and `MoEBlock` layers, in order.
+        final_norm: norm after the last block, or None.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.layers import TowerSpec, PatchEmbedding, SelfAttention
+    >>> from keras_moe.models.backbones.tower import Tower
+    >>> spec = TowerSpec(num_layers=2, num_tokens=4, mlp_dim=16)
+    >>> blocks = spec.blocks(lambda index: SelfAttention(num_heads=2, key_dim=4))
+    >>> tower = Tower((PatchEmbedding(8, patch_size=4),), blocks)
+    >>> tuple(tower(keras.Input((8, 8, 3))).tokens.shape)
+    (None, 4, 8)
+    """
+
+    embedding: tuple[keras.layers.Layer, ...]
+    blocks: tuple[keras.layers.Layer, ...]
+    final_norm: keras.layers.Layer | None = None
+
+    def __call__(
+        self, inputs: Any, mask: Any = None, modality_ids: Any = None
+    ) -> TowerOutputs:
+        x = inputs
+        for layer in self.embedding:
+            x = layer(x)
+        return self.encode(x, mask, modality_ids)
+
+    def encode(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        boundaries: tuple[int, ...] = (),
+        mixer_arguments: dict | None = None,
+        caches: dict | None = None,
+    ) -> TowerOutputs:
+        """Applies the blocks and the final norm to embedded tokens.
+
+        Args:
+            tokens: (B, N, D).
+            mask: optional booleans (B, N), False for padding.
+            modality_ids: optional integers (B, N).
+            boundaries: positions that cut examples into runs; attention is within runs.
+            mixer_arguments: further arguments of all token mixers.
+            caches: dict from block name to the cache of its token mixer.
+        """
+        x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
+        fixed = {name: value for name, value in fixed.items() if value is not None}
+        if boundaries:
+            fixed["boundaries"] = tuple(boundaries)
+        routing, block_tokens, new_caches, logits = {}, {}, {}, None
+        for block in self.blocks:
+            arguments = dict(mixer_arguments or {})
+            if caches is not None:
+                arguments["cache"] = caches[block.name]
+            own = {"mixer_arguments": arguments} if arguments else {}
+            is_moe = isinstance(block, MoEBlock)
+            if is_moe and block.feed_forward.router.gating_residual:
+                own["previous_logits"] = (
+                    _no_logits(x, block) if logits is None else (logits)
+                )
+            outputs = block(x, **own, **fixed)
+            x, *records = outputs if isinstance(outputs, tuple) else (outputs,)
+            if caches is not None:
+                new_caches[block.name] = records.pop()
+            if is_moe:
+                routing[block.name], *mixer_records = records
+                for record in mixer_records:
+                    routing[f"{block.name}/token_mixer"] = record
+                logits = routing[block.name].logits
+            block_tokens[block.name] = x
+        outputs = x if self.final_norm is None else self.final_norm(x)
+        return TowerOutputs(outputs, routing, block_tokens, new_caches)
+
+    @property
+    def layers(self) -> tuple[keras.layers.Layer, ...]:
+        norms = () if self.final_norm is None else (self.final_norm,)
+        return (*self.embedding, *self.blocks, *norms)
+
+    def parts(self, input_shape: tuple) -> tuple[list[Part], int, int]:
+        """Parts with costs, N and D, for an input shape without batch axis."""
+        shape, embedding = tuple(input_shape), Cost()
+        for layer in self.embedding:
+            embedding += layer_cost(layer, shape)
+            shape = tuple(layer.compute_output_shape((None, *shape))[1:])
+        kind = "patches" if len(input_shape) == 3 else "tokens"
+        parts = [Part("embedding", kind, *embedding)]
+        for block in self.blocks:
+            kind = block_kind(block)
+            parts.append(Part(block.name, kind, *layer_cost(block, shape)))
+        if self.final_norm is not None:
+            parts.append(
+                Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
+            )
+        return parts, *shape
+
+
+def _no_logits(tokens, block):
+    """Zeros, the previous logits of a first block that has a map of them."""
+    zeros = ops.cast(ops.zeros_like(tokens[..., :1]), "float32")
+    return ops.repeat(zeros, block.feed_forward.router.num_experts, axis=-1)
+
+
+def image_tower(
+    config: ImageConfig,
+    dtype: Any,
+    token_mixer: Callable[[TowerSpec, int], keras.layers.Layer],
+    final_norm: bool = True,
+    **embedding: Any,
+) -> Tower:
+    """Creates the tower of an image backbone, unbuilt.
+
+    Args:
+        config: arguments of the backbone: its `config_class`, an `ImageConfig`.
+        dtype: dtype policy.
+        token_mixer: function of (`TowerSpec`, block index) that returns a layer.
+        final_norm: whether to normalise the last block's tokens.
+        **embedding: arguments of `image_embedding`, such as `class_token=True`.
+
+    Example:
+
+    >>> from keras_moe.layers import TokenMLP
+    >>> from keras_moe.models import ImageConfig, image_tower
+    >>> config = ImageConfig(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1, mlp_dim=16
+    ... )
+    >>> tower = image_tower(config, None, lambda spec, index: TokenMLP(4))
+    >>> [layer.name for layer in tower.layers]
+    ['patch_embedding', 'embedding_dropout', 'block_0', 'final_norm']
+    """
+    if not isinstance(config, ImageConfig):
+        names = (field.name for field in dataclasses.fields(ImageConfig))
+        missing = [name for name in names if not hasattr(config, name)]
+        raise ValueError(
+            "Expected a config_class that extends keras_moe.models.ImageConfig; "
+            f"received: {type(config).__name__}, which lacks {missing}"
+        )
+    layers, num_tokens = image_embedding(config, dtype, **embedding)
+    spec = TowerSpec.of(config, num_tokens, dtype)
+    return Tower(
+        (*layers, embedding_dropout(config, dtype)),
+        spec.blocks(lambda index: token_mixer(spec, index)),
+        final_norm_layer(config, dtype) if final_norm else None,
+    )
+
+
+def image_embedding(
+    config: ImageConfig,
+    dtype: Any,
+    *,
+    padding: str = "valid",
+    class_token: bool = False,
+    position_embedding: str | None = None,
+    position_interpolation: str = "bilinear",
+    norm: bool = False,
+) -> tuple[tuple, int]:
+    """Returns the unbuilt layers from images to tokens (without dropout), and N."""
+    patches = PatchEmbedding(
+        config.hidden_dim,
+        config.patch_size,
+        interpolation=position_interpolation,
+        padding=padding,
+        dtype=dtype,
+        name="patch_embedding",
+    )
+    rows, columns = patches.grid(config.image_shape)
+    layers = [patches]
+    if class_token:
+        layers.append(ClassToken(dtype=dtype, name="class_token"))
+    if position_embedding is not None:
+        check_one_of("position_embedding", position_embedding, KINDS)
+        layers.append(
+            PositionEmbedding(
+                (rows, columns),
+                position_embedding,
+                interpolation=position_interpolation,
+                dtype=dtype,
+                name="position_embedding",
+            )
+        )
+    if norm:
+        layers.append(
+            LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="embedding_norm")
+        )
+    return tuple(layers), rows * columns + int(class_token)
+
+
+def text_inputs() -> dict[str, keras.KerasTensor]:
+    return {
+        "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
+        "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
+    }
+
+
+def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
+    """Returns the unbuilt layers from ids (B, N) to tokens, without dropout."""
+    return (
+        TokenEmbedding(
+            config.vocabulary_size,
+            config.hidden_dim,
+            dtype=dtype,
+            name="token_embedding",
+        ),
+        TextPositions(config.max_length, dtype=dtype, name="text_positions"),
+    )
+
+
+def embedding_dropout(config: TowerConfig, dtype: Any) -> keras.layers.Dropout:
+    """Creates the dropout on embedded tokens, unbuilt."""
+    return keras.layers.Dropout(
+        config.dropout_rate,
+        # The first of the encoder's sites.
+        seed=config.seed,
+        dtype=dtype,
+        name="embedding_dropout",
+    )
+
+
+def final_norm_layer(config: TowerConfig, dtype: Any) -> keras.layers.Layer:
+    """Creates the norm after the last block, unbuilt."""
+    return norm_layer(
+        config.norm,
+        config.layer_norm_epsilon,
+        config.use_bias,
+        dtype=dtype,
+        name="final_norm",
+    )
+
+
+def embedding_projection(
+    projection_dim: int | None,
+    use_bias: bool = False,
+    dtype: Any = None,
+    name: str = "projection",
+) -> keras.layers.Dense | None:
+    """Creates a dense layer (B, D) -> (B, P), initialised as in CLIP."""
+    if projection_dim is None:
+        return None
+    return keras.layers.Dense(
+        projection_dim,
+        use_bias=use_bias,
+        # Standard deviation 1 / sqrt(D).
+        kernel_initializer=PathInitializer(
+            keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal"),
+            f"{name}/kernel",
+        ),
+        dtype=dtype,
+        name=name,
+    )
+
+
+class PooledProjection(NamedTuple):
+    """A pooling layer and an optional projection, unbuilt."""
+
+    pooling: keras.layers.Layer
+    projection: keras.layers.Dense | None = None
+
+    def __call__(self, tokens: Any, **arguments: Any) -> Any:
+        pooled = self.pooling(tokens, **arguments)
+        return pooled if self.projection is None else self.projection(pooled)
+
+    def parts(self, shape: tuple[int, int], prefix: str = "") -> list[Part]:
+        parts, cost = [], self.pooling.cost(shape)
+        if cost.parameters:
+            parts.append(Part(f"{prefix}pooler", "MAP", *cost))
+        if self.projection is not None:
+            dense = self.projection
+            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
+            parts.append(Part(f"{prefix}projection", "dense", *cost))
+        return parts
+
+
+def block_kind(block: keras.layers.Layer) -> str:
+    """Names a block for descriptions: "dense", or its experts and router."""
+    if not isinstance(block, MoEBlock):
+        return "dense"
+    router = block.feed_forward.router
+    types = router.expert_types._replace(ffn=len(router.expert_columns))
+    return f"MoE {types}, {router.summary}"
+
+
+def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
+    """The cost of an unbuilt layer; without a `cost` method, only its parameters."""
+    if hasattr(layer, "cost"):
+        return layer.cost(shape)
+    copy = type(layer).from_config(layer.get_config())
+    copy.build((None, *shape))
+    return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})

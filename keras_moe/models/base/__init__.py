@@ -1,0 +1,1 @@
+"""What every model of the zoo has: saving, copies, export, cards."""

@@ -1,0 +1,190 @@
+"""`export`, with checks of what each format supports on each backend."""
+
+import contextlib
+import importlib.util
+import os
+from typing import Any
+
+import keras
+
+from keras_moe._checks import check_path
+from keras_moe._compat import flatten_layers
+from keras_moe.layers import MoEBlock
+from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
+
+# Formats that are one file.
+_FILES = ("onnx", "torch")
+
+
+def export_signature(
+    model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
+) -> Any:
+    """Checks that a format supports a model, and returns Keras's signature."""
+    if input_signature is not None:
+        input_signature = _checked_signature(model, input_signature)
+    backend = keras.backend.backend()
+    layers = flatten_layers(model, include_self=False)
+    blocks = [layer for layer in layers if isinstance(layer, MoEBlock)]
+    routers = [block.feed_forward.router for block in blocks]
+    if backend == "torch" and format in ("torch", "onnx"):
+        _check_steps(routers, format)
+    if backend == "torch" and format == "onnx":
+        _check_onnx(model)
+        _check_groups(routers, input_signature)
+    if backend == "torch" and format == "torch" and dynamic_shapes is not None:
+        _check_groups(routers, None)
+    if backend == "torch" and format == "tf_saved_model" and not _has_torch_xla():
+        raise ValueError(
+            "Expected format='torch' or 'onnx' on PyTorch; received: "
+            "format='tf_saved_model'. Save the model with save_to_preset, and export "
+            "it with KERAS_BACKEND=jax or tensorflow."
+        )
+    if backend == "jax" and format == "tf_saved_model":
+        _check_groups(routers, input_signature)
+        _check_solvers(routers)
+    if input_signature is None and backend != "tensorflow":
+        # The other two formats have a fixed number of tokens.
+        return _signature(model)
+    return input_signature
+
+
+def _has_torch_xla():
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def _signature(model):
+    """Returns the inputs of any batch size, with texts of maximum length."""
+    length = getattr(getattr(model, "backbone", model), "max_length", None)
+
+    def spec(symbolic):
+        sizes = (length if size is None else size for size in symbolic.shape[1:])
+        return keras.InputSpec(
+            shape=(None, *sizes), dtype=symbolic.dtype, name=symbolic.name
+        )
+
+    return [keras.tree.map_structure(spec, model.input)]
+
+
+def _checked_signature(model, signature):
+    """Returns a signature as a list; refuses one that is not of the model's inputs."""
+    several = [*signature] if isinstance(signature, (list, tuple)) else [signature]
+    wanted, given = (keras.tree.flatten(x) for x in (model.input, several))
+    names = [set(x) for x in (model.input, *several[:1]) if isinstance(x, dict)]
+    fits = len(wanted) == len(given) and names in ([], names[:1] * 2)
+    for symbolic, spec in zip(wanted, given):
+        shape = getattr(spec, "shape", None)
+        sizes = () if shape is None else tuple(shape)
+        fits &= len(sizes) == len(symbolic.shape) and all(
+            None in pair or pair[0] == pair[1]
+            for pair in zip(sizes[1:], symbolic.shape[1:])
+        )
+    if not fits:
+        shapes = keras.tree.map_structure(lambda x: tuple(x.shape), model.input)
+        raise ValueError(
+            "Expected an input_signature of keras.InputSpec for the model's inputs, "
+            f"{shapes}; received: input_signature={signature}"
+        )
+    return several
+
+
+def _check_groups(routers, input_signature):
+    """Refuses multi-image groups with a dynamic batch size."""
+    specs = keras.tree.flatten(input_signature)
+    if specs != [None] and all(None not in spec.shape for spec in specs):
+        return
+    for router in routers:
+        if isinstance(router, SparseRouter) and not router.groups_per_example(False):
+            raise ValueError(
+                "Expected an input_signature of one size of batch, such as "
+                "[keras.InputSpec('float32', (8, height, width, channels))], or a "
+                "model loaded with evaluation='batch_invariant', since the program "
+                "needs to know the number of groups; received: "
+                f"router={router.summary!r}, input_signature={input_signature}"
+            )
+
+
+def _check_steps(routers, format):
+    """Refuses routers that stop when they have converged."""
+    for router in _sparsity_constrained(routers):
+        raise ValueError(
+            f"Expected a router whose number of steps is fixed for {format=}; "
+            f"received: router={router.summary!r}. Use format='tf_saved_model' on "
+            "JAX or TensorFlow."
+        )
+
+
+def _check_solvers(routers):
+    """Refuses JAX's linear solver, which TensorFlow does not have."""
+    for router in _sparsity_constrained(routers):
+        if router.affinity.solver != "adam":
+            raise ValueError(
+                "Expected SparsityConstrainedAffinity(solver='adam') for "
+                "format='tf_saved_model' on JAX; received: "
+                f"solver={router.affinity.solver!r}. With KERAS_BACKEND=tensorflow "
+                "every solver can be exported."
+            )
+
+
+def _sparsity_constrained(routers):
+    for router in routers:
+        if isinstance(getattr(router, "affinity", None), SparsityConstrainedAffinity):
+            yield router
+
+
+def _check_onnx(model):
+    """Refuses what ONNX does not hold."""
+    for name in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"format='onnx' needs {name}: pip install 'keras-moe[onnx]'"
+            )
+    if model.dtype_policy.compute_dtype != "float32":
+        raise ValueError(
+            "Expected a model loaded with dtype='float32' for format='onnx'; "
+            f"received: dtype={model.dtype_policy.name!r}"
+        )
+
+
+def _version_of_programs(format):
+    if keras.backend.backend() != "jax" or format != "tf_saved_model":
+        return contextlib.nullcontext()
+    from keras_moe.ops.kernels._saved_model_jax import readable_by_tensorflow
+
+    return readable_by_tensorflow()
+
+
+class Exportable:
+    """Mixin that overrides `keras.Model.export`."""
+
+    def export(
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: Any = None,
+        **kwargs,
+    ) -> None:
+        """Exports the model for inference; see `keras.Model.export`."""
+        if os.path.isdir(check_path("filepath", filepath)) and format in _FILES:
+            raise ValueError(
+                f"Expected a file for format={format!r}; received a folder: "
+                f"filepath={os.fspath(filepath)!r}"
+            )
+        shapes = kwargs.get("dynamic_shapes")
+        signature = export_signature(self, format, input_signature, shapes)
+        if keras.backend.backend() == "torch" and format == "onnx":
+            # Keras's has a fixed batch size, and not the operations of routing.
+            from keras_moe._backends.onnx import export_onnx
+
+            export_onnx(self, os.fspath(filepath), signature, **kwargs)
+            if verbose is not False:
+                print(f"Saved ONNX program at '{filepath}'.")
+            return
+        with _version_of_programs(format):
+            super().export(
+                filepath,
+                format=format,
+                verbose=verbose,
+                input_signature=signature,
+                **kwargs,
+            )

@@ -1,0 +1,268 @@
+"""Checks arrays and labels before `fit`, `evaluate` and `predict`. Axes: B batch.
+
+Models implement `_check_inputs(inputs, labels)`. Datasets are not read ahead: their
+batches are seen on the way to a step.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+
+
+def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
+    """Checks class indices or 0-1 targets, whichever the loss implies."""
+    several, losses = tree.flatten(labels), tree.flatten(loss)
+    if len(several) != 1 or len(losses) != 1:
+        return
+    labels, loss = array_values(several[0]), losses[0]
+    if labels is None:
+        return
+    sparse = keras.losses.SparseCategoricalCrossentropy
+    if isinstance(loss, sparse) or loss == "sparse_categorical_crossentropy":
+        if labels.ndim != 1 and (labels.ndim != 2 or labels.shape[1] != 1):
+            raise ValueError(
+                "Expected integer labels of shape (batch,) or (batch, 1); received: "
+                f"shape={labels.shape}"
+            )
+        check_class_labels(labels, num_classes, getattr(loss, "ignore_class", None))
+    if isinstance(loss, SparseSigmoidCrossentropy):
+        check_class_labels(labels, num_classes, ignored=-1)
+        return
+    multi = (SigmoidCrossentropy, keras.losses.BinaryCrossentropy)
+    if isinstance(loss, multi) or loss == "binary_crossentropy":
+        # With one class Keras also accepts (batch,).
+        if labels.shape[-1:] != (num_classes,) and (num_classes, labels.ndim) != (1, 1):
+            raise ValueError(
+                f"Expected labels of shape (batch, {num_classes}), one for each image "
+                f"and class; received: shape={labels.shape}"
+            )
+        if labels.size and not (labels.min() >= 0 and labels.max() <= 1):
+            raise ValueError(
+                "Expected labels in [0, 1] for each image and class; received: "
+                f"{labels.min()} to {labels.max()}"
+            )
+
+
+def checking_labels(
+    model: keras.Model, name: str, make: Callable[[bool], Any]
+) -> Callable[[bool], Any]:
+    """Makes a step that checks the labels of each batch, whatever it comes from.
+
+    JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
+    raises an error of its own.
+    """
+
+    def checked(batch):
+        _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if labels is not None and hasattr(model, "check_labels"):
+            model.check_labels(labels)
+        return batch
+
+    def make_checking(force):
+        before = getattr(model, name)
+        made, step = make(force), getattr(model, name)
+
+        def checked_step(*args):
+            # PyTorch's step takes a list of batches, JAX's an iterator.
+            batches = map(checked, args[-1])
+            batches = [*batches] if isinstance(args[-1], list) else batches
+            return step(*args[:-1], batches)
+
+        if step is not before and keras.backend.backend() != "tensorflow":
+            setattr(model, name, checked_step)
+        return made
+
+    return make_checking
+
+
+def array_values(value: Any) -> np.ndarray | None:
+    """Returns an array or tensor as NumPy, or None if it has no values."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not ops.is_tensor(value):
+        return None
+    try:
+        return np.asarray(ops.convert_to_numpy(value))
+    except (NotImplementedError, RuntimeError, TypeError):
+        # Tensors that are being traced or sharded over processes.
+        return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is a NumPy array or a backend's tensor."""
+    return isinstance(value, np.ndarray) or ops.is_tensor(value)
+
+
+def check_inputs(model: keras.Model, inputs: Any) -> None:
+    """Checks the shapes of input arrays."""
+    symbolic_inputs = tree.flatten(model.input)
+    if not isinstance(inputs, dict):
+        inputs = {symbolic_inputs[0].name: inputs} if len(symbolic_inputs) == 1 else {}
+    for symbolic in symbolic_inputs:
+        _check_shape(symbolic.name, inputs.get(symbolic.name), symbolic.shape[1:])
+
+
+def check_training(
+    model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
+) -> None:
+    model._check_inputs(inputs, labels)
+    if has_no_examples(inputs):
+        # The mean over no examples is undefined.
+        raise ValueError(
+            "Expected at least one image or example to train or evaluate on; "
+            "received: none"
+        )
+    if isinstance(validation_data, (tuple, list)):
+        model._check_inputs(*validation_data[:2])
+
+
+def check_prediction(model: keras.Model, inputs: Any) -> None:
+    if inputs is None:
+        raise ValueError("Expected images or a dataset of them; received: None")
+    model._check_inputs(inputs)
+
+
+def has_no_examples(inputs: Any) -> bool:
+    """Whether the inputs are arrays with batch size 0."""
+    values = inputs.values() if isinstance(inputs, dict) else [inputs]
+    return any(is_array(x) and tuple(x.shape)[:1] == (0,) for x in values)
+
+
+def outputs_of_none(model: keras.Model) -> Any:
+    """Returns the outputs for an empty batch, as NumPy arrays."""
+
+    def empty(symbolic):
+        # Sizes that vary between batches become 0, too.
+        shape = (0, *(size or 0 for size in symbolic.shape[1:]))
+        return ops.convert_to_numpy(ops.zeros(shape, symbolic.dtype))
+
+    return tree.map_structure(empty, model.output)
+
+
+def _check_shape(name, value, expected):
+    """Raises ValueError for another shape; None matches any size."""
+    if not is_array(value):
+        return
+    shape = tuple(value.shape)
+    if not shape or not fits_shape(shape[1:], expected):
+        raise ValueError(
+            f"Expected {name} of shape (batch, {', '.join(map(str, expected))}); "
+            f"received: shape={shape}"
+        )
+
+
+def check_batch(model: keras.Model, batch: Any) -> None:
+    """Looks at the first batch of a call, whatever it comes from."""
+    if batch is None:
+        return
+    inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    if on_tensorflow and labels is not None and hasattr(model, "check_labels"):
+        # Elsewhere `checking_labels` has those of every batch.
+        model.check_labels(labels)
+    token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
+    vocabulary_size = getattr(
+        getattr(model, "backbone", model), "vocabulary_size", None
+    )
+    if vocabulary_size is not None:
+        _check_ids(array_values(token_ids), vocabulary_size)
+    warn_of_raw_pixels(model, inputs)
+
+
+def warn_of_raw_pixels(model: keras.Model, inputs: Any) -> None:
+    """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
+    names = [symbolic.name for symbolic in tree.flatten(model.input)]
+    images = inputs.get("images") if isinstance(inputs, dict) else inputs
+    if "images" not in names or (images is inputs and len(names) > 1):
+        return
+    if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
+        return
+    if len(images.shape) != 4:
+        return
+    # A few pixels of a few images, since they may be on a device.
+    step = max(1, images.shape[1] // 64)
+    pixels = array_values(images[:8, ::step, ::step])
+    if pixels is None or not pixels.size:
+        return
+    is_float = pixels.dtype.kind not in "biu"
+    low, high = pixels.min(), pixels.max()
+    size = np.abs(pixels.astype("float32"))
+    # Standardised images have single pixels far from 0, but are about 1 on average.
+    if high <= 1 or (is_float and not (size.max() > 16 and size.mean() > 2)):
+        return
+    object.__setattr__(model, "_has_warned_of_pixels", True)
+    warnings.warn(
+        f"Expected images in [-1, 1]; received {pixels.dtype} pixels from {low:g} to "
+        f"{high:g}. For pixels from 0 to 255 use images / 127.5 - 1, in a tf.data "
+        "pipeline dataset.map(lambda images, labels: (images / 127.5 - 1, labels)).",
+        stacklevel=outer_stack_level(),
+    )
+
+
+def check_texts(
+    inputs: Any,
+    vocabulary_size: int,
+    max_length: int,
+    names: tuple[str, ...] = ("token_ids", "padding_mask"),
+    end_of_text_id: int | None = None,
+    may_be_empty: bool = False,
+) -> None:
+    """Checks token ids and padding masks, where their values are known."""
+    if not isinstance(inputs, dict):
+        return
+    check_input_names(inputs, names)
+    arrays = {name: array_values(inputs[name]) for name in names}
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    if len({value.shape for value in arrays.values()}) > 1:
+        shapes = {name: value.shape for name, value in arrays.items()}
+        raise ValueError(f"Expected inputs of one shape; received: {shapes}")
+    for name, x in arrays.items():
+        if x.ndim != 2 or x.dtype.kind not in "biu" or not 0 < x.shape[1] <= max_length:
+            raise ValueError(
+                f"Expected {name} to be integers of shape (batch, num_tokens), with "
+                f"at least one token and at most max_length={max_length}; received: "
+                f"shape={x.shape}, dtype={x.dtype}"
+            )
+    token_ids, mask = arrays.get("token_ids"), arrays.get("padding_mask")
+    _check_ids(token_ids, vocabulary_size)
+    if mask is not None and mask.dtype.kind == "i" and mask.size and mask.min() < 0:
+        raise ValueError(
+            f"Expected a padding_mask without negative numbers; received: {mask.min()}"
+        )
+    if mask is None or may_be_empty:
+        return
+    fits, needed = mask.astype(bool), "a token that is no padding"
+    if token_ids is not None and end_of_text_id is not None:
+        fits &= token_ids == end_of_text_id
+        needed = f"the token end_of_text_id={end_of_text_id}"
+    if not fits.any(axis=1).all():
+        raise ValueError(
+            f"Expected {needed} in each text; received: text "
+            f"{np.argmin(fits.any(axis=1))} without"
+        )
+
+
+def _check_ids(token_ids, vocabulary_size):
+    if token_ids is None:
+        return
+    fits = (token_ids >= 0) & (token_ids < vocabulary_size)
+    if not fits.all():
+        raise ValueError(
+            "Expected token ids from 0 to vocabulary_size - 1 = "
+            f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
+        )
+
+
+def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
+    """Raises ValueError on other names, which Keras would match by sorted order."""
+    if set(inputs) != set(names):
+        raise ValueError(
+            f"Expected a dict of {', '.join(names)} alone; received: {sorted(inputs)}"
+        )

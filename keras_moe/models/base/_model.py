@@ -1,0 +1,308 @@
+"""Shared base of backbones and tasks: training, presets, weights and export."""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+
+from keras_moe._compat import (
+    ONE_AT_A_TIME,
+    TorchParameters,
+    inject_functional_model_class,
+    is_clone,
+    is_jax_train_state,
+    keep_no_steps,
+    make_pure_predict_function,
+    serving,
+)
+from keras_moe.models import registry
+from keras_moe.models.base._compilation import announcing, make_step
+from keras_moe.models.base._copying import (
+    config_with_router_arguments,
+    copied,
+    with_kept_experts,
+)
+from keras_moe.models.base._exporting import Exportable
+from keras_moe.models.base._input_checks import (
+    check_inputs,
+    check_prediction,
+    check_training,
+    checking_labels,
+    has_no_examples,
+    is_array,
+    outputs_of_none,
+    warn_of_raw_pixels,
+)
+from keras_moe.models.base.model_card import ModelCard, write_card
+from keras_moe.models.description import Description
+from keras_moe.models.loading.blueprint import Blueprint, build
+from keras_moe.models.saving._lora import TRAINING, apply_training
+from keras_moe.models.saving._preset_folder import staged
+from keras_moe.models.saving._weights_file import (
+    checked_weights,
+    merged_adapters,
+    save_model,
+    save_weights,
+)
+
+# Keras changes the bases of this shared class when it builds the first model, which
+# would break another thread building one. KerasHub does so per task: those are built
+# one at a time.
+inject_functional_model_class(keras_hub.models.Backbone)
+
+
+# Locks of models whose variables Keras takes away, on JAX.
+_IN_USE = weakref.WeakKeyDictionary()
+
+
+class ClassProperty:
+    """A read-only property of a class."""
+
+    def __init__(self, function: Callable[[type], Any]):
+        self.function = function
+
+    def __get__(self, _: Any, owner: type) -> Any:
+        return self.function(owner)
+
+
+class MoEModel(Exportable, TorchParameters):
+    """Methods shared by backbones and tasks."""
+
+    # The config says what is frozen.
+    keeps_own_freezing = True
+
+    @classmethod
+    def from_config(cls, config: dict) -> Any:
+        arguments = {k: v for k, v in config.items() if k not in TRAINING}
+        model = super().from_config(arguments)
+        apply_training(model, config)
+        return model
+
+    def __setattr__(self, name, value):
+        if is_jax_train_state(name):
+            # Only arrays: inspecting them at every step would be slow.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _check_inputs(self, inputs, labels=None):
+        check_inputs(self, inputs)
+
+    def _run_through_graph(self, *args, **kwargs):
+        if is_clone(kwargs):
+            raise ValueError(
+                "Expected model.copy(), or type(model).from_config(model.get_config()) "
+                "for new weights; received: keras.models.clone_model(model), which "
+                f"would be a plain Functional without {type(self).__name__}'s methods"
+            )
+        return super()._run_through_graph(*args, **kwargs)
+
+    def _training_method(self, name: str) -> Callable:
+        """Returns the Keras method of this name, such as `fit`."""
+        return getattr(super(), name)
+
+    def _labels(self, inputs, labels, sample_weight):
+        """Returns the labels that Keras's methods get."""
+        return labels
+
+    def fit(
+        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+    ) -> keras.callbacks.History:
+        """Trains the model as `keras.Model.fit`; arrays are checked first."""
+        validation = kwargs.get("validation_data")
+        check_training(self, x, y, validation)
+        y = self._labels(x, y, kwargs.get("sample_weight"))
+        if isinstance(validation, (tuple, list)) and len(validation) == 3:
+            inputs, _, weights = validation
+            kwargs["validation_data"] = inputs, self._labels(*validation), weights
+        with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
+            return self._training_method("fit")(x, y, *args, **kwargs)
+
+    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        check_training(self, x, y)
+        y = self._labels(x, y, kwargs.get("sample_weight"))
+        with state_kept(self), announcing("evaluate", (y, *args), kwargs):
+            return self._training_method("evaluate")(x, y, *args, **kwargs)
+
+    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the outputs; see `keras.Model.predict`. Empty inputs are allowed."""
+        check_prediction(self, x)
+        if has_no_examples(x):
+            return outputs_of_none(self)
+        seen = ()
+        if all(map(is_array, keras.tree.flatten(x))):
+            # Looking at a batch of TensorFlow's on its way takes long, and ids and
+            # shapes were checked above.
+            warn_of_raw_pixels(self, x)
+            seen = ("predict_function",)
+        with announcing("predict", args, kwargs, seen):
+            self.make_predict_function()
+            return serving(self)._training_method("predict")(x, *args, **kwargs)
+
+    # Announce the first step while it compiles.
+
+    def make_train_function(self, force: bool = False) -> Any:
+        keep_no_steps(self.optimizer)
+        name = "train_function"
+        make = checking_labels(self, name, super().make_train_function)
+        return make_step(self, name, make, force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        name = "test_function"
+        make = checking_labels(self, name, super().make_test_function)
+        return make_step(self, name, make, force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        make = super().make_predict_function
+        if keras.backend.backend() == "jax":
+            make = functools.partial(make_pure_predict_function, self)
+        return make_step(self, "predict_function", make, force)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
+        check_training(self, x, y)
+        y, method = self._labels(x, y, sample_weight), "train_on_batch"
+        with state_kept(self, training=True):
+            return self._training_method(method)(x, y, sample_weight, **kwargs)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
+        check_training(self, x, y)
+        y, method = self._labels(x, y, sample_weight), "test_on_batch"
+        with state_kept(self):
+            return self._training_method(method)(x, y, sample_weight, **kwargs)
+
+    def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        check_prediction(self, x)
+        if has_no_examples(x):
+            return outputs_of_none(self)
+        self.make_predict_function()
+        return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
+
+    @ClassProperty
+    def presets(cls):
+        """The registered presets of this class."""
+        return registry.presets_of(cls)
+
+    @classmethod
+    def from_preset(cls, preset: Any, load_weights: bool = True, **kwargs) -> Any:
+        """Creates a model from a preset; see `keras_moe.models.from_preset`."""
+        return build(preset, kwargs, cls=cls, load_weights=load_weights)
+
+    def save(
+        self, filepath: Any, overwrite: bool = True, zipped: Any = None, **kwargs: Any
+    ) -> None:
+        """Atomically saves the whole model; see `keras.Model.save`."""
+        registry.check_loadable(self)
+        kwargs |= {"overwrite": overwrite, "zipped": zipped}
+        save = functools.partial(super().save, **kwargs)
+        save_model(self, save, filepath, overwrite)
+
+    def save_assets(self, dir_path: str) -> None:
+        # Whole models are saved by other ways, too, such as pickles and deep copies.
+        registry.check_loadable(self)
+
+    def save_to_preset(
+        self,
+        preset_dir: str | os.PathLike,
+        max_shard_size: float | None = 10,
+        card: ModelCard | None = None,
+    ) -> None:
+        """Atomically saves config, weights and model card to a preset folder.
+
+        `metadata.json` records SHA-256 checksums, which loading verifies. `README.md`
+        has the architecture, its costs and the fields of `card`.
+        """
+        registry.check_loadable(self)
+        with staged(preset_dir) as folder, merged_adapters():
+            super().save_to_preset(folder, max_shard_size=max_shard_size)
+            # The backbone inside a task that is being saved gets no card.
+            if folder != str(preset_dir):
+                target = Path(preset_dir).expanduser().resolve()
+                write_card(self, Path(folder), target, card)
+
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        max_shard_size: float | None = None,
+    ) -> None:
+        """Atomically saves all weights; see `keras.Model.save_weights`."""
+        save_weights(self, filepath, overwrite, max_shard_size)
+
+    def load_weights(
+        self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
+    ) -> None:
+        with checked_weights(filepath):
+            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def copy(self) -> Any:
+        """Returns a deep copy, compiled alike but with a fresh optimizer."""
+        return copied(self, self.get_config())
+
+    def describe(self) -> Description:
+        """Returns the costs of the model; see `keras_moe.models.describe`."""
+        return Blueprint.of_model(self).describe()
+
+    def with_router_arguments(self, **arguments: Any) -> Any:
+        """Copy with the same weights, other router arguments and a fresh optimizer."""
+        return copied(self, config_with_router_arguments(self, arguments))
+
+    def with_kept_experts(
+        self,
+        kept_experts: dict[str, Any],
+        method: str = "router_drop",
+        removed: bool = True,
+    ) -> Any:
+        """Copy without some experts; see `keras_moe.analysis.prune_experts`."""
+        return with_kept_experts(self, kept_experts, method, removed)
+
+
+@contextlib.contextmanager
+def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
+    """Restores the last complete step on errors; JAX would leave variables empty.
+
+    There, other threads wait that train or evaluate the same model.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    with ONE_AT_A_TIME:
+        lock = _IN_USE.setdefault(model, threading.RLock())
+    with lock:
+        optimizer = getattr(model, "optimizer", None)
+        if training and optimizer is not None and not optimizer.built:
+            # Build the optimizer now: its variables are needed here.
+            optimizer.build(model.trainable_variables)
+        variables = [*model.variables, *model.metrics_variables]
+        if optimizer is not None:
+            variables += optimizer.variables
+        # Holding references does not keep donated buffers alive.
+        before = [(variable, _value(variable)) for variable in variables]
+        try:
+            yield
+        except BaseException:
+            # After the first step the model holds the previous step's state.
+            model.jax_state_sync()
+            for variable, value in before:
+                if value is None or value.is_deleted() or _value(variable) is not None:
+                    continue
+                variable.assign(value)
+            raise
+
+
+def _value(variable):
+    """Returns a variable's array, or None while Keras has taken it out."""
+    try:
+        return variable.value
+    except TypeError:
+        return None

@@ -1,0 +1,1 @@
+"""What `from_preset` builds: blueprints and what overrides them."""

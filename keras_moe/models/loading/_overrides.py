@@ -1,0 +1,210 @@
+"""Assigns flat argument names to the backbone, its `moe` config or the router.
+
+Presets, programs and recipes use flat names such as `num_experts=8`; a backbone's
+config nests `MoEConfig` fields in `moe` and router arguments in `moe.router`.
+"""
+
+from typing import Any
+
+from keras_moe._checks import argument_names, check_argument_names
+from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config
+from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.models.registry import backbone_class
+from keras_moe.models.saving._lora import FROZEN, TRAINING
+from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router
+from keras_moe.routers.names import router_class, split_router
+from keras_moe.routers.router import router_arguments
+
+# Arguments of every model, and parts of every config.
+_MODEL_ARGUMENTS = ("name", "dtype", *TRAINING)
+# Those that go to a task instead of its backbone.
+_OUTERMOST = ("name", "trainable")
+# Fields shared by `MuMoEConfig` and `MoEConfig`.
+_OF_EVERY_MIXTURE = ("moe_layers", "num_experts", "expert_mlp_dim", "expert_activation")
+# Arguments with the same meaning in every router, kept when the router changes.
+_OF_EVERY_ROUTER = (
+    "num_selected_experts",
+    "capacity_factor",
+    "evaluation",
+    "eval_capacity_factor",
+    "eval_capacity",
+    "dropless",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "priority",
+    "noise_std",
+    "tau",
+    "num_modalities",
+    "expert_pools",
+)
+
+
+# Mutually exclusive arguments.
+_EXCLUSIVE = (
+    ("dropless", "capacity", "capacity_factor", "num_slots"),
+    ("eval_capacity", "eval_capacity_factor"),
+)
+
+
+def moe_names() -> list[str]:
+    """Returns the flat names of MoE fields and of all registered routers' arguments."""
+    names = [*MoEConfig.field_names(), *MuMoEConfig.field_names()]
+    for cls in (PathwayAwareRouter, *(cls for cls, _ in ROUTERS.values())):
+        names += router_arguments(cls)
+    return list(dict.fromkeys(name for name in names if name != "seed"))
+
+
+def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
+    """Updates an MoE config with flat names of its fields and its router.
+
+    A new router name keeps arguments that all routers share; a router dict or instance
+    replaces everything. Switching to or from `"mumoe"` keeps the blocks and the number,
+    size and activation of experts. A dense encoder without other settings is None.
+    """
+    before = moe_config(moe) or MoEConfig(moe_layers=None)
+    fields, router = before.to_dict(), changes.get("router")
+    if router is None and "router" in changes:
+        raise ValueError(
+            "Expected router to be a name, a dict of a name and arguments, or a "
+            "Router; received: router=None"
+        )
+    is_mumoe = (before.router if router is None else router) == MUMOE
+    if is_mumoe != isinstance(before, MuMoEConfig):
+        fields = {name: fields[name] for name in _OF_EVERY_MIXTURE}
+    if is_mumoe:
+        changed = MuMoEConfig.from_dict({**fields, **changes})
+    else:
+        if isinstance(before, MuMoEConfig):
+            before = MoEConfig()
+        names = MoEConfig.field_names()
+        fields |= {name: value for name, value in changes.items() if name in names}
+        of_router = {name: x for name, x in changes.items() if name not in names}
+        changed = _with_router(before, fields, router, of_router)
+    return None if changed == MoEConfig(moe_layers=None) else changed
+
+
+def _with_router(before, fields, router, arguments):
+    """Creates a `MoEConfig`; a `router` of None keeps the previous one."""
+    old_name, kept = split_router(before.router)
+    # Expert types also determine the router class.
+    changed = MoEConfig.from_dict({**fields, "router": router or old_name})
+    name, own = split_router(changed.router)
+    if isinstance(router, (dict, Router)):
+        kept = {}
+    elif name != old_name:
+        selected = before.router_arguments.get("num_selected_experts")
+        kept = {"num_selected_experts": selected, **kept}
+        _, named = router_class(name)
+        shared = {*_OF_EVERY_ROUTER} - {*named}
+        kept = {k: v for k, v in kept.items() if k in shared}
+    known = changed.router_arguments
+    kept = {k: v for k, v in kept.items() if k in known and k not in arguments}
+    for group in _EXCLUSIVE:
+        if any(arguments.get(name) for name in group):
+            kept = {k: v for k, v in kept.items() if k not in group}
+    # None restores the default of the router's class.
+    given = {k: v for k, v in arguments.items() if v is not None or k not in known}
+    return changed.replace(router={"name": name, **kept, **own, **given})
+
+
+def override_names(cls: type) -> list[str]:
+    """Returns the flat names that a backbone accepts as overrides."""
+    names = dict.fromkeys(argument_names(cls))
+    for family in tower_families(cls).values():
+        names.update(dict.fromkeys(override_names(family)))
+    if not tower_families(cls):
+        names.update(dict.fromkeys(moe_names()))
+    return list(names)
+
+
+def tower_families(cls: type) -> dict[str, type]:
+    """Returns the backbone class of each tower argument, if there are towers."""
+    towers = getattr(cls, "towers", {})
+    return {name: backbone_class(family) for name, family in towers.items()}
+
+
+def tower_config(cls: type, name: str, config: Any) -> dict:
+    _check_dict(name, config, cls)
+    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
+    return nested_config(cls, config)
+
+
+def _check_dict(name, config, cls):
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
+            f"received: {name}={config!r}"
+        )
+
+
+def nested_config(cls: type, config: dict) -> dict:
+    """Moves flat `moe` fields of a config into `moe`."""
+    towers = {
+        name: tower_config(family, name, config[name])
+        for name, family in tower_families(cls).items()
+        if config.get(name) is not None
+    }
+    if tower_families(cls):
+        return {**config, **towers}
+    own, of_moe = {*argument_names(cls), *_MODEL_ARGUMENTS}, moe_names()
+    fields = {k: v for k, v in config.items() if k not in own and k in of_moe}
+    if not fields:
+        return dict(config)
+    config = {k: v for k, v in config.items() if k not in fields}
+    moe = updated_moe(config.get("moe"), fields)
+    return {**config, "moe": moe and moe.to_dict()}
+
+
+def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
+    """Applies flat overrides to a backbone's config."""
+    own, towers = [*argument_names(cls), *_MODEL_ARGUMENTS], tower_families(cls)
+    names = [*override_names(cls), *_MODEL_ARGUMENTS]
+    check_argument_names({**config, **overrides}, names, cls.__name__)
+    config = nested_config(cls, config)
+    if not towers:
+        return nested_config(cls, {**config, **overrides})
+    with_experts = [name for name in towers if (config.get(name) or {}).get("moe")]
+    shared = {name: value for name, value in overrides.items() if name not in own}
+    changed = {name: value for name, value in overrides.items() if name in own}
+    for name, family in towers.items():
+        names = override_names(family)
+        if with_experts and name not in with_experts:
+            names = [each for each in names if each not in moe_names()]
+        fitting = {k: v for k, v in shared.items() if k in names}
+        changed[name] = apply_overrides(family, config.get(name) or {}, fitting)
+        if name in overrides:
+            _check_dict(name, overrides[name], family)
+            changed[name] = apply_overrides(family, changed[name], overrides[name])
+    return {**config, **changed}
+
+
+def split_overrides(
+    backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits overrides into the backbone's and the task's (names of both included)."""
+    own = [*_OUTERMOST]
+    if task_cls is not None:
+        own = [name for name in argument_names(task_cls) if name != "backbone"]
+        own += [*_OUTERMOST, "compile"]
+    known = [*own, FROZEN, *override_names(backbone_cls)]
+    check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
+    if task_cls is None:
+        return overrides, {}
+    of_task = {name: value for name, value in overrides.items() if name in own}
+    return {k: v for k, v in overrides.items() if k not in own}, of_task
+
+
+def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
+    """Refuses unknown or misplaced arguments of a backbone's constructor."""
+    own, towers = argument_names(cls), tower_families(cls)
+    for name, value in kwargs.items():
+        if name in override_names(cls) and name not in own:
+            example = "moe={...} or its router"
+            if towers:
+                example = f"the config of a tower, such as {next(iter(towers))}={{...}}"
+            raise ValueError(
+                f"Expected {name} in {example}; received: {cls.__name__}("
+                f"{name}={value!r})"
+            )
+    check_argument_names(kwargs, [*_OUTERMOST], cls.__name__, own)

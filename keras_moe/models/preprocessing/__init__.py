@@ -1,0 +1,1 @@
+"""Images and texts as models take them."""

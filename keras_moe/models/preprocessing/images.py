@@ -1,0 +1,277 @@
+"""Preprocessing of images of any size."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_moe._checks import (
+    check_bool,
+    check_image_shape,
+    check_number,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.layers._interpolation import (
+    INTERPOLATIONS,
+    cubic_weights,
+    linear_weights,
+    widened_linear_weights,
+)
+
+# Pillow modes and the modes to convert their images to; other modes do not hold pixel
+# values.
+_MODES = {"1": "L", "L": "L", "LA": "L"}
+_MODES.update(dict.fromkeys(("P", "RGB", "RGBA", "CMYK", "YCbCr"), "RGB"))
+# Luminance weights of TensorFlow's and Pillow's conversion to grey.
+_LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+@dataclass(frozen=True)
+class ImagePreprocessor:
+    """Resizes, crops and normalises images for a model.
+
+    A classifier applies its `model.preprocessor` in `classify`. `fit`, `evaluate` and
+    `predict` do not: they expect preprocessed images, such as those of
+    `keras_moe.data.load` or `model.preprocessor(photos)`.
+
+    It runs in NumPy, so that varying image sizes do not recompile anything, and gives
+    the same numbers on every backend. Photos opened by Pillow are turned upright, as
+    their Exif says. In `tf.data` it runs through `tf.numpy_function`.
+
+    Args:
+        image_shape: (height, width, channels) of the model's images.
+        mean: mean of pixels in [0, 1], a number or one per channel.
+        std: standard deviation, likewise. Mean and std of 0.5 give the range [-1, 1].
+        interpolation: `"bilinear"` or `"bicubic"`.
+        antialias: whether to average pixels when shrinking; always on for `"bicubic"`.
+        center_crop: share of the shorter side to crop, in (0, 1], keeping the aspect
+            ratio (timm's `crop_pct`). None resizes without keeping it.
+        class_names: names of the classes in order, or None.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ImagePreprocessor
+    >>> preprocessor = ImagePreprocessor((32, 32, 3))
+    >>> photo = np.full((48, 64, 3), 255, "uint8")
+    >>> preprocessor(photo).shape, float(preprocessor(photo).max())
+    ((32, 32, 3), 1.0)
+    """
+
+    image_shape: tuple[int, int, int]
+    mean: Any = 0.5
+    std: Any = 0.5
+    interpolation: str = "bilinear"
+    antialias: bool = False
+    center_crop: float | None = None
+    class_names: Sequence[str] | None = None
+
+    def __post_init__(self):
+        shape = check_image_shape(self.image_shape)
+        check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        check_bool("antialias", self.antialias)
+        crop, names = self.center_crop, self.class_names
+        if crop is not None and not 0 < crop <= 1:
+            raise ValueError(
+                "Expected center_crop to be None or in (0, 1]; received: "
+                f"center_crop={crop!r}"
+            )
+        values = {
+            "image_shape": shape,
+            "mean": _per_channel("mean", self.mean, shape[2]),
+            "std": _per_channel("std", self.std, shape[2]),
+            "antialias": self.antialias or self.interpolation == "bicubic",
+            "class_names": None if names is None else tuple(names),
+        }
+        if isinstance(names, str) or not all(isinstance(x, str) for x in names or ()):
+            raise ValueError(
+                "Expected class_names to be None or a list of names; received: "
+                f"class_names={names!r}"
+            )
+        if min(values["std"]) <= 0:
+            raise ValueError(f"Expected std above 0; received: std={self.std!r}")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """Name in model summaries."""
+        return "image_preprocessor"
+
+    def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
+        """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
+        check_positive("max_value", max_value, optional=True)
+        if isinstance(images, (list, tuple)):
+            images = [_array(image) for image in images]
+        else:
+            images = _array(images)
+            if images.ndim != 4:
+                return self._prepared(images, max_value)
+        parts = [self._prepared(image, max_value) for image in images]
+        return np.stack(parts) if parts else np.zeros((0, *self.image_shape), "float32")
+
+    def _prepared(self, image, max_value):
+        if image.ndim == 2:
+            image = image[..., None]
+        channels = self.image_shape[2]
+        allowed = (1, 3) if channels in (1, 3) else (channels,)
+        if image.ndim != 3 or image.shape[2] not in allowed or 0 in image.shape:
+            raise ValueError(
+                "Expected images (height, width, channels) with a number of channels "
+                f"in {allowed}; received: shape={image.shape}"
+            )
+        image = self._resized(image, _white(image, max_value))
+        if image.shape[2] == 3 and channels == 1:
+            image = image @ _LUMINANCE[:, None]
+        mean, std = np.array(self.mean, "float32"), np.array(self.std, "float32")
+        # Broadcasts grey to the model's channels.
+        return np.broadcast_to((image - mean) / std, self.image_shape).copy()
+
+    def _resized(self, image, white):
+        size, sizes, starts = self.image_shape[:2], self.image_shape[:2], (0, 0)
+        if self.center_crop is not None:
+            # The size to resize to, keeping the aspect ratio, before cropping.
+            wanted = [math.floor(n / self.center_crop) for n in size]
+            scale = max(new / old for new, old in zip(wanted, image.shape))
+            sizes = [max(new, int(n * scale)) for new, n in zip(wanted, image.shape)]
+            starts = [round((now - new) / 2) for now, new in zip(sizes, size)]
+        rows, columns = (
+            self._weights(old, now, start, new).astype("float32")
+            for old, now, start, new in zip(image.shape, sizes, starts, size)
+        )
+        # Only the rows that are read: without antialiasing, few of a large photo.
+        down, across = (np.flatnonzero(x.any(axis=0)) for x in (rows, columns))
+        image = image[np.ix_(down, across)].astype("float32") / np.float32(white)
+        # Cubic weights overshoot; like Pillow, clip after each direction.
+        image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
+        image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
+        return image
+
+    def _weights(self, old, new, start, count):
+        """Returns resize weights for `count` rows; all rows could exhaust memory."""
+        weights = widened_linear_weights if self.antialias else linear_weights
+        if self.interpolation == "bicubic":
+            weights = cubic_weights
+        return weights(old, new, start, count)
+
+    def adapted(
+        self, image_shape: tuple | None = None, num_classes: int | None = None
+    ) -> "ImagePreprocessor":
+        """Returns a copy for another image shape or number of classes.
+
+        Args:
+            image_shape: new image shape; other channels get averaged mean and std.
+            num_classes: new number of classes; drops class names if it changes.
+        """
+        changes = {}
+        if image_shape is not None:
+            shape = changes["image_shape"] = check_image_shape(image_shape)
+            for name in ("mean", "std"):
+                value = getattr(self, name)
+                if len(value) not in (1, shape[2]):
+                    changes[name] = float(np.mean(value))
+        names = self.class_names
+        if names is not None and num_classes not in (None, len(names)):
+            changes["class_names"] = None
+        return replace(self, **changes)
+
+    def check_model(self, image_shape: tuple, num_classes: int | None = None) -> None:
+        """Raises ValueError if images or class names do not fit a model."""
+        if tuple(image_shape) != self.image_shape:
+            raise ValueError(
+                f"Expected a preprocessor of image_shape={tuple(image_shape)}; "
+                f"received: image_shape={self.image_shape}"
+            )
+        names = self.class_names
+        if None not in (names, num_classes) and len(names) != num_classes:
+            raise ValueError(
+                f"Expected class_names of {num_classes} classes; received: "
+                f"{len(self.class_names)}"
+            )
+
+    def get_config(self) -> dict:
+        config = asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ImagePreprocessor":
+        return cls(**config)
+
+    def save_to_preset(self, preset_dir: str) -> None:
+        """Does nothing: the preprocessor is stored in the preset's `task.json`."""
+
+
+def _per_channel(name, value, channels):
+    values = tuple(np.ravel(value).tolist())
+    if len(values) not in (1, channels):
+        raise ValueError(
+            f"Expected {name} to be a number or one per channel, {channels} in all; "
+            f"received: {name}={value!r}"
+        )
+    return tuple(check_number(name, x) for x in values)
+
+
+def _array(image):
+    """Returns an image or a batch as a numeric array."""
+    mode = getattr(image, "mode", None)
+    if isinstance(mode, str) and hasattr(image, "convert"):
+        # Pillow images: a palette's indices are not pixels, and photos may lie on
+        # their side, as their Exif says.
+        if mode not in _MODES:
+            raise ValueError(
+                f"Expected a Pillow image of a mode of {sorted(_MODES)}; received: "
+                f"mode={mode!r}"
+            )
+        from PIL import ImageOps
+
+        return np.asarray(ImageOps.exif_transpose(image).convert(_MODES[mode]))
+    if hasattr(image, "graph"):
+        raise ValueError(
+            "Expected arrays; received a symbolic tensor. Inside tf.data use "
+            "tf.numpy_function(preprocessor, [images], tf.float32)."
+        )
+    if keras.ops.is_tensor(image):
+        image = keras.ops.convert_to_numpy(image)
+    array = np.asarray(image)
+    # NumPy's kind for bfloat16 is "V", as for structured arrays.
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise ValueError(
+            f"Expected images as numbers; received: {type(image).__name__} of "
+            f"dtype={array.dtype}"
+        )
+    return array
+
+
+def _white(image, max_value):
+    """Returns the pixel value of white, if all pixels are in range."""
+    white = float(max_value or (255 if image.dtype.kind in "iu" else 1))
+    if image.dtype == np.uint8 and white >= 255:
+        return white
+    low, high = (float(x) for x in (image.min(), image.max()))
+    # NaN is not in any range.
+    if not (low >= -1e-6 * white and high <= (1 + 1e-6) * white):
+        raise ValueError(
+            f"Expected pixels in [0, {white:g}], or max_value=...; received: "
+            f"minimum={low:g}, maximum={high:g}"
+        )
+    return white
+
+
+def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
+    """Returns a model's preprocessor, if it fits the backbone."""
+    if isinstance(preprocessor, dict):
+        preprocessor = keras.saving.deserialize_keras_object(preprocessor)
+    if preprocessor is None:
+        return None
+    if not isinstance(preprocessor, ImagePreprocessor):
+        raise ValueError(
+            "Expected image_preprocessor to be an ImagePreprocessor or None; received: "
+            f"image_preprocessor={preprocessor!r}"
+        )
+    preprocessor.check_model(backbone.image_shape)
+    return preprocessor

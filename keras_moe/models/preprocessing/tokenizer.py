@@ -1,0 +1,403 @@
+"""Tokenizes captions into token ids and padding masks. Axes: B batch, N tokens."""
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+import sentencepiece
+
+from keras_moe._checks import argument_names, check_bool, check_integer
+from keras_moe._files import read_bytes, write_json
+from keras_moe.models._remote import load_json
+from keras_moe.models.preprocessing._byte_pairs import (
+    END_OF_WORD,
+    clip_byte_pairs,
+    read_byte_pairs,
+    trained_byte_pairs,
+)
+from keras_moe.models.saving._preset_folder import (
+    TOKENIZER,
+    add_tokenizer_checksums,
+    compare_tokenizer,
+)
+from keras_moe.ops.kernels._strings_tensorflow import call_on_strings, is_tensorflow
+
+# A byte-pair vocabulary as transformers stores it.
+GPT2_FILES = ("vocab.json", "merges.txt")
+# A lone UTF-16 surrogate, which cannot be encoded.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TextTokenizer:
+    """Turns captions into the inputs of a `TextBackbone`.
+
+    It uses KerasHub's tokenizers in NumPy, without TensorFlow, and gives the same ids
+    on every backend. Each caption gets its start token (if any) and end token and is
+    padded to `max_length`. Longer captions lose tokens before the end token: the first
+    one warns, and `num_truncated` counts them.
+
+    `dataset.map(tokenizer)` works on a `tf.data.Dataset` of captions or batches. Tasks
+    save and load their preprocessor; otherwise use `save_to_preset` and `from_preset`.
+
+    Args:
+        tokenizer: `keras_hub.tokenizers.Tokenizer` with a vocabulary.
+        max_length: N, the number of tokens per row.
+        start_id: id before each caption, if any.
+        end_id: id after each caption, if any.
+        padding_id: id of padding.
+        lower_case: whether to lower-case captions first; CLIP's tokenizer always does.
+
+    Reference: *Learning Transferable Visual Models From Natural Language Supervision*,
+    section 2.4.
+
+    Example:
+
+    >>> from keras_moe.models import TextTokenizer
+    >>> captions = ["two cats", "a cat"]
+    >>> tokenizer = TextTokenizer.trained(captions, vocabulary_size=518, max_length=9)
+    >>> texts = tokenizer(captions)
+    >>> texts["token_ids"].shape, texts["token_ids"][:, 0].tolist()
+    ((2, 9), [516, 516])
+    """
+
+    def __init__(
+        self,
+        tokenizer: keras_hub.tokenizers.Tokenizer,
+        max_length: int = 77,
+        start_id: int | None = None,
+        end_id: int | None = None,
+        padding_id: int = 0,
+        lower_case: bool = False,
+    ):
+        if not isinstance(tokenizer, keras_hub.tokenizers.Tokenizer):
+            raise ValueError(
+                "Expected one of KerasHub's tokenizers; received: "
+                f"tokenizer={tokenizer!r}"
+            )
+        self.tokenizer = tokenizer
+        special = {"start_id": start_id, "end_id": end_id}
+        special = {name: id for name, id in special.items() if id is not None}
+        for name, id in special.items():
+            check_integer(name, id, 0)
+        self.max_length = check_integer("max_length", max_length, len(special) + 1)
+        self.start_id, self.end_id = start_id, end_id
+        self.padding_id = check_integer("padding_id", padding_id, 0)
+        self.lower_case = check_bool("lower_case", lower_case)
+        if self.has_vocabulary:
+            self._check_special_ids()
+        self.num_captions = self.num_truncated = 0
+
+    def _check_special_ids(self):
+        """Raises ValueError for special ids outside the vocabulary."""
+        ids = getattr(self.tokenizer, "vocabulary", None)
+        size = self.vocabulary_size
+        if isinstance(ids, dict):
+            # Published files may have gaps in their ids.
+            size = max(ids.values()) + 1
+        for name in ("start_id", "end_id", "padding_id"):
+            if (getattr(self, name) or 0) >= size:
+                raise ValueError(
+                    f"Expected {name} < {size}, the size of the vocabulary; received: "
+                    f"{name}={getattr(self, name)}"
+                )
+
+    @classmethod
+    def clip(
+        cls, vocabulary: str | os.PathLike | None = None, max_length: int = 77
+    ) -> "TextTokenizer":
+        """Creates CLIP's tokenizer with 49,408 byte pairs.
+
+        Args:
+            vocabulary: merges file, or folder with `vocab.json` and `merges.txt` or
+                `tokenizer.json`. Defaults to the file in the package open_clip_torch.
+            max_length: N.
+        """
+        with _explained(f"a vocabulary of byte pairs in {vocabulary}"):
+            return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
+
+    @classmethod
+    def trained(
+        cls, captions: Iterable[str], vocabulary_size: int, max_length: int = 77
+    ) -> "TextTokenizer":
+        """Trains a byte-pair tokenizer like CLIP's on captions.
+
+        Args:
+            captions: texts to train on.
+            vocabulary_size: maximum number of tokens, from 515 (256 bytes, the same at
+                the end of a word, two special tokens and one pair) to 2**24.
+            max_length: N.
+        """
+        pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
+        return cls._of_byte_pairs(pairs, max_length)
+
+    @classmethod
+    def _of_byte_pairs(cls, pairs, max_length):
+        tokenizer = keras_hub.tokenizers.CLIPTokenizer(
+            vocabulary=pairs.vocabulary, merges=pairs.merges
+        )
+        start, end = tokenizer.start_token_id, tokenizer.end_token_id
+        return cls(tokenizer, max_length, start, end)
+
+    @classmethod
+    def sentence_piece(
+        cls,
+        vocabulary: str | os.PathLike | bytes,
+        max_length: int = 64,
+        lower_case: bool = True,
+        start_id: int | None = None,
+    ) -> "TextTokenizer":
+        """Creates a SentencePiece tokenizer, such as T5's.
+
+        Captions end with the vocabulary's `</s>`; padding is its `<pad>`, or 0.
+
+        Args:
+            vocabulary: SentencePiece model file, or its bytes.
+            max_length: N.
+            lower_case: whether to lower-case captions, as in LIMoE and SigLIP.
+            start_id: optional id before each text, such as LLaMA's 1.
+        """
+        is_bytes = isinstance(vocabulary, bytes)
+        source = f"{len(vocabulary)} bytes" if is_bytes else vocabulary
+        with _explained(f"a model of SentencePiece in {source}"):
+            proto = vocabulary if is_bytes else read_bytes(vocabulary)
+            sentencepiece.SentencePieceProcessor(model_proto=proto)
+        tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
+        special = {"</s>": None, "<pad>": 0}
+        for id, token in enumerate(tokenizer.get_vocabulary()):
+            if token in special:
+                special[token] = id
+        return cls(
+            tokenizer,
+            max_length,
+            start_id,
+            special["</s>"],
+            padding_id=special["<pad>"],
+            lower_case=lower_case,
+        )
+
+    @classmethod
+    def gpt2(
+        cls,
+        vocabulary: str | os.PathLike,
+        merges: str | os.PathLike,
+        max_length: int = 1024,
+    ) -> "TextTokenizer":
+        """Creates GPT-2's tokenizer, which keeps letters' case and spaces.
+
+        Texts end with `<|endoftext|>`.
+
+        Args:
+            vocabulary: path of `vocab.json`.
+            merges: path of `merges.txt`.
+            max_length: N.
+        """
+        with _explained(f"GPT-2's byte pairs in {vocabulary} and {merges}"):
+            pairs = read_byte_pairs(vocabulary, merges)
+            tokenizer = keras_hub.tokenizers.GPT2Tokenizer(
+                vocabulary=pairs.vocabulary, merges=pairs.merges
+            )
+            return cls(tokenizer, max_length, end_id=tokenizer.end_token_id)
+
+    @property
+    def name(self) -> str:
+        """Name in model summaries."""
+        return "text_tokenizer"
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary, which is not part of the config, is loaded."""
+        try:
+            return self.vocabulary_size > 0
+        except ValueError:
+            return False
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+        return self.tokenizer.vocabulary_size()
+
+    def __call__(self, captions: Any) -> dict[str, Any]:
+        """Tokenizes captions."""
+        if is_tensorflow(captions):
+            row = (self.max_length,)
+            rows = {"token_ids": (row, "int32"), "padding_mask": (row, "bool")}
+            return call_on_strings(self, captions, rows)
+        captions = _strings([captions] if isinstance(captions, str) else captions)
+        token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
+        mask = np.zeros(token_ids.shape, bool)
+        num_truncated = 0
+        for row, ids in enumerate(self._tokenized(captions)):
+            ids, is_truncated = self._framed(ids)
+            if not ids:
+                raise ValueError(
+                    "Expected captions of at least one token; received: "
+                    f"captions[{row}]={captions[row]!r}"
+                )
+            num_truncated += is_truncated
+            token_ids[row, : len(ids)] = ids
+            mask[row, : len(ids)] = True
+        if num_truncated and not self.num_truncated:
+            warnings.warn(
+                f"{num_truncated} of {len(captions)} captions have more than "
+                f"max_length={self.max_length} tokens and lose the last of them; "
+                "num_truncated counts further ones",
+                stacklevel=2,
+            )
+        self.num_captions += len(captions)
+        self.num_truncated += num_truncated
+        return {"token_ids": token_ids, "padding_mask": mask}
+
+    def documents(self, texts: Any) -> list[list[int]]:
+        """Returns the ids of whole texts with start and end tokens, for `pack`."""
+        texts = _strings([texts] if isinstance(texts, str) else texts)
+        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
+        return [[*start, *ids, *end] for ids in self._tokenized(texts)]
+
+    def prompts(self, texts: Any) -> list[list[int]]:
+        """Returns the ids of texts with start tokens, for `CausalLM.generate`."""
+        start = [] if self.start_id is None else [self.start_id]
+        return [[*start, *ids] for ids in self._tokenized(_strings(texts))]
+
+    def texts(self, rows: Any) -> list[str]:
+        """Returns the texts of lists of ids, without special tokens."""
+        special = (self.start_id, self.end_id)
+        # A model may have more ids than its tokenizer.
+        known = range(self.vocabulary_size)
+        rows = [[int(x) for x in row if x not in special] for row in rows]
+        return [self._joined([x for x in row if x in known]) for row in rows]
+
+    def _joined(self, ids):
+        """The text of ids; KerasHub would join CLIP's words without spaces."""
+        words = [[]]
+        for id in ids:
+            words[-1].append(id)
+            if self.tokenizer.id_to_token(id).endswith(END_OF_WORD):
+                words.append([])
+        return " ".join(self.tokenizer.detokenize(word) for word in words if word)
+
+    def _tokenized(self, texts):
+        lower = [x.lower() for x in texts] if self.lower_case else texts
+        return self.tokenizer.tokenize(lower) if texts else []
+
+    def tokens(self, token_ids: Any) -> list[list[str]]:
+        """Returns the readable string of each token id (B, N), as B lists.
+
+        Example:
+
+        >>> from keras_moe.models import TextTokenizer
+        >>> tokenizer = TextTokenizer.trained(["a cat", "two cats"], 518, max_length=6)
+        >>> tokenizer.tokens(tokenizer("a cat")["token_ids"])[0][:2]
+        ['<|startoftext|>', 'a']
+        """
+        ids = np.asarray(token_ids)
+        size = self.vocabulary_size
+        if ids.size and not 0 <= ids.min() <= ids.max() < size:
+            raise ValueError(
+                f"Expected token ids of the {size} of the vocabulary; received: "
+                f"{ids.min()} to {ids.max()}"
+            )
+        texts = {int(id): self._text_of(int(id)) for id in np.unique(ids)}
+        return [[texts[id] for id in row] for row in ids.tolist()]
+
+    def _text_of(self, id):
+        token = self.tokenizer.id_to_token(id)
+        if id in (self.start_id, self.end_id):
+            return token
+        text = self.tokenizer.detokenize([id]).strip()
+        return text if text and "\ufffd" not in text else token
+
+    def _framed(self, ids):
+        """Returns ids with start and end tokens, and whether they were truncated."""
+        start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
+        left = self.max_length - len(start) - len(end)
+        return [*start, *ids[:left], *end], len(ids) > left
+
+    def check_fits(self, backbone: Any) -> None:
+        """Raises ValueError if ids or rows are too large for a backbone."""
+        for name in ("vocabulary_size", "max_length"):
+            mine, largest = getattr(self, name), getattr(backbone, name)
+            if mine > largest:
+                raise ValueError(
+                    f"Expected a tokenizer with {name} of at most the {largest} of the "
+                    f"backbone; received: {name}={mine}"
+                )
+
+    def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
+        """Saves tokenizer, vocabulary and their SHA-256 to a preset folder."""
+        folder = Path(preset_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_to_preset(str(folder))
+        write_json(folder / TOKENIZER, keras.saving.serialize_keras_object(self))
+        add_tokenizer_checksums(folder)
+
+    @classmethod
+    def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
+        """Loads the tokenizer from a preset folder or handle."""
+        preset = os.fspath(preset)
+        with _explained(f"a tokenizer in {TOKENIZER} of {preset}"):
+            config = load_json(preset, TOKENIZER)
+            compare_tokenizer(preset)
+            tokenizer = keras.saving.deserialize_keras_object(config)
+            tokenizer.load_preset_assets(preset)
+        return tokenizer
+
+    def load_preset_assets(self, preset: str) -> None:
+        assets = self.tokenizer.file_assets or ()
+        compare_tokenizer(preset)
+        with _explained(f"a vocabulary in {' and '.join(assets)} of {preset}"):
+            self.tokenizer.load_preset_assets(preset)
+            self._check_special_ids()
+            # Some values are only checked when used.
+            self.tokenizer.tokenize(["a"])
+
+    def get_config(self) -> dict:
+        """Returns the arguments; the vocabulary is a preset asset."""
+        config = {name: getattr(self, name) for name in argument_names(TextTokenizer)}
+        tokenizer = keras.saving.serialize_keras_object(self.tokenizer)
+        return {**config, "tokenizer": tokenizer}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "TextTokenizer":
+        tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
+        return cls(**{**config, "tokenizer": tokenizer})
+
+
+@contextlib.contextmanager
+def _explained(expected):
+    """Context that turns any error into a ValueError with what was expected."""
+    try:
+        yield
+    except (ConnectionError, PermissionError):
+        raise
+    except Exception as error:
+        # Tokenizer libraries raise different errors, one of them plain `Exception`.
+        raise ValueError(
+            f"Expected {expected}; received files that fail with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _strings(captions):
+    """Returns the captions as a list, if all are strings."""
+    if isinstance(captions, np.ndarray):
+        captions = captions.tolist()
+    if isinstance(captions, (str, bytes, dict)) or not isinstance(captions, Iterable):
+        raise ValueError(
+            f"Expected a sequence of strings; received: captions={captions!r}"
+        )
+    captions = list(captions)
+    for index, caption in enumerate(captions):
+        if not isinstance(caption, str) or _SURROGATE.search(caption):
+            raise ValueError(
+                "Expected captions that are strings without lone surrogates; received: "
+                f"captions[{index}]={caption!r}"
+            )
+    return captions

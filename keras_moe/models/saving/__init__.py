@@ -1,0 +1,1 @@
+"""Preset folders, files of weights, and what LoRA adds to both."""

@@ -1,0 +1,1 @@
+"""Backbones with a head: classification, contrastive learning, language."""

@@ -1,0 +1,263 @@
+"""Base class of tasks: a backbone and the layers on top of it. Axes: B batch."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import keras_hub
+
+from keras_moe._checks import check_bool, check_concrete
+from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
+from keras_moe.models.base._input_checks import check_inputs
+from keras_moe.models.base._model import MoEModel
+from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import ARCHITECTURE, ModelSource, TaskConfig
+from keras_moe.models.preprocessing.tokenizer import TextTokenizer
+from keras_moe.models.saving._lora import settle_policies, training_config
+from keras_moe.models.saving._weights_file import checked_weights, save_weights
+
+
+class MoETask(MoEModel):
+    """Base class of tasks, such as `ImageClassifier` and custom ones.
+
+    A task's second base class is `keras_hub.models.Task` or one of KerasHub's tasks, so
+    that KerasHub's `from_preset` can load it too.
+
+    A subclass defines `task_name` (for `from_preset`), `backbone_cls`, `get_config` and
+    a constructor that sets `self.backbone` and `self.preprocessor`, connects its layers
+    and passes the symbolic tensors on. Override `default_loss`, `default_metrics`,
+    `check_labels`, `config_from` and `describe_parts` as needed.
+
+    Args:
+        inputs: symbolic input, or dict of inputs by name.
+        outputs: symbolic outputs.
+        features: symbolic features that the outputs are computed from, or a dict.
+        routing: dict from block name to symbolic `Routing`.
+        **kwargs: arguments of `keras_hub.models.Task`.
+
+    Example:
+
+    >>> import keras_hub
+    >>> from keras_moe.models import ImageClassifier, MoETask
+    >>> class Retrieval(keras_hub.models.Task, MoETask):
+    ...     pass
+    Traceback (most recent call last):
+    ...
+    TypeError: Expected class Retrieval(MoETask, keras_hub.models.Task); received: ...
+    """
+
+    task_name: str
+    # Whether the head has weights, which are saved in a separate file.
+    has_head = True
+    # Whether metrics compare outputs with labels.
+    has_metrics = True
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        parents, task = cls.__mro__, keras_hub.models.Task
+        if task not in parents or parents.index(task) < parents.index(MoETask):
+            raise TypeError(
+                f"Expected class {cls.__name__}(MoETask, keras_hub.models.Task); "
+                f"received: bases={[base.__name__ for base in cls.__bases__]}"
+            )
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        """Task arguments from the source, overrides and the backbone's arguments."""
+        return TaskConfig({**source.task_config(), **overrides})
+
+    @staticmethod
+    def describe_parts(
+        backbone_config: dict, num_tokens: int, dim: int, **config: Any
+    ) -> list[Part]:
+        """Parts and costs the task adds to a backbone with N tokens of size `dim`."""
+        return []
+
+    def __new__(cls, *args, **kwargs):
+        if args or kwargs:
+            # Keras makes one of each base class without arguments.
+            check_concrete(cls, MoETask, "ViTImageClassifier")
+        # Another thread may be changing the classes.
+        with ONE_AT_A_TIME:
+            return super().__new__(cls, *args, **kwargs)
+
+    def __init__(
+        self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
+    ):
+        # Keras would set it before it knows the layers.
+        trainable = check_bool("trainable", kwargs.pop("trainable", True))
+        # KerasHub's own tasks would build their own head.
+        with ONE_AT_A_TIME:
+            init_task(self, inputs=inputs, outputs=outputs, **kwargs)
+        order_layers(self)
+        settle_policies(self)
+        if not trainable:
+            self.trainable = False
+        # Bypass attribute tracking, which would wrap these dicts.
+        object.__setattr__(self, "_features", features)
+        object.__setattr__(self, "_routing", routing)
+
+    @property
+    def features(self) -> Any:
+        """The symbolic features that the outputs are computed from."""
+        return self._features
+
+    @property
+    def routing(self) -> dict:
+        """The symbolic `Routing` by block name; a muMoE head's is "head", (B, 1, E)."""
+        return self._routing
+
+    def get_config(self):
+        return {**keras_hub.models.Task.get_config(self), **training_config(self)}
+
+    @classmethod
+    def from_config(cls, config: dict) -> Any:
+        """Creates a task from the result of `get_config`."""
+        config = dict(config)
+        if isinstance(config.get("preprocessor"), dict):
+            # KerasHub accepts only layers.
+            config["preprocessor"] = keras.saving.deserialize_keras_object(
+                config["preprocessor"]
+            )
+        return super().from_config(config)
+
+    def compile(
+        self,
+        optimizer: Any = "auto",
+        loss: Any = "auto",
+        *,
+        metrics: Any = "auto",
+        **kwargs,
+    ) -> None:
+        """Configures training, with defaults for this task.
+
+        Args:
+            optimizer: `"auto"` is AdamW with learning rate 3e-4, weight decay 1e-4 and
+                gradients clipped to global norm 1 (except for half-precision weights).
+            loss: `"auto"` is `default_loss()`.
+            metrics: `"auto"` is `default_metrics(loss)`.
+            **kwargs: arguments of `keras.Model.compile`.
+        """
+        if isinstance(optimizer, str) and optimizer == "auto":
+            optimizer = _default_optimizer(self.backbone.dtype_policy)
+        if isinstance(loss, str) and loss == "auto":
+            loss = self.default_loss()
+        if isinstance(metrics, str) and metrics == "auto":
+            metrics = self.default_metrics(loss)
+        if metrics is None and self.has_metrics:
+            # With None Keras would keep the previous metrics.
+            metrics = []
+        keras_hub.models.Task.compile(
+            self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
+        )
+
+    def compile_from_config(self, config: dict) -> None:
+        """Compiles a loaded model, which Keras skips if `compile` is overridden."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            # So that the optimizer's saved state can be loaded.
+            self.optimizer.build(self.trainable_variables)
+
+    def default_loss(self) -> Any:
+        """Returns the loss for `compile(loss="auto")`; None by default."""
+        return None
+
+    def default_metrics(self, loss: Any) -> list:
+        """Returns the metrics for `compile(metrics="auto")`."""
+        return []
+
+    def label_spec(self) -> keras.KerasTensor | None:
+        """Returns the symbolic labels of a batch; None for tasks without labels."""
+        return None
+
+    def check_labels(self, labels: Any) -> None:
+        """Raises ValueError if labels, of any type that `fit` accepts, do not fit."""
+
+    def _check_inputs(self, inputs, labels=None):
+        # A KerasHub preprocessor takes other inputs and creates the model's.
+        if not self._has_keras_hub_preprocessor():
+            check_inputs(self, inputs)
+        if labels is not None:
+            self.check_labels(labels)
+
+    def _training_method(self, name: str) -> Callable:
+        # KerasHub's `fit` converts all data to one kind of dataset so that it can map a
+        # preprocessor: it does not accept `PyDataset`, `DataLoader` or generators and
+        # does not shuffle arrays. Use it only for KerasHub's preprocessors.
+        owner = keras.Model
+        if self._has_keras_hub_preprocessor():
+            owner = keras_hub.models.Task
+        return functools.partial(getattr(owner, name), self)
+
+    def preprocess_samples(
+        self, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> Any:
+        """Applies a KerasHub preprocessor, if there is one."""
+        if self._has_keras_hub_preprocessor():
+            return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+    def save_task_weights(self, filepath: str | os.PathLike) -> None:
+        """Saves the head without optimizer state, which KerasHub would include."""
+        save_weights(self, filepath, objects_to_skip=_not_the_head(self))
+
+    def load_task_weights(self, filepath: str | os.PathLike) -> None:
+        """Loads the head's weights."""
+        skipped = _not_the_head(self)
+        with checked_weights(filepath):
+            keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
+
+    def save_assets(self, dir_path: str) -> None:
+        super().save_assets(dir_path)
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.save_assets(dir_path)
+
+    def load_assets(self, dir_path: str) -> None:
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.load_assets(dir_path)
+
+    def enable_lora(
+        self, rank: int, target_layer_names: list[str] | None = None
+    ) -> None:
+        """Adds LoRA to the backbone, before `fit`; the head stays trainable."""
+        self.backbone.enable_lora(rank, target_layer_names)
+
+    def _has_keras_hub_preprocessor(self):
+        """Whether a KerasHub preprocessor creates the model's inputs."""
+        return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
+
+
+def without_large_tokenizer(source: ModelSource, config: dict, sizes: dict) -> dict:
+    """The task's arguments, without a tokenizer that new weights are too small for."""
+    tokenizer, names = config.get("preprocessor"), ("vocabulary_size", "max_length")
+    if source.kind != ARCHITECTURE or not isinstance(tokenizer, TextTokenizer):
+        return config
+    fits = all(getattr(tokenizer, name) <= sizes[name] for name in names)
+    return config if fits else {**config, "preprocessor": None}
+
+
+def check_backbone(backbone: Any, backbone_cls: type) -> None:
+    if not isinstance(backbone, backbone_cls):
+        raise ValueError(
+            f"Expected backbone to be a {backbone_cls.__name__}; "
+            f"received: backbone={backbone!r}"
+        )
+
+
+def _not_the_head(task):
+    skipped = flatten_layers(task.backbone)
+    # None with compile=False.
+    optimizer = getattr(task, "optimizer", None)
+    return skipped if optimizer is None else [*skipped, optimizer]
+
+
+def _default_optimizer(policy):
+    # TensorFlow cannot compute a joint norm of bfloat16 and float32 gradients.
+    global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
+    return keras.optimizers.AdamW(
+        3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
+    )

@@ -1,0 +1,492 @@
+"""Image classification with any image backbone. Axes: B batch, N tokens, D hidden."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_moe._checks import (
+    argument_names,
+    check_argument_names,
+    check_bool,
+    check_concrete,
+    check_dropout,
+    check_dtype,
+    check_integer,
+    check_one_of,
+)
+from keras_moe.layers import LayerNorm
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.models import registry
+from keras_moe.models.backbones.base import ImageBackbone
+from keras_moe.models.base._copying import copied
+from keras_moe.models.base._input_checks import check_labels
+from keras_moe.models.conversion import HEAD, POOLING
+from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import PUBLISHED, SAVED, ModelSource, TaskConfig
+from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
+from keras_moe.models.tasks._head import (
+    check_pooling,
+    loss_of_outputs,
+    mumoe_head,
+    pooling_layer,
+    predictions_layer,
+)
+from keras_moe.models.tasks.base import MoETask, check_backbone
+from keras_moe.ops import Cost, Routing
+from keras_moe.ops._initializers import PathInitializer, initial_values
+
+_SPARSE = keras.losses.SparseCategoricalCrossentropy
+
+
+class ClassProbability(NamedTuple):
+    """A class with its probability.
+
+    Attributes:
+        name: name of the class, or its index as text without class names.
+        probability: softmax, or sigmoid for multi-label models.
+        index: index of the class.
+    """
+
+    name: str
+    probability: float
+    index: int
+
+
+class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
+    """A backbone with pooling and a classification head.
+
+    Base class of `ViTImageClassifier` and `MixerImageClassifier`, compiled for integer
+    classes or, with `multi_label=True`, for 0-1 vectors and a sigmoid loss summed over
+    classes. `features` are the pooled features (B, D) that the head reads.
+
+    Args:
+        backbone: `ViTBackbone` or `MixerBackbone`, depending on the subclass.
+        num_classes: number of classes.
+        preprocessor: an `ImagePreprocessor`, applied by `classify`; a
+            `keras_hub.models.Preprocessor`, applied by `fit`, `evaluate` and `predict`;
+            or another callable that you apply yourself.
+        pooling: `"class_token"`, `"first"` (the first patch, if there is no class
+            token), `"average"`, `"patch_average"` (without the class token) or `"map"`
+            (attention pooling). Defaults to the class token if any, else the average.
+        multi_label: whether an image can have several labels.
+        representation_dim: size of a tanh layer between pooling and head, if any.
+        head_bias: initial bias of the dense head: a number (V-MoE uses -10 on
+            ImageNet-21k), or `"prior"` for -log(num_classes).
+        output_activation: None for logits, `"softmax"` or `"sigmoid"`.
+        dropout: dropout rate before the head.
+        head_dtype: dtype policy of the head; defaults to the backbone's.
+        pooled_norm: whether to normalise the pooled vector, for backbones without
+            `final_norm`.
+        head: `MuMoE` layer, or dict of its arguments (`units` defaults to
+            `num_classes`). None for a dense head only.
+        head_position: `"final"` if `head` outputs the classes, `"penultimate"` if ReLU
+            and the dense head follow it.
+        pooling_query_key_norm: whether attention pooling normalises queries and keys.
+            Defaults to the backbone's setting; timm uses False.
+        **kwargs: `name`, `trainable` and `compile`.
+
+    Input shape: (B, height, width, channels), in [-1, 1].
+
+    Output shape: (B, num_classes).
+
+    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
+    head); *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe import models
+    >>> classifier = models.from_preset("vmoe_digits")
+    >>> isinstance(classifier, models.ImageClassifier)
+    True
+    >>> extractor = keras.Model(classifier.input, classifier.features)
+    >>> extractor.predict(np.zeros((1, 16, 16, 1)), verbose=0).shape
+    (1, 64)
+    """
+
+    task_name = "image_classifier"
+    pipeline_tag = "image-classification"
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        # `num_classes` means a new head: drop the arguments of the source's head.
+        is_new = "num_classes" in overrides
+        if not is_new and not source.is_trained:
+            raise ValueError(
+                f"Expected num_classes, since {source.name!r} carries no trained task; "
+                "received: num_classes=None"
+            )
+        config, new_weights = dict(source.task_config()), ()
+        config["preprocessor"] = _preprocessor(
+            source, config, overrides, backbone_config
+        )
+        if is_new:
+            new_weights = _adapt_head(config, source, overrides, backbone_config)
+        return TaskConfig({**config, **overrides}, new_weights)
+
+    def __init__(
+        self,
+        backbone: Any,
+        num_classes: int,
+        preprocessor: Any = None,
+        pooling: str | None = None,
+        multi_label: bool = False,
+        representation_dim: int | None = None,
+        head_bias: Any = 0.0,
+        output_activation: str | None = None,
+        dropout: float = 0.0,
+        head_dtype: Any = None,
+        pooled_norm: bool = False,
+        head: Any = None,
+        head_position: str = "final",
+        pooling_query_key_norm: bool | None = None,
+        **kwargs,
+    ):
+        names, owner = ["name", "trainable", "compile"], type(self).__name__
+        check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
+        check_backbone(backbone, self.backbone_cls or ImageBackbone)
+        if type(self) is ImageClassifier:
+            found = registry.task_class(
+                type(backbone), lambda cls: issubclass(cls, ImageClassifier)
+            )
+            example = getattr(found, "__name__", "ViTImageClassifier")
+            check_concrete(ImageClassifier, ImageClassifier, example)
+        num_classes = check_integer("num_classes", num_classes)
+        check_integer("representation_dim", representation_dim, optional=True)
+        check_dropout("dropout", dropout)
+        check_bool("multi_label", multi_label)
+        check_bool("pooled_norm", pooled_norm)
+        activations = (None, "sigmoid" if multi_label else "softmax")
+        check_one_of("output_activation", output_activation, activations)
+        policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
+        if isinstance(preprocessor, ImagePreprocessor):
+            preprocessor.check_model(backbone.image_shape, num_classes)
+
+        # === Layers ===
+        config = backbone.arguments
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        self.pooler = pooling_layer(config, pooling, pooling_query_key_norm, policy)
+        self.pooled_normalization = None
+        if pooled_norm:
+            self.pooled_normalization = LayerNorm(
+                config["layer_norm_epsilon"], dtype=policy, name="pooled_norm"
+            )
+        seed = config["seed"]
+        self.output_dropout = keras.layers.Dropout(
+            dropout,
+            seed=None if seed is None else seed + 1,
+            dtype=policy,
+            name="output_dropout",
+        )
+        self.head = mumoe_head(head, head_position, num_classes, policy)
+        if self.head is not None and head_position == "final":
+            self.output_dense = keras.layers.Activation(
+                output_activation, dtype=policy, name="predictions"
+            )
+        else:
+            self.output_dense = predictions_layer(
+                num_classes, output_activation, head_bias, policy
+            )
+
+        # === Functional model ===
+        inputs, routing = backbone.input, dict(backbone.routing)
+        with initial_values(seed, type(self).__name__):
+            features = self.pooler(backbone(inputs))
+            if pooled_norm:
+                features = self.pooled_normalization(features)
+            if representation_dim is not None:
+                self.representation = keras.layers.Dense(
+                    representation_dim,
+                    activation="tanh",
+                    kernel_initializer=PathInitializer(
+                        "lecun_normal", "pre_logits/kernel"
+                    ),
+                    dtype=policy,
+                    name="pre_logits",
+                )
+                features = self.representation(features)
+            outputs = self.output_dropout(features)
+            if self.head is not None:
+                outputs, record = self.head(outputs)
+                # The only token is the pooled feature of the image.
+                routing["head"] = Routing(
+                    *(keras.ops.expand_dims(x, 1) for x in record)
+                )
+                if head_position == "penultimate":
+                    outputs = keras.ops.relu(outputs)
+            outputs = self.output_dense(outputs)
+        # The base constructor compiles and reads both, but Keras allows plain
+        # attributes only after it.
+        object.__setattr__(self, "multi_label", multi_label)
+        object.__setattr__(self, "output_activation", output_activation)
+        super().__init__(inputs, outputs, features, routing, **kwargs)
+
+        # === Config ===
+        self.num_classes = num_classes
+        self.pooling = check_pooling(pooling, backbone.class_token)
+        self.pooling_query_key_norm = pooling_query_key_norm
+        self.pooled_norm = pooled_norm
+        self.representation_dim = representation_dim
+        self.head_bias = head_bias
+        self.dropout = dropout
+        self.head_dtype = head_dtype
+        self.head_position = head_position
+
+    @property
+    def preprocessor(self) -> Any:
+        """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
+        return super().preprocessor
+
+    @preprocessor.setter
+    def preprocessor(self, value: Any) -> None:
+        if value is not None and not callable(value):
+            raise ValueError(
+                "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
+                f"received: preprocessor={value!r}"
+            )
+        # The constructor checks it before there is a model.
+        if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
+            value.check_model(self.input_shape[1:], self.num_classes)
+        keras_hub.models.Task.preprocessor.fset(self, value)
+
+    def classify(
+        self,
+        images: Any,
+        top: int = 5,
+        batch_size: int = 32,
+        max_value: float | None = None,
+    ) -> list:
+        """Returns the most probable classes of images of any size.
+
+        Args:
+            images: one or several images, as in `ImagePreprocessor`.
+            top: number of classes per image.
+            batch_size: images per batch.
+            max_value: pixel value of white, see `ImagePreprocessor`.
+
+        Returns:
+            A list of `ClassProbability`, most probable first, for one image (H, W, C)
+            or (H, W); a list of such lists for several.
+        """
+        top = check_integer("top", top)
+        batch_size = check_integer("batch_size", batch_size)
+        if not isinstance(self.preprocessor, ImagePreprocessor):
+            raise ValueError(
+                "Expected a model with an ImagePreprocessor: set model.preprocessor = "
+                "keras_moe.models.ImagePreprocessor(model.input_shape[1:]); received: "
+                f"preprocessor={self.preprocessor!r}"
+            )
+        prepared = self.preprocessor(images, max_value)
+        if prepared.ndim == 3:
+            return self._classes(prepared[None], top, 1)[0]
+        return self._classes(prepared, top, batch_size)
+
+    def _classes(self, prepared, top, batch_size):
+        if not len(prepared):
+            return []
+        outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
+        names = self.preprocessor.class_names
+        results = []
+        for row in self._probabilities(outputs.astype("float64")):
+            # Stable sort: on ties the lower index comes first.
+            order = np.argsort(-row, kind="stable")[:top].tolist()
+            results.append(
+                [
+                    ClassProbability(names[i] if names else str(i), float(row[i]), i)
+                    for i in order
+                ]
+            )
+        return results
+
+    def _probabilities(self, outputs):
+        if self.output_activation is not None:
+            return outputs
+        if self.multi_label:
+            # Sigmoid that does not overflow.
+            return 0.5 * (1.0 + np.tanh(0.5 * outputs))
+        outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
+        return outputs / outputs.sum(axis=-1, keepdims=True)
+
+    def outputs_from_head(self, head_outputs: Any) -> Any:
+        """Maps a muMoE head's outputs (B, units) to the model's, at inference."""
+        if self.head_position == "penultimate":
+            head_outputs = keras.ops.relu(head_outputs)
+        return self.output_dense(head_outputs)
+
+    def with_logit_offsets(self, output: int, offsets: Any) -> "ImageClassifier":
+        """Returns a copy whose final muMoE head offsets one logit per expert.
+
+            logit[output] + sum over n of a_n offsets[n]
+
+        where a_n is the coefficient of expert n (*Multilinear Mixture of Experts*,
+        equation 5). Repeated edits of an output add up. The copy's optimizer is fresh.
+
+        Args:
+            output: index of the class.
+            offsets: (E,), one number per expert.
+        """
+        head = self.head
+        if head is None or self.head_position != "final":
+            raise ValueError(
+                "Expected a classifier with head=MuMoE(...) as its final layer; "
+                f"received: head={head}, head_position={self.head_position!r}"
+            )
+        check_integer("output", output, 0, self.num_classes - 1)
+        experts = head.gate.expert_types.total
+        offsets = np.asarray(offsets, "float32")
+        if offsets.shape != (experts,) or not np.isfinite(offsets).all():
+            raise ValueError(
+                f"Expected finite offsets of shape ({experts},); received: {offsets}"
+            )
+        before = head.edited_outputs
+        outputs = before if output in before else (*before, output)
+        config = self.get_config()
+        config["head"]["config"]["edited_outputs"] = outputs
+        edited = copied(self, config, without="logit_offsets")
+        table = np.zeros((experts, len(outputs)), "float32")
+        if before:
+            table[:, : len(before)] = keras.ops.convert_to_numpy(head.logit_offsets)
+        table[:, outputs.index(output)] += offsets
+        edited.head.logit_offsets.assign(table)
+        return edited
+
+    def compile(
+        self,
+        optimizer: Any = "auto",
+        loss: Any = "auto",
+        *,
+        metrics: Any = "auto",
+        **kwargs,
+    ) -> None:
+        """Configures training; see `MoETask.compile` for `"auto"`.
+
+        Crossentropies given by name read logits unless there is an output activation.
+        """
+        loss = loss_of_outputs(loss, self.output_activation is None)
+        super().compile(optimizer, loss, metrics=metrics, **kwargs)
+
+    def default_loss(self) -> keras.losses.Loss:
+        """Returns softmax cross-entropy, or `SigmoidCrossentropy` if `multi_label`."""
+        loss = SigmoidCrossentropy if self.multi_label else _SPARSE
+        return loss(from_logits=self.output_activation is None)
+
+    def default_metrics(self, loss: Any) -> list:
+        """Returns accuracy, or area under precision-recall if `multi_label`."""
+        from_logits = self.output_activation is None
+        if any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss)):
+            return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        if self.multi_label:
+            return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
+        if self.output_shape[-1] == 1:
+            # Keras's own choice would treat logits as probabilities.
+            threshold = 0.0 if from_logits else 0.5
+            return [keras.metrics.BinaryAccuracy("accuracy", threshold=threshold)]
+        # Keras chooses by label shape, whatever the loss.
+        return ["accuracy"]
+
+    def label_spec(self) -> keras.KerasTensor:
+        sparse = (_SPARSE, SparseSigmoidCrossentropy)
+        if isinstance(self.loss, sparse) or "sparse" in str(self.loss):
+            return keras.KerasTensor((None,), "int32")
+        return keras.KerasTensor((None, self.num_classes), "float32")
+
+    def check_labels(self, labels: Any) -> None:
+        check_labels(labels, self.num_classes, getattr(self, "loss", None))
+
+    def get_config(self):
+        names = {*argument_names(ImageClassifier)} - {"backbone", "preprocessor"}
+        return {
+            **super().get_config(),
+            **{name: getattr(self, name) for name in sorted(names)},
+            "head_dtype": quantized_head(self, self.head_dtype),
+            "head": self.head and keras.saving.serialize_keras_object(self.head),
+        }
+
+    @staticmethod
+    def describe_parts(
+        backbone_config: dict,
+        num_tokens: int,
+        dim: int,
+        num_classes: int,
+        pooling: str | None = None,
+        representation_dim: int | None = None,
+        pooled_norm: bool = False,
+        head: Any = None,
+        head_position: str = "final",
+        pooling_query_key_norm: bool | None = None,
+        **_,
+    ) -> list[Part]:
+        check_integer("num_classes", num_classes)
+        parts = []
+        pooler = pooling_layer(
+            backbone_config, pooling, pooling_query_key_norm, "float32"
+        )
+        cost = pooler.cost((num_tokens, dim))
+        if cost.parameters:
+            parts.append(Part("pooler", "MAP", *cost))
+        if pooled_norm:
+            parts.append(Part("pooled_norm", "norm", *LayerNorm().cost((1, dim))))
+        if representation_dim is not None:
+            cost = Cost.of_dense(dim, representation_dim)
+            parts.append(Part("pre_logits", "dense", *cost))
+            dim = representation_dim
+        head = mumoe_head(head, head_position, num_classes, "float32")
+        if head is not None:
+            parts.append(Part("head", "muMoE", *head.cost((1, dim))))
+            dim = head.units
+            if head_position == "final":
+                return parts
+        parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
+        return parts
+
+
+def _preprocessor(source, config, overrides, backbone_config):
+    """Returns the source's preprocessor for the model's size and classes."""
+    shape, num_classes = backbone_config["image_shape"], overrides.get("num_classes")
+    default = ImagePreprocessor(shape, class_names=source.class_names)
+    preprocessor = config.get("preprocessor", default)
+    if not isinstance(preprocessor, ImagePreprocessor):
+        return preprocessor
+    if source.kind == SAVED and num_classes is not None:
+        # Other classes, even if there are as many.
+        preprocessor = dataclasses.replace(preprocessor, class_names=None)
+    return preprocessor.adapted(shape, num_classes)
+
+
+def _adapt_head(config, source, overrides, backbone_config):
+    """Adapts a source's arguments to a new head; returns paths of new weights."""
+    if source.kind == SAVED:
+        for name in TRAINING:
+            # The backbone's are in its own config.
+            config.pop(name, None)
+        # A quantised head's policies do not apply to a new head.
+        config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
+        if config.get("head") and config.get("head_position") == "final":
+            # The number of units follows the classes, and old edits do not apply.
+            head = config["head"]
+            units = {"units": overrides["num_classes"], "edited_outputs": ()}
+            config["head"] = {**head, "config": {**head["config"], **units}}
+        return (*HEAD, *POOLING)
+    if source.kind == PUBLISHED:
+        config.pop("representation_dim", None)
+        pooling = config.get("pooling")
+        is_kept = overrides.get("pooling", pooling) == pooling
+        if is_kept and "pooled_norm" not in overrides:
+            return HEAD
+        config.pop("pooled_norm", None)
+        return (*HEAD, *POOLING)
+    # A representation layer as wide as the backbone follows its width, and is dropped
+    # if a final muMoE replaces the dense head.
+    if config.get("representation_dim") == source.config.get("hidden_dim"):
+        config["representation_dim"] = backbone_config.get("hidden_dim")
+    if overrides.get("head") and overrides.get("head_position", "final") == "final":
+        config.pop("representation_dim", None)
+    return ()

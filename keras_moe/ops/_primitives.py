@@ -1,0 +1,195 @@
+"""Building blocks that `keras.ops` lacks or that its backends do differently."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+# The largest exponent for which real_power multiplies.
+_LARGEST_PRODUCT = 16
+# The smallest normal float32.
+_TINY = 1.1754944e-38
+
+
+def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
+    """`forward(*inputs)[0]`, differentiated by `backward`.
+
+    `forward` returns `(outputs, residuals)`, and `backward(residuals, *upstream)` one
+    gradient or None for each input; it closes over no tensor. The functions of the same
+    name in Keras keep too much: on PyTorch all inputs, and outputs until the garbage
+    collector runs, and on TensorFlow every graph, for ever.
+    """
+    inputs = [ops.convert_to_tensor(x) for x in inputs]
+    backend = keras.backend.backend()
+    if backend == "torch":
+        from keras_moe.ops.kernels import _gradients_torch
+
+        return _gradients_torch.custom_gradient(forward, backward, *inputs)
+    if backend == "tensorflow":
+        from keras_moe.ops.kernels import _gradients_tensorflow
+
+        return _gradients_tensorflow.custom_gradient(forward, backward, *inputs)
+
+    @ops.custom_gradient
+    def function(*inputs):
+        outputs, residuals = forward(*inputs)
+        specs = [(x.shape, x.dtype) for x in inputs]
+
+        def gradient(*upstream):
+            gradients = backward(residuals, *tree.flatten(upstream))
+            # JAX takes no None.
+            return tuple(
+                ops.zeros(*spec) if x is None else x
+                for x, spec in zip(gradients, specs, strict=True)
+            )
+
+        return outputs, gradient
+
+    return function(*inputs)
+
+
+def remat(function: Callable) -> Callable:
+    """`keras.remat`, which keeps every graph on TensorFlow, of functions of tensors."""
+    if keras.backend.backend() != "tensorflow":
+        return keras.remat(function)
+    from keras_moe.ops.kernels import _gradients_tensorflow
+
+    return functools.partial(_gradients_tensorflow.remat, function)
+
+
+def on_several_devices() -> bool:
+    """Whether a distribution over more than one device is set."""
+    distribution = keras.distribution.distribution()
+    return distribution is not None and distribution.device_mesh.devices.size > 1
+
+
+def vmap_groups(function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)`, vectorized over the groups on several devices.
+
+    On one device, one flat table is fastest. On several, a partitioner would then
+    gather all groups on every device, since an index might leave its group.
+    """
+    if not on_several_devices():
+        return function(*arrays)
+    is_present = [x is not None for x in arrays]
+
+    def for_group(present):
+        present = iter(present)
+        group = [ops.expand_dims(next(present), 0) if x else None for x in is_present]
+        return tree.map_structure(lambda x: x[0], function(*group))
+
+    return ops.vectorized_map(for_group, [x for x in arrays if x is not None])
+
+
+def max_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+    """`ops.max` along one axis; another axis may be empty."""
+    return _reduce(ops.max, x, axis, keepdims)
+
+
+def min_along(x: Any, axis: int, keepdims: bool = False) -> Any:
+    """`ops.min` along one axis; another axis may be empty."""
+    return _reduce(ops.min, x, axis, keepdims)
+
+
+def _reduce(reduce, x, axis, keepdims):
+    # Some backends refuse empty tensors. Their sum has the right shape.
+    reduce = ops.sum if 0 in tuple(x.shape) else reduce
+    return reduce(x, axis=axis, keepdims=keepdims)
+
+
+def take(table: Any, rows: Any) -> Any:
+    """`table[rows]`, also for an empty table and no rows."""
+    if 0 not in tuple(table.shape):
+        return ops.take(table, rows, axis=0)
+    return ops.zeros((*ops.shape(rows), *table.shape[1:]), table.dtype)
+
+
+def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
+    """`ops.take_along_axis` for indices of at least 0, which are broadcast to `x`."""
+    if keras.backend.backend() != "torch":
+        return ops.take_along_axis(x, indices, axis=axis)
+    from keras_moe.ops.kernels import _indexing_torch
+
+    return _indexing_torch.take_along_axis(x, indices, axis)
+
+
+def scatter(x: Any, places: Any, values: Any) -> Any:
+    """`x` (N,) with values (V,) at the places (V,)."""
+    if keras.backend.backend() != "torch":
+        return ops.scatter_update(x, ops.expand_dims(places, -1), values)
+    from keras_moe.ops.kernels import _indexing_torch
+
+    return _indexing_torch.scatter(x, places, values)
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` takes gradients or vectorises what is called now."""
+    if keras.backend.backend() != "torch":
+        return False
+    from keras_moe.ops.kernels import _gradients_torch
+
+    return _gradients_torch.is_transformed()
+
+
+def searchsorted(edges: Any, values: Any) -> Any:
+    """The number of sorted `edges` (N,) below each value (V,), int32."""
+    if keras.backend.backend() != "torch":
+        return ops.cast(ops.searchsorted(edges, values), "int32")
+    from keras_moe.ops.kernels import _indexing_torch
+
+    return _indexing_torch.searchsorted(edges, values)
+
+
+def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]:
+    """The largest values along the last axis, in falling order, and their indices.
+
+    Ties go to the lowest index, unless `stable` is False.
+    """
+    backend = keras.backend.backend()
+    # PyTorch's `topk` takes ties in any order. In an exported JAX model, where some
+    # dimensions are symbolic, the installed TensorFlow may be too old for `top_k`.
+    exports = backend == "jax" and not all(isinstance(d, int) for d in values.shape)
+    if exports or (backend == "torch" and stable):
+        index = ops.argsort(-values, axis=-1)[..., :number]
+        return take_along_axis(values, index, axis=-1), ops.cast(index, "int32")
+    best, index = ops.top_k(values, number)
+    return best, ops.cast(index, "int32")
+
+
+def real_power(x: Any, exponent: float) -> Any:
+    """`x ** exponent` for x >= 0, by products or roots where they are cheaper."""
+    x = ops.convert_to_tensor(x)
+    if exponent == 0:
+        return ops.ones_like(x)
+    if exponent == 0.5:
+        return ops.sqrt(x)
+    if is_product(exponent):
+        return product(x, int(exponent))
+    # Roots and logarithms have no slope at 0.
+    positive = ops.maximum(x, _TINY)
+    if exponent == 0.75:
+        root = ops.sqrt(positive)
+        power = root * ops.sqrt(root)
+    else:
+        # XLA on a CPU takes five times as long for a power, computed one by one.
+        power = ops.exp(exponent * ops.log(positive))
+    return ops.where(x > 0, power, 0.0)
+
+
+def is_product(exponent: float) -> bool:
+    """Whether a power is best computed by multiplications."""
+    return exponent == int(exponent) and 1 <= exponent <= _LARGEST_PRODUCT
+
+
+def product(x: Any, exponent: int) -> Any:
+    """`x ** exponent` for an integer of at least 1, by repeated squaring."""
+    power = None
+    while exponent:
+        if exponent % 2:
+            power = x if power is None else power * x
+        exponent //= 2
+        if exponent:
+            x = x * x
+    return power
