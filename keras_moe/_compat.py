@@ -142,8 +142,10 @@ def passes_arguments(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
     return takes and layer._remat_mode is None
 
 
-def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
+def has_hooks(layer: keras.layers.Layer) -> bool:
     """Whether PyTorch hooks run around a layer's call."""
+    from keras_moe._backends.torch import modules
+
     names = ("forward_pre", "forward", "backward_pre", "backward")
     return layer._compiled_call_impl is not None or any(
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
@@ -341,9 +343,9 @@ def random_states() -> dict[str, Any]:
         "keras": generator and keras.ops.convert_to_numpy(generator.state).tolist(),
     }
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _random_torch
+        from keras_moe._backends.torch import generator_states
 
-        states["torch"] = _random_torch.generator_states()
+        states["torch"] = generator_states()
     return states
 
 
@@ -363,9 +365,9 @@ def set_backend_states(states: dict[str, Any]) -> None:
     """Sets the states of the backend's generators; only PyTorch has any."""
     # A checkpoint of another backend has none.
     if keras.backend.backend() == "torch" and "torch" in states:
-        from keras_moe.ops.kernels import _random_torch
+        from keras_moe._backends.torch import set_generator_states
 
-        _random_torch.set_generator_states(states["torch"])
+        set_generator_states(states["torch"])
 
 
 @contextlib.contextmanager

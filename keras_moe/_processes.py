@@ -21,7 +21,7 @@ def process_shard() -> tuple[int, int]:
     """
     if keras.backend.backend() != "jax":
         return 0, 1
-    from keras_moe.ops.kernels._sharded_arrays_jax import process_shard as shard
+    from keras_moe._backends.jax import process_shard as shard
 
     return shard()
 
@@ -60,7 +60,7 @@ def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
         kind = next((x for x, y in _ERRORS.items() if isinstance(error, y)), None)
         name = "" if kind else f"{type(error).__name__}: "
         report = {"error": f"{name}{error}", "kind": kind}
-    from keras_moe.ops.kernels._sharded_arrays_jax import exchange
+    from keras_moe._backends.jax import exchange
 
     reports = [json.loads(x) for x in exchange(json.dumps(report).encode())]
     failed = [report for report in reports if "error" in report]
@@ -97,7 +97,7 @@ def gathered_batch(batch: Any) -> Any:
         raise ValueError("Expected arrays of numbers; received: dtype=object")
     if process_count() == 1:
         return batch
-    from keras_moe.ops.kernels._sharded_arrays_jax import exchange
+    from keras_moe._backends.jax import exchange
 
     def gather(array):
         parts = exchange(np.ascontiguousarray(array).tobytes())
@@ -112,7 +112,7 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
     distribution = keras.distribution.distribution()
     if distribution is None:
         return serving(model).predict_on_batch(inputs)
-    from keras_moe.ops.kernels._sharded_arrays_jax import placed
+    from keras_moe._backends.jax import placed
 
     count, devices = len(keras.tree.flatten(inputs)[0]), batch_devices()
     rows = -(-max(count, size or 0) // devices) * devices

@@ -27,7 +27,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# Before Keras, which imports TensorFlow on TensorFlow: see `keras_moe/_triton_first.py`.
+# Before Keras, which imports TensorFlow: see `keras_moe/_triton_first.py`.
 import keras_moe  # noqa: E402, F401
 
 # isort: split

@@ -109,7 +109,7 @@ def test_private_attributes_are_read_in_compat_alone():
     sources = {
         path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "compat.py"
+        if path.name != "_compat.py"
     }
     assert private_uses(sources) == []
 

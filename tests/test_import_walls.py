@@ -16,6 +16,8 @@ PACKAGE = "keras_moe"
 # The parts of keras_moe that a folder may import, besides its own modules.
 CORE = ("ops", "losses", "routers", "layers")
 ALLOWED = {
+    # Access to a backend, for all.
+    "_backends": (),
     "ops": (),
     "losses": ("ops",),
     "routers": ("ops", "losses"),
@@ -32,22 +34,30 @@ ALLOWED = {
 # Programs import everything, and nothing imports them.
 ALLOWED["cli"] = (*ALLOWED["training"], "training", "report")
 # The only places, below keras_moe, that may import a library.
+BACKENDS = ("_backends/", "data/", "ops/kernels/")
 ONLY_IN = {
-    # The planner is JAX's compiler.
-    "jax": ("data/", "ops/kernels/", "distribution/compilation_jax.py"),
-    "tensorflow": ("data/", "ops/kernels/"),
-    # The last runs timm's models, which are PyTorch's, on any backend. It is a program
-    # of its own, which imports nothing of keras_moe.
-    "torch": ("ops/kernels/", "models/onnx_torch.py", "cli/timm_outputs.py"),
-    "filelock": ("files.py",),
-    "triton": ("triton_first.py",),
-    "keras_hub": ("models/", "compat.py"),
+    **dict.fromkeys(("jax", "jaxlib", "onnxscript", "tensorflow", "torch"), BACKENDS),
+    "filelock": ("_files.py",),
+    "triton": ("_triton_first.py",),
+    "keras_hub": ("models/", "_compat.py"),
     "matplotlib": ("analysis/plots/", "report/"),
     "tools": (),
     "guides": (),
 }
 # The only file that may import what Keras and KerasHub do not publish.
-PRIVATE = {"keras": "compat.py", "keras_hub": "compat.py"}
+# The rooms of models, each of which may import those before it.
+ROOMS = (
+    "saving",
+    "preprocessing",
+    "conversion",
+    "loading",
+    "base",
+    "backbones",
+    "tasks",
+)
+# What families share; a family's file imports no other family's.
+SHARED = ("base", "config", "tower", "_pairs")
+PRIVATE = {"keras": "_compat.py", "keras_hub": "_compat.py"}
 CORE_LIBRARIES = {"keras", "numpy", PACKAGE, *sys.stdlib_module_names}
 
 
@@ -124,13 +134,17 @@ def why_forbidden(
     if (
         (package / target).is_dir()
         and target != folder
-        and target not in ALLOWED[folder]
+        and target not in (*ALLOWED[folder], "_backends")
     ):
         return f"{folder} must not import {target}"
-    if folder == target == "models" and len(rest) > 1 and len(place.parts) > 2:
+    if folder == target == "models" and len(place.parts) > 2 and len(rest) > 1:
         mine, other = place.parts[1], rest[1]
-        if other != mine and (package / "models" / other).is_dir():
+        later = ROOMS[ROOMS.index(mine) + 1 :]
+        if other in later:
             return f"models/{mine} must not import models/{other}"
+        shared = (*SHARED, place.stem)
+        if mine == other == "backbones" and not {*rest[2:3]} <= {*shared}:
+            return f"a family must not import the family {rest[2]}"
     return None
 
 
@@ -196,15 +210,31 @@ def test_no_files_import_each_other_in_a_circle():
         ("ops/deep/a.py", "from ...routers import b", "ops must not import routers"),
         ("layers/a.py", "import keras_moe.models", "layers must not import models"),
         ("layers/a.py", "def f():\n    import torch", "torch may be imported by"),
-        ("processes.py", "import jax.numpy as jnp", "jax may be imported by"),
+        ("_processes.py", "import jax.numpy as jnp", "jax may be imported by"),
         ("ops/a.py", "__import__('torch')", "torch may be imported by"),
         ("ops/a.py", "importlib.import_module('jax')", "jax may be imported by"),
         ("models/a.py", "import keras_hub.src.a", "keras_hub.src may be imported by"),
-        ("layers/a.py", "from keras import src", "keras.src may be imported by compat"),
+        ("layers/a.py", "from keras import src", "keras.src may be imported by _comp"),
         ("losses/a.py", "import scipy", "imports scipy; only keras and numpy"),
         ("__init__.py", "import scipy", "imports scipy; only keras and numpy"),
         ("training/a.py", "import guides", "guides may be imported by nothing"),
-        ("models/vit/a.py", "from .. import mixer", "models/vit must not import model"),
+        ("models/base/a.py", "from .. import tasks", "models/base must not import mod"),
+        (
+            "models/loading/a.py",
+            "import keras_moe.models.base",
+            "models/loading must not import models/base",
+        ),
+        (
+            "models/backbones/clip.py",
+            "from keras_moe.models.backbones.limoe import LIMoEBackbone",
+            "a family must not import the family limoe",
+        ),
+        (
+            "models/backbones/vit.py",
+            "from . import mixer",
+            "a family must not import the family mixer",
+        ),
+        ("distribution/a.py", "import jax", "jax may be imported by"),
         ("unknown/a.py", "import keras", "the folder unknown has no entry"),
         ("training/a.py", "from ..cli import main", "nothing may import cli"),
     ],
@@ -215,9 +245,63 @@ def test_the_checker_sees_a_planted_violation(tmp_path, place, source, expected)
     assert violation.startswith(place)
 
 
+def find_unmarked(package: Path) -> list[str]:
+    """Returns modules without an underscore from which no folder above exports a name.
+
+    A command's file exports `add_arguments` and `run`; `main` is the program itself.
+    """
+    trees = {
+        path.relative_to(package): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+    }
+    exported = {
+        place.parent: {
+            constant.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and "__all__" in map(ast.unparse, node.targets)
+            for constant in ast.walk(node.value)
+            if isinstance(constant, ast.Constant)
+        }
+        for place, tree in trees.items()
+        if place.name == "__init__.py"
+    }
+    exported[Path("cli")] = {"add_arguments", "main"}
+    return [
+        place.as_posix()
+        for place, tree in trees.items()
+        if not any(part.startswith("_") for part in place.parts)
+        and exported.keys().isdisjoint({place.parent / place.stem})
+        and not _defined(tree) & set().union(*map(exported.get, place.parents[:-1]))
+    ]
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Returns the names that a module's statements define."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = getattr(node, "targets", None) or [node.target]
+            names |= {ast.unparse(target) for target in targets}
+    return names
+
+
+def test_what_exports_nothing_has_an_underscore(tmp_path):
+    assert find_unmarked(ROOT / PACKAGE) == []
+    sources = {
+        "ops/__init__.py": "__all__ = ['topk']",
+        "ops/topk.py": "def topk(): pass",
+        "ops/sorting.py": "def topk_sorted(): pass",
+        "ops/_rows.py": "",
+    }
+    assert find_unmarked(_plant(tmp_path, sources)) == ["ops/sorting.py"]
+
+
 def _plant(tmp_path: Path, sources: dict[str, str]) -> Path:
     package = tmp_path / PACKAGE
-    for folder in (*ALLOWED, "models/vit", "models/mixer"):
+    for folder in (*ALLOWED, *(f"models/{room}" for room in ROOMS)):
         (package / folder).mkdir(parents=True)
     for place, source in sources.items():
         path = package / place

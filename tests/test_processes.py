@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import training
+from keras_moe import _processes, training
 from keras_moe._files import locked
 from keras_moe._processes import (
     broadcast_from_primary,
@@ -36,9 +36,9 @@ def both(monkeypatch):
         barrier.wait()
         return everything
 
-    kernels = "keras_moe.ops.kernels._sharded_arrays_jax"
+    kernels = "keras_moe._backends.jax"
     monkeypatch.setattr(f"{kernels}.exchange", exchange)
-    monkeypatch.setattr(processes, "process_shard", lambda: (index.value, 2))
+    monkeypatch.setattr(_processes, "process_shard", lambda: (index.value, 2))
     monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
 
     def call(work):

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import keras
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 
+from keras_moe._backends.jax import enable_cache
 from keras_moe._compat import (
     build_metrics,
     kept_random_states,
     take_layout,
     variables_without_values,
 )
-from keras_moe.distribution._program import DoesNotFit
 
 ENVIRONMENT = {
     # What libtpu asks a TPU's host for. Without a TPU it needs no lock.
@@ -69,10 +68,10 @@ def alone() -> Iterator[None]:
             os.environ.pop("XLA_FLAGS", None)
             keras.distribution.set_distribution(None)
             # A program from the cache is not printed.
-            _enable_cache(False)
+            enable_cache(False)
             yield
         finally:
-            _enable_cache(cached)
+            enable_cache(cached)
             keras.distribution.set_distribution(distribution)
             for name, value in before.items():
                 os.environ.pop(name, None)
@@ -286,13 +285,13 @@ def compile_lowered(lowered, platform):
 
 
 def explained(error: Exception, package: str) -> Exception:
-    """The compiler's error, or `DoesNotFit` with the GiB that it needs and has."""
+    """The compiler's error, or a MemoryError with the GiB that it needs and has."""
     if "StableHLO" in str(error):
         # An older compiler does not read JAX's programs.
         return _no_compiler(package, " ".join(str(error).split()))
     for pattern in TOO_LARGE:
         if found := pattern.search(str(error)):
-            return DoesNotFit(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))
+            return MemoryError(*(float(found[i]) * UNITS[found[i + 1]] for i in (1, 3)))
     return error
 
 
@@ -306,15 +305,3 @@ def _memory(analysis, state, batch):
         "activations and gradients": analysis.temp_size_in_bytes + new_outputs,
         "program": analysis.generated_code_size_in_bytes,
     }
-
-
-def use_cache(folder: str) -> None:
-    """Keeps programs that take a second or more to compile for later processes."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    _enable_cache(True)
-
-
-def _enable_cache(enabled):
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    # Otherwise JAX decides once, at a process's first compilation.
-    compilation_cache.reset_cache()

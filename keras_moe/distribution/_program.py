@@ -52,10 +52,6 @@ FRAME = re.compile(r"stack_frame_id=(\d+)")
 ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
-class DoesNotFit(ValueError):
-    """A step needs more memory than a device has."""
-
-
 class Operation(NamedTuple):
     """An operation, alike in all blocks, with its runs in a step and their cycles."""
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from keras_moe._checks import argument_names, check_integer, check_one_of
 from keras_moe._compat import flatten_layers
-from keras_moe.distribution._program import DoesNotFit, Program
+from keras_moe.distribution._program import Program
 from keras_moe.distribution.auto import auto
 from keras_moe.distribution.chips import CHIPS
 from keras_moe.distribution.costs import STEP_NAMES, memory_table, numbers_table
@@ -26,7 +26,7 @@ CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8")
 # By libtpu's names: the chip, FLOPs of a device in a cycle of its matrix units, the
 # GiB that the compiler fills, and the shapes. GPUs have no cycles, the memory of their
-# description (a .txtpb file here), and hosts x GPUs.
+# description (a .txtpb file), and hosts x GPUs.
 GENERATIONS = {
     "v4": ("tpu_v4", 2**18, 30.75, CUBES),
     "v5e": ("tpu_v5e", 2**17, 15.75, FLAT),
@@ -281,9 +281,9 @@ def compiled_costs(
                 compiled = jax_compilation.compile_step(model, layouts, size, step)
                 needed = sum(compiled.memory.values()) / 2**30
                 if needed > capacity:
-                    raise DoesNotFit(needed, capacity)
+                    raise MemoryError(needed, capacity)
                 break
-            except DoesNotFit as error:
+            except MemoryError as error:
                 kept = step == "train" and not any(
                     getattr(x, "rematerialize", False) for x in flatten_layers(model)
                 )
@@ -295,7 +295,7 @@ def compiled_costs(
                     change = None
                 if not fit or change is None:
                     message = _too_large(*error.args, name, topology, size, kept, fit)
-                    raise DoesNotFit(message) from error
+                    raise ValueError(message) from error
                 changes |= change
     return _costs(name, topology, len(devices), step, size, flops, compiled, changes)
 

@@ -14,6 +14,7 @@ from keras_moe._compat import (
     AutocastScope,
     get_autocast_scope,
     get_keras_mask,
+    has_hooks,
     passes_arguments,
 )
 from keras_moe.ops._nn import linear
@@ -35,8 +36,6 @@ def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> 
 
 def _is_all(layer, x, kwargs):
     """Whether calling the layer amounts to calling `layer.call`."""
-    from keras_moe.ops.kernels import _hooks_torch
-
     return (
         layer.built
         and ops.is_tensor(x)
@@ -47,7 +46,7 @@ def _is_all(layer, x, kwargs):
         and layer.activity_regularizer is None
         and passes_arguments(layer, kwargs)
         and keras.distribution.distribution() is None
-        and not _hooks_torch.has_hooks(layer)
+        and not has_hooks(layer)
     )
 
 

@@ -20,10 +20,10 @@ from keras_moe.models.backbones.clip import CLIPBackbone
 from keras_moe.models.backbones.config import ImageConfig, TransformerConfig
 from keras_moe.models.backbones.decoder import DecoderBackbone
 from keras_moe.models.backbones.limoe import LIMoEBackbone
-from keras_moe.models.backbones.mixer import MixerBackbone, MixerImageClassifier
+from keras_moe.models.backbones.mixer import MixerBackbone
 from keras_moe.models.backbones.text import TextBackbone
 from keras_moe.models.backbones.tower import Tower, TowerOutputs, image_tower
-from keras_moe.models.backbones.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base.model_card import CardResult, ModelCard, upload
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.conversion.keras_hub_experts import replace_moe
@@ -50,7 +50,12 @@ from keras_moe.models.tasks.base import MoETask
 from keras_moe.models.tasks.causal_lm import CausalLM, Perplexity
 from keras_moe.models.tasks.contrastive import ContrastiveModel
 from keras_moe.models.tasks.contrastive_metrics import ContrastiveAccuracy
-from keras_moe.models.tasks.image_classifier import ClassProbability, ImageClassifier
+from keras_moe.models.tasks.image_classifier import (
+    ClassProbability,
+    ImageClassifier,
+    MixerImageClassifier,
+    ViTImageClassifier,
+)
 from keras_moe.models.variants import VARIANTS, Variant
 
 __all__ = [

@@ -41,7 +41,7 @@ def is_bfloat16_on_tpus(x: Any) -> bool:
     """Whether JAX's program is for TPUs, and `x` in bfloat16."""
     if keras.backend.backend() != "jax":
         return False
-    from keras_moe.ops.kernels._platform_jax import platform
+    from keras_moe._backends.jax import platform
 
     dtype = keras.backend.standardize_dtype(x.dtype)
     return dtype == "bfloat16" and platform() == "tpu"
@@ -56,7 +56,7 @@ def has_float16_attention() -> bool:
     """Whether Keras's attention works in float16, which on JAX needs a GPU."""
     if keras.backend.backend() != "jax":
         return True
-    from keras_moe.ops.kernels._platform_jax import platform
+    from keras_moe._backends.jax import platform
 
     return platform() not in ("cpu", "tpu")
 

@@ -110,18 +110,18 @@ def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
     """`ops.take_along_axis` for indices of at least 0, which are broadcast to `x`."""
     if keras.backend.backend() != "torch":
         return ops.take_along_axis(x, indices, axis=axis)
-    from keras_moe.ops.kernels import _indexing_torch
+    from keras_moe._backends import torch
 
-    return _indexing_torch.take_along_axis(x, indices, axis)
+    return torch.take_along_axis(x, indices, axis)
 
 
 def scatter(x: Any, places: Any, values: Any) -> Any:
     """`x` (N,) with values (V,) at the places (V,)."""
     if keras.backend.backend() != "torch":
         return ops.scatter_update(x, ops.expand_dims(places, -1), values)
-    from keras_moe.ops.kernels import _indexing_torch
+    from keras_moe._backends import torch
 
-    return _indexing_torch.scatter(x, places, values)
+    return torch.scatter(x, places, values)
 
 
 def is_transformed() -> bool:
@@ -137,9 +137,9 @@ def searchsorted(edges: Any, values: Any) -> Any:
     """The number of sorted `edges` (N,) below each value (V,), int32."""
     if keras.backend.backend() != "torch":
         return ops.cast(ops.searchsorted(edges, values), "int32")
-    from keras_moe.ops.kernels import _indexing_torch
+    from keras_moe._backends import torch
 
-    return _indexing_torch.searchsorted(edges, values)
+    return torch.searchsorted(edges, values)
 
 
 def top_values(values: Any, number: Any, stable: bool = True) -> tuple[Any, Any]:

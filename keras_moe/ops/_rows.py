@@ -42,7 +42,7 @@ def _kernels(table):
         return None
     from keras_moe.ops.kernels import _gradients_torch
 
-    return gradients_torch if _gradients_torch.gathers_are_valid(table) else None
+    return _gradients_torch if _gradients_torch.gathers_are_valid(table) else None
 
 
 def gather_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
@@ -135,8 +135,9 @@ def _slot_kernels(rows, owners, num_tokens=1):
     is_known = all(isinstance(x, int) and x > 0 for x in sizes)
     if keras.backend.backend() != "jax" or not is_known:
         return None
+    from keras_moe.ops.kernels import _slot_rows_jax
 
-    return slot_rows_jax
+    return _slot_rows_jax
 
 
 def _flat_owners(owners, num_tokens):

@@ -318,9 +318,9 @@ def _solve(matrices, columns):
     if keras.backend.backend() != "jax":
         # Other backends' Cholesky factors raise an error for NaN.
         return ops.solve(matrices, columns)
-    from keras_moe.ops.kernels import _positive_definite_jax
+    from keras_moe._backends.jax import solve
 
-    return _positive_definite_jax.solve(matrices, columns)
+    return solve(matrices, columns)
 
 
 def _curvature(curved, mixed, slope, stiffness):

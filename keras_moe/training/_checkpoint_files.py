@@ -245,7 +245,7 @@ def _is_sharded(value):
 def _value_to_save(value):
     if not _is_sharded(value):
         return np.asarray(ops.convert_to_numpy(value))
-    from keras_moe.ops.kernels._sharded_arrays_jax import with_shards
+    from keras_moe._backends.jax import with_shards
 
     return with_shards(value)
 

@@ -177,7 +177,7 @@ def _use_cache(folder):
             f"received: compilation_cache={folder!r}, "
             f"backend={keras.backend.backend()!r}"
         )
-    from keras_moe._backends.jax_compilation import use_cache
+    from keras_moe._backends.jax import use_cache
 
     use_cache(os.path.expanduser(folder))
 

@@ -123,6 +123,7 @@ def test_policies_costs_and_config(policy):
 @pytest.mark.every_backend
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a kernel of JAX")
 def test_tpus_have_a_kernel_for_it(monkeypatch):
+    from keras_moe.ops import _nn
     from keras_moe.ops.kernels import _attention_jax
 
     mask, positions = CausalMask()(DOCUMENTS)
@@ -130,9 +131,9 @@ def test_tpus_have_a_kernel_for_it(monkeypatch):
     inputs, called = (tokens(), mask, positions), []
     expected = ops.cast(full(*inputs), "float32")
     attend = _attention_jax.attend
-    monkeypatch.setattr(nn, "is_bfloat16_on_tpus", lambda query: True)
+    monkeypatch.setattr(_nn, "is_bfloat16_on_tpus", lambda query: True)
     monkeypatch.setattr(
-        attention_jax, "attend", lambda *args: called.append(1) or attend(*args)
+        _attention_jax, "attend", lambda *args: called.append(1) or attend(*args)
     )
     assert_close(ops.cast(full(*inputs), "float32"), expected, 2**-6, 2**-6)
     assert called == [1]

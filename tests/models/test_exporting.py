@@ -146,7 +146,7 @@ def test_what_tensorflow_cannot_read_is_refused(tmp_path, monkeypatch):
     import jax
     from tensorflow.compiler.mlir.stablehlo import stablehlo
 
-    from keras_moe.ops.kernels._saved_model_jax import readable_by_tensorflow
+    from keras_moe._backends.jax import readable_by_tensorflow
 
     model = vit(router="sparsity_constrained_token_choice")
     with pytest.raises(ValueError, match=r"solver='adam'.*received: solver='newton'"):

@@ -12,6 +12,7 @@ from keras import losses, ops
 
 from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models import CausalLM, DecoderBackbone, ViTBackbone, ViTImageClassifier
+from keras_moe.models.base import _compilation
 from tests.small_models import ONE_BLOCK, SMALL, images, small_classifier
 
 BACKEND = keras.backend.backend()
@@ -350,7 +351,7 @@ def wait_for_the_line():
 @pytest.fixture
 def slow(monkeypatch):
     """Steps that take long enough for the thread that writes the line."""
-    monkeypatch.setattr(compilation, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(_compilation, "LEAST_SECONDS", 0.0)
     step = ViTImageClassifier.train_step
 
     def slow_step(self, *args):
@@ -412,7 +413,7 @@ def test_quiet_and_eager_models_say_nothing(slow, capsys):
 def test_a_failing_first_step_ends_its_line_and_leaves_the_model_usable(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(compilation, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(_compilation, "LEAST_SECONDS", 0.0)
     model = classifier()
 
     def failing_step(self, *args):

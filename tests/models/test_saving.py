@@ -16,8 +16,9 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import _files, models
 from keras_moe._files import FolderInUse
+from keras_moe.models.saving import _weights_file
 from keras_moe.models.saving._preset_folder import (
     compare_checksums,
     compare_preset,
@@ -136,7 +137,7 @@ def test_writers_of_one_folder_take_turns(presets, tmp_path):
 
 
 def test_a_writer_that_takes_too_long_is_named(presets, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+    monkeypatch.setattr(_files, "_PATIENCE", 0.1)
     with staged(tmp_path / "one") as folder:
         shutil.copy(presets / "whole" / "config.json", folder)
         # A thread, whose saving is not this one's.
@@ -482,7 +483,7 @@ def test_a_failed_save_of_shards_changes_none_of_the_files(
             raise OSError(errno.ENOSPC, "full")
         rename(part, path)
 
-    monkeypatch.setattr(weights_file, "sync_file", sync)
+    monkeypatch.setattr(_weights_file, "sync_file", sync)
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="full"):
         save_weights(layers, index, max_shard_size=SIZE)

@@ -12,8 +12,8 @@ import keras
 from jax import numpy as jnp
 from jax.experimental import topologies
 
+from keras_moe._backends.jax import traced_for
 from keras_moe.ops import grouped_mlp
-from keras_moe.ops.kernels._platform_jax import traced_for
 
 H200 = """
 platform_name: "CUDA"

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe import layers, ops, routers
-from keras_moe.ops.kernels import _platform_jax
+from keras_moe._backends import jax as _platform_jax
 
 FILES = set()
 choose = _platform_jax.by_platform

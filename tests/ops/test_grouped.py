@@ -420,7 +420,7 @@ def test_forward_over_reverse_mode(kind):
 def test_ragged_matmuls_for_each_of_a_batch():
     import jax
 
-    from keras_moe.ops.kernels._platform_jax import traced_for
+    from keras_moe._backends.jax import traced_for
 
     (rows, *weights), _ = example(6, 3, "matmul")
     sizes = np.array([[3, 0, 2], [0, 6, 0]], "int32")

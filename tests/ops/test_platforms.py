@@ -40,8 +40,8 @@ INPUTS = (
 def test_other_platforms_have_theirs_when_they_are_asked_for():
     import jax
 
+    from keras_moe._backends.jax import traced_for
     from keras_moe.ops.kernels import _grouped_jax
-    from keras_moe.ops.kernels._platform_jax import traced_for
 
     def traced():
         program = str(jax.make_jaxpr(jax.grad(lambda *x: experts(*x).sum()))(*INPUTS))
@@ -64,7 +64,7 @@ def test_other_platforms_have_theirs_when_they_are_asked_for():
 def test_one_program_for_several_platforms(asked):
     import jax
 
-    from keras_moe.ops.kernels._platform_jax import traced_for
+    from keras_moe._backends.jax import traced_for
 
     with traced_for(*asked):
         exported = jax.export.export(jax.jit(experts), platforms=("cpu", "cuda", "tpu"))

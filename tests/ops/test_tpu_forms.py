@@ -32,7 +32,7 @@ def lowered(function, *inputs):
     """The program that JAX hands to a TPU's compiler."""
     import jax
 
-    from keras_moe.ops.kernels._platform_jax import traced_for
+    from keras_moe._backends.jax import traced_for
 
     with traced_for("tpu"):
         traced = jax.jit(function).trace(*inputs)
@@ -176,12 +176,12 @@ def test_slots_in_whole_tiles_move_the_same_tokens(kind):
 @every_backend
 @on_jax
 def test_cholesky_solves_as_keras_does():
-    from keras_moe.ops.kernels import _positive_definite_jax
+    from keras_moe._backends.jax import solve
 
     factors, columns = normal(1, 3, 8, 8), normal(2, 3, 8, 1)
     matrices = factors @ factors.swapaxes(1, 2) + np.eye(8, dtype="float32")
-    actual = _positive_definite_jax.solve(matrices, columns)
+    actual = solve(matrices, columns)
     assert_close(actual, ops.solve(matrices, columns), 1e-4, 1e-5)
     matrices[1, 0, 0] = np.nan
-    actual = _positive_definite_jax.solve(matrices, columns)
+    actual = solve(matrices, columns)
     assert_same(np.isnan(actual).any(axis=(1, 2)), [False, True, False])

@@ -7,6 +7,7 @@ import pytest
 
 from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
+from keras_moe.models.preprocessing import tokenizer
 from keras_moe.training import Contrastive, Datasets, load_recipe, train
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
@@ -40,7 +41,7 @@ def leave_half_a_tokenizer(mine, folder, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(text_tokenizer, "write_json", end)
+        patched.setattr(tokenizer, "write_json", end)
         with pytest.raises(KeyboardInterrupt):
             train(mine, checkpoint_dir=place, **OPTIONS)
     assert (folder / "tokenizer" / "assets").is_dir()

@@ -13,6 +13,7 @@ from keras_moe._checks import check_bool, check_integer, check_one_of, check_see
 from keras_moe._compat import set_dtype_policy
 from keras_moe._freezing import copy_freezing
 from keras_moe.layers import LogitScale
+from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbones._pairs import (
     MODALITIES,
@@ -29,7 +30,6 @@ from keras_moe.models.backbones.tower import (
 from keras_moe.models.description import Part
 from keras_moe.models.loading._overrides import tower_config, tower_families
 from keras_moe.models.registry import backbone_class, register_backbone
-from keras_moe.models.tasks._head import check_pooling, pooling_layer
 
 # Backbone class of each tower argument.
 _TOWERS = {"image": "ViTBackbone", "text": "TextBackbone"}

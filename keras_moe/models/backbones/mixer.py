@@ -17,8 +17,7 @@ from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import ImageConfig
 from keras_moe.models.backbones.tower import Tower, image_tower
-from keras_moe.models.registry import register_backbone, register_task
-from keras_moe.models.tasks.image_classifier import ImageClassifier
+from keras_moe.models.registry import register_backbone
 
 TOKEN_MIXERS = ("mlp", MUMOE)
 
@@ -100,30 +99,3 @@ class MixerBackbone(ImageBackbone):
     @classmethod
     def tower(cls, config: MixerConfig, dtype: Any = None) -> Tower:
         return image_tower(config, dtype, config.mix)
-
-
-@register_task
-@keras.saving.register_keras_serializable("keras_moe")
-class MixerImageClassifier(ImageClassifier):
-    """A `MixerBackbone` with average pooling and a classification head.
-
-    Args:
-        backbone: a `MixerBackbone`.
-        num_classes: number of classes.
-        **kwargs: arguments of `ImageClassifier`; `pooling` is `"average"` (the default)
-            or `"first"`.
-
-    Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.
-
-    Example:
-
-    >>> from keras_moe.models import MixerBackbone, MixerImageClassifier
-    >>> backbone = MixerBackbone(
-    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
-    ...     token_mlp_dim=4, mlp_dim=16,
-    ... )
-    >>> MixerImageClassifier(backbone, num_classes=3).output_shape
-    (None, 3)
-    """
-
-    backbone_cls = MixerBackbone

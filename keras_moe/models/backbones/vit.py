@@ -12,8 +12,7 @@ from keras_moe._checks import check_bool
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import ImageConfig, TransformerConfig
 from keras_moe.models.backbones.tower import Tower, image_tower
-from keras_moe.models.registry import register_backbone, register_task
-from keras_moe.models.tasks.image_classifier import ImageClassifier
+from keras_moe.models.registry import register_backbone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,30 +97,3 @@ class ViTBackbone(ImageBackbone):
             position_interpolation=config.position_interpolation,
             norm=config.embedding_norm,
         )
-
-
-@register_task
-@keras.saving.register_keras_serializable("keras_moe")
-class ViTImageClassifier(ImageClassifier):
-    """A `ViTBackbone` with pooling and a classification head.
-
-    Args:
-        backbone: a `ViTBackbone`.
-        num_classes: number of classes.
-        **kwargs: arguments of `ImageClassifier`.
-
-    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
-    head).
-
-    Example:
-
-    >>> from keras_moe.models import ViTBackbone, ViTImageClassifier
-    >>> backbone = ViTBackbone(
-    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
-    ...     num_heads=2, mlp_dim=16, moe={"moe_layers": "every_2", "num_experts": 4},
-    ... )
-    >>> ViTImageClassifier(backbone, num_classes=3).output_shape
-    (None, 3)
-    """
-
-    backbone_cls = ViTBackbone

@@ -11,10 +11,10 @@ from typing import Any
 
 import keras
 
+from keras_moe._backends.tensorflow import is_iterator, peeked
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._processes import process_index
 from keras_moe.models.base._input_checks import check_batch
-from keras_moe.ops.kernels import _iterators_tensorflow
 
 # Shorter compilations are not announced.
 LEAST_SECONDS = 1.0
@@ -101,8 +101,8 @@ def _peeked(data, steps):
     """The first batch of what a step gets, and the same data, not yet read."""
     if isinstance(data, (list, tuple)):
         return data[0], data
-    if _iterators_tensorflow.is_iterator(data):
-        return _iterators_tensorflow.peeked(data, steps)
+    if is_iterator(data):
+        return peeked(data, steps)
     for batch in data if isinstance(data, Iterator) else ():
         return batch, itertools.chain([batch], data)
     return None, data

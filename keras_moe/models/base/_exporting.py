@@ -148,7 +148,7 @@ def _check_onnx(model):
 def _version_of_programs(format):
     if keras.backend.backend() != "jax" or format != "tf_saved_model":
         return contextlib.nullcontext()
-    from keras_moe.ops.kernels._saved_model_jax import readable_by_tensorflow
+    from keras_moe._backends.jax import readable_by_tensorflow
 
     return readable_by_tensorflow()
 

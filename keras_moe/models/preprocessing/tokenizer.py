@@ -13,6 +13,7 @@ import keras_hub
 import numpy as np
 import sentencepiece
 
+from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
 from keras_moe._checks import argument_names, check_bool, check_integer
 from keras_moe._files import read_bytes, write_json
 from keras_moe.models._remote import load_json
@@ -27,7 +28,6 @@ from keras_moe.models.saving._preset_folder import (
     add_tokenizer_checksums,
     compare_tokenizer,
 )
-from keras_moe.ops.kernels._strings_tensorflow import call_on_strings, is_tensorflow
 
 # A byte-pair vocabulary as transformers stores it.
 GPT2_FILES = ("vocab.json", "merges.txt")

@@ -1,4 +1,4 @@
-"""Pooling, head and loss of a classifier. Axes: B batch, N tokens, D hidden."""
+"""Head and loss of a classifier."""
 
 import math
 import warnings
@@ -7,9 +7,8 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_number, check_one_of
-from keras_moe.layers import AttentionPooling, MuMoE, TokenPooling
+from keras_moe.layers import MuMoE
 from keras_moe.layers._layer import layer_argument
-from keras_moe.layers.pooling import POOLINGS
 from keras_moe.ops._initializers import PathInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
@@ -47,51 +46,6 @@ def mumoe_head(head: Any, head_position: str, num_classes: int, dtype: Any) -> A
             f"units={head.units}, num_classes={num_classes}"
         )
     return type(head).from_config({**head.get_config(), "name": "head", "dtype": dtype})
-
-
-def check_pooling(pooling: str | None, class_token: bool) -> str:
-    """Returns the pooling or its default, if the backbone supports it."""
-    if pooling is None:
-        return "class_token" if class_token else "average"
-    check_one_of("pooling", pooling, POOLINGS)
-    needed = {"class_token": True, "patch_average": True, "first": False}
-    if needed.get(pooling, class_token) != class_token:
-        raise ValueError(
-            f"Expected a backbone with class_token={not class_token} for "
-            f"pooling={pooling!r}; received: class_token={class_token}"
-        )
-    return pooling
-
-
-def pooling_layer(
-    config: dict, pooling: str | None, query_key_norm: bool | None, dtype: Any
-) -> Any:
-    """Creates the pooling layer for a backbone's arguments, unbuilt."""
-    pooling = check_pooling(pooling, config.get("class_token", False))
-    if pooling == "map" and "num_heads" not in config:
-        raise ValueError(
-            "Expected pooling=None or 'average' for a backbone without attention "
-            "heads; received: pooling='map'"
-        )
-    if pooling != "map" and query_key_norm is not None:
-        raise ValueError(
-            "Expected pooling='map' with pooling_query_key_norm; received: "
-            f"pooling={pooling!r}, pooling_query_key_norm={query_key_norm!r}"
-        )
-    if pooling != "map":
-        return TokenPooling(pooling, dtype=dtype, name="pooler")
-    if query_key_norm is None:
-        query_key_norm = config.get("query_key_norm", False)
-    return AttentionPooling(
-        config["num_heads"],
-        config["mlp_dim"],
-        activation=config["activation"],
-        layer_norm_epsilon=config["layer_norm_epsilon"],
-        query_key_norm=query_key_norm,
-        query_key_norm_bias=query_key_norm and config.get("query_key_norm_bias", False),
-        dtype=dtype,
-        name="pooler",
-    )
 
 
 def predictions_layer(

@@ -18,21 +18,23 @@ from keras_moe._checks import (
     check_one_of,
 )
 from keras_moe.layers import LayerNorm
+from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models import registry
 from keras_moe.models.backbones.base import ImageBackbone
+from keras_moe.models.backbones.mixer import MixerBackbone
+from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base._copying import copied
 from keras_moe.models.base._input_checks import check_labels
 from keras_moe.models.conversion import HEAD, POOLING
 from keras_moe.models.description import Part
 from keras_moe.models.loading.blueprint import PUBLISHED, SAVED, ModelSource, TaskConfig
 from keras_moe.models.preprocessing.images import ImagePreprocessor
+from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
 from keras_moe.models.tasks._head import (
-    check_pooling,
     loss_of_outputs,
     mumoe_head,
-    pooling_layer,
     predictions_layer,
 )
 from keras_moe.models.tasks.base import MoETask, check_backbone
@@ -446,6 +448,60 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 return parts
         parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
         return parts
+
+
+@register_task
+@keras.saving.register_keras_serializable("keras_moe")
+class ViTImageClassifier(ImageClassifier):
+    """A `ViTBackbone` with pooling and a classification head.
+
+    Args:
+        backbone: a `ViTBackbone`.
+        num_classes: number of classes.
+        **kwargs: arguments of `ImageClassifier`.
+
+    Reference: *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP
+    head).
+
+    Example:
+
+    >>> from keras_moe.models import ViTBackbone, ViTImageClassifier
+    >>> backbone = ViTBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
+    ...     num_heads=2, mlp_dim=16, moe={"moe_layers": "every_2", "num_experts": 4},
+    ... )
+    >>> ViTImageClassifier(backbone, num_classes=3).output_shape
+    (None, 3)
+    """
+
+    backbone_cls = ViTBackbone
+
+
+@register_task
+@keras.saving.register_keras_serializable("keras_moe")
+class MixerImageClassifier(ImageClassifier):
+    """A `MixerBackbone` with average pooling and a classification head.
+
+    Args:
+        backbone: a `MixerBackbone`.
+        num_classes: number of classes.
+        **kwargs: arguments of `ImageClassifier`; `pooling` is `"average"` (the default)
+            or `"first"`.
+
+    Reference: *MLP-Mixer: An all-MLP Architecture for Vision*.
+
+    Example:
+
+    >>> from keras_moe.models import MixerBackbone, MixerImageClassifier
+    >>> backbone = MixerBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
+    ...     token_mlp_dim=4, mlp_dim=16,
+    ... )
+    >>> MixerImageClassifier(backbone, num_classes=3).output_shape
+    (None, 3)
+    """
+
+    backbone_cls = MixerBackbone
 
 
 def _preprocessor(source, config, overrides, backbone_config):

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_moe.ops.kernels import _block_loops
-from keras_moe.ops.kernels._block_loops import Weights, activate
-from keras_moe.ops.kernels._platform_jax import (
+from keras_moe._backends.jax import (
     by_platform,
     jit_by_platform,
     platforms,
 )
+from keras_moe.ops.kernels import _block_loops
+from keras_moe.ops.kernels._block_loops import Weights, activate
 
 # (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
 _ROWS_TIMES_ROWS = lax.RaggedDotDimensionNumbers(

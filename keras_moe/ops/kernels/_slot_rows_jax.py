@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_moe.ops.kernels._platform_jax import by_platform, jit_by_platform
+from keras_moe._backends.jax import by_platform, jit_by_platform
 
 # Tokens of a group: the work of the matmuls grows with its square.
 MOST_TOKENS = 4096

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_moe.ops.kernels._platform_jax import by_platform, jit_by_platform
+from keras_moe._backends.jax import by_platform, jit_by_platform
 
 # The comparisons of a group's tokens, or of its choices and positions: 32 MB.
 MOST_PAIRS = 2**24

@@ -151,7 +151,7 @@ def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
         draws.append(stream.split("/", 2)[2])
         return generator(stream)
 
-    monkeypatch.setattr(initializers, "_generator", recorded)
+    monkeypatch.setattr(_initializers, "_generator", recorded)
 
     def converted(**overrides):
         draws.clear()

@@ -18,6 +18,7 @@ from keras_moe.models import (
     MixerImageClassifier,
     ViTBackbone,
     ViTImageClassifier,
+    _remote,
 )
 from keras_moe.models.conversion import sources
 from keras_moe.models.conversion._readers import NpzCheckpoint
@@ -170,7 +171,7 @@ def storage(tmp_path, monkeypatch):
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(remote, "GOOGLE_STORAGE", address)
+    monkeypatch.setattr(_remote, "GOOGLE_STORAGE", address)
     monkeypatch.setenv("KERAS_HOME", str(tmp_path / "cache"))
     _Quiet.requests.clear()
     yield folder
