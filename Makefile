@@ -6,7 +6,7 @@
 #   make test-fast     the core on all three backends, up to the first failures
 #   make test-newest   the core on the newest Python at hand and the newest packages
 #   make test-lowest   the core with the lowest versions that pyproject.toml allows
-#   make lint          formatting and static checks
+#   make lint          formatting, static checks and types
 #   make benchmark     one table of speed: ours, the limits, and other libraries
 #   make guides        the notebooks of the guides, run again where they are older
 #   make docs          the documentation site, in docs/_build/html
@@ -85,6 +85,7 @@ test-lowest: $(if $(LOWEST_PYTHON),$(LOWEST)/.installed)
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m basedpyright
 
 benchmark: $(BENCH)
 	@$(BIN)/python -m tools.benchmark $(ARGS)
