@@ -19,6 +19,8 @@ from safetensors.numpy import save_file
 
 from keras_moe import models
 from tests import golden
+from tests.compare import assert_close
+from tests.golden import part
 
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 HALF = [0.5] * 3
@@ -55,9 +57,6 @@ def classic(**changes):
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-# Folders of PyTorch's world
-
-
 def write_folder(folder, arrays, config=None, name="model.safetensors", **configs):
     """Writes a folder with `.safetensors` weights and a `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,17 +85,6 @@ def timm_folder(folder, case, mean=HALF, std=HALF, change=None, **config):
     return write_folder(folder, tensors, {**content, **config})
 
 
-def part(arrays, prefix):
-    """The arrays below a prefix."""
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
-
-
-# V-MoE's checkpoints
-
 _MAGIC = "__msgpack_array_chunk_a87ca2__"
 _NDARRAY, _SLICE_ND, _INDEX_INFO = 1, 6, 8
 
@@ -117,10 +105,7 @@ def _chunks(array):
 
 
 def write_vmoe(prefix, arrays, shards=2, edit_shard=None):
-    """Writes a V-MoE checkpoint of `{name: array}`.
-
-    `edit_shard(number, shard)` may change what is written.
-    """
+    """Writes a V-MoE checkpoint; `edit_shard(number, shard)` may change shards."""
     tree, content = {}, [{_MAGIC: True} for _ in range(shards)]
     turn = itertools.cycle(range(shards))
     for number, name in enumerate(sorted(arrays, key=lambda name: name.split("/"))):
@@ -153,9 +138,6 @@ def write_vmoe(prefix, arrays, shards=2, edit_shard=None):
         path = Path(f"{prefix}.data-{number:05d}-of-{shards:05d}")
         path.write_bytes(msgpack.packb(shard))
     return str(prefix)
-
-
-# KerasHub's models
 
 
 def hub_randomized(model):
@@ -192,27 +174,17 @@ def hub_siglip(activation="gelu_approximate"):
     return keras_hub.models.SigLIPBackbone(vision, text)
 
 
-# CLIP and SigLIP of transformers and OpenCLIP
-
 IDS = np.array([[18, 3, 19, 0, 0, 0], [18, 4, 5, 6, 7, 19], [18, 8, 9, 19, 2, 2]])
 # After the ends of text.
 PADDING = np.array([[1, 1, 1, 0, 0, 0], [1] * 6, [1, 1, 1, 1, 0, 0]])
 _TEXT = {
-    "vocab_size": 20,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 6,
-}
+    "vocab_size": 20, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 6,
+}  # fmt: skip
 _IMAGE = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+}  # fmt: skip
 
 
 PAIR_IMAGES = random_images((8, 8, 3), 3)
@@ -236,7 +208,7 @@ def check_pair(backbone, images, texts, logits, ids=IDS):
     expected[:2] = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in expected[:2]]
     for actual, wanted in zip(received, expected):
         actual = keras.ops.convert_to_numpy(actual)
-        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+        assert_close(actual, wanted, 1e-5, 1e-5)
 
 
 def check_transformers_pair(backbone, reference, images):
@@ -267,37 +239,31 @@ def state_of(model):
     return {name: x.detach().numpy() for name, x in model.state_dict().items()}
 
 
-def transformers_clip(
-    cls="CLIPModel", end_of_text_id=19, activation="quick_gelu", **sizes
-):
-    """One of transformers' CLIP models; `sizes` are the text tower's."""
+def _transformers(name, cls, text, image, **sizes):
+    """One of transformers' models of images, of texts or of both."""
     import transformers
 
-    text = {**_TEXT, "eos_token_id": end_of_text_id, "hidden_act": activation, **sizes}
-    image = {**_IMAGE, "hidden_act": activation}
-    if "Text" in cls:
-        config = transformers.CLIPTextConfig(**text, projection_dim=4)
-    elif "Vision" in cls:
-        config = transformers.CLIPVisionConfig(**image, projection_dim=4)
-    else:
-        config = transformers.CLIPConfig(
-            text_config=text, vision_config=image, projection_dim=4
-        )
-    return torch_randomized(getattr(transformers, cls)(config))
+    made = getattr(transformers, cls)
+    for tower, own in (("Text", text), ("Vision", image)):
+        if tower in cls:
+            config = getattr(transformers, f"{name}{tower}Config")(**own, **sizes)
+            return torch_randomized(made(config))
+    both = {"text_config": text, "vision_config": image}
+    return torch_randomized(
+        made(getattr(transformers, f"{name}Config")(**both, **sizes))
+    )
+
+
+def transformers_clip(cls="CLIPModel", end_of_text_id=19, act="quick_gelu", **sizes):
+    """One of transformers' CLIP models; `sizes` are the text tower's."""
+    text = {**_TEXT, "eos_token_id": end_of_text_id, "hidden_act": act, **sizes}
+    image = {**_IMAGE, "hidden_act": act}
+    return _transformers("CLIP", cls, text, image, projection_dim=4)
 
 
 def transformers_siglip(cls="SiglipModel"):
     """One of transformers' SigLIP models."""
-    import transformers
-
-    text = {**_TEXT, "projection_size": 8}
-    if "Text" in cls:
-        config = transformers.SiglipTextConfig(**text)
-    elif "Vision" in cls:
-        config = transformers.SiglipVisionConfig(**_IMAGE)
-    else:
-        config = transformers.SiglipConfig(text_config=text, vision_config=_IMAGE)
-    return torch_randomized(getattr(transformers, cls)(config))
+    return _transformers("Siglip", cls, {**_TEXT, "projection_size": 8}, _IMAGE)
 
 
 def transformers_dinov2(**options):

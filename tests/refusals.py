@@ -26,3 +26,9 @@ def check_refused(make: Callable, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         make(**arguments)
     assert "Expected" in str(error.value)
+
+
+def refuses(message: str, call: Callable, *arguments, **options) -> None:
+    """Checks that a call raises a ValueError with a message."""
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **options)

@@ -5,21 +5,39 @@ from typing import Any
 import numpy as np
 
 from keras_moe import models
+from tests.compare import assert_close, assert_same
 
 # One block with experts: what is asked of a router or of training compiles once.
 ONE_BLOCK = {"num_layers": 1, "moe_layers": [0]}
 ONE_EXPERT_PER_TOKEN = {"name": "softmax_token_choice", "num_selected_experts": 1}
 # A V-MoE whose image is not square.
 SMALL = {
-    "image_shape": (16, 8, 2),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "moe_layers": "every_2",
-    "num_experts": 4,
-}
+    "image_shape": (16, 8, 2), "patch_size": 4, "hidden_dim": 16, "num_layers": 2,
+    "num_heads": 2, "mlp_dim": 32, "moe_layers": "every_2", "num_experts": 4,
+}  # fmt: skip
+# GPT-2's decoder: what differs from the defaults.
+GPT2 = {
+    "positions": "learned", "norm": "layer", "gated_mlp": False, "use_bias": True,
+    "activation": "gelu_tanh", "tied_embeddings": True,
+}  # fmt: skip
+_SIZES = {
+    "hidden_dim", "num_layers", "num_heads", "mlp_dim", "patch_size", "image_shape",
+    "token_mlp_dim", "moe_layers", "num_experts", "vocabulary_size", "max_length",
+    "expert_mlp_dim", "projection_dim", "num_key_value_heads",
+}  # fmt: skip
+
+
+def presets_of_each_kind() -> list[str]:
+    """One preset of all that differ only in their sizes."""
+    kinds = {}
+    for name, preset in models.builtin_presets().items():
+        facts, arguments = [preset["backbone"], preset["task"]], [preset["config"]]
+        for config in arguments:
+            arguments += [x for x in config.values() if isinstance(x, dict)]
+            facts += sorted({*config} - _SIZES) + ["moe"] * ("moe_layers" in config)
+            facts += [x for x in config.values() if isinstance(x, str)]
+        kinds.setdefault(tuple(facts), name)
+    return sorted(kinds.values())
 
 
 def images(*shape: int) -> np.ndarray:
@@ -44,9 +62,9 @@ def assert_same_outputs(actual: Any, expected: Any, inputs: Any, **tolerance: fl
     """Compares what two models predict: bit for bit, unless a tolerance is given."""
     outputs = [model.predict(inputs, verbose=0) for model in (actual, expected)]
     if tolerance:
-        np.testing.assert_allclose(*outputs, **tolerance)
+        assert_close(*outputs, **tolerance)
     else:
-        np.testing.assert_array_equal(*outputs)
+        assert_same(*outputs)
 
 
 def small_classifier(**kwargs: Any) -> Any:

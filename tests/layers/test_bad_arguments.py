@@ -44,9 +44,9 @@ def pruned(kept_experts=0, **arguments):
     return layers.MoEConfig(pruning={"kept_experts": kept, **arguments})
 
 
-def run(boundaries):
+def run(**arguments):
     block = layers.Block(layers.SelfAttention(2, 4), layers.MLP(4))
-    return block(zeros(1, 6, 8), boundaries=boundaries)
+    return block(zeros(1, 6, 8), **arguments)
 
 
 def zeros(*shape):
@@ -164,8 +164,24 @@ def test_a_bad_value_is_refused_by_its_name(make, arguments, name):
     assert f"{name}={arguments[name]!r}" in received
 
 
-def built():
-    experts = layers.MultilinearExperts(4, 4, rank=2)
+TOKENS = zeros(1, 3, 8)
+EARLY = SinkhornAffinity(tolerance=0.1)
+
+
+def choice(*arguments, **options):
+    return TokenChoiceRouter(4, *arguments, **options)
+
+
+def pooled(pooling, **arguments):
+    return layers.MaskedPooling(pooling)(TOKENS, **arguments)
+
+
+def zero_experts(weights):
+    return layers.ZeroComputationExperts(1, 1)(TOKENS, weights)
+
+
+def built(*num_experts):
+    experts = layers.MultilinearExperts(4, num_experts, rank=2)
     experts.build((None, 3))
     return experts
 
@@ -177,110 +193,62 @@ def pathway(*shape, gating_residual=True):
     return router(zeros(2, 40, 8), **logits)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        # Two arguments that do not go together.
-        (lambda: TokenChoiceRouter(4, capacity=2, capacity_factor=1.0), "not both"),
-        (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
-        (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "expert_pools=4"),
-        (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
-        (lambda: TokenChoiceRouter(4, expert_pools=[0, 1]), "expert_pools=0"),
-        (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
-        (
-            lambda: TokenChoiceRouter(4, 1, num_modalities=3, expert_pools=[[0], [1]]),
-            "num_modalities=3",
-        ),
-        (
-            lambda: TokenChoiceRouter(
-                4, combine="affinity", affinity=SinkhornAffinity(tolerance=0.1)
-            ),
-            "tolerance=0.1",
-        ),
-        (lambda: moe(TokenChoiceRouter(4)), "experts.num_experts=2"),
-        (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
-        (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
-        (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
-        (lambda: moe("soft", auxiliary_losses={"router_z": 0.1}), "SoftRouter"),
-        (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
-        (lambda: layers.LogitScale(scale=0.0), "scale > 0"),
-        (
-            lambda: layers.LogitScale(scale=3.0, largest_scale=2.0),
-            "most largest_scale=2.0",
-        ),
-        (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
-        (lambda: layers.Block(layers.MLP(4), layers.MLP(4), seed=-1), "seed=-1"),
-        # Inputs that do not fit the layer.
-        (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
-        (lambda: moe().build((2, 8)), r"\(2, 8\)"),
-        (
-            lambda: moe()(zeros(1, 3, 8), previous_logits=zeros(1, 3, 2)),
-            "gating_residual=False",
-        ),
-        (pathway, "previous_logits.shape=None"),
-        (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
-        (lambda: pathway(2, 40, 5), r"\(2, 40, 5\)"),
-        (
-            lambda: SoftRouter(2, num_slots=1)(
-                zeros(1, 2, 3), modality_ids=np.zeros((1, 2), "int32")
-            ),
-            "modality_ids",
-        ),
-        (
-            lambda: layers.PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)),
-            r"patch_size=\(3, 3\)",
-        ),
-        (lambda: layers.PositionEmbedding((2, 2))(zeros(1, 7, 8)), r"\(1, 7, 8\)"),
-        (
-            lambda: layers.AttentionPooling(3, 8)(zeros(1, 4, 8)),
-            "num_heads=3, hidden_dim=8",
-        ),
-        (lambda: layers.AttentionPooling(0, 8)(zeros(1, 4, 8)), "num_heads=0"),
-        (
-            lambda: layers.MaskedPooling("last")(
-                zeros(2, 6, 1), mask=np.ones((2, 5), bool)
-            ),
-            r"\(2, 5\)",
-        ),
-        (lambda: layers.MaskedPooling("end_of_text")(zeros(2, 6, 1)), "token_ids=None"),
-        (
-            lambda: layers.ZeroComputationExperts(1, 1)(zeros(1, 2, 3), zeros(1, 2, 6)),
-            r"\(1, 2, 6\)",
-        ),
-        (lambda: layers.TextPositions(5)(zeros(2, 6, 1)), r"shape=\(2, 6, 1\)"),
-        (
-            lambda: layers.resize_positions(zeros(1, 4, 2), (2, 2), (4, 4), "nearest"),
-            "interpolation='nearest'",
-        ),
-        (
-            lambda: layers.MultilinearExperts(4, (4, 2), rank=2)(
-                zeros(1, 3), [zeros(1, 4)]
-            ),
-            "received: 1",
-        ),
-        (lambda: built().expert_weights([4]), "received: 4"),
-        (
-            lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}),
-            r"moe_layers=\[\]",
-        ),
-        (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    # Two arguments that do not go together.
+    (lambda: choice(capacity=2, capacity_factor=1.0), "not both"),
+    (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
+    (lambda: choice(expert_pools=[[0], [4]]), "expert_pools=4"),
+    (lambda: choice(expert_pools=[[0.5]]), "expert_pools=0.5"),
+    (lambda: choice(expert_pools=[0, 1]), "expert_pools=0"),
+    (lambda: choice(2, expert_pools=[[0], [1, 2]]), r"\[0\]"),
+    (lambda: choice(1, num_modalities=3, expert_pools=[[0], [1]]), "modalities=3"),
+    (lambda: choice(combine="affinity", affinity=EARLY), "tolerance=0.1"),
+    (lambda: moe(TokenChoiceRouter(4)), "experts.num_experts=2"),
+    (lambda: moe({"name": "soft", "slots": 1}), "slots=1"),
+    (lambda: moe(PathwayAwareRouter(3, zero_experts=1), 3), "2 FFN experts"),
+    (lambda: routers.get("soft", ExpertTypes(2, zero=1)), "router='soft'"),
+    (lambda: moe("soft", auxiliary_losses={"router_z": 0.1}), "SoftRouter"),
+    (lambda: moe(auxiliary_losses={"loda": 1.0}), "'loda'"),
+    (lambda: layers.LogitScale(scale=0.0), "scale > 0"),
+    (lambda: layers.LogitScale(3.0, 2.0), "most largest_scale=2.0"),
+    (lambda: mumoe("tr", rank=(2, 2, -0.5)), "rank=-0.5"),
+    (lambda: layers.Block(layers.MLP(4), layers.MLP(4), seed=-1), "seed=-1"),
+    # Inputs that do not fit the layer.
+    (lambda: run(mask=np.ones((1, 5), bool)), r"mask.shape=\(1, 5\)"),
+    (lambda: run(mask=zeros(1, 6)), r"mask\.dtype=float32"),
+    (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
+    (lambda: moe().build((2, 8)), r"\(2, 8\)"),
+    (lambda: moe()(TOKENS, previous_logits=zeros(1, 3, 2)), "residual=False"),
+    (pathway, "previous_logits.shape=None"),
+    (lambda: pathway(2, 40, 4, gating_residual=False), "gating_residual=False"),
+    (lambda: pathway(2, 40, 5), r"\(2, 40, 5\)"),
+    (lambda: SoftRouter(2, 1)(TOKENS, modality_ids=TOKENS[..., 0]), "modality_ids"),
+    (lambda: layers.PatchEmbedding(8, 3)(zeros(1, 8, 8, 3)), r"size=\(3, 3\)"),
+    (lambda: layers.PositionEmbedding((2, 2))(TOKENS), r"\(1, 3, 8\)"),
+    (lambda: layers.AttentionPooling(3, 8)(TOKENS), "num_heads=3, hidden_dim=8"),
+    (lambda: layers.AttentionPooling(0, 8)(TOKENS), "num_heads=0"),
+    (lambda: pooled("last", mask=np.ones((1, 5), bool)), r"\(1, 5\)"),
+    (lambda: pooled("end_of_text"), "token_ids=None"),
+    (lambda: zero_experts(zeros(1, 3, 6)), r"\(1, 3, 6\)"),
+    (lambda: layers.TextPositions(2)(TOKENS), r"shape=\(1, 3, 8\)"),
+    (lambda: layers.resize_positions(TOKENS, (1, 3), (4, 4), "nea"), "tion='nea'"),
+    (lambda: built(4, 2)(zeros(1, 3), [zeros(1, 4)]), "received: 1"),
+    (lambda: built(4).expert_weights([4]), "received: 4"),
+    (lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}), r"yers=\[\]"),
+    (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "Expected" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mask": np.ones((2, 6), "float32")}, "mask.dtype=float32"),
-        ({"mask": np.ones((2, 5), bool)}, r"mask.shape=\(2, 5\)"),
-        ({"modality_ids": np.zeros((2, 5), "int32")}, "modality_ids.shape"),
-        ({"modality_ids": np.zeros((2, 6), "float32")}, "modality_ids.dtype"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"mask": np.ones((2, 6), "float32")}, "mask.dtype=float32"),
+    ({"mask": np.ones((2, 5), bool)}, r"mask.shape=\(2, 5\)"),
+    ({"modality_ids": np.zeros((2, 5), "int32")}, "modality_ids.shape"),
+    ({"modality_ids": np.zeros((2, 6), "float32")}, "modality_ids.dtype"),
+])  # fmt: skip
 def test_masks_and_modalities_fit_the_tokens(arguments, message):
     layer = layers.MoE(
         routers.get("softmax_token_choice", 4, num_modalities=2), layers.Experts(4, 8)

@@ -1,248 +1,155 @@
-"""Every public layer of `layers` and `routers`, by one check."""
+"""Every public layer of `layers` and `routers`, by one check, and its costs."""
+
+import math
 
 import keras
 import numpy as np
 import pytest
 
 from keras_moe import layers, routers
+from keras_moe.ops import Cost
 from tests.backends import every_backend_for
 from tests.layer_check import check_layer
 
 B, N, D, E = 3, 6, 8, 4
 EXPERT_TYPES = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
 ROUTING = {
-    "combine": "affinity",
-    "capacity_factor": 1.5,
-    "eval_capacity_factor": 2.0,
-    "evaluation": "official",
-    "capacity_rounding": "round",
-    "capacity_multiple_of": 2,
-    "noise_std": 0.5,
-    "kernel_initializer": "glorot_normal",
-    "seed": 7,
-}
+    "combine": "affinity", "capacity_factor": 1.5, "eval_capacity_factor": 2.0,
+    "evaluation": "official", "capacity_rounding": "round", "capacity_multiple_of": 2,
+    "noise_std": 0.5, "kernel_initializer": "glorot_normal", "seed": 7,
+}  # fmt: skip
 TOKENS_CHOOSE = {
-    **ROUTING,
-    "num_selected_experts": 3,
-    "affinity": routers.SinkhornAffinity(iterations=3),
-    "normalize_gates": "before",
-    "priority": "sum_gates",
-}
-
-
-def router(**kwargs):
-    return routers.TokenChoiceRouter(E, **TOKENS_CHOOSE, **kwargs)
-
-
-def expert_choice_router(**kwargs):
-    return routers.ExpertChoiceRouter(
-        E,
-        affinity=routers.SparsityConstrainedAffinity(
+    **ROUTING, "num_selected_experts": 3, "normalize_gates": "before",
+    "affinity": routers.SinkhornAffinity(iterations=3), "priority": "sum_gates",
+}  # fmt: skip
+MLP = {
+    "mlp_dim": 16, "activation": "relu", "dropout": 0.1, "seed": 2, "gated": True,
+    "use_bias": False,
+}  # fmt: skip
+ATTENTION = {
+    "num_heads": 2, "key_dim": D // 2, "query_key_norm": True, "seed": 4,
+    "query_key_norm_bias": True, "layer_norm_epsilon": 1e-5, "dropout": 0.2,
+}  # fmt: skip
+BLOCK = {
+    "dropout": 0.1, "layer_norm_epsilon": 1e-5, "seed": 5, "stochastic_depth": 0.3,
+    "layer_scale_initial_value": 0.7,
+}  # fmt: skip
+# Classes, and arguments that all differ from the defaults.
+ARGUMENTS = {
+    "MLP": (layers.MLP, MLP),
+    "AttentionPooling": (layers.AttentionPooling, {
+        "num_heads": 2, "mlp_dim": 16, "activation": "relu", "layer_norm_epsilon": 1e-5,
+        "query_key_norm": True, "query_key_norm_bias": True,
+    }),
+    "ClassToken": (layers.ClassToken, {}),
+    "ExpertCoefficients": (layers.ExpertCoefficients, {
+        "num_experts": (4, 2), "activation": "softmax", "normalization": None,
+    }),
+    "Experts": (layers.Experts, {
+        "num_experts": E, "mlp_dim": 16, "activation": "relu", "dropout": 0.1,
+        "shared_initialization": False, "gated": True, "seed": 3,
+    }),
+    "LayerNorm": (layers.LayerNorm, {"epsilon": 1e-3, "center": False}),
+    "LayerScale": (layers.LayerScale, {"initial_value": 0.7}),
+    "MuMoE": (layers.MuMoE, {
+        "units": 5, "num_experts": (4, 2), "factorization": "tr", "rank": (2, 3, 2, 3),
+        "activation": "softmax", "normalization": "layer", "use_bias": False,
+        "expert_noise": 0.5, "input_norm": True, "edited_outputs": (3, 0),
+    }),
+    "MuMoEBlock": (layers.MuMoEBlock, {
+        "mlp_dim": 16, "units": 5, "num_experts": 4, "factorization": "tucker",
+        "rank": (2, 3, 4), "hidden_activation": "relu", "input_norm": True,
+    }),
+    "PatchEmbedding": (layers.PatchEmbedding, {
+        "hidden_dim": D, "patch_size": (2, 4), "kernel_initializer": "glorot_normal",
+    }),
+    "PositionEmbedding": (layers.PositionEmbedding, {
+        "grid": (2, 3), "kind": "learned", "interpolation": "bicubic",
+    }),
+    "RMSNorm": (layers.RMSNorm, {"epsilon": 1e-3}),
+    "ReversibleTokenEmbedding": (layers.ReversibleTokenEmbedding, {
+        "vocabulary_size": 5, "hidden_dim": D, "tied": False,
+    }),
+    "SelfAttention": (layers.SelfAttention, ATTENTION),
+    "MaskedPooling": (layers.MaskedPooling, {"pooling": "last"}),
+    "TextPositions": (layers.TextPositions, {"max_length": 7}),
+    "TokenEmbedding": (layers.TokenEmbedding, {
+        "vocabulary_size": 5, "hidden_dim": D,
+        "embeddings_initializer": "glorot_normal",
+    }),
+    "TokenMLP": (layers.TokenMLP, {
+        "mlp_dim": 5, "activation": "relu", "dropout": 0.1, "seed": 2,
+    }),
+    "TokenPooling": (layers.TokenPooling, {"pooling": "average"}),
+    "TokenChoiceRouter": (routers.TokenChoiceRouter, {
+        "num_experts": E, **TOKENS_CHOOSE,
+    }),
+    "ExpertChoiceRouter": (routers.ExpertChoiceRouter, {
+        "num_experts": E, "normalize_gates": "after", **ROUTING,
+        "affinity": routers.SparsityConstrainedAffinity(
             sparse=False, solver="adam", iterations=3, learning_rate=0.1
         ),
-        normalize_gates="after",
-        **ROUTING,
-        **kwargs,
-    )
+    }),
+    "SoftRouter": (routers.SoftRouter, {
+        "num_experts": E, "capacity_factor": 1.5, "capacity_rounding": "ceil",
+        "noise_std": 0.5, "slot_initializer": "glorot_normal", "seed": 7,
+        "scale_initializer": keras.initializers.Constant(2.0),
+    }),
+    "PathwayAwareRouter": (routers.PathwayAwareRouter, {
+        "num_experts": E + 4, "tau": 0.5, "gate_hidden_dim": 7, "logits_norm_std": 1.5,
+        "zero_gates": "remove", "residual_initializer": "identity", **EXPERT_TYPES,
+        **TOKENS_CHOOSE, "capacity_factor": 3.0, "eval_capacity_factor": 4.0,
+    }),
+}  # fmt: skip
 
 
-def soft_router(**kwargs):
-    return routers.SoftRouter(
-        E,
-        capacity_factor=1.5,
-        capacity_rounding="ceil",
-        noise_std=0.5,
-        slot_initializer="glorot_normal",
-        scale_initializer=keras.initializers.Constant(2.0),
-        seed=7,
-        **kwargs,
-    )
+def maker(name):
+    cls, arguments = ARGUMENTS[name]
+    return lambda **kw: cls(**arguments, **kw)
 
 
-def experts(**kwargs):
-    return layers.Experts(
-        E,
-        mlp_dim=16,
-        activation="relu",
-        dropout=0.1,
-        shared_initialization=False,
-        gated=True,
-        seed=3,
-        **kwargs,
-    )
-
-
-def moe(**kwargs):
+def moe(dtype=None, **kwargs):
     # Whole-image groups and room for all: the checks split the batch as they like.
     return layers.MoE(
         routers.TokenChoiceRouter(E, 2, capacity_factor=4.0, noise_std=0.1, seed=1),
-        layers.Experts(E, mlp_dim=16, dtype=kwargs.get("dtype")),
-        group_size=N,
-        auxiliary_losses={"importance": 0.1, "load": 0.2, "router_z": 0.3},
+        layers.Experts(E, mlp_dim=16, dtype=dtype),
+        N,
+        {"importance": 0.1, "load": 0.2, "router_z": 0.3},
         dispatcher="einsum",
         input_scale=2.0,
+        dtype=dtype,
         **kwargs,
     )
 
 
-def pathway_aware_router(**kwargs):
-    return routers.PathwayAwareRouter(
-        E + 4,
-        tau=0.5,
-        gate_hidden_dim=7,
-        logits_norm_std=1.5,
-        zero_gates="remove",
-        residual_initializer="identity",
-        **EXPERT_TYPES,
-        **{**TOKENS_CHOOSE, "capacity_factor": 3.0, "eval_capacity_factor": 4.0},
-        **kwargs,
-    )
-
-
-def moe_plus_plus(**kwargs):
+def moe_plus_plus(dtype=None, **kwargs):
     router = routers.PathwayAwareRouter(E + 4, 4, **EXPERT_TYPES, capacity_factor=9.0)
-    return layers.MoE(
-        router,
-        layers.Experts(
-            E,
-            mlp_dim=16,
-            activation="silu",
-            gated=True,
-            use_bias=False,
-            dtype=kwargs.get("dtype"),
-        ),
-        group_size=N,
-        auxiliary_losses={"heterogeneous_balance": 0.1},
-        **kwargs,
-    )
+    swiglu = {"activation": "silu", "gated": True, "use_bias": False, "dtype": dtype}
+    experts, losses = layers.Experts(E, 16, **swiglu), {"heterogeneous_balance": 0.1}
+    return layers.MoE(router, experts, N, losses, dtype=dtype, **kwargs)
 
 
-def mumoe(**kwargs):
-    return layers.MuMoE(
-        5,
-        num_experts=(4, 2),
-        factorization="tr",
-        rank=(2, 3, 2, 3),
-        activation="softmax",
-        normalization="layer",
-        use_bias=False,
-        expert_noise=0.5,
-        input_norm=True,
-        edited_outputs=(3, 0),
-        **kwargs,
-    )
+def block(dtype=None, **kwargs):
+    mixer = layers.SelfAttention(**ATTENTION, dtype=dtype)
+    options = {**BLOCK, "use_bias": False, "feed_forward_norm": False, "dtype": dtype}
+    return layers.Block(mixer, layers.MLP(**MLP, dtype=dtype), **options, **kwargs)
 
 
-def mumoe_block(**kwargs):
-    return layers.MuMoEBlock(
-        16,
-        5,
-        num_experts=4,
-        factorization="tucker",
-        rank=(2, 3, 4),
-        hidden_activation="relu",
-        input_norm=True,
-        **kwargs,
-    )
+def moe_block(dtype=None, **kwargs):
+    mixer, options = layers.TokenMLP(5, dtype=dtype), {**BLOCK, "dtype": dtype}
+    return layers.MoEBlock(mixer, moe(dtype), norm="rms", **options, **kwargs)
 
 
-def mlp(**kwargs):
-    return layers.MLP(
-        mlp_dim=16,
-        activation="relu",
-        dropout=0.1,
-        seed=2,
-        gated=True,
-        use_bias=False,
-        **kwargs,
-    )
-
-
-def attention(**kwargs):
-    return layers.SelfAttention(
-        num_heads=2,
-        key_dim=D // 2,
-        query_key_norm=True,
-        query_key_norm_bias=True,
-        layer_norm_epsilon=1e-5,
-        dropout=0.2,
-        seed=4,
-        **kwargs,
-    )
-
-
-BLOCK = {
-    "dropout": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "seed": 5,
-    "stochastic_depth": 0.3,
-    "layer_scale_initial_value": 0.7,
-}
 # LayerNorm keeps its weights as its policy says; routing is always float32.
 MAKERS = {
-    "MLP": mlp,
-    "AttentionPooling": lambda **kw: layers.AttentionPooling(
-        2,
-        16,
-        activation="relu",
-        layer_norm_epsilon=1e-5,
-        query_key_norm=True,
-        query_key_norm_bias=True,
-        **kw,
-    ),
-    "ClassToken": layers.ClassToken,
-    "Block": lambda **kw: layers.Block(
-        attention(dtype=kw.get("dtype")),
-        mlp(dtype=kw.get("dtype")),
-        use_bias=False,
-        feed_forward_norm=False,
-        **BLOCK,
-        **kw,
-    ),
-    "ExpertCoefficients": lambda **kw: layers.ExpertCoefficients(
-        (4, 2), activation="softmax", normalization=None, **kw
-    ),
-    "Experts": experts,
-    "LayerNorm": lambda **kw: layers.LayerNorm(epsilon=1e-3, center=False, **kw),
-    "LayerScale": lambda **kw: layers.LayerScale(0.7, **kw),
+    **{name: maker(name) for name in ARGUMENTS},
+    "Block": block,
     "MoE": moe,
     "MoE of several expert types": moe_plus_plus,
-    "MuMoE": mumoe,
-    "MuMoEBlock": mumoe_block,
-    "MoEBlock": lambda **kw: layers.MoEBlock(
-        layers.TokenMLP(mlp_dim=5, dtype=kw.get("dtype")),
-        moe(dtype=kw.get("dtype")),
-        norm="rms",
-        **BLOCK,
-        **kw,
-    ),
-    "PatchEmbedding": lambda **kw: layers.PatchEmbedding(
-        D, (2, 4), kernel_initializer="glorot_normal", **kw
-    ),
-    "PositionEmbedding": lambda **kw: layers.PositionEmbedding(
-        (2, 3), kind="learned", interpolation="bicubic", **kw
-    ),
-    "RMSNorm": lambda **kw: layers.RMSNorm(epsilon=1e-3, **kw),
-    "ReversibleTokenEmbedding": lambda **kw: layers.ReversibleTokenEmbedding(
-        5, D, tied=False, **kw
-    ),
-    "SelfAttention": attention,
-    "MaskedPooling": lambda **kw: layers.MaskedPooling("last", **kw),
-    "TextPositions": lambda **kw: layers.TextPositions(7, **kw),
-    "TokenEmbedding": lambda **kw: layers.TokenEmbedding(
-        5, D, embeddings_initializer="glorot_normal", **kw
-    ),
-    "TokenMLP": lambda **kw: layers.TokenMLP(
-        mlp_dim=5, activation="relu", dropout=0.1, seed=2, **kw
-    ),
-    "TokenPooling": lambda **kw: layers.TokenPooling("average", **kw),
-    "ExpertChoiceRouter": expert_choice_router,
-    "SoftRouter": soft_router,
+    "MoEBlock": moe_block,
     "TokenMuMoE": lambda **kw: layers.TokenMuMoE(
         layers.MuMoEBlock(5, num_experts=4, rank=3, dtype=kw.get("dtype")), **kw
     ),
-    "PathwayAwareRouter": pathway_aware_router,
-    "TokenChoiceRouter": router,
 }
 
 
@@ -333,18 +240,124 @@ def test_a_block_takes_any_layer_that_returns_a_record():
     assert tuple(tokens.shape) == tuple(record.shape) == (1, 2, 4)
 
 
+def pathway_aware(**options):
+    return routers.PathwayAwareRouter(E + 3, 2, 1, 1, 1, **options)
+
+
+def moe_of(router, **options):
+    experts = layers.Experts(E, 16, name="experts")
+    return layers.MoE(router, experts, name="moe", **options)
+
+
+def mumoe_of(*arguments, **options):
+    return lambda: layers.MuMoE(10, *arguments, **options)
+
+
+HEADS = {"num_heads": 2, "key_dim": 4}
+# Layers whose costs are counted, besides those above.
+COUNTED = {
+    "plain MLP": lambda: layers.MLP(16),
+    "plain TokenMLP": lambda: layers.TokenMLP(16),
+    "plain Experts": lambda: layers.Experts(E, 16),
+    "Experts without biases": lambda: layers.Experts(E, 16, gated=True, use_bias=False),
+    "ZeroComputationExperts": lambda: layers.ZeroComputationExperts(1, 1, 3),
+    "zero and copy experts": lambda: layers.ZeroComputationExperts(1, 1),
+    "two modalities": lambda: routers.TokenChoiceRouter(E, num_modalities=2),
+    "three modalities": lambda: routers.ExpertChoiceRouter(E, num_modalities=3),
+    "SoftRouter of slots": lambda: routers.SoftRouter(E, num_slots=2),
+    "gating residual": lambda: pathway_aware(gating_residual=True),
+    "MoE of token choice": lambda: moe_of(routers.TokenChoiceRouter(E)),
+    "MoE of expert choice": lambda: moe_of(routers.ExpertChoiceRouter(E)),
+    "MoE of soft routing": lambda: moe_of(routers.SoftRouter(E, capacity_factor=2.0)),
+    "MoE of residuals": lambda: moe_of(pathway_aware(gating_residual=True)),
+    "MuMoE of rank 3": mumoe_of(4, rank=3, input_norm=True, edited_outputs=(2,)),
+    "MuMoE of the whole tensor": mumoe_of((4, 2), None, None),
+    "plain MuMoEBlock": lambda: layers.MuMoEBlock(16, num_experts=4, input_norm=True),
+    "MultilinearExperts": lambda: layers.MultilinearExperts(10, 4, rank=3),
+    "plain SelfAttention": lambda: layers.SelfAttention(**HEADS),
+    "no biases": lambda: layers.SelfAttention(**HEADS, use_bias=False),
+    "CausalAttention": lambda: layers.CausalAttention(**HEADS),
+    "grouped CausalAttention": lambda: layers.CausalAttention(
+        **HEADS, num_key_value_heads=1, use_bias=False, query_key_norm="rms"
+    ),
+    "plain block": lambda: layers.Block(layers.SelfAttention(**HEADS), layers.MLP(16)),
+    "block of muMoE": lambda: layers.MoEBlock(
+        layers.TokenMuMoE(layers.MuMoEBlock(16, num_experts=4, rank=3)),
+        layers.MuMoEBlock(16, num_experts=4, rank=3),
+    ),
+    "fixed PositionEmbedding": lambda: layers.PositionEmbedding((2, 3), kind="sincos"),
+    "plain LayerNorm": layers.LayerNorm,
+    "vocabulary of 20": lambda: layers.TokenEmbedding(20, D),
+    "LogitScale": lambda: layers.LogitScale(bias=-1.0),
+}
+COUNTED_SHAPES = {
+    layers.PatchEmbedding: (8, 12, 3), layers.TokenEmbedding: (N,),
+    layers.LogitScale: (D,), layers.Experts: (E, N, D),
+}  # fmt: skip
+
+
+def built(name):
+    """The layer of a name, and the shape of an example of its inputs."""
+    layer = {**MAKERS, **COUNTED}[name]()
+    shape = COUNTED_SHAPES.get(type(layer), (N, D))
+    layer.build((None, *shape))
+    return layer, shape[-2:] if isinstance(layer, layers.Experts) else shape
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *COUNTED])
+def test_weight_shapes_and_parameters_are_those_of_the_built_layer(name):
+    (layer, shape), unbuilt = built(name), {**MAKERS, **COUNTED}[name]()
+    weights = {
+        weight.path.removeprefix(f"{layer.path}/"): tuple(weight.shape)
+        for weight in layer.trainable_weights
+    }
+    assert layer.weight_shapes(shape) == weights
+    # Inner layers may have other numbers behind their names.
+    assert sorted(unbuilt.weight_shapes(shape).values()) == sorted(weights.values())
+    cost = unbuilt.cost(shape)
+    assert isinstance(cost, Cost)
+    assert cost == layer.cost(shape)
+    assert cost.parameters == sum(map(math.prod, weights.values()))
+    if not layer.non_trainable_weights:
+        assert cost.parameters == layer.count_params()
+    assert 0 <= cost.active_parameters <= cost.parameters
+    assert all(isinstance(value, int) for value in cost)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    # 2 x (8 x 16) multiply-adds for each of 6 tokens.
+    ("plain MLP", (280, 280, 2 * 6 * 2 * 8 * 16)),
+    # The same across 6 tokens for each of 8 channels.
+    ("plain TokenMLP", (214, 214, 2 * 8 * 2 * 6 * 16)),
+    # A row meets one expert of four.
+    ("plain Experts", (4 * 280, 280, 2 * 6 * 2 * 8 * 16)),
+    # Kernel (8, 4), and two of four experts for each token.
+    ("MoE of token choice", (1152, 32 + 2 * 280, 12 * (32 + 2 * 2 * 8 * 16))),
+    # Four projections, and queries by keys and weights by values.
+    ("plain SelfAttention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
+    # A row for each of 20 ids, of which a lookup multiplies none.
+    ("vocabulary of 20", (160, 160, 0)),
+    # 4 x 3 patches of 2 x 4 x 3 numbers.
+    ("PatchEmbedding", (200, 200, 2 * 12 * 24 * 8)),
+])  # fmt: skip
+def test_costs_by_hand(name, expected):
+    layer, shape = built(name)
+    assert tuple(layer.cost(shape)) == expected
+
+
 def test_every_public_layer_is_checked():
     public = {
-        name
+        cls
         for module in (layers, routers)
-        for name in module.__all__
-        if isinstance(getattr(module, name), type)
-        and issubclass(getattr(module, name), keras.layers.Layer)
+        for cls in (getattr(module, name) for name in module.__all__)
+        if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
+    # Base classes, and one without weights that returns a mask.
+    public -= {routers.Router, routers.SparseRouter, layers.CausalMask}
+    assert public == {type(make()) for make in (*MAKERS.values(), *COUNTED.values())}
     # These take weights beside their input: an MoE layer and MuMoE have them.
-    public -= {"Router", "SparseRouter", "ZeroComputationExperts", "MultilinearExperts"}
-    # Between them goes a mask; see test_causal_attention.py.
-    public -= {"CausalAttention", "CausalMask"}
-    # Its weights have no part in its output; see test_logit_scale.py.
-    public -= {"LogitScale"}
-    assert public == {name for name in MAKERS if " " not in name}
+    public -= {layers.ZeroComputationExperts, layers.MultilinearExperts}
+    # Between them goes a mask, and its weights have no part in its output: both have
+    # tests of their own.
+    public -= {layers.CausalAttention, layers.LogitScale}
+    assert public == {type(make()) for make in MAKERS.values()}

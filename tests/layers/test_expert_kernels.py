@@ -3,12 +3,11 @@
 import tracemalloc
 
 import keras
-import numpy as np
 import pytest
 from keras import ops
 
 from keras_moe import models
-from keras_moe.layers import Experts, PerExpert
+from keras_moe.layers import Experts
 from tests.compare import assert_same
 
 
@@ -39,16 +38,6 @@ def test_stored_kernels_of_another_dtype_are_cast(tmp_path):
     loaded.load_weights(tmp_path / "x.weights.h5")
     for expected, received in zip(_values(saved), _values(loaded)):
         assert_same(received, expected.astype("float16"))
-
-
-@pytest.mark.filterwarnings("ignore:Skipping nested container")
-def test_a_kernel_of_another_shape_is_refused(tmp_path):
-    saved = _model()
-    saved.save_weights(tmp_path / "x.weights.h5")
-    inputs = keras.Input((5, 3, 128))
-    other = keras.Model(inputs, Experts(5, 256)(inputs))
-    with pytest.raises(ValueError, match="shape"):
-        other.load_weights(tmp_path / "x.weights.h5")
 
 
 def test_a_kernel_is_in_memory_once_while_it_is_read(tmp_path):
@@ -85,42 +74,3 @@ def test_weights_that_are_loaded_are_not_drawn(tmp_path, monkeypatch):
     assert not draws
     for expected, received in zip(_values(model), _values(loaded)):
         assert_same(received, expected)
-
-
-def test_a_new_head_is_drawn_and_trains(tmp_path):
-    sizes = {"num_layers": 2, "mlp_dim": 8}
-    overrides = {"seed": 1, "task": "backbone", "load_weights": False}
-    backbone = models.from_preset("vmoe_digits", **sizes, **overrides)
-    backbone.save_to_preset(tmp_path / "preset")
-    model = models.from_preset(tmp_path / "preset", num_classes=3)
-    for expected, received in zip(_values(backbone), _values(model.backbone)):
-        assert_same(received, expected)
-    # The step replaces weights whose memory is NumPy's.
-    images = np.linspace(-1, 1, 2 * np.prod(model.input_shape[1:]), dtype="float32")
-    images = images.reshape((2, *model.input_shape[1:]))
-    before = _values(model.backbone)
-    assert np.all(np.isfinite(model.train_on_batch(images, np.array([0, 2]))))
-    changes = [np.any(a != b) for a, b in zip(before, _values(model.backbone))]
-    assert sum(changes) > len(changes) / 2
-
-
-to_numpy = ops.convert_to_numpy
-
-
-@pytest.mark.parametrize("seed", [None, 3, "generator"])
-def test_each_expert_has_values_of_its_own(seed):
-    if seed == "generator":
-        seed = keras.random.SeedGenerator(3)
-    kernels = to_numpy(
-        PerExpert(keras.initializers.GlorotUniform(seed))((5, 8, 16), dtype="float32")
-    )
-    assert len(np.unique(kernels)) == kernels.size
-    limit = np.sqrt(6 / (8 + 16))
-    assert 0.9 * limit < np.abs(kernels).max() <= limit
-
-
-def test_a_seed_repeats_and_another_does_not():
-    make = [PerExpert(keras.initializers.RandomNormal(seed=s)) for s in (1, 1, 9)]
-    a, b, c = (to_numpy(initializer((3, 4))) for initializer in make)
-    assert_same(a, b)
-    assert np.abs(a - c).min() > 0

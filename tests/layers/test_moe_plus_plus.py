@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.layers import Experts, MoE, ZeroComputationExperts
+from keras_moe.layers import Experts, MoE
 from keras_moe.routers import PathwayAwareRouter
 from tests.calls import call
 from tests.compare import assert_close, assert_same
@@ -70,17 +70,6 @@ def test_each_type_gives_what_its_equation_says(training):
     actual, _ = call(forced(moe, 2), x, training=training)
     expected = to_numpy(moe.experts(np.stack([x.reshape(-1, D)] * 4)[None]))[0, 2]
     assert_close(to_numpy(actual).reshape(-1, D), expected, 1e-4, 1e-5)
-
-
-def test_tokens_that_overflow_are_dropped():
-    moe = forced(make(tau=0.5, capacity_factor=1.0), 5)
-    x = positive(tokens(batch=1))
-    outputs, routing = call(moe, x, training=True)
-    # 12 assignments over 4 * 0.5 + 4: two for a zero-computation expert.
-    served = to_numpy(routing.dispatched)[0, :, 5]
-    assert served.tolist() == [1, 1] + [0] * 10
-    assert_close(to_numpy(outputs)[0, :2], x[0, :2], 2e-7)
-    assert_same(to_numpy(outputs)[0, 2:], 0)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -169,45 +158,6 @@ def test_the_mask_of_keras_goes_with_previous_logits():
     x[:, 3:] = 0.0
     actual = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
     assert_same(actual.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_zero_computation_experts_by_themselves(dtype):
-    layer = ZeroComputationExperts(
-        1,
-        2,
-        3,
-        kernel_initializer="glorot_normal",
-        vector_initializer="ones",
-        dtype=dtype,
-    )
-    x = tokens()
-    weights = np.random.default_rng(2).random((2, N, 6)).astype("float32")
-    actual = layer(x, weights)
-    assert dtype.removeprefix("mixed_") in str(actual.dtype)
-    kernel = to_numpy(layer.kernel)
-    expected = weights[..., 1:3].sum(axis=-1, keepdims=True) * x
-    for j in range(3):
-        alpha = to_numpy(ops.softmax(x @ kernel[j]))
-        expected += weights[..., 3 + j : 4 + j] * (alpha[..., :1] * x + alpha[..., 1:])
-    tolerance = 1e-5 if dtype == "float32" else 5e-2
-    assert_close(ops.cast(actual, "float32"), expected, tolerance, tolerance)
-
-
-def test_costs():
-    moe = make(selected=2, tau=0.75)
-    cost, routing = moe.cost((100, D)), moe.router.cost((100, D))
-    assert cost.parameters == moe.count_params()
-    share = 0.75 * 4 / (0.75 * 4 + 4)
-    slots = round(2 * 100 * share)
-    expected = routing.flops + 4 * slots * D * 16
-    # W_c x and the mixture of the two constant experts, of half of the others.
-    expected += 6 * (200 - slots) * D // 2
-    assert cost.flops == expected
-    expert = moe.experts.cost((slots, D)).active_parameters
-    assert cost.active_parameters == routing.parameters + round(
-        2 * share * expert + 2 * (1 - share) * 3 * 2 * D / 4
-    )
 
 
 def test_gated_experts_by_hand():

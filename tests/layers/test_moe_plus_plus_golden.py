@@ -17,6 +17,7 @@ from tests.training_gradients import training_gradients
 OFFICIAL = golden.cases("11_moepp/official_*")
 PAPER = "11_moepp/paper_two_layers"
 LAYERS = 2
+TYPES = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
 
 
 def our_order(num_ffn):
@@ -46,20 +47,17 @@ class Stack(keras.layers.Layer):
 
 
 def official(case):
-    """The stack with the reference's weights, and pairs of weights and names."""
+    """The reference's arrays and settings, and a stack like its own."""
     arrays, config = golden.load(case)
     mixtral = config["moe_use_mixtral_gating"]
     scaled = not mixtral and not config["moe_feature_no_mul_topk"]
     is_gated = "fc2" not in config["expert_type"]
-    num_experts, num_ffn = config["num_experts"], config["num_ffn"]
-    order = our_order(num_ffn)
-
-    def make(index):
+    num_experts = config["num_experts"]
+    moes = []
+    for index in range(LAYERS):
         router = PathwayAwareRouter(
             num_experts,
-            zero_experts=1,
-            copy_experts=1,
-            constant_experts=2,
+            **TYPES,
             gating_residual=index > 0,
             gate_hidden_dim=8 * num_experts if config["moe_2layer_gate"] else None,
             logits_norm_std=config["moe_gate_norm_std"]
@@ -68,108 +66,85 @@ def official(case):
             normalize_gates="before",
             zero_gates="keep" if mixtral else "remove",
         )
-        experts = Experts(
-            num_ffn,
-            config["intermediate"],
-            activation="silu" if is_gated else "gelu",
-            gated=is_gated,
-            use_bias=not is_gated,
-        )
-        return MoE(router, experts, input_scale=2.0 if scaled else 1.0)
-
-    stack = Stack([make(index) for index in range(LAYERS)])
+        options = {"activation": "silu" if is_gated else "gelu", "gated": is_gated}
+        options["use_bias"] = not is_gated
+        experts = Experts(config["num_ffn"], config["intermediate"], **options)
+        moes.append(MoE(router, experts, input_scale=2.0 if scaled else 1.0))
+    stack = Stack(moes)
     stack.build(arrays["inputs/x"].shape)
-    pairs = []
+    return arrays, config, stack
+
+
+def official_values(stack, arrays, config):
+    """Our variables, and what the reference's arrays of a group have for them."""
+    num_ffn = config["num_ffn"]
+    order = our_order(num_ffn)
     for index, moe in enumerate(stack.moes):
-        pairs += official_pairs(moe, f"layer{index}/moe", config, order)
-    return arrays, stack, pairs, order
+        router, experts = moe.router, moe.experts
+        constants = moe.zero_computation_experts
 
+        def get(name, prefix=f"layer{index}/moe"):
+            return arrays[f"{prefix}/{name}"].T
 
-def official_pairs(moe, prefix, config, order):
-    """`(variable, function from the reference's arrays of a group)` of one layer."""
-    router, experts = moe.router, moe.experts
-    gate = f"{prefix}/gate"
-    if config["moe_2layer_gate"]:
-        yield router.hidden_kernel, lambda a: a(f"{gate}/wg/0/weight").T
-        yield router.kernel, lambda a: a(f"{gate}/wg/2/weight").T[:, order]
-    else:
-        yield router.kernel, lambda a: a(f"{gate}/wg/weight").T[:, order]
-    if router.gating_residual:
-        square = np.ix_(order, order)
-        yield (router.residual_kernel, lambda a: a(f"{gate}/gate_map/weight").T[square])
+        def of_experts(name, first=0, count=num_ffn, get=get):
+            every = range(first, first + count)
+            return np.stack([get(f"experts/experts/{i}/{name}") for i in every])
 
-    def of_experts(name, part=slice(None)):
-        def stacked(a):
-            return np.stack(
-                [
-                    a(f"{prefix}/experts/experts/{i}/{name}").T[..., part]
-                    for i in range(config["num_ffn"])
-                ]
-            )
-
-        return stacked
-
-    if experts.gated:
-        half = config["intermediate"]
-        yield experts.gate_kernel, of_experts("up_proj/weight", slice(half))
-        yield experts.hidden_kernel, of_experts("up_proj/weight", slice(half, None))
-        yield experts.output_kernel, of_experts("down_proj/weight")
-    else:
-        yield experts.hidden_kernel, of_experts("fc1/weight")
-        yield experts.hidden_bias, of_experts("fc1/bias")
-        yield experts.output_kernel, of_experts("fc2/weight")
-        yield experts.output_bias, of_experts("fc2/bias")
-    constants = moe.zero_computation_experts
-    first = config["num_ffn"]
-
-    def of_constants(name):
-        return lambda a: np.stack(
-            [a(f"{prefix}/experts/experts/{first + j}/{name}").T for j in range(2)]
-        )
-
-    yield constants.kernel, of_constants("wg/weight")
-    yield constants.vector, of_constants("constant")
+        name = "wg/2" if config["moe_2layer_gate"] else "wg"
+        yield router.kernel, get(f"gate/{name}/weight")[:, order]
+        if config["moe_2layer_gate"]:
+            yield router.hidden_kernel, get("gate/wg/0/weight")
+        if router.gating_residual:
+            square = get("gate/gate_map/weight")[np.ix_(order, order)]
+            yield router.residual_kernel, square
+        if experts.gated:
+            gate, hidden = np.split(of_experts("up_proj/weight"), 2, axis=-1)
+            yield experts.gate_kernel, gate
+            yield experts.hidden_kernel, hidden
+            yield experts.output_kernel, of_experts("down_proj/weight")
+        else:
+            yield experts.hidden_kernel, of_experts("fc1/weight")
+            yield experts.hidden_bias, of_experts("fc1/bias")
+            yield experts.output_kernel, of_experts("fc2/weight")
+            yield experts.output_bias, of_experts("fc2/bias")
+        yield constants.kernel, of_experts("wg/weight", num_ffn, 2)
+        yield constants.vector, of_experts("constant", num_ffn, 2)
 
 
 @pytest.mark.parametrize("case", every_backend_for(OFFICIAL, "official_default"))
 def test_released_code(case):
-    arrays, stack, pairs, order = official(case)
-    for variable, of in pairs:
-        variable.assign(of(lambda name: arrays[f"params/{name}"]))
+    arrays, config, stack = official(case)
+    order = our_order(config["num_ffn"])
+    for variable, value in official_values(
+        stack, golden.part(arrays, "params/"), config
+    ):
+        variable.assign(value)
     final, records = stack(arrays["inputs/x"])
     for index, (outputs, routing) in enumerate(records):
-        expected = {
-            name.removeprefix(f"outputs/layer{index}/"): value
-            for name, value in arrays.items()
-            if name.startswith(f"outputs/layer{index}/")
-        }
-        actual = {
-            name: ops.convert_to_numpy(value).reshape(expected["selected"].shape)
-            for name, value in routing._asdict().items()
-        }
-        assert_close(
-            actual["logits"], expected["logits_after_residual"][:, order], 1e-4, 1e-5
+        expected = golden.part(arrays, f"outputs/layer{index}/")
+        selected = expected["selected"][:, order]
+        logits, dispatched, combined = (
+            ops.convert_to_numpy(x).reshape(selected.shape)
+            for x in (routing.logits, routing.dispatched, routing.combined)
         )
-        assert_same(actual["dispatched"] > 0, expected["selected"][:, order])
+        wanted = expected["logits_after_residual"][:, order]
+        assert_close(logits, wanted, 1e-4, 1e-5)
+        assert_same(dispatched > 0, selected)
         # A gate of the zero expert that is kept weighs nothing, and is no gate there.
-        assert_close(actual["combined"], expected["gates"][:, order], 1e-4, 1e-5)
+        assert_close(combined, expected["gates"][:, order], 1e-4, 1e-5)
         assert_close(outputs, expected["moe_output"], 1e-4, 1e-5)
     expected = arrays["outputs/final"]
     # Sums of numbers up to 76 in float32, some of which almost cancel.
-    atol = 1e-6 * np.abs(expected).max()
-    assert_close(final, expected, 1e-4, atol)
-    gradients = training_gradients(
-        stack,
-        arrays["inputs/x"],
-        loss=lambda outputs: ops.sum(
-            ops.multiply(outputs[0], arrays["inputs/cotangent"])
-        ),
-        training=False,
-    )
+    assert_close(final, expected, 1e-4, 1e-6 * np.abs(expected).max())
+
+    def loss(outputs):
+        return ops.sum(ops.multiply(outputs[0], arrays["inputs/cotangent"]))
+
+    gradients = training_gradients(stack, arrays["inputs/x"], loss, training=False)
     actual = {id(v): g for v, g in zip(stack.trainable_variables, gradients)}
+    pairs = list(official_values(stack, golden.part(arrays, "grads/params/"), config))
     assert len(actual) == len(pairs)
-    for variable, of in pairs:
-        expected = of(lambda name: arrays[f"grads/params/{name}"])
+    for variable, expected in pairs:
         # Sums over tokens of numbers up to thousands, some of which cancel.
         atol = 1e-5 * max(np.abs(expected).max(), 1.0)
         gradient = actual[id(variable)]
@@ -182,14 +157,7 @@ def test_the_papers_equations():
     order = our_order(4)
     moes = [
         MoE(
-            PathwayAwareRouter(
-                8,
-                config["K"],
-                zero_experts=1,
-                copy_experts=1,
-                constant_experts=2,
-                gating_residual=index > 0,
-            ),
+            PathwayAwareRouter(8, config["K"], **TYPES, gating_residual=index > 0),
             Experts(4, config["hidden"], activation="gelu"),
         )
         for index in range(LAYERS)
@@ -198,15 +166,11 @@ def test_the_papers_equations():
     tokens = arrays["inputs/x"][None].astype("float32")
     stack.build(tokens.shape)
     for index, moe in enumerate(moes):
-        params = {
-            name.removeprefix(f"params/layer{index}/"): value
-            for name, value in arrays.items()
-        }
+        params = golden.part(arrays, f"params/layer{index}/")
         moe.router.kernel.assign(params["router_W"][:, order])
         if index:
-            moe.router.residual_kernel.assign(
-                params["gate_residual_Wg"][np.ix_(order, order)]
-            )
+            square = params["gate_residual_Wg"][np.ix_(order, order)]
+            moe.router.residual_kernel.assign(square)
         moe.experts.hidden_kernel.assign(params["ffn_W1"])
         moe.experts.hidden_bias.assign(params["ffn_b1"])
         moe.experts.output_kernel.assign(params["ffn_W2"])
@@ -215,12 +179,11 @@ def test_the_papers_equations():
         moe.zero_computation_experts.kernel.assign(params["constant_Wc"])
     final, records = stack(tokens)
     for index, (outputs, routing) in enumerate(records):
+        expected = golden.part(arrays, f"outputs/layer{index}/")
         for actual, name in ((routing.logits, "logits"), (routing.combined, "gates")):
-            expected = arrays[f"outputs/layer{index}/{name}"][:, order]
             # Logits are of size 1, in float32.
-            assert_close(actual[0], expected, 1e-5, 1e-6)
-        expected = arrays[f"outputs/layer{index}/moe_output"]
-        assert_close(outputs[0], expected, 1e-5, 2e-6)
+            assert_close(actual[0], expected[name][:, order], 1e-5, 1e-6)
+        assert_close(outputs[0], expected["moe_output"], 1e-5, 2e-6)
     assert_close(final[0], arrays["outputs/final"], 1e-5, 2e-6)
 
 

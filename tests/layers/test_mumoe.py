@@ -79,12 +79,8 @@ def block(request):
     }
     x = arrays["inputs/x"]
     if config["second_dim"]:
-        layer = MuMoEBlock(
-            config["output_dim"],
-            config["second_dim"],
-            input_norm=config["apply_ln"],
-            **options,
-        )
+        sizes = config["output_dim"], config["second_dim"]
+        layer = MuMoEBlock(*sizes, input_norm=config["apply_ln"], **options)
         layer.build(x.shape)
         stacks = {"MuMoE": layer.hidden, "MuMoE2": layer.output_experts}
     else:
@@ -132,13 +128,8 @@ def test_released_block(block, mode):
     actual = {id(v): g for v, g in zip(layer.trainable_variables, gradients)}
     assert len(actual) == len(pairs)
     for variable, name in pairs:
-        assert_close(
-            actual[id(variable)],
-            arrays[f"grads/{mode}/params/{name}"],
-            1e-3,
-            2e-5,
-            err_msg=name,
-        )
+        expected = arrays[f"grads/{mode}/params/{name}"]
+        assert_close(actual[id(variable)], expected, 1e-3, 2e-5, err_msg=name)
     y, routing = layer(x, training=training)
     assert_close(y, arrays[f"outputs/{mode}/y"], 1e-4, 1e-5)
     coefficients, _ = layer.gate(x, training=False)
@@ -155,15 +146,10 @@ def test_released_block(block, mode):
 
 
 RANKS = {
-    ("cp", 3): 5,
-    ("cp", 4): 5,
-    ("tr", 3): (2, 3, 2, 4, 3),
-    ("tr", 4): (2, 3, 2, 2, 4, 3),
-    ("tucker", 1): (2, 3, 4),
-    ("tucker", 3): (2, 3, 2, 4, 3),
-    (None, 1): None,
-    (None, 2): None,
-}
+    ("cp", 3): 5, ("cp", 4): 5, ("tr", 3): (2, 3, 2, 4, 3),
+    ("tr", 4): (2, 3, 2, 2, 4, 3), ("tucker", 1): (2, 3, 4),
+    ("tucker", 3): (2, 3, 2, 4, 3), (None, 1): None, (None, 2): None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "levels"), RANKS)
@@ -198,14 +184,11 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
 
 # Table 10 of the paper: hierarchies of experts on 768 inputs and 1,000 units.
 TABLE_10 = {
-    (128,): (1_069_568, 3_723_264),
-    (128, 2): (1_072_128, 3_724_832),
-    (128, 2, 2): (1_074_688, 3_726_400),
-    (128, 2, 2, 2): (1_077_248, 3_727_968),
-    (128, 4): (1_074_688, 3_726_400),
-    (128, 4, 4): (1_079_808, 3_729_536),
+    (128,): (1_069_568, 3_723_264), (128, 2): (1_072_128, 3_724_832),
+    (128, 2, 2): (1_074_688, 3_726_400), (128, 2, 2, 2): (1_077_248, 3_727_968),
+    (128, 4): (1_074_688, 3_726_400), (128, 4, 4): (1_079_808, 3_729_536),
     (128, 4, 4, 4): (1_084_928, 3_732_672),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("counts", TABLE_10)
@@ -273,8 +256,6 @@ def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
     block = MuMoEBlock(128, num_experts=8, factorization="tucker")
     dense = 65 * 128 + 129 * 64
     assert dense <= block.cost((1, 64)).parameters < 1.1 * dense
-    again = MuMoE.from_config(head.get_config())
-    assert again.get_config()["rank"] == "match_dense"
 
 
 @pytest.mark.parametrize(
@@ -297,43 +278,9 @@ def without_experts(layer, places):
     return with_layers(layer, {id(experts): without_one(experts, places)})
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
-def test_input_norm_of_a_layer_is_the_released_one(mode):
-    """The released block of two layers, made of its parts."""
-    arrays, config = golden.load("10_mumoe/block_cp_ln_h2_2layer_inputln")
-    options = {"num_experts": config["expert_dims"], "rank": config["ranks"]}
-    layer = MuMoE(
-        config["output_dim"], normalization="layer", input_norm=True, **options
-    )
-    second = MultilinearExperts(config["second_dim"], **options)
-    x = arrays["inputs/x"]
-    layer.build(x.shape)
-    second.build((*x.shape[:-1], config["output_dim"]))
-    for level, kernel in enumerate(layer.gate.kernels):
-        kernel.assign(arrays[f"params/projs/{level}"])
-    for stack, experts in (("MuMoE", layer.experts), ("MuMoE2", second)):
-        for index, factor in enumerate(experts.factors):
-            factor.assign(arrays[f"params/{stack}/factors/{index}"])
-    layer.norm.gamma.assign(arrays["params/input_ln/weight"])
-    layer.norm.beta.assign(arrays["params/input_ln/bias"])
-    training = mode == "train"
-    hidden, _ = layer(x, training=training)
-    coefficients, _ = layer.gate(x, training=training)
-    y = second(keras.activations.gelu(hidden, approximate=False), coefficients)
-    assert_close(y, arrays[f"outputs/{mode}/y"], 1e-4, 1e-5)
-    assert layer.cost((1, x.shape[-1])).parameters == layer.count_params()
-    # Without one expert, as with all: what the experts read is normalised.
-    place = np.zeros((len(x), 1, 2), "int32")
-    rest = to_numpy(without_experts(layer, place)(x)[0])
-    kept = to_numpy(layer.experts.expert_weights([(0, 0)]))[0]
-    z = to_numpy(layer.norm(x))
-    z = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
-    share = to_numpy(coefficients[0])[..., :1] * to_numpy(coefficients[1])[..., :1]
-    assert_close(to_numpy(hidden) - rest, share * (z @ kept), 1e-3, 1e-4)
-
-
 FACTORIZED = {
     "cp": ((3,), {"rank": 4}),
+    "cp, normalised": ((3,), {"rank": 4, "input_norm": True}),
     "cp, three levels": ((3, 2, 2), {"rank": 4}),
     "tr, levels": ((3, 2), {"factorization": "tr", "rank": (2, 3, 2, 4)}),
     "tucker": ((3,), {"factorization": "tucker", "rank": (2, 3, 4)}),
@@ -358,7 +305,9 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
     gates = to_numpy(routing.gates)
     offsets = np.zeros((len(x), 5))
     offsets[:, [4, 1]] = gates @ to_numpy(layer.logit_offsets)
-    z = np.concatenate([x, np.ones((len(x), 1), "f")], axis=1)
+    # What the experts read is normalised, without one of them as with all.
+    z = to_numpy(layer.norm(x)) if "input_norm" in options else x
+    z = np.concatenate([z, np.ones((len(x), 1), "f")], axis=1)
     every = np.einsum("be,bi,eio->bo", gates, z, tensor)
     assert_close(whole, every + offsets, 1e-4, 1e-4)
     # Row b is without expert b; the last without the last again.
@@ -372,36 +321,15 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
         assert_close(actual[row], expected, 1e-4, 1e-4)
 
 
-def test_learns_with_batch_statistics():
-    """One real fit: two clusters, of which each needs a map of its own."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(256, 6)).astype("float32")
-    sign = np.where(x[:, :1] > 0, 1.0, -1.0)
-    y = (sign * x @ generator.normal(size=(6, 2))).astype("float32")
-    inputs = keras.Input((6,))
-    outputs, _ = MuMoE(2, num_experts=4, rank=8)(inputs)
-    model = keras.Model(inputs, outputs)
-    model.compile(keras.optimizers.Adam(0.02), loss="mse")
-    losses = model.fit(x, y, epochs=30, batch_size=64, verbose=0).history["loss"]
-    # No linear map does better than this.
-    best = np.linalg.lstsq(x, y, rcond=None)[0]
-    assert losses[-1] < 0.5 * np.mean((x @ best - y) ** 2)
-
-
 def test_a_share_is_of_the_inputs_of_the_block():
     block = MuMoEBlock(12, num_experts=3, rank=0.75)
     block.build((None, 5, 9))
     assert {tuple(f.shape)[1] for f in block.hidden.factors} == {6}
     assert {tuple(f.shape)[1] for f in block.output_experts.factors} == {6}
-    again = MuMoEBlock.from_config(block.get_config())
-    assert again.get_config()["rank"] == 0.75
     layer = MuMoE(4, 3, "tr", (2, 2, 0.01))
     layer.build((None, 9))
-    assert [tuple(f.shape) for f in layer.experts.factors] == [
-        (2, 3, 2),
-        (2, 10, 1),
-        (1, 4, 2),
-    ]
+    shapes = [tuple(f.shape) for f in layer.experts.factors]
+    assert shapes == [(2, 3, 2), (2, 10, 1), (1, 4, 2)]
     assert layer.cost((1, 9)).parameters == sum(
         int(np.prod(w.shape)) for w in layer.trainable_weights
     )

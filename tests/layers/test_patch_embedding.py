@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from keras_moe.layers import PatchEmbedding, resize_patch_kernel
+from keras_moe import layers
 from keras_moe.layers._interpolation import cubic_weights, linear_weights
-from tests.compare import assert_close
+from tests import golden
+from tests.compare import assert_close, assert_same
 
 WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
 # timm's `resample_patch_embed` of the kernels 0, 1, ... of 2 x 2 to 3 x 3, and of 4 x 4
@@ -37,7 +38,7 @@ def test_an_enlarged_patch_keeps_its_token(old, new, interpolation):
     generator = np.random.default_rng(0)
     kernel, patches = (generator.normal(size=(n, *old, 3)) for n in (5, 7))
     kernel = kernel.transpose(1, 2, 3, 0)
-    other = resize_patch_kernel(kernel, new, interpolation)
+    other = layers.resize_patch_kernel(kernel, new, interpolation)
     assert other.shape == (*new, 3, 5)
     assert_close(
         np.einsum("byxi,yxid->bd", resized(patches, new, interpolation), other),
@@ -54,7 +55,7 @@ def test_a_smaller_kernel_is_the_nearest(interpolation):
     matrix = resized(np.eye(30).reshape(30, 6, 5, 1), (3, 2), interpolation)
     # Equation 4: least squares over all patches.
     expected = np.linalg.lstsq(matrix.reshape(30, 6), kernel.ravel(), rcond=None)[0]
-    actual = resize_patch_kernel(kernel, (3, 2), interpolation)
+    actual = layers.resize_patch_kernel(kernel, (3, 2), interpolation)
     assert_close(actual.ravel(), expected, 1e-9, 1e-12)
 
 
@@ -62,21 +63,21 @@ def test_a_smaller_kernel_is_the_nearest(interpolation):
 def test_numbers_of_timm(case, expected):
     interpolation, old = case
     kernel = np.arange(float(old * old)).reshape(old, old, 1, 1)
-    actual = resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
+    actual = layers.resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
     assert_close(actual.ravel(), expected, 1e-4, 1e-4)
 
 
 def test_the_same_size_and_the_dtype_are_kept():
     kernel = np.random.default_rng(0).normal(size=(4, 3, 2, 5)).astype("float32")
-    actual = resize_patch_kernel(kernel, (4, 3))
+    actual = layers.resize_patch_kernel(kernel, (4, 3))
     assert_close(actual, kernel, 1e-6, 1e-6)
     assert actual.dtype == np.float32
-    assert resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
+    assert layers.resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
 
 
 def test_numpys_integers_are_sizes():
-    assert PatchEmbedding(8, np.int64(4)).patch_size == (4, 4)
-    assert PatchEmbedding(8, np.array([4, 2])).patch_size == (4, 2)
+    assert layers.PatchEmbedding(8, np.int64(4)).patch_size == (4, 4)
+    assert layers.PatchEmbedding(8, np.array([4, 2])).patch_size == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,50 @@ def test_stored_kernels_that_cannot_fit(shape):
     class Declared:
         """A data set that must not be read."""
 
-    layer = PatchEmbedding(8, 4)
+    layer = layers.PatchEmbedding(8, 4)
     layer.build((None, 8, 8, 3))
     Declared.shape = shape
     with pytest.raises(ValueError, match="received: "):
         layer.load_own_variables({"0": Declared(), "1": None})
+
+
+def test_resizing_is_that_of_the_releases():
+    arrays, config = golden.load("07_checkpoints/posemb_interpolation")
+    assert len(config["cases"]) == 4
+    for case in config["cases"]:
+        old, new = case["old_grid"], case["new_grid"]
+        resized = layers.resize_positions(
+            arrays[f"inputs/{case['i']}/pos_embedding"], (old, old), (new, new)
+        )
+        assert_close(resized, arrays[f"outputs/{case['i']}/pos_embedding"], 1e-5, 1e-6)
+
+
+def test_resizing_to_the_same_grid_and_to_one_patch():
+    table = np.arange(7, dtype="float32").reshape(1, 7, 1)
+    assert_same(layers.resize_positions(table, (2, 3), (2, 3)), table)
+    one = layers.resize_positions(table, (2, 3), (1, 1))[0, :, 0]
+    assert_same(one, [0, 1])
+    wide = layers.resize_positions(np.full((1, 1, 2), 3.0), (1, 1), (2, 2))
+    assert_same(wide, np.full((1, 4, 2), 3.0))
+
+
+@pytest.mark.parametrize(("old", "new"), [((4, 5), (7, 9)), ((7, 6), (3, 2))])
+def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
+    import jax
+
+    table = np.random.default_rng(0).normal(size=(1, old[0] * old[1] + 1, 3))
+    resized = layers.resize_positions(table, old, new, "bicubic")
+    grid = table[0, 1:].reshape(*old, 3)
+    expected = jax.image.resize(grid, (*new, 3), "cubic", antialias=True)
+    assert_same(resized[:, 0], table[:, 0])
+    assert_close(resized[0, 1:].reshape(*new, 3), expected, 1e-5, 1e-5)
+
+
+def test_sincos_by_hand():
+    table = layers.sincos_table((2, 3), 8)
+    # Row 1, column 2: x = 2, y = 1, frequencies 1 and 1 / 10000.
+    x, y = np.array([2.0, 2e-4]), np.array([1.0, 1e-4])
+    expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
+    assert_close(table[5], expected, 1e-6)
+    with pytest.raises(ValueError, match="dim=6"):
+        layers.sincos_table((2, 2), 6)

@@ -8,8 +8,6 @@ from keras_moe.layers import (
     AttentionPooling,
     MaskedPooling,
     SelfAttention,
-    TextPositions,
-    TokenEmbedding,
 )
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient
@@ -20,18 +18,15 @@ MASK = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], "bool")
 IDS = np.array([[8, 3, 9, 9, 9, 9], [9, 1, 2, 7, 2, 7]], "int32")
 
 
-@pytest.mark.parametrize(
-    ("pooling", "options", "expected"),
-    [
-        ("first", {}, [0, 7]),
-        ("last", {}, [3, 11]),
-        ("average", {}, [1.5, 9]),
-        ("max", {}, [3, 11]),
-        # The first 9 that is no padding, and the first 7.
-        ("end_of_text", {}, [2, 9]),
-        ("end_of_text", {"end_of_text_id": 2}, [3, 8]),
-    ],
-)
+@pytest.mark.parametrize(("pooling", "options", "expected"), [
+    ("first", {}, [0, 7]),
+    ("last", {}, [3, 11]),
+    ("average", {}, [1.5, 9]),
+    ("max", {}, [3, 11]),
+    # The first 9 that is no padding, and the first 7.
+    ("end_of_text", {}, [2, 9]),
+    ("end_of_text", {"end_of_text_id": 2}, [3, 8]),
+])  # fmt: skip
 def test_pooling_by_a_mask(pooling, options, expected):
     layer = MaskedPooling(pooling, **options)
     # Padding may hold anything.
@@ -91,29 +86,3 @@ def test_attention_takes_lists_as_masks(mask, op_by_op):
         layer(tokens, mask=mask[:, 1:].tolist())
     with pytest.raises(ValueError, match=r"mask\.dtype=float"):
         layer(tokens, mask=mask.astype(float).tolist())
-
-
-def test_places_of_short_texts():
-    layer = TextPositions(max_length=4)
-    tokens = np.ones((2, 3, 5), "float32")
-    difference = to_numpy(layer(tokens)) - tokens
-    table = to_numpy(layer.embedding)
-    assert_close(difference, np.repeat(table[:, :3], 2, 0), atol=1e-6)
-
-
-def test_ids_choose_rows():
-    layer = TokenEmbedding(vocabulary_size=10, hidden_dim=5)
-    tokens = to_numpy(layer(IDS))
-    assert_same(tokens, to_numpy(layer.embeddings)[IDS])
-    assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
-
-
-def test_weights_of_longer_texts_load(tmp_path):
-    layers = [TextPositions(length) for length in (6, 4)]
-    for layer in layers:
-        layer.build((None, None, 3))
-    store = {"0": to_numpy(layers[0].embedding)}
-    layers[1].load_own_variables(store)
-    assert_same(layers[1].embedding, store["0"][:, :4])
-    with pytest.raises(ValueError, match=r"received: \(1, 4, 3\)"):
-        layers[0].load_own_variables({"0": to_numpy(layers[1].embedding)})

@@ -1,7 +1,4 @@
-"""Auxiliary losses as objects: names, options, modalities and configs.
-
-Axes: G groups, S group_size, E experts, K selected experts, M modalities.
-"""
+"""Auxiliary losses as objects: names, options, modalities and configs."""
 
 import json
 import math
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 
 from keras_moe import losses
-from keras_moe.layers import Experts, MoE
 from keras_moe.losses import AggregateLoss, AuxiliaryLoss
 from keras_moe.losses._auxiliary_functions import FUNCTIONS
 from keras_moe.ops import ExpertTypes, Routing
@@ -120,20 +116,16 @@ def test_mutual_information_loss_is_its_function():
     assert_same(nothing, 0.0)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        AuxiliaryLoss("local_entropy", modality=0),
-        AuxiliaryLoss("global_entropy", modality=1),
-        AuxiliaryLoss("target_entropy", modality=1),
-        AuxiliaryLoss("merged_entropy", modality=1),
-        AuxiliaryLoss("mutual_information"),
-        AggregateLoss(
-            [AuxiliaryLoss("router_z"), AuxiliaryLoss("local_entropy", modality=1)]
-        ),
-    ],
-    ids=lambda loss: getattr(loss, "name", "aggregate"),
-)
+@pytest.mark.parametrize("loss", [
+    AuxiliaryLoss("local_entropy", modality=0),
+    AuxiliaryLoss("global_entropy", modality=1),
+    AuxiliaryLoss("target_entropy", modality=1),
+    AuxiliaryLoss("merged_entropy", modality=1),
+    AuxiliaryLoss("mutual_information"),
+    AggregateLoss(
+        [AuxiliaryLoss("router_z"), AuxiliaryLoss("local_entropy", modality=1)]
+    ),
+], ids=lambda loss: getattr(loss, "name", "aggregate"))  # fmt: skip
 def test_a_modality_needs_modality_ids(loss):
     routing = routing_of(tensor(normal(0, 1, 6, 4)))
     with pytest.raises(
@@ -185,24 +177,20 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
     assert_close(whole, expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        AuxiliaryLoss("local_entropy", weight=0.3, modality=1),
-        AuxiliaryLoss("global_entropy", weight=0.2, threshold=1.5, modality=0),
-        AuxiliaryLoss("mutual_information", weight=0.1, num_modalities=3),
-        AuxiliaryLoss("target_entropy", weight=0.4, modality=2),
-        AuxiliaryLoss("merged_entropy", weight=0.6, modality=1),
-        AggregateLoss(
-            [
-                AuxiliaryLoss("global_entropy", weight=0.5, threshold=0.0, modality=1),
-                AggregateLoss({"mutual_information": 0.7}, weight=3.0),
-            ],
-            weight=0.05,
-        ),
-    ],
-    ids=lambda loss: getattr(loss, "name", "aggregate"),
-)
+@pytest.mark.parametrize("loss", [
+    AuxiliaryLoss("local_entropy", weight=0.3, modality=1),
+    AuxiliaryLoss("global_entropy", weight=0.2, threshold=1.5, modality=0),
+    AuxiliaryLoss("mutual_information", weight=0.1, num_modalities=3),
+    AuxiliaryLoss("target_entropy", weight=0.4, modality=2),
+    AuxiliaryLoss("merged_entropy", weight=0.6, modality=1),
+    AggregateLoss(
+        [
+            AuxiliaryLoss("global_entropy", weight=0.5, threshold=0.0, modality=1),
+            AggregateLoss({"mutual_information": 0.7}, weight=3.0),
+        ],
+        weight=0.05,
+    ),
+], ids=lambda loss: getattr(loss, "name", "aggregate"))  # fmt: skip
 def test_config_round_trip(loss):
     config = loss.get_config()
     # Every argument is there, and none at its default.
@@ -251,30 +239,6 @@ def test_a_function_of_ones_own():
         assert_close(values, 0.5 * logits.max((1, 2)) ** 2, 1e-6)
 
 
-def test_an_moe_layer_adds_them():
-    parts = ("local_entropy", "global_entropy", "target_entropy", "merged_entropy")
-    layer = MoE(
-        router=TokenChoiceRouter(num_experts=4, num_selected_experts=2, seed=0),
-        experts=Experts(num_experts=4, mlp_dim=8),
-        auxiliary_losses=[
-            *losses.get(dict.fromkeys(parts, 1.0)),
-            AggregateLoss(dict.fromkeys(parts, 2.0)),
-        ],
-    )
-    _, routing = layer(normal(0, 3, 5, 8), training=True)
-    # One group of the whole batch.
-    logits = keras.ops.reshape(routing.logits, (1, 15, 4))
-    expected = [
-        keras.ops.convert_to_numpy(LOSSES[name](logits, None))[0]
-        for name in ("local", "global", "target", "merged")
-    ]
-    actual = [keras.ops.convert_to_numpy(loss) for loss in layer.losses]
-    assert_close(actual, [*expected, 0.04 * np.mean(expected)], 1e-5, 1e-7)
-
-
-# Thresholds
-
-
 def test_thresholds_above_the_largest_entropy_warn():
     """log 8 for 4 experts: the loss is at least log 2."""
     logits = tensor(np.zeros((1, 3, 4), "float32"))
@@ -307,9 +271,6 @@ def test_thresholds_up_to_the_largest_entropy_do_not_warn():
             loss(routing_of(logits), ROUTER)
         unused = AuxiliaryLoss("global_entropy", 0.0, threshold=9.0)
         unused.check_router(TokenChoiceRouter(num_experts=4))
-
-
-# Routers
 
 
 SOFT, EXPERT_CHOICE = SoftRouter(4), ExpertChoiceRouter(4, noise_std=1.0)

@@ -1,7 +1,4 @@
-"""The contrastive losses: golden data, hand computation, positives and padding.
-
-Axes: B pairs, D embedding.
-"""
+"""The contrastive losses: golden data, hand computation, positives and padding."""
 
 import json
 import math
@@ -9,17 +6,11 @@ import math
 import keras
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from keras import ops
 
 from keras_moe import losses
-from keras_moe.losses import (
-    LogScaleBound,
-    SigmoidContrastiveLoss,
-    SoftmaxContrastiveLoss,
-    count_duplicate_pairs,
-    sigmoid_contrastive_loss,
-    softmax_contrastive_loss,
-)
 from tests import golden
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
@@ -60,46 +51,32 @@ def expected_loss(name, images, texts, log_scale, bias, positive=None, weights=N
     return np.average(per_pair, weights=weights)
 
 
-# Golden data
-
-
 @pytest.mark.every_backend
 @pytest.mark.parametrize("name", CONTRASTIVE)
 @pytest.mark.parametrize("case", golden.cases("15_contrastive/*"))
 def test_golden(case, name):
     arrays, _ = golden.load(case)
-    inputs = [
-        arrays[f"inputs/{x}"].astype("float32")
-        for x in ("zimg", "ztxt", "log_scale", "bias")
-    ]
+    names = ("zimg", "ztxt", "log_scale", "bias")
+    directions = ("image_to_text", "text_to_image") if name == "softmax" else ()
 
     def program(*inputs):
         value = contrastive_loss(name, *inputs)
-        others = ()
-        if name == "softmax":
-            scale = ops.exp(inputs[2])
-            others = [
-                softmax_contrastive_loss(*inputs[:2], scale, direction=direction)
-                for direction in ("image_to_text", "text_to_image")
-            ]
+        others = [
+            losses.softmax_contrastive_loss(
+                *inputs[:2], ops.exp(inputs[2]), direction=x
+            )
+            for x in directions
+        ]
         return value, (value, *others)
 
+    inputs = [arrays[f"inputs/{x}"].astype("float32") for x in names]
     gradients, values = gradient_and_outputs(program, *inputs)
     stored = {"softmax": "clip", "sigmoid": "sigmoid"}[name]
-    expected = [arrays[f"outputs/{stored}_loss"]]
-    if name == "softmax":
-        expected += [
-            arrays[f"outputs/clip_{direction}"]
-            for direction in ("image_to_text", "text_to_image")
-        ]
+    expected = [arrays[f"outputs/{stored}_{x}"] for x in ("loss", *directions)]
     assert_close(values, expected, 1e-5)
-    for input_name, value in zip(("zimg", "ztxt", "log_scale", "bias"), gradients):
-        key = f"grads/{stored}_loss/{input_name}"
-        reference = arrays.get(key, 0.0)
+    for input_name, value in zip(names, gradients):
+        reference = arrays.get(f"grads/{stored}_loss/{input_name}", 0.0)
         assert_close(value, reference, 1e-5, 2e-6)
-
-
-# By hand
 
 
 def test_by_hand():
@@ -110,7 +87,7 @@ def test_by_hand():
     softmax = numbers(
         lambda x, y: ops.stack(
             [
-                softmax_contrastive_loss(x, y, 1.0, direction=direction)
+                losses.softmax_contrastive_loss(x, y, 1.0, direction=direction)
                 for direction in ("image_to_text", "text_to_image", "both")
             ]
         ),
@@ -122,7 +99,7 @@ def test_by_hand():
         softmax, [math.log(2), texts_mean, (math.log(2) + texts_mean) / 2], 1e-6
     )
     sigmoid = numbers(
-        lambda x, y: sigmoid_contrastive_loss(x, y, 2.0, -1.0), *(images, texts)
+        lambda x, y: losses.sigmoid_contrastive_loss(x, y, 2.0, -1.0), *(images, texts)
     )
     # Logits 1, 1 and -1, -1, with a negative beside each positive.
     one, minus_one = math.log(1 + e), math.log(1 + 1 / e)
@@ -141,12 +118,8 @@ def positive_of(image_ids=None, text_ids=None):
 def test_equal_ids_are_positives_and_weights_count(name):
     inputs = (normal(0, 6, 4), normal(1, 6, 4), 1.0, -0.5)
     weights = np.array([1.0, 0.5, 0.0, 2.0, 1.0, 0.0], "float32")
-    cases = [
-        {"image_ids": IMAGE_IDS},
-        {"text_ids": TEXT_IDS},
-        {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS},
-        {},
-    ]
+    both = {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS}
+    cases = [{"image_ids": IMAGE_IDS}, {"text_ids": TEXT_IDS}, both, {}]
     values = numbers(
         lambda *x: ops.stack(
             [
@@ -172,11 +145,11 @@ def test_duplicate_pairs_are_counted():
     counts = numbers(
         lambda images, texts, weights: ops.stack(
             [
-                count_duplicate_pairs(images),
-                count_duplicate_pairs(text_ids=texts),
-                count_duplicate_pairs(images, texts),
-                count_duplicate_pairs(images, texts, weights),
-                count_duplicate_pairs(images[:0]),
+                losses.count_duplicate_pairs(images),
+                losses.count_duplicate_pairs(text_ids=texts),
+                losses.count_duplicate_pairs(images, texts),
+                losses.count_duplicate_pairs(images, texts, weights),
+                losses.count_duplicate_pairs(images[:0]),
             ]
         ),
         *(IMAGE_IDS, TEXT_IDS, weights),
@@ -258,22 +231,16 @@ def test_bfloat16_rounds_the_unit_vectors_alone(name):
     assert np.abs(np.sum(gradients[0] * unit[0], axis=-1)).max() < 1e-6
 
 
-# Losses of Keras
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        SoftmaxContrastiveLoss(
-            "image_to_text",
-            multi_positive=True,
-            chunk_size=3,
-            similarity_dtype="bfloat16",
-            name="a",
-        ),
-        SigmoidContrastiveLoss(True, 3, "bfloat16", "b"),
-    ],
-)
+@pytest.mark.parametrize("loss", [
+    losses.SoftmaxContrastiveLoss(
+        "image_to_text",
+        multi_positive=True,
+        chunk_size=3,
+        similarity_dtype="bfloat16",
+        name="a",
+    ),
+    losses.SigmoidContrastiveLoss(True, 3, "bfloat16", "b"),
+])  # fmt: skip
 def test_config_round_trip(loss):
     defaults = type(loss)().get_config()
     config = loss.get_config()
@@ -290,33 +257,100 @@ def test_a_loss_hands_on_its_options():
     outputs.update(logit_scale=3.0, logit_bias=-1.0)
     ids = {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS}
     options = {"chunk_size": 4, "similarity_dtype": "bfloat16"}
-    value = SoftmaxContrastiveLoss("text_to_image", multi_positive=True, **options)(
-        ids, outputs
-    )
-    expected = softmax_contrastive_loss(
+    value = losses.SoftmaxContrastiveLoss(
+        "text_to_image", multi_positive=True, **options
+    )(ids, outputs)
+    expected = losses.softmax_contrastive_loss(
         images, texts, 3.0, direction="text_to_image", **ids, **options
     )
     assert float(value) == float(expected)
-    value = SigmoidContrastiveLoss(True, 4, "bfloat16").call(ids, outputs)
-    expected = sigmoid_contrastive_loss(images, texts, 3.0, -1.0, **ids, **options)
+    value = losses.SigmoidContrastiveLoss(True, 4, "bfloat16").call(ids, outputs)
+    expected = losses.sigmoid_contrastive_loss(
+        images, texts, 3.0, -1.0, **ids, **options
+    )
     assert float(value) == float(expected)
     # Without `multi_positive` ids are not read.
-    value = SigmoidContrastiveLoss()(ids, outputs)
-    assert float(value) == float(sigmoid_contrastive_loss(images, texts, 3.0, -1.0))
+    value = losses.SigmoidContrastiveLoss()(ids, outputs)
+    assert float(value) == float(
+        losses.sigmoid_contrastive_loss(images, texts, 3.0, -1.0)
+    )
 
 
 def test_temperatures_as_published():
     clip, siglip = losses.TEMPERATURES["clip"], losses.TEMPERATURES["siglip"]
-    assert (round(1 / clip.scale, 4), clip.largest_scale, clip.bias) == (
-        0.07,
-        100,
-        None,
-    )
+    assert round(1 / clip.scale, 4) == 0.07
+    assert (clip.largest_scale, clip.bias) == (100, None)
     assert losses.TEMPERATURES["clip_up"] == clip
     assert (siglip.log_scale, siglip.bias) == (math.log(10), -10)
     assert losses.TEMPERATURES["limoe"].scale == 10
-    bound = LogScaleBound(50.0)
+    bound = losses.LogScaleBound(50.0)
     again = keras.constraints.deserialize(keras.constraints.serialize(bound))
     assert again.get_config() == {"largest_scale": 50.0}
     assert float(again(ops.convert_to_tensor(1.0))) == 1.0
     assert float(again(ops.convert_to_tensor(9.0))) == pytest.approx(math.log(50))
+
+
+# The logarithm of the scale and the bias, at which no term vanishes.
+SCALARS = (np.float32(1.5), np.float32(-0.5))
+INPUTS = (normal(0, 6, 4), normal(1, 6, 4), *SCALARS)
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def value_and_gradients(name, inputs, **options):
+    def program(*inputs):
+        value = contrastive_loss(name, *inputs, **options)
+        return value, (value,)
+
+    gradients, (value,) = gradient_and_outputs(program, *inputs)
+    return [value, *gradients]
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_chunk_size_and_batch(name, data):
+    batch = data.draw(st.integers(1, 9), "batch")
+    seed = data.draw(st.integers(0, 99), "seed")
+    options = {"chunk_size": data.draw(st.integers(1, 11), "chunk_size")}
+    ids = st.lists(st.integers(0, 3), min_size=batch, max_size=batch)
+    for key in ("image_ids", "text_ids"):
+        if data.draw(st.booleans(), key):
+            options[key] = np.array(data.draw(ids), "int32")
+    weights = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=batch, max_size=batch)
+    options["sample_weight"] = np.array(data.draw(weights), "float32")
+    options["similarity_dtype"] = data.draw(st.sampled_from(["float32", "bfloat16"]))
+    inputs = (normal(seed, batch, 3), normal(seed + 1, batch, 3), *SCALARS)
+    values = value_and_gradients(name, inputs, **options)
+    options.pop("chunk_size")
+    assert_close(values, value_and_gradients(name, inputs, **options), **CLOSE)
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_a_large_scale_overflows_nowhere(name):
+    # exp(200) is no float32; a logit of 200 is one up to 2e-5.
+    inputs = (*INPUTS[:2], np.float32(np.log(200)), np.float32(-10))
+    expected = value_and_gradients(name, inputs)
+    assert all(np.all(np.isfinite(x)) for x in expected)
+    values = value_and_gradients(name, inputs, chunk_size=4)
+    assert_close(values, expected, 1e-4, 1e-3)
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="shapes are known elsewhere"
+)
+def test_a_batch_of_unknown_size():
+    import tensorflow as tf
+
+    spec = tf.TensorSpec((None, 4))
+
+    @tf.function(input_signature=(spec, spec))
+    def traced(images, texts):
+        with tf.GradientTape() as tape:
+            tape.watch((images, texts))
+            value = contrastive_loss("softmax", images, texts, *SCALARS, chunk_size=4)
+        return value, *tape.gradient(value, (images, texts))
+
+    expected = value_and_gradients("softmax", INPUTS)[:3]
+    assert_close(traced(*INPUTS[:2]), expected, **CLOSE)
+    assert traced(*(x[:0] for x in INPUTS[:2]))[0].numpy() == 0

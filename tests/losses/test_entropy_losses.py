@@ -1,7 +1,4 @@
-"""The entropy losses of LIMoE: golden data, hand computation and masks.
-
-Axes: G groups, S group_size, E experts, K selected experts, M modalities.
-"""
+"""The entropy losses of LIMoE: golden data, hand computation and masks."""
 
 import math
 
@@ -31,8 +28,6 @@ LOG2 = math.log(2)
 def entropy(*p):
     return -sum(x * math.log(x) for x in p if x > 0)
 
-
-# Golden data
 
 # Losses, the name of the values, and the name of the gradient of their sum.
 GOLDEN = {
@@ -91,9 +86,6 @@ def test_golden_merged_entropy_of_each_token(case):
     logits = arrays["inputs/logits"].astype("float32")[:, None]
     actual = numbers(lambda x: losses.merged_entropy_loss(x, config["K"]), logits)
     assert_close(actual, arrays["outputs/merged_entropy_per_token"], 1e-5)
-
-
-# By hand
 
 
 def test_local_entropy_by_hand():
@@ -193,20 +185,7 @@ def test_merged_entropy_of_sure_tokens_is_exact():
     assert_close(actual, [expected], 1e-4)
 
 
-# Properties of each, and of the losses in `test_router_losses.py`
-
 ALL = {**LOSSES, **LOSSES_OF_TOKENS}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_one_float32_number_per_group(name):
-    logits, ids = normal(0, 3, 6, 4), np.tile([0, 1, 1], (3, 2))
-    loss = numbers(ALL[name], logits, ids)
-    assert loss.shape == (3,)
-    assert loss.dtype == "float32"
-    for g in range(3):
-        alone = numbers(ALL[name], logits[g : g + 1], ids[g : g + 1])
-        assert_close(alone, loss[g : g + 1], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -230,36 +209,28 @@ NEVER = -np.inf
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        pytest.param([[1e4, 0, -1e4], [0, 1e4, 1e4], [1e4, -1e4, 9e3]], id="huge"),
-        pytest.param([[0.0, NEVER, NEVER]] * 3, id="one expert may"),
-        pytest.param([[0.0, NEVER, NEVER], [NEVER, 5.0, NEVER]], id="one expert each"),
-        pytest.param([[1.0, 2.0, NEVER], [NEVER, 0.0, 0.0]], id="two experts may"),
-        pytest.param([[0.0, -88, -95], [-104, 0.0, -120]], id="about underflow"),
-        pytest.param([[0.0, 0.0, 0.0]] * 2, id="all logits equal"),
-        pytest.param([[1.0, 2.0, 3.0]], id="one token"),
-    ],
-)
+@pytest.mark.parametrize("tokens", [
+    pytest.param([[1e4, 0, -1e4], [0, 1e4, 1e4], [1e4, -1e4, 9e3]], id="huge"),
+    pytest.param([[0.0, NEVER, NEVER]] * 3, id="one expert may"),
+    pytest.param([[0.0, NEVER, NEVER], [NEVER, 5.0, NEVER]], id="one expert each"),
+    pytest.param([[1.0, 2.0, NEVER], [NEVER, 0.0, 0.0]], id="two experts may"),
+    pytest.param([[0.0, -88, -95], [-104, 0.0, -120]], id="about underflow"),
+    pytest.param([[0.0, 0.0, 0.0]] * 2, id="all logits equal"),
+    pytest.param([[1.0, 2.0, 3.0]], id="one token"),
+])  # fmt: skip
 def test_extremes(name, tokens):
     logits = np.array([tokens], "float32")
     ids = np.arange(len(tokens))[None] % 2
     loss, actual = with_gradient(lambda x: LOSSES[name](x, tensor(ids)), logits)
-    assert_close(loss, [expected_loss(name, logits[0], ids[0])], **CLOSE)
+    assert_close(loss, [expected_loss(name, logits[0], ids[0])], 1e-5, 1e-6)
     assert np.all(np.isfinite(actual))
-    assert_close(actual[0], expected_gradient(name, logits[0], ids[0]), **CLOSE)
+    assert_same(actual[np.isinf(logits)], 0)
 
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def expected_loss(name, logits, ids, kept=None):
-    """A group's loss in float64, straight from the definitions.
-
-    `kept` are the experts to merge, (S, 2): the largest of the tokens if None.
-    """
-    p = softmax64(logits)
+def expected_loss(name, logits, ids):
+    """A group's loss in float64, straight from the definitions."""
+    p = np.exp(logits.astype("float64") - logits.max(axis=-1, keepdims=True))
+    p = p / p.sum(axis=-1, keepdims=True)
     mean = entropy(*p.mean(axis=0))
     local = np.mean([entropy(*token) for token in p])
     if name == "local":
@@ -269,52 +240,8 @@ def expected_loss(name, logits, ids, kept=None):
     if name == "target":
         return (LOG2 - local) ** 2
     if name == "merged":
-        kept = two_largest(logits) if kept is None else kept
-        mass = np.take_along_axis(p, kept, axis=-1).sum(axis=-1)
-        rest = p.sum(axis=-1) - mass
-        merged = np.stack([mass, rest], axis=-1)
-        return np.mean([entropy(*token) for token in merged])
+        rest = np.sort(p, axis=-1)[:, :-2].sum(axis=-1)
+        return np.mean([entropy(1 - x, x) for x in rest])
     marginals = [p[ids == m].mean(axis=0) for m in (0, 1) if np.any(ids == m)]
     marginal_entropies = [entropy(*marginal) for marginal in marginals]
     return np.mean(marginal_entropies) - entropy(*np.mean(marginals, axis=0))
-
-
-def two_largest(logits):
-    # Stable, so that ties go to the lowest expert.
-    return np.argsort(-logits, axis=-1, kind="stable")[:, :2]
-
-
-def softmax64(logits):
-    p = np.exp(logits.astype("float64") - logits.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
-
-
-def expected_gradient(name, logits, ids):
-    """Central differences in float64; the limit, zero, at a logit of -inf.
-
-    Where gates tie, the experts that are merged stay: a step would exchange them.
-    """
-    kept = two_largest(logits)
-    gradient = np.zeros(logits.shape)
-    for place in np.ndindex(*logits.shape):
-        if np.isinf(logits[place]):
-            continue
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = logits.astype("float64")
-            moved[place] += step
-            ends.append(expected_loss(name, moved, ids, kept))
-        gradient[place] = (ends[0] - ends[1]) / 2e-5
-    return gradient
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "threshold"])
-def test_one_expert_leaves_nothing_to_choose(name):
-    def loss_of(x):
-        if name in ("target", "merged"):
-            return getattr(losses, f"{name}_entropy_loss")(x, 1)
-        return LOSSES[name](x, tensor(np.zeros((2, 3), "int32")))
-
-    loss, actual = with_gradient(loss_of, normal(0, 2, 3, 1))
-    assert_close(loss, [0, 0], atol=1e-6)
-    assert_close(actual, 0, atol=1e-6)

@@ -1,7 +1,4 @@
-"""LIMoE's losses together: golden data with noise, groups, thresholds and names.
-
-Axes: G groups, S group_size, E experts, K selected experts.
-"""
+"""LIMoE's losses together: golden data with noise, groups, thresholds and names."""
 
 import json
 import math
@@ -39,14 +36,11 @@ LOCAL = {
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("case", "local_loss"),
-    [
-        ("two_modalities_k1", "local_entropy"),
-        ("two_modalities_k2", "target_entropy"),
-        ("two_modalities_k2", "merged_entropy"),
-    ],
-)
+@pytest.mark.parametrize(("case", "local_loss"), [
+    ("two_modalities_k1", "local_entropy"),
+    ("two_modalities_k2", "target_entropy"),
+    ("two_modalities_k2", "merged_entropy"),
+])  # fmt: skip
 def test_golden_in_training(case, local_loss):
     arrays, config = golden.load(f"09_limoe_losses/{case}")
     logits = arrays["inputs/logits"]
@@ -55,11 +49,8 @@ def test_golden_in_training(case, local_loss):
     ids = arrays["inputs/modality"]
     # Modality 0 of the data is called text here: both orders of names are right.
     text, image = arrays["inputs/tau"]
-    loss = limoe_losses(
-        {"text": float(text), "image": float(image)},
-        local_loss,
-        modalities=("text", "image"),
-    )
+    thresholds = {"text": float(text), "image": float(image)}
+    loss = limoe_losses(thresholds, local_loss, modalities=("text", "image"))
     router = SimpleNamespace(
         num_experts=num_experts, num_selected_experts=selected, noise_std=1.0
     )
@@ -68,12 +59,8 @@ def test_golden_in_training(case, local_loss):
         routing = routing_of(logits)._replace(noisy_logits=noisy)
         return loss(routing, router, None, ids)
 
-    actual = numbers(
-        program,
-        logits[None].astype("float32"),
-        (logits + noise)[None].astype("float32"),
-        ids[None],
-    )
+    inputs = (x[None].astype("float32") for x in (logits, logits + noise))
+    actual = numbers(program, *inputs, ids[None])
     expected = [
         arrays["outputs/importance_all_tokens"],
         load_loss(logits, logits + noise, 1 / num_experts, selected),
@@ -109,16 +96,10 @@ def test_parts_and_config():
 
 # Text, image.
 EXPERTS = {
-    "limoe_s32": (12, 17),
-    "limoe_b32": (12, 17),
-    "limoe_s16": (9, 20),
-    "limoe_b16": (9, 20),
-    "limoe_l32": (20, 1),
-    "limoe_l16": (28, 8),
-    "limoe_h14": (4, 25),
-    "several_experts": (4, 25),
-    "by_modality": (4, 25),
-}
+    "limoe_s32": (12, 17), "limoe_b32": (12, 17), "limoe_s16": (9, 20),
+    "limoe_b16": (9, 20), "limoe_l32": (20, 1), "limoe_l16": (28, 8),
+    "limoe_h14": (4, 25), "several_experts": (4, 25), "by_modality": (4, 25),
+}  # fmt: skip
 
 
 def test_settings_of_presets_are_json_and_the_published_ones():

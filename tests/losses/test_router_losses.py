@@ -1,7 +1,4 @@
-"""Auxiliary losses of routers: golden data, hand computation, masks and edges.
-
-Axes: G groups, S group_size, E experts, K selected experts.
-"""
+"""Auxiliary losses of routers: golden data, hand computation, masks and edges."""
 
 import math
 from types import SimpleNamespace
@@ -56,9 +53,6 @@ def test_golden_loss(case, name):
     rtol = 1e-4 if name == "load" else 1e-5
     assert_close(loss, arrays[f"outputs/{name}"], rtol, 1e-6)
     assert_close(actual, arrays[f"grads/{name}/logits"], 1e-4, 1e-6)
-
-
-# By hand
 
 
 def test_importance_by_hand():
@@ -129,19 +123,13 @@ def test_z_by_hand():
     assert_close(actual[0, 0], [math.log(3) / 3] * 3, 1e-5)
 
 
-# Properties of each
-
-
 @pytest.mark.parametrize("name", LOSSES_OF_TOKENS)
-@pytest.mark.parametrize(
-    ("shape", "scale"),
-    [
-        pytest.param((1, 4, 1), 1.0, id="one expert"),
-        pytest.param((2, 1, 3), 1.0, id="one token"),
-        pytest.param((1, 5, 3), 1e4, id="huge logits"),
-        pytest.param((1, 5, 3), 0.0, id="all logits equal"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "scale"), [
+    pytest.param((1, 4, 1), 1.0, id="one expert"),
+    pytest.param((2, 1, 3), 1.0, id="one token"),
+    pytest.param((1, 5, 3), 1e4, id="huge logits"),
+    pytest.param((1, 5, 3), 0.0, id="all logits equal"),
+])  # fmt: skip
 def test_extremes_are_finite(name, shape, scale):
     logits = np.float32(scale) * normal(0, *shape)
     loss, actual = with_gradient(lambda x: LOSSES_OF_TOKENS[name](x, None), logits)

@@ -34,6 +34,8 @@ BY_MODALITY = {"auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7}}}}
 PROJECTED = {**TEXT, "projection_dim": 5}
 EMPTY = {**TEXTS, "padding_mask": np.zeros(IDS.shape, bool)}
 RESULT = models.CardResult
+PIXELS = np.zeros((1, 2, 3, 4, 3), "uint8")
+ODD = ImagePreprocessor((9, 9, 3))
 
 
 def digits(**arguments):
@@ -89,88 +91,49 @@ MAKERS = {
 # The message names argument and value.
 BAD_VALUES = {
     "digits": {
-        "task": ["segmenter"],
-        "num_classes": [0],
+        "task": ["segmenter"], "num_classes": [0],
         "image_shape": [(16, 16), 8, (16.0, 16.0, 1), "16", (16, None, 1)],
-        "patch_size": [4.0, "4"],
-        "hidden_dim": ["64"],
-        "num_layers": [0, 200_000],
-        "num_heads": [0, 3],
-        "class_token": [2],
-        "final_norm": ["no"],
-        "position_embedding": ["rotary"],
-        "moe_layers": [[4], [1, 1], 5],
-        "capacity_factor": ["1"],
-        "examples_per_group": [0, 1.5],
+        "patch_size": [4.0, "4"], "hidden_dim": ["64"], "num_layers": [0, 200_000],
+        "num_heads": [0, 3], "class_token": [2], "final_norm": ["no"],
+        "position_embedding": ["rotary"], "moe_layers": [[4], [1, 1], 5],
+        "capacity_factor": ["1"], "examples_per_group": [0, 1.5],
     },
     "describe": {"num_classes": [-5], "num_layers": [200_000]},
     "ViT": {
-        "router": ["hash"],
-        "eval_capacity": [0],
-        "evaluation": ["paper"],
-        "expert_use_bias": [1],
-        "shared_expert_initialization": ["no"],
-        "slots": [3],
-        "auxiliary_losses": ["all"],
-        "seed": [1.5, -1, "x", True],
-        "rematerialize": ["full"],
-        "stochastic_depth": [1.0, NAN],
+        "router": ["hash"], "eval_capacity": [0], "evaluation": ["paper"],
+        "expert_use_bias": [1], "shared_expert_initialization": ["no"], "slots": [3],
+        "auxiliary_losses": ["all"], "seed": [1.5, -1, "x", True],
+        "rematerialize": ["full"], "stochastic_depth": [1.0, NAN],
     },
     "ViT(...)": {"num_experts": [8], "num_layer": [8]},
     "mixer": {
-        "token_mlp_dim": [0],
-        "num_heads": [2],
-        "stochastic_depth": [-0.1],
+        "token_mlp_dim": [0], "num_heads": [2], "stochastic_depth": [-0.1],
         "token_mixer": ["moe"],
     },
     "muMoE": {"rank": [0], "ranks": [2]},
     "MoE++": {
-        "num_experts": [0],
-        "tau": [0.0],
-        "zero_experts": [-1],
-        "gating_residual": ["yes"],
-        "moe_layers": [[2]],
-        "gated_experts": [1],
+        "num_experts": [0], "tau": [0.0], "zero_experts": [-1],
+        "gating_residual": ["yes"], "moe_layers": [[2]], "gated_experts": [1],
         "eval_capacity": [2],
     },
     "text": {
-        "pooling": ["middle", None],
-        "end_of_text_id": [20],
-        "vocabulary_size": [0],
-        "max_length": [0],
-        "num_heads": [3],
-        "causal": [1],
-        "mask_padding": [None],
-        "projection_dim": [0],
-        "final_norm": [0],
+        "pooling": ["middle", None], "end_of_text_id": [20], "vocabulary_size": [0],
+        "max_length": [0], "num_heads": [3], "causal": [1], "mask_padding": [None],
+        "projection_dim": [0], "final_norm": [0],
     },
     "classifier": {
-        "head": ["mumoe"],
-        "head_dtype": ["flot32"],
-        "multi_label": ["x"],
-        "head_bias": ["log"],
-        "output_activation": ["relu"],
-        "dropout": [-1.0],
-        "pooling": ["max"],
-        "poolin": ["map"],
-        "preprocessor": [3],
+        "head": ["mumoe"], "head_dtype": ["flot32"], "multi_label": ["x"],
+        "head_bias": ["log"], "output_activation": ["relu"], "dropout": [-1.0],
+        "pooling": ["max"], "poolin": ["map"], "preprocessor": [3],
     },
     "preprocessor": {
-        "image_shape": [(8, 8)],
-        "mean": [[0.5, 0.5], "x"],
-        "std": [0, NAN],
-        "interpolation": ["lanczos"],
-        "antialias": [1],
-        "center_crop": [0, 1.2],
+        "image_shape": [(8, 8)], "mean": [[0.5, 0.5], "x"], "std": [0, NAN],
+        "interpolation": ["lanczos"], "antialias": [1], "center_crop": [0, 1.2],
         "class_names": ["cat", range(3)],
     },
     "tokenizer": {
-        "tokenizer": ["clip"],
-        "max_length": [0],
-        "start_id": [-1, 10**9],
-        "end_id": [530],
-        "padding_id": [None],
-        "lower_case": [1],
+        "tokenizer": ["clip"], "max_length": [0], "start_id": [-1, 10**9],
+        "end_id": [530], "padding_id": [None], "lower_case": [1],
     },
     "block": {
         "stochastic_depth": [-0.1, 1.0, NAN, "0.1", True],
@@ -180,7 +143,7 @@ BAD_VALUES = {
     "limoe": {"num_heads": [3], "projection_dim": [0]},
     "contrastive accuracy": {"chunk_size": [0]},
     "overrides": {"experts": [3]},
-}
+}  # fmt: skip
 
 # Values that do not fit together, and errors that say more.
 OTHERS = [
@@ -243,27 +206,20 @@ CALLS = [
     (lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1), "MuMoEConfig; rec"),
     (lambda: ViTBackbone(**IMAGE).with_router_arguments(tau=1.0), "Backbone without"),
     (lambda: upcycle(dense_mixer(), 1, router="mumoe"), "num_experts=1"),
-    (
-        lambda: upcycle(dense_mixer(), 4, router="mumoe", use_bias=False, rank=4),
-        "use_bias=False",
-    ),
+    (lambda: upcycle(dense_mixer(), 4, router="mumoe", use_bias=False), "bias=False"),
     (lambda: classifier().with_logit_offsets(1, np.ones(4)), "head=None"),
     (lambda: small_tokenizer(vocabulary_size=514), "vocabulary_size=514"),
     (lambda: small_tokenizer()(["a cat", "a \ud800"]), r"surrogates; .*captions\[1\]"),
     (lambda: TextTokenizer.trained(["a b"], 600), "several letters"),
-    *(
-        (lambda images=images: ImagePreprocessor((8, 8, 3))(images), "Expected images")
-        for images in (
-            "a.png",
-            np.zeros((1, 2, 3, 4, 3), "uint8"),
-            np.zeros((7, 8, 8), "uint8"),
-        )
+    (lambda: ImagePreprocessor((8, 8, 3))("a.png"), "Expected images"),
+    (lambda: ImagePreprocessor((8, 8, 3))(PIXELS), "Expected images"),
+    (lambda: ImagePreprocessor((8, 8, 3))(PIXELS[0, ..., 0]), "Expected images"),
+    (
+        lambda: models.image_tower(TextBackbone.config_class(), None, None),
+        r"lacks \['image_shape', 'patch_size'\]",
     ),
     # Models of pairs
-    (
-        lambda: clip().predict({"images": IMAGES, "token_ids": IDS}),
-        "padding_mask alone",
-    ),
+    (lambda: clip().predict({"images": IMAGES, "token_ids": IDS}), "ding_mask alone"),
     (lambda: clip().predict(TEXTS), r"encoder\('text'\) take one modality alone"),
     (lambda: clip().encoder("sound"), "received: modality='sound'"),
     (lambda: pairs_model().encode_text(EMPTY), "a token that is no padding"),
@@ -271,49 +227,37 @@ CALLS = [
     (lambda: pairs_model().encode_images(None), "received: NoneType"),
     (lambda: pairs_model().compile(loss="mse"), r"a loss of \(y_true, y_pred\)"),
     (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss), "received: loss=<cl"),
-    (
-        lambda: pairs_model().compile(loss=MeanSquaredError()),
-        "dict of embeddings.*received: loss=<LossFunction",
-    ),
+    (lambda: pairs_model().compile(loss=MeanSquaredError()), "dict of emb.*loss=<Loss"),
     (lambda: pairs_model().compile(metrics=["accuracy"]), "metrics of embeddings"),
     (lambda: pairs_model().compile(loss=SigmoidContrastiveLoss()), r"\['logit_bias'"),
     (lambda: pairs_model().fit(PAIRS, np.zeros(3)), "y of ndarray"),
     (lambda: pairs_model().predict(IMAGES), "received: an array"),
     (lambda: ContrastiveModel(clip(), small_tokenizer()), "vocabulary_size"),
     (lambda: ContrastiveModel(clip(), nope=3), "nope"),
-    (
-        lambda: ContrastiveModel(clip(), None, ImagePreprocessor((9, 9, 3))),
-        "preprocessor of image_shape=",
-    ),
+    (lambda: ContrastiveModel(clip(), None, ODD), "preprocessor of image_shape="),
     (lambda: ContrastiveModel(ViTBackbone(**IMAGE)), "to be a PairBackbone"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("maker", "arguments", "message"),
-    [
-        *named_values(BAD_VALUES),
-        *OTHERS,
-        *(("call", {"call": call}, message) for call, message in CALLS),
-    ],
-)
+@pytest.mark.parametrize(("maker", "arguments", "message"), [
+    *named_values(BAD_VALUES),
+    *OTHERS,
+    *(("call", {"call": call}, message) for call, message in CALLS),
+])  # fmt: skip
 def test_bad_arguments_are_refused(maker, arguments, message):
     check_refused(MAKERS[maker], arguments, message)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_ids": IDS + 1}, "vocabulary_size - 1 = 19; received: 20"),
-        ({"images": IMAGES[:2]}, "as many images as texts"),
-        ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
-        ({k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()}, "max_length=6"),
-        ({"token_ids": IDS.astype("float32")}, "integers"),
-        ({"image_ids": np.arange(3)}, "alone; received: .*'image_ids'"),
-        ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
-        ({"padding_mask": EMPTY["padding_mask"]}, "a token that is no padding"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"token_ids": IDS + 1}, "vocabulary_size - 1 = 19; received: 20"),
+    ({"images": IMAGES[:2]}, "as many images as texts"),
+    ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
+    ({k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()}, "max_length=6"),
+    ({"token_ids": IDS.astype("float32")}, "integers"),
+    ({"image_ids": np.arange(3)}, "alone; received: .*'image_ids'"),
+    ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
+    ({"padding_mask": EMPTY["padding_mask"]}, "a token that is no padding"),
+])  # fmt: skip
 @pytest.mark.parametrize("make", [clip, limoe, pairs_model])
 def test_bad_pairs_are_refused(make, changes, message):
     inputs = {"x": {**PAIRS, **changes}, "verbose": 0}

@@ -7,35 +7,27 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.layers import MLP, Block, SelfAttention
+from keras_moe.layers import MLP, Block, LogitScale, SelfAttention
+from keras_moe.routers import Router
 from tests.calls import call
-from tests.small_models import images
+from tests.compare import assert_close, assert_same
+from tests.pair_models import IMAGE, TEXT
 
 to_numpy = keras.ops.convert_to_numpy
-SIZES = {"hidden_dim": 8, "num_layers": 2, "mlp_dim": 12, "seed": 0}
-IMAGES = {"image_shape": (8, 8, 3), "patch_size": 4}
-TEXTS = {"vocabulary_size": 20, "max_length": 5}
-HEADS = {"num_heads": 2}
 MOE = {"moe_layers": [1], "num_experts": 4, "router": "softmax_token_choice"}
+MIXER = {name: size for name, size in IMAGE.items() if name != "num_heads"}
 MAKERS = {
-    "vit": lambda **kw: models.ViTBackbone(**{**IMAGES, **SIZES, **HEADS, **kw}),
-    "mixer": lambda **kw: models.MixerBackbone(
-        **{**IMAGES, **SIZES, "token_mlp_dim": 6, **kw}
-    ),
-    "text": lambda **kw: models.TextBackbone(**{**TEXTS, **SIZES, **HEADS, **kw}),
-    "decoder": lambda **kw: models.DecoderBackbone(**{**TEXTS, **SIZES, **HEADS, **kw}),
+    "vit": lambda **kw: models.ViTBackbone(**{**IMAGE, **kw}),
+    "mixer": lambda **kw: models.MixerBackbone(**{**MIXER, "token_mlp_dim": 6, **kw}),
+    "text": lambda **kw: models.TextBackbone(**{**TEXT, **kw}),
+    "decoder": lambda **kw: models.DecoderBackbone(**{**TEXT, **kw}),
     "limoe": lambda **kw: models.LIMoEBackbone(
-        **{**IMAGES, **TEXTS, **SIZES, **HEADS, "projection_dim": 4, **kw}
+        **{**IMAGE, **TEXT, "projection_dim": 4, **kw}
     ),
-    "clip": lambda **kw: models.CLIPBackbone(
-        image={**IMAGES, **SIZES, **HEADS, **kw},
-        text={**TEXTS, **SIZES, **HEADS, **kw},
-        projection_dim=4,
+    "clip": lambda dtype=None, **kw: models.CLIPBackbone(
+        image={**IMAGE, **kw}, text={**TEXT, **kw}, projection_dim=4, dtype=dtype
     ),
 }
-
-
-# Layer scale
 
 
 def scales(backbone):
@@ -55,57 +47,40 @@ def test_layer_scale_by_hand():
     block.feed_forward_scale.scale.assign(mlp)
     mixed = tokens + mixer * to_numpy(block.token_mixer(block.mixer_norm(tokens)))
     branch = to_numpy(block.feed_forward(block.feed_forward_norm(mixed)))
-    np.testing.assert_allclose(to_numpy(block(tokens)), mixed + mlp * branch, atol=1e-5)
+    assert_close(block(tokens), mixed + mlp * branch, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_layers_have_the_policy_of_their_model(kind, policy):
+    """All but routers and the logits of pairs, which are float32 under every policy."""
+    for layer in MAKERS[kind](moe=MOE, dtype=policy)._flatten_layers(False):
+        if not isinstance(layer, keras.layers.InputLayer):
+            is_float32 = isinstance(layer, (LogitScale, Router))
+            expected = keras.dtype_policies.get("float32" if is_float32 else policy)
+            assert layer.compute_dtype == expected.compute_dtype, layer.path
+            assert layer.variable_dtype == expected.variable_dtype, layer.path
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_every_backbone_takes_layer_scale(kind):
+def test_every_backbone_takes_layer_scale_norms_gates_and_no_biases(kind):
     assert scales(MAKERS[kind]()) == []
-    backbone = MAKERS[kind](layer_scale_initial_value=0.1, moe=MOE)
+    options = {"norm": "rms", "gated_mlp": True, "use_bias": False}
+    moe = {**MOE, "expert_use_bias": False}
+    backbone = MAKERS[kind](**options, layer_scale_initial_value=0.1, moe=moe)
     assert len(scales(backbone)) == 2 * 2 * (2 if kind == "clip" else 1)
     for weight in scales(backbone):
-        np.testing.assert_array_equal(to_numpy(weight), np.full(8, 0.1, "float32"))
+        assert_same(weight, np.full(8, 0.1, "float32"))
+    paths = [weight.path for weight in backbone.weights if "block_" in weight.path]
+    assert any(path.endswith("mlp/gate/kernel") for path in paths)
+    assert any(path.endswith("feed_forward_norm/scale") for path in paths)
+    assert not [path for path in paths if path.endswith(("bias", "beta"))]
     again = type(backbone).from_config(backbone.get_config())
     assert again.get_config() == backbone.get_config()
     assert [w.path for w in again.weights] == [w.path for w in backbone.weights]
     count = sum(int(np.prod(w.shape)) for w in backbone.trainable_weights)
     assert backbone.describe().parameters == count
 
-
-def test_layer_scale_trains_beside_stochastic_depth_and_is_saved(tmp_path):
-    options = {"layer_scale_initial_value": 1e-2, "stochastic_depth": 0.2}
-    backbone = MAKERS["vit"](**options, moe=MOE)
-    model = models.ViTImageClassifier(backbone, 3)
-    model.compile(keras.optimizers.Adam(1e-2))
-    # The last batch is smaller.
-    x, y = images(6, 8, 8, 3), np.arange(6) % 3
-    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    for weight in scales(backbone):
-        assert np.abs(to_numpy(weight) - 1e-2).min() > 0
-    model.save_to_preset(tmp_path / "preset")
-    loaded = models.from_preset(tmp_path / "preset")
-    for weight, saved in zip(loaded.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(to_numpy(weight), to_numpy(saved))
-
-
-# Norms, gates and biases
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_every_backbone_takes_norms_gates_and_no_biases(kind):
-    options = {"norm": "rms", "gated_mlp": True, "use_bias": False}
-    backbone = MAKERS[kind](**options, moe={**MOE, "expert_use_bias": False})
-    paths = [weight.path for weight in backbone.weights if "block_" in weight.path]
-    assert any(path.endswith("mlp/gate/kernel") for path in paths)
-    assert any(path.endswith("feed_forward_norm/scale") for path in paths)
-    assert not [path for path in paths if path.endswith(("bias", "beta"))]
-    again = type(backbone).from_config(backbone.get_config())
-    assert [w.path for w in again.weights] == [w.path for w in backbone.weights]
-    count = sum(int(np.prod(w.shape)) for w in backbone.trainable_weights)
-    assert backbone.describe().parameters == count
-
-
-# Stochastic depth
 
 B, N, D = 3000, 2, 3
 RATE = 0.3
@@ -135,10 +110,10 @@ def branches(layer, training=True):
 
 def test_whole_examples_are_dropped_and_the_others_scaled():
     added = branches(deep_block())
-    np.testing.assert_allclose(added, added[:, :1, :1] + np.zeros((N, D)), atol=1e-5)
+    assert_close(added, added[:, :1, :1] + np.zeros((N, D)), atol=1e-5)
     kept = added[:, 0, 0] * (1 - RATE)
     first, second = np.round(kept) % 10 == 1, np.round(kept) >= 10
-    np.testing.assert_allclose(kept, 1.0 * first + 10.0 * second, atol=1e-4)
+    assert_close(kept, 1.0 * first + 10.0 * second, atol=1e-4)
     # Four standard deviations of a frequency over B examples.
     for actual, expected in (
         (first.mean(), 1 - RATE),
@@ -147,7 +122,7 @@ def test_whole_examples_are_dropped_and_the_others_scaled():
     ):
         assert abs(actual - expected) < 4 * np.sqrt(expected * (1 - expected) / B)
     inference = branches(deep_block(), training=False)
-    np.testing.assert_allclose(inference, 11.0, rtol=1e-5)
+    assert_close(inference, 11.0, 1e-5)
 
 
 @pytest.mark.every_backend
@@ -155,7 +130,7 @@ def test_draws_follow_from_the_seed_and_move_on():
     layer = deep_block()
     first = branches(layer)
     assert np.abs(branches(layer) - first).max() > 1
-    np.testing.assert_array_equal(branches(deep_block()), first)
+    assert_same(branches(deep_block()), first)
     assert np.abs(branches(deep_block(seed=6)) - first).max() > 1
 
 
@@ -168,7 +143,7 @@ def test_rates_rise_on_a_line_and_round_trip(name, tmp_path):
     for again in (backbone, type(backbone).from_config(config), loaded):
         blocks = [again.get_layer(f"block_{index}") for index in range(5)]
         rates = [block.stochastic_depth for block in blocks]
-        np.testing.assert_allclose(rates, [0.0, 0.05, 0.1, 0.15, 0.2])
+        assert_close(rates, [0.0, 0.05, 0.1, 0.15, 0.2])
         assert [block.depth_layer.rate for block in blocks] == rates
     # No two sites of a model draw alike.
     dropouts = (keras.layers.Dropout,)

@@ -9,6 +9,7 @@ from keras_moe import models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
 from tests import golden
 from tests.published import hub_vit
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -19,13 +20,11 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("built-in", "from outside", "backbone", "task", "published", "KerasHub")
 OUTSIDE = {
-    "description": "A ViT of the tests",
-    "backbone": ViTBackbone,
-    "task": "ViTImageClassifier",
-    "config": SIZES,
+    "description": "A ViT of the tests", "backbone": ViTBackbone,
+    "task": "ViTImageClassifier", "config": SIZES,
     "task_config": {"dropout": 0.25},
     "class_names": ["no", "yes"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +75,16 @@ def test_described_is_what_is_built(sources, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("overrides", "options", "message"),
-    [
-        ({"num_laers": 2}, {}, r"num_laers=2 \(nearest: num_layers"),
-        ({"num_classes": 3, "poling": "map"}, {}, r"poling='map' \(nearest: pooling"),
-        ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
-        ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
-        ({}, {"cls": MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
-        ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "options", "message"), [
+    ({"num_laers": 2}, {}, r"num_laers=2 \(nearest: num_layers"),
+    ({"num_classes": 3, "poling": "map"}, {}, r"poling='map' \(nearest: pooling"),
+    ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
+    ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
+    ({}, {"cls": MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
+    ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
+])  # fmt: skip
 def test_every_source_refuses_alike(sources, kind, overrides, options, message):
-    with pytest.raises(ValueError, match=message):
-        models.resolve(sources[kind], overrides, **options)
+    refuses(message, models.resolve, sources[kind], overrides, **options)
 
 
 def test_a_model_is_a_source(sources):
@@ -101,11 +96,9 @@ def test_a_model_is_a_source(sources):
     assert type(again) is type(model)
     configs = (json.loads(json.dumps(x.get_config())) for x in (again, model))
     assert next(configs) == next(configs)
-    with pytest.raises(ValueError, match="num_classes"):
-        models.resolve(model, {"num_classes": 3})
+    refuses("num_classes", models.resolve, model, {"num_classes": 3})
     # Its weights are not in the blueprint: a copy is `model.copy()`.
-    with pytest.raises(ValueError, match="name of a preset"):
-        models.from_preset(model)
+    refuses("name of a preset", models.from_preset, model)
     with pytest.raises(ValueError, match=r"MixerBackbone.*received: Sequential"):
         models.resolve(keras.Sequential())
 

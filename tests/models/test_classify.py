@@ -8,7 +8,9 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models import ImagePreprocessor, ViTBackbone, ViTImageClassifier
+from tests.compare import assert_close
 from tests.pair_models import IMAGE
+from tests.refusals import refuses
 
 SMALL = {**IMAGE, "num_layers": 1}
 NAMES = ["ant", "bee", "cat"]
@@ -39,12 +41,10 @@ def test_names_and_probabilities(model):
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert [len(row) for row in actual] == [3, 3, 3]
     for row, probabilities in zip(actual, expected):
-        np.testing.assert_allclose(
-            [x.probability for x in row], np.sort(probabilities)[::-1], rtol=1e-4
-        )
+        assert_close([x.probability for x in row], np.sort(probabilities)[::-1], 1e-4)
         for x in row:
             assert x.name == NAMES[x.index]
-            np.testing.assert_allclose(x.probability, probabilities[x.index], rtol=1e-4)
+            assert_close(x.probability, probabilities[x.index], 1e-4)
     (best,) = model.classify(PHOTOS[1], top=1)
     assert best.name == actual[1][0].name
     # Images may have different sizes, and be grey.
@@ -58,11 +58,11 @@ def test_outputs_of_every_kind():
     outputs = logits.predict(logits.preprocessor(PHOTOS[:1]), verbose=0)
     for actual in logits.classify(PHOTOS[0]):
         expected = 1 / (1 + np.exp(-outputs[0, actual.index]))
-        np.testing.assert_allclose(actual.probability, expected, rtol=1e-5)
+        assert_close(actual.probability, expected, 1e-5)
     probable = classifier(output_activation="softmax")
     actual = probable.classify(PHOTOS[0])
     outputs = probable.predict(probable.preprocessor(PHOTOS[:1]), verbose=0)
-    np.testing.assert_allclose(actual[0].probability, outputs.max(), rtol=1e-6)
+    assert_close(actual[0].probability, outputs.max(), 1e-6)
     half = ViTImageClassifier(
         ViTBackbone.from_config({**SMALL, "dtype": "bfloat16"}),
         3,
@@ -71,13 +71,12 @@ def test_outputs_of_every_kind():
     actual = half.classify(PHOTOS[0])
     # Without names there are numbers; equals keep their order.
     assert [x.name for x in actual] == ["0", "1", "2"]
-    np.testing.assert_allclose(actual[0].probability, 1 / 3, rtol=1e-6)
+    assert_close(actual[0].probability, 1 / 3, 1e-6)
 
 
 def test_what_classify_refuses(model):
     for top in (0, 1.5):
-        with pytest.raises(ValueError, match=f"top={top}"):
-            model.classify(PHOTOS, top=top)
+        refuses(f"top={top}", model.classify, PHOTOS, top=top)
     for preprocessor in (None, keras.layers.Rescaling(2.0)):
         with pytest.raises(ValueError, match="with an ImagePreprocessor"):
             classifier(preprocessor).classify(PHOTOS)
@@ -136,8 +135,7 @@ def test_another_models_preprocessor_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             model.preprocessor = preprocessor
-        with pytest.raises(ValueError, match=message):
-            classifier(preprocessor)
+        refuses(message, classifier, preprocessor)
     assert model.preprocessor is before
     for preprocessor in (ImagePreprocessor(shape), None):
         model.preprocessor = preprocessor

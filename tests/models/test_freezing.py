@@ -9,7 +9,9 @@ import pytest
 
 from keras_moe import models, training
 from tests.backends import every_backend_for
+from tests.compare import assert_close, assert_same
 from tests.pair_models import IDS, IMAGE, MOE, PAIRS, TEXT, clip, limoe
+from tests.small_models import GPT2
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -18,10 +20,6 @@ LABELS = np.array([0, 1, 2])
 TEXT_MOE = {"zero_experts": 1, "copy_experts": 1, **MOE}
 MUMOE = {"router": "mumoe", "moe_layers": [1], "num_experts": 4}
 NO_HEADS = {name: value for name, value in IMAGE.items() if name != "num_heads"}
-GPT2 = {
-    "positions": "learned", "norm": "layer", "gated_mlp": False, "use_bias": True,
-    "activation": "gelu_tanh", "tied_embeddings": True,
-}  # fmt: skip
 
 
 def vit(head=None, **kwargs):
@@ -100,6 +98,11 @@ def copies(model, folder):
     return made
 
 
+def predicted(model):
+    outputs = model.predict(batch(model)[0], verbose=0)
+    return keras.tree.flatten(outputs)
+
+
 def paths(weights):
     return [weight.path for weight in weights]
 
@@ -128,7 +131,10 @@ def test_what_is_frozen_stays_frozen(kind, tmp_path):
     may_move |= {*paths(model.weights)} - of_backbone
     # The optimizer of a file has begun, too.
     moved(model)
-    made = copies(model, tmp_path)
+    made, outputs = copies(model, tmp_path), predicted(model)
+    for way, other in made.items():
+        assert paths(other.weights) == paths(model.weights), way
+        assert_same(predicted(other), outputs)
     trained, changed = paths(model.trainable_variables), moved(model)
     assert {*changed} <= may_move
     assert any(path in changed for path in paths(block.feed_forward.weights))
@@ -219,16 +225,13 @@ def test_overrides_replace_what_a_preset_froze(tmp_path):
     assert len(again.trainable_weights) == len(again.weights)
 
 
-@pytest.mark.parametrize(
-    ("frozen", "received"),
-    [
-        (["block_7"], r"'block_7' \(nearest: block_"),
-        (["block_0/attention/query/kernels"], r"query/kernels' \(nearest: kernel"),
-        (["block_0/attention/query/kernel/x"], "query/kernel/x"),
-        ("block_0", "frozen='block_0'"),
-        ([3], r"frozen=\[3\]"),
-    ],
-)
+@pytest.mark.parametrize(("frozen", "received"), [
+    (["block_7"], r"'block_7' \(nearest: block_"),
+    (["block_0/attention/query/kernels"], r"query/kernels' \(nearest: kernel"),
+    (["block_0/attention/query/kernel/x"], "query/kernel/x"),
+    ("block_0", "frozen='block_0'"),
+    ([3], r"frozen=\[3\]"),
+])  # fmt: skip
 def test_unknown_paths_are_refused(frozen, received):
     with pytest.raises(ValueError, match=f"Expected frozen.*; received: .*{received}"):
         models.ViTBackbone.from_config({**IMAGE, "frozen": frozen})
@@ -267,9 +270,6 @@ def test_upcycled_and_composed_models_are_frozen_alike():
     assert not copy.deepcopy(pair).tower_backbone("image").trainable
 
 
-# LoRA
-
-
 def adapted():
     # Files do not have the state of the noise.
     model = vit(**MOE, gated_experts=True, noise_std=0.0)
@@ -304,7 +304,7 @@ def test_adapters_are_trained_on_after_loading(tmp_path):
         actual = [*other.weights, *other.optimizer.variables]
         assert [x.name for x in actual] == [x.name for x in expected]
         for a, b in zip(actual, expected):
-            np.testing.assert_allclose(to_numpy(a), to_numpy(b), rtol=0, atol=1e-6)
+            assert_close(a, b, 0, 1e-6)
 
 
 def test_files_of_weights_and_presets_have_no_adapters(tmp_path):
@@ -325,7 +325,7 @@ def test_files_of_weights_and_presets_have_no_adapters(tmp_path):
     model.backbone.load_weights(tmp_path / "all.weights.h5")
     for other in (plain, loaded, model):
         actual = other.predict(PAIRS["images"], verbose=0)
-        np.testing.assert_allclose(actual, outputs, rtol=1e-4, atol=1e-5)
+        assert_close(actual, outputs, 1e-4, 1e-5)
 
 
 def test_int8_models_with_adapters_come_back():
@@ -338,4 +338,4 @@ def test_int8_models_with_adapters_come_back():
     other = copy.deepcopy(model)
     for a, b in zip(model.weights, other.weights, strict=True):
         assert (a.path, a.dtype, a.trainable) == (b.path, b.dtype, b.trainable)
-        np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+        assert_same(a, b)

@@ -7,33 +7,22 @@ from keras import ops
 
 from keras_moe import models
 from keras_moe.layers import MuMoE
+from tests.compare import assert_close, assert_same
 from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
 SHAPE = (16, 8, 2)
+RING = MuMoE(
+    3, (4, 2), "tr", (2, 3, 2, 4), "softmax", "layer", expert_noise=0.5,
+    edited_outputs=(1,),
+)  # fmt: skip
 HEADS = {
-    "final": {
-        "head": MuMoE(
-            3,
-            (4, 2),
-            factorization="tr",
-            rank=(2, 3, 2, 4),
-            activation="softmax",
-            normalization="layer",
-            expert_noise=0.5,
-            edited_outputs=(1,),
-        ),
-        "output_activation": "softmax",
-        "representation_dim": 6,
-    },
+    "final": {"head": RING, "output_activation": "softmax", "representation_dim": 6},
     "penultimate": {
-        "head": MuMoE(7, 4, rank=5),
-        "head_position": "penultimate",
-        "head_bias": -2.0,
-        "multi_label": True,
-        "head_dtype": "mixed_bfloat16",
+        "head": MuMoE(7, 4, rank=5), "head_position": "penultimate", "head_bias": -2.0,
+        "multi_label": True, "head_dtype": "mixed_bfloat16",
     },
-}
+}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -44,7 +33,7 @@ def backbone(**kwargs):
 
 
 @pytest.mark.parametrize("position", HEADS)
-def test_outputs_saving_and_counts(position, tmp_path):
+def test_outputs_config_and_counts(position):
     arguments = HEADS[position]
     model = models.ViTImageClassifier(backbone(), 3, **arguments)
     model = with_weights(model)
@@ -69,18 +58,13 @@ def test_outputs_saving_and_counts(position, tmp_path):
         y = np.maximum(y, 0) @ kernel + bias
         # Heads in bfloat16, of 8 bits.
         tolerance = 3e-2
-    np.testing.assert_allclose(actual["outputs"], y, rtol=tolerance, atol=tolerance)
+    assert_close(actual["outputs"], y, tolerance, tolerance)
     trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     assert models.describe(model).parameters == trained
 
     again = models.ViTImageClassifier.from_config(model.get_config())
     assert again.get_config() == model.get_config()
     assert [w.path for w in again.weights] == [w.path for w in model.weights]
-    model.save_to_preset(tmp_path / "preset")
-    loaded = models.from_preset(tmp_path / "preset")
-    np.testing.assert_allclose(
-        loaded.predict(inputs, verbose=0), actual["outputs"], atol=1e-6
-    )
 
 
 def test_a_head_is_a_description_or_a_dict_of_arguments():
@@ -94,20 +78,6 @@ def test_a_head_is_a_description_or_a_dict_of_arguments():
     assert (model.head.units, model.head.gate.num_experts) == (3, (4,))
     again = models.ViTImageClassifier.from_config(model.get_config())
     assert again.get_config() == model.get_config()
-
-
-def test_counts_of_a_head_on_a_large_backbone():
-    """Table 10: 128 experts, rank 512, 768 inputs and 1,000 classes."""
-    head = MuMoE(1000, 128, rank=512)
-    actual = models.describe("vit_b32", num_classes=1000, head=head)
-    dense = models.describe("vit_b32")
-    assert actual.parameters - dense.parameters == 1_069_568
-    head = MuMoE(1000, (128, 4, 4), rank=512)
-    actual = models.describe("vit_b32", num_classes=1000, head=head)
-    assert actual.parameters - dense.parameters == 1_079_808
-
-
-# Pooling
 
 
 @pytest.mark.parametrize(
@@ -138,5 +108,5 @@ def test_attention_pooling_normalises_where_the_blocks_do(of_head, norms, bias):
 def test_the_first_patchs_token():
     model = models.ViTImageClassifier(backbone(class_token=False), 3, pooling="first")
     tokens = np.random.default_rng(0).normal(size=(2, 8, 16)).astype("float32")
-    np.testing.assert_array_equal(model.pooler(tokens), tokens[:, 0])
+    assert_same(model.pooler(tokens), tokens[:, 0])
     assert models.ViTImageClassifier.from_config(model.get_config()).pooling == "first"

@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models.base.model_card import CARD, MARK
+from tests.refusals import refuses
 
 SIZES = {"image_shape": (8, 8, 1), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 12}
 SIZES |= {"num_layers": 2, "num_heads": 2, "moe_layers": [1], "num_experts": 3}
@@ -111,8 +112,7 @@ def test_the_working_directory_is_not_replaced(classifier, tmp_path, monkeypatch
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     for target in (".", "..", tmp_path / "new"):
-        with pytest.raises(ValueError, match="that the program runs in"):
-            classifier.save_to_preset(target)
+        refuses("that the program runs in", classifier.save_to_preset, target)
     classifier.save_to_preset("../other")
     assert folder.samefile(".")
     assert (tmp_path / "new" / "other" / CARD).is_file()
@@ -122,8 +122,7 @@ def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
     uploads = []
     monkeypatch.setattr(keras_hub, "upload_preset", lambda *a: uploads.append(a))
     for uri in ("hf://", "hf://a", "hf://a/b/c", "kaggle://a/b"):
-        with pytest.raises(ValueError, match=f"hf://USER/MODEL or .*received: '{uri}'"):
-            models.upload(uri, tmp_path)
+        refuses(f"hf://USER/MODEL or .*received: '{uri}'", models.upload, uri, tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         models.upload("kaggle://a/b/keras/c", tmp_path / "nowhere")
     folder = tmp_path / "preset"
@@ -134,6 +133,5 @@ def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.weights\.h5"):
-        models.upload("kaggle://a/b/keras/c", folder)
+    refuses(r"model\.weights\.h5", models.upload, "kaggle://a/b/keras/c", folder)
     assert len(uploads) == 1

@@ -211,13 +211,10 @@ def test_scaled_rotary_positions():
         assert_close(model.predict(inputs, verbose=0), expected, 1e-4, 3e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rope_scaling": {"factor": 2.0}}, r"'linear' or 'ntk'.*'factor': 2.0"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"rope_scaling": {"factor": 2.0}}, r"'linear' or 'ntk'.*'factor': 2.0"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+])  # fmt: skip
 def test_configs_of_other_models_are_refused(changes, message):
     arrays, config = golden.load(f"{FOLDER}/lm_rope_scaling")
     with pytest.raises(ValueError, match=message):
@@ -278,14 +275,11 @@ def released(tmp_path):
     return str(source)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"moe_expert_interval": 2}, "moe_expert_interval=2"),
-        ({"num_experts": [9]}, r"num_experts=\[9\]"),
-        ({"hidden_size": 64}, "hidden_size=64"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"moe_expert_interval": 2}, "moe_expert_interval=2"),
+    ({"num_experts": [9]}, r"num_experts=\[9\]"),
+    ({"hidden_size": 64}, "hidden_size=64"),
+])  # fmt: skip
 def test_configs_of_other_weights_are_refused(changes, message, tmp_path):
     source = released(tmp_path)
     path = tmp_path / "source" / "config.json"
@@ -294,16 +288,13 @@ def test_configs_of_other_weights_are_refused(changes, message, tmp_path):
         models.from_preset(source)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"gate_hidden_dim": 5}, "gate_hidden_dim=5"),
-        ({"constant_experts": 1}, "constant_experts=1"),
-        ({"input_scale": 3.0}, "input_scale=3.0"),
-        ({"norm": "layer"}, "norm='layer'"),
-        ({"tau": 1.0, "normalize_gates": None}, "normalize_gates=None"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    ({"gate_hidden_dim": 5}, "gate_hidden_dim=5"),
+    ({"constant_experts": 1}, "constant_experts=1"),
+    ({"input_scale": 3.0}, "input_scale=3.0"),
+    ({"norm": "layer"}, "norm='layer'"),
+    ({"tau": 1.0, "normalize_gates": None}, "normalize_gates=None"),
+])  # fmt: skip
 def test_other_models_are_not_exported(overrides, message, tmp_path):
     model = models.from_preset(
         "moepp_lm_0.6b", hidden_dim=16, num_layers=1, num_heads=2, mlp_dim=8,

@@ -1,5 +1,7 @@
 """GPT-2 with muMoE blocks against the released code."""
 
+import re
+
 import numpy as np
 import pytest
 from keras import ops
@@ -51,87 +53,55 @@ def config_of(arrays, config):
     return {**arguments, "moe": moe}
 
 
-def pairs_of(model, is_mumoe):
-    """`(variable, function from the reference's arrays of a group)`."""
-    backbone = model.backbone
-    heads = backbone.config.num_heads
-    top = "transformer"
-
-    def named(name):
-        return lambda a: a(name)
-
-    def kernel(name, part=0, parts=1):
-        return lambda a: np.split(a(name), parts)[part].T
-
-    yield backbone.token_embedding.embeddings, named(f"{top}/wte/weight")
-    positions = backbone.get_layer("text_positions").embedding
-    yield positions, lambda a: a(f"{top}/wpe/weight")[None]
-    yield from norm_pairs(backbone.get_layer("final_norm"), f"{top}/ln_f")
-    for i, name in enumerate(backbone.block_names):
-        block, prefix = backbone.get_layer(name), f"{top}/h/{i}"
-        yield from norm_pairs(block.mixer_norm, f"{prefix}/ln_1")
-        attention = block.token_mixer
-        denses = (attention.query_dense, attention.key_dense, attention.value_dense)
-        for part, dense in enumerate(denses):
-
-            def split(name, part=part, is_bias=False):
-                def of(a):
-                    value = np.split(a(name), 3)[part]
-                    shape = (heads, -1) if is_bias else (value.shape[1], heads, -1)
-                    return value.T.reshape(shape)
-
-                return of
-
-            yield dense.kernel, split(f"{prefix}/attn/c_attn/weight")
-            if dense.bias is not None:
-                yield dense.bias, split(f"{prefix}/attn/c_attn/bias", is_bias=True)
-        dense = attention.output_dense
-        name = f"{prefix}/attn/c_proj"
-        yield (
-            dense.kernel,
-            lambda a, name=name: a(f"{name}/weight").T.reshape(
-                heads, -1, a(f"{name}/weight").shape[0]
-            ),
-        )
-        if dense.bias is not None:
-            yield dense.bias, named(f"{name}/bias")
-        layer = block.feed_forward
-        if not is_mumoe:
-            yield from norm_pairs(block.feed_forward_norm, f"{prefix}/mlp/c_fc/0")
-            for dense, name in (
-                (layer.hidden, "c_fc/1"),
-                (layer.output_dense, "c_proj"),
-            ):
-                yield dense.kernel, kernel(f"{prefix}/mlp/{name}/weight")
-                yield dense.bias, named(f"{prefix}/mlp/{name}/bias")
-            continue
-        prefix = f"{prefix}/mlp/MuMoE_layer"
-        yield layer.gate.kernels[0], named(f"{prefix}/projs/0")
-        yield layer.norm.gamma, named(f"{prefix}/input_ln/weight")
-        yield layer.norm.beta, named(f"{prefix}/input_ln/bias")
-        for name, experts in (
-            ("MuMoE", layer.hidden),
-            ("MuMoE2", layer.output_experts),
-        ):
-            for j, factor in enumerate(experts.factors):
-                yield factor, named(f"{prefix}/{name}/factors/{j}")
+# Ours on the left, the reference's within `transformer` on the right.
+NAMES = [
+    (r"token_embedding/", "wte/"),
+    (r"text_positions/", "wpe/"),
+    (r"final_norm/", "ln_f/"),
+    (r"block_(\d+)/mixer_norm/", r"h/\1/ln_1/"),
+    (r"block_(\d+)/feed_forward_norm/", r"h/\1/mlp/c_fc/0/"),
+    (r"block_(\d+)/attention/(query|key|value)/", r"h/\1/attn/c_attn/"),
+    (r"block_(\d+)/attention/attention_output/", r"h/\1/attn/c_proj/"),
+    (r"block_(\d+)/mlp/hidden/", r"h/\1/mlp/c_fc/1/"),
+    (r"block_(\d+)/mlp/output/", r"h/\1/mlp/c_proj/"),
+    (r"block_(\d+)/moe/gate/kernel_", r"h/\1/mlp/MuMoE_layer/projs/"),
+    (r"block_(\d+)/moe/input_norm/", r"h/\1/mlp/MuMoE_layer/input_ln/"),
+    (r"block_(\d+)/moe/hidden/", r"h/\1/mlp/MuMoE_layer/MuMoE/factors/"),
+    (r"block_(\d+)/moe/output/", r"h/\1/mlp/MuMoE_layer/MuMoE2/factors/"),
+]
+ENDS = {"gamma": "weight", "beta": "bias", "kernel": "weight", "embeddings": "weight"}
+ENDS |= {"embedding": "weight", "expert_factor_0": "0", "input_factor": "1"}
+ENDS |= {"output_factor": "2"}
 
 
-def norm_pairs(norm, name):
-    yield norm.gamma, lambda a: a(f"{name}/weight")
-    if norm.beta is not None:
-        yield norm.beta, lambda a: a(f"{name}/bias")
+def value_of(weight, arrays):
+    """What the reference's arrays of a group have for one of our weights."""
+    for ours, theirs in NAMES:
+        match = re.fullmatch(ours + r"(\w+)", weight.path)
+        if match:
+            end = match.groups()[-1]
+            value = arrays["transformer/" + match.expand(theirs) + ENDS.get(end, end)]
+            break
+    if "c_attn" in theirs:
+        value = np.split(value, 3)[("query", "key", "value").index(match[2])]
+    if end == "kernel":
+        value = value.T
+    return value.reshape(weight.shape)
+
+
+def assigned(arrays, config):
+    """The model with the reference's weights."""
+    arguments = config_of(arrays, config)
+    model = models.CausalLM(models.DecoderBackbone.from_config(arguments))
+    for weight in model.trainable_weights:
+        weight.assign(value_of(weight, golden.part(arrays, "params/")))
+    return model
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_released_code(case):
     arrays, config = golden.load(case)
-    arguments = config_of(arrays, config)
-    model = models.CausalLM(models.DecoderBackbone.from_config(arguments))
-    pairs = list(pairs_of(model, "moe" in arguments))
-    assert len(pairs) == len(model.trainable_weights)
-    for variable, of in pairs:
-        variable.assign(of(lambda name: arrays[f"params/{name}"]))
+    model = assigned(arrays, config)
     assert model.count_params() == config["num_parameters"]
     described = models.describe(model)
     assert described.parameters == config["num_parameters"]
@@ -140,36 +110,25 @@ def test_released_code(case):
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     logits = model.predict(inputs, verbose=0)
     assert_close(logits, arrays["outputs/eval/logits"], 1e-4, 2e-5)
-    tokens = model.backbone(inputs)
-    assert_close(
-        model.backbone.logits(tokens)[:, -1:],
-        arrays["outputs/eval/logits_last"],
-        1e-4,
-        2e-5,
-    )
+    last = model.backbone.logits(model.backbone(inputs))[:, -1:]
+    assert_close(last, arrays["outputs/eval/logits_last"], 1e-4, 2e-5)
     targets = arrays["inputs/targets"].astype("int32")
     inputs["targets"] = targets
     loss = model.evaluate(inputs, verbose=0, return_dict=True)["loss"]
     assert_close(np.float32(loss), arrays["outputs/loss"], 1e-5)
     count = (targets >= 0).sum()
     gradients = training_gradients(model, inputs, lambda x: -ops.sum(x) / count)
-    by_id = {id(v): g for v, g in zip(model.trainable_variables, gradients)}
-    for variable, of in pairs:
-        expected = of(lambda name: arrays[f"grads/loss/params/{name}"])
-        received = by_id[id(variable)]
+    for weight, gradient in zip(model.trainable_variables, gradients, strict=True):
+        expected = value_of(weight, golden.part(arrays, "grads/loss/params/"))
         # Zero gates have gradients of hundreds.
         atol = 1e-5 * max(1.0, np.abs(expected).max())
-        assert_close(received, expected, 1e-3, atol, err_msg=variable.path)
+        assert_close(gradient, expected, 1e-3, atol, err_msg=weight.path)
 
 
 @pytest.mark.every_backend
 def test_generation_up_to_the_longest_text():
     arrays, config = golden.load("18_mumoe_gpt2/gpt_tr_n8")
-    model = models.CausalLM(
-        models.DecoderBackbone.from_config(config_of(arrays, config))
-    )
-    for variable, of in pairs_of(model, True):
-        variable.assign(of(lambda name: arrays[f"params/{name}"]))
+    model = assigned(arrays, config)
     model.compile(sampler="greedy")
     ids = arrays["inputs/idx"].astype("int32")
     prompts = {"token_ids": ids, "padding_mask": np.ones_like(ids)}

@@ -1,10 +1,9 @@
 """Flat names of mixtures and routers find their owner."""
 
-import pytest
-
 from keras_moe.layers import MoEConfig
 from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.routers import SoftRouter, TokenChoiceRouter
+from tests.refusals import refuses
 
 
 def named(**arguments):
@@ -57,10 +56,8 @@ def test_the_same_router_in_another_form_keeps_its_arguments():
         changed = updated_moe(moe, {"router": same, "num_experts": 8})
         assert changed == moe.replace(num_experts=8)
     assert "combine" not in updated_moe(moe, {"router": SoftRouter}).router
-    with pytest.raises(ValueError, match="received: router=None"):
-        updated_moe(moe, {"router": None})
-    with pytest.raises(ValueError, match="router='hard'"):
-        updated_moe(moe, {"router": "hard"})
+    refuses("received: router=None", updated_moe, moe, {"router": None})
+    refuses("router='hard'", updated_moe, moe, {"router": "hard"})
 
 
 def test_another_kind_keeps_no_biases_of_the_one_before():

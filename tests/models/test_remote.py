@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from keras_moe import models
 from keras_moe.models.preprocessing._byte_pairs import END, START, trained_byte_pairs
 from tests import golden, hub_server
+from tests.compare import assert_close, assert_same
 from tests.forks import run_python
 from tests.keras_hub_language_models import language_model
 from tests.models.conversion import test_gpt2 as gpt2
@@ -98,7 +99,7 @@ def loaded(happened):
 def test_models_of_other_libraries_are_downloaded(happened, loaded):
     folder, _, online, _ = happened
     arrays, _ = golden.load("12_timm/vit_token")
-    np.testing.assert_allclose(loaded["timm"], arrays["outputs/logits"], atol=1e-4)
+    assert_close(loaded["timm"], arrays["outputs/logits"], atol=1e-4)
     clip = load_file(folder / "repositories/laion/clip/open_clip_model.safetensors")
     given = clip["token_embedding.weight"]
     assert any(np.array_equal(given, x) for k, x in loaded.items() if "clip/" in k)
@@ -118,8 +119,8 @@ def test_a_preset_of_ours_is_downloaded_and_uploaded(happened, loaded):
     model = models.from_preset(folder / "preset")
     for weight in model.weights:
         value = keras.ops.convert_to_numpy(weight)
-        np.testing.assert_array_equal(loaded[f"ours/{weight.path}"], value)
-        np.testing.assert_array_equal(loaded[f"mine/{weight.path}"], value)
+        assert_same(loaded[f"ours/{weight.path}"], value)
+        assert_same(loaded[f"mine/{weight.path}"], value)
     sent, kept = folder / "repositories" / "me" / "mine", folder / "preset"
     assert {x.name for x in sent.iterdir()} >= {x.name for x in kept.iterdir()}
     # The card is ours, not the one that KerasHub writes where there is none.

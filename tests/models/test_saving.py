@@ -24,14 +24,9 @@ from keras_moe.models.saving._preset_folder import (
     compare_preset,
     staged,
 )
-from keras_moe.models.saving._weights_file import (
-    checked_weights,
-    new_hdf5,
-    plain_values,
-    save_weights,
-)
 from keras_moe.training import greedy_soup
 from tests.forks import run_python
+from tests.refusals import refuses
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -80,9 +75,6 @@ def without_checksums(folder):
         index.write_text(json.dumps(content))
 
 
-# Disks that are full
-
-
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     model = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
     adapted = models.ViTBackbone.from_config(SMALL)
@@ -105,9 +97,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
             save()
     after = {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
     assert after == before
-
-
-# One process at a time
 
 
 def test_writers_of_one_folder_take_turns(presets, tmp_path):
@@ -166,8 +155,7 @@ def test_pipes_and_broken_paths_are_refused(copies):
     os.mkfifo(path)
     with pytest.raises(ValueError, match=r"not a pipe or device; .*metadata\.json"):
         models.from_preset(copies / "whole")
-    with pytest.raises(ValueError, match=r"name of a preset; received: 'a\\x00b'"):
-        models.from_preset("a\0b")
+    refuses(r"name of a preset; received: 'a\\x00b'", models.from_preset, "a\0b")
     with pytest.raises(ValueError, match="NUL; received: folder='a"):
         models.from_preset(copies / "shards").save_to_preset("a\0b")
 
@@ -185,9 +173,6 @@ def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
         fail()
     assert os.listdir(tmp_path) == ["one"]
     assert sorted(os.listdir(target)) == sorted(os.listdir(presets / "whole"))
-
-
-# Modes and disks
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
@@ -292,20 +277,14 @@ def test_a_limit_of_files_leaves_process_and_old_files_whole(tmp_path):
     keras.saving.load_model(tmp_path / "all.keras")
     for name in ("all.weights.h5", "pairs.lora.h5"):
         with h5py.File(tmp_path / name) as file:
-            assert plain_values(file)
+            assert _weights_file.plain_values(file)
 
 
-# Damage
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("whole", "model.weights.h5"),
-        ("whole", "task.weights.h5"),
-        ("shards", "model_00001.weights.h5"),
-    ],
-)
+@pytest.mark.parametrize(("folder", "name"), [
+    ("whole", "model.weights.h5"),
+    ("whole", "task.weights.h5"),
+    ("shards", "model_00001.weights.h5"),
+])  # fmt: skip
 def test_changed_weights_are_refused(copies, folder, name):
     folder = copies / folder
     models.from_preset(folder)
@@ -319,10 +298,8 @@ def test_changed_weights_are_refused(copies, folder, name):
         )
         datasets[0][...] = datasets[0][...] + 1
     message = f"{name} of SHA-256 {listed[name]}; received: "
-    with pytest.raises(ValueError, match=message):
-        models.from_preset(folder)
-    with pytest.raises(ValueError, match=message):
-        keras_hub.models.ImageClassifier.from_preset(str(folder))
+    refuses(message, models.from_preset, folder)
+    refuses(message, keras_hub.models.ImageClassifier.from_preset, str(folder))
     # Presets that other libraries saved have none.
     without_checksums(folder)
     models.from_preset(folder)
@@ -337,8 +314,7 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
     positions = [*draw.integers(0, 12_000, 30), *draw.integers(0, len(whole), 10)]
     for position in positions:
         flip(path, position)
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            model.backbone.load_weights(path)
+        refuses(re.escape(str(path)), model.backbone.load_weights, path)
         path.write_bytes(whole)
     without_checksums(folder)
     before = [to_numpy(x) for x in model.backbone.weights]
@@ -368,22 +344,18 @@ def test_a_damaged_preset_is_named_by_describe(copies):
     ):  # fmt: skip
         config = {**whole, "config": {**whole["config"], **change}}
         path.write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=re.escape(str(folder))):
-            models.describe(folder)
+        refuses(re.escape(str(folder)), models.describe, folder)
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=re.escape(str(folder))):
-        models.describe(folder)
+    refuses(re.escape(str(folder)), models.describe, folder)
     path.write_text(json.dumps(whole))
     weights = folder / "model.weights.h5"
     # A bit within the arrays, which HDF5 does not see.
     models.describe(folder)
     flip(weights)
-    with pytest.raises(ValueError, match=re.escape(f"{weights} of SHA-256")):
-        models.describe(folder)
+    refuses(re.escape(f"{weights} of SHA-256"), models.describe, folder)
     flip(weights)
     weights.write_bytes(weights.read_bytes()[:3000])
-    with pytest.raises(ValueError, match=re.escape(str(weights))):
-        models.describe(folder)
+    refuses(re.escape(str(weights)), models.describe, folder)
 
 
 def test_damaged_pairs_and_soups_are_named(model, tmp_path):
@@ -393,19 +365,14 @@ def test_damaged_pairs_and_soups_are_named(model, tmp_path):
     backbone.save_lora_weights(path)
     path.write_bytes(path.read_bytes()[:4000])
     other = models.ViTBackbone.from_config(SMALL)
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        other.load_lora_weights(path)
+    refuses(re.escape(str(path)), other.load_lora_weights, path)
     # Nothing of it was added.
     assert not any("lora" in weight.name for weight in other.weights)
     soup = tmp_path / "all.weights.h5"
     model.save_weights(soup)
     # Where HDF5 looks for names.
     soup.write_bytes(soup.read_bytes().replace(b"SNOD", b"DONS"))
-    with pytest.raises(ValueError, match=re.escape(str(soup))):
-        greedy_soup(model, [soup], lambda model: 1.0)
-
-
-# Files of weights, interrupted, and of others who may mean harm
+    refuses(re.escape(str(soup)), greedy_soup, model, [soup], lambda model: 1.0)
 
 
 @pytest.fixture
@@ -418,7 +385,7 @@ def layers():
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch, layers):
     path = tmp_path / "a.weights.h5"
     path.write_bytes(b"older")
-    with pytest.raises(KeyError, match="mine"), new_hdf5(path, ()):
+    with pytest.raises(KeyError, match="mine"), _weights_file.new_hdf5(path, ()):
         raise KeyError("mine")
 
     def interrupted(*args, **options):
@@ -427,26 +394,24 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch, layers):
 
     monkeypatch.setattr(keras.saving, "save_weights", interrupted)
     with pytest.raises(KeyboardInterrupt, match="now"):
-        save_weights(layers, path)
+        _weights_file.save_weights(layers, path)
     assert contents(tmp_path) == {path.name: b"older"}
 
 
 def test_a_declared_shape_takes_no_memory(tmp_path, layers):
     """A million rows of a million, of which no value is in the file."""
     path = tmp_path / "a.weights.h5"
-    save_weights(layers, path)
+    _weights_file.save_weights(layers, path)
     with h5py.File(path, "r+") as file:
         name = "layers/dense/vars/0"
         del file[name]
         file.create_dataset(name, (10**6, 10**6), "float32", chunks=(1000, 1000))
     message = re.escape(f"HDF5 file at {path}; received: ValueError: Not allowed: ")
-    with pytest.raises(ValueError, match=message), checked_weights(path):
+    with pytest.raises(ValueError, match=message), _weights_file.checked_weights(path):
         keras.saving.load_weights(layers, path)
     with h5py.File(path) as file, pytest.raises(ValueError, match=r"declares 3.64 TB"):
-        plain_values(file)
+        _weights_file.plain_values(file)
 
-
-# Shards
 
 SIZE = 3e-7
 
@@ -455,7 +420,7 @@ SIZE = 3e-7
 def index(tmp_path, layers):
     """The index of weights in two shards."""
     path = tmp_path / "x.weights.json"
-    save_weights(layers, path, max_shard_size=SIZE)
+    _weights_file.save_weights(layers, path, max_shard_size=SIZE)
     assert len(list(tmp_path.glob("x_*.weights.h5"))) == 2
     return path
 
@@ -486,7 +451,7 @@ def test_a_failed_save_of_shards_changes_none_of_the_files(
     monkeypatch.setattr(_weights_file, "sync_file", sync)
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="full"):
-        save_weights(layers, index, max_shard_size=SIZE)
+        _weights_file.save_weights(layers, index, max_shard_size=SIZE)
     assert contents(tmp_path) == before
 
 
@@ -494,15 +459,14 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path, layers, index):
     shard = tmp_path / "x_00001.weights.h5"
     older = shard.read_bytes()
     layers.set_weights([x + 1 for x in layers.get_weights()])
-    save_weights(layers, index, max_shard_size=SIZE)
+    _weights_file.save_weights(layers, index, max_shard_size=SIZE)
     keras.saving.load_weights(layers, index)
     assert [x.name for x in compare_checksums(index)][1:] == [
         "x_00000.weights.h5",
         "x_00001.weights.h5",
     ]
     shard.write_bytes(older)
-    with pytest.raises(ValueError, match=re.escape(f"{shard} of SHA-256")):
-        compare_checksums(index)
+    refuses(re.escape(f"{shard} of SHA-256"), compare_checksums, index)
 
 
 @pytest.mark.parametrize(
@@ -514,10 +478,7 @@ def test_shards_of_other_names_are_refused(index, name):
     content["weight_map"] = {"/layers": name}
     for path in (index, index.with_name("model.weights.json")):
         path.write_text(json.dumps(content))
-        with pytest.raises(
-            ValueError, match=re.escape(f"of the same folder in {path}")
-        ):
-            compare_checksums(path)
+        refuses(re.escape(f"of the same folder in {path}"), compare_checksums, path)
 
 
 @pytest.mark.parametrize(
@@ -525,8 +486,7 @@ def test_shards_of_other_names_are_refused(index, name):
 )
 def test_an_index_of_another_kind_is_named(index, text):
     index.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(str(index))):
-        compare_checksums(index)
+    refuses(re.escape(str(index)), compare_checksums, index)
 
 
 @pytest.mark.parametrize("sums", ["x", [], None, {}, {"model.weights.h5": 5}])
@@ -535,8 +495,7 @@ def test_checksums_of_another_kind_are_not_skipped(tmp_path, sums):
     path.write_bytes(b"weights")
     (tmp_path / "soup.weights.h5").write_bytes(b"weights")
     metadata.write_text(json.dumps({"sha256": sums}))
-    with pytest.raises(ValueError, match=re.escape(f'in "sha256" of {metadata}')):
-        compare_checksums(path)
+    refuses(re.escape(f'in "sha256" of {metadata}'), compare_checksums, path)
     # The user's own file beside it has none.
     compare_checksums(tmp_path / "soup.weights.h5")
     metadata.write_text("{}")

@@ -9,6 +9,7 @@ import pytest
 from keras import ops
 
 from keras_moe.models import ViTBackbone, ViTImageClassifier
+from tests.compare import assert_close
 from tests.forks import free_port, run_forked, run_script
 from tests.small_models import SMALL, images, with_weights
 
@@ -36,7 +37,7 @@ def values(model):
 
 def close(actual, expected, tolerance=1e-6):
     for a, b in zip(actual, expected):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance)
+        assert_close(a, b, 1e-4, tolerance)
 
 
 @pytest.mark.parametrize("part", ["task", "backbone"])
@@ -113,7 +114,7 @@ def test_a_dense_model_compiles_as_one_graph():
             keras.ops.convert_to_numpy(function(inputs, training=False))
             for function in (compiled, model)
         )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_close(actual, expected, 1e-5, 1e-5)
 
 
 def step(model, module, optimizer, x, y):

@@ -3,11 +3,11 @@
 import functools
 
 import keras
-import numpy as np
 import pytest
 
 from keras_moe.models import ViTBackbone, ViTImageClassifier
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.flax_weights import assign_flax_weights, flax_name
 from tests.training_gradients import training_gradients
 
@@ -93,29 +93,21 @@ def test_logits_tokens_and_routing(case, dispatcher):
         classifier.input,
         {"logits": classifier.output, "encoded": backbone.output, **backbone.routing},
     ).predict(images, verbose=0)
-    np.testing.assert_allclose(
-        outputs["logits"], arrays["outputs/logits"], rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        outputs["encoded"], arrays["outputs/encoded"], rtol=1e-4, atol=2e-5
-    )
+    assert_close(outputs["logits"], arrays["outputs/logits"], 1e-4, 1e-5)
+    assert_close(outputs["encoded"], arrays["outputs/encoded"], 1e-4, 2e-5)
     for name in backbone.routing:
         index = name.removeprefix("block_")
         if "soft" in case:
             for actual, what in (("dispatched", "dispatch"), ("combined", "combine")):
                 weights = arrays[f"outputs/router/{index}/{what}_weights"].sum(axis=-1)
                 actual = getattr(outputs[name], actual)
-                np.testing.assert_allclose(actual, weights, rtol=1e-4, atol=1e-5)
+                assert_close(actual, weights, 1e-4, 1e-5)
             continue
         mask = arrays[f"outputs/router/{index}/dispatch_mask"]
         expected = mask.any(axis=-1).reshape(outputs[name].dispatched.shape)
-        np.testing.assert_array_equal(outputs[name].dispatched > 0, expected)
-        np.testing.assert_allclose(
-            outputs[name].logits.ravel(),
-            arrays[f"outputs/router/{index}/logits"].ravel(),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        assert_same(outputs[name].dispatched > 0, expected)
+        logits = arrays[f"outputs/router/{index}/logits"].ravel()
+        assert_close(outputs[name].logits.ravel(), logits, 1e-4, 1e-5)
 
 
 @functools.cache
@@ -125,11 +117,8 @@ def gradients_of(case, importance):
     labels = arrays["inputs/labels"]
 
     def cross_entropy(logits):
-        return keras.ops.mean(
-            keras.losses.sparse_categorical_crossentropy(
-                labels, logits, from_logits=True
-            )
-        )
+        loss = keras.losses.sparse_categorical_crossentropy
+        return keras.ops.mean(loss(labels, logits, from_logits=True))
 
     gradients = training_gradients(classifier, arrays["inputs/images"], cross_entropy)
     return {
@@ -147,17 +136,10 @@ def test_gradients(case, objective):
         importance = None
     arrays, _ = golden.load(case)
     mine = gradients_of(case, importance)
-    prefix = f"grads/{objective}/params/"
-    expected = {
-        name.removeprefix(prefix): value
-        for name, value in arrays.items()
-        if name.startswith(prefix)
-    }
+    expected = golden.part(arrays, f"grads/{objective}/params/")
     assert expected or objective == "total_loss"
     for name, value in expected.items():
-        np.testing.assert_allclose(
-            mine[name], value, rtol=1e-3, atol=1e-5, err_msg=name
-        )
+        assert_close(mine[name], value, 1e-3, 1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -169,5 +151,5 @@ def test_auxiliary_loss_is_added_in_training_alone(case):
     classifier.compile(optimizer=keras.optimizers.SGD(0.0))
     trained = classifier.train_on_batch(images, labels, return_dict=True)["loss"]
     tested = classifier.test_on_batch(images, labels, return_dict=True)["loss"]
-    np.testing.assert_allclose(trained, arrays["outputs/total_loss"], rtol=1e-4)
-    np.testing.assert_allclose(tested, arrays["outputs/softmax_xent"], rtol=1e-4)
+    assert_close(trained, arrays["outputs/total_loss"], 1e-4)
+    assert_close(tested, arrays["outputs/softmax_xent"], 1e-4)

@@ -1,7 +1,4 @@
-"""Compiles experts without a capacity for an H200, and prints what they need.
-
-The bytes of all temporaries of a training step, and those of the rows' hidden layer.
-"""
+"""Compiles experts for an H200, and prints the bytes of temporaries and of the rows."""
 
 import os
 

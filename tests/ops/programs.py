@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from tests.compare import assert_close
+
 BACKEND = keras.backend.backend()
 # How a program may run a function: as its backend's training loop does, and the
 # other ways that have code of their own.
@@ -45,7 +47,7 @@ def assert_equal(actual, expected, names, rtol=1e-5):
     for name, x, y in zip(("outputs", "rows", *names), actual, expected, strict=True):
         # A sum of many terms may be much smaller than they are.
         atol = rtol * max(np.abs(y).max(initial=0), 1)
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+        assert_close(x, y, rtol, atol, err_msg=name)
 
 
 def rounded(x):
@@ -63,12 +65,7 @@ def outputs_and_gradients(
     form: str = FORMS[0],
     dtype: str = "float32",
 ) -> list[np.ndarray]:
-    """A function's outputs and its gradients in all of its float arguments.
-
-    `function` takes `sizes`, the number of rows of each expert, and `arrays` in the
-    `dtype`, of which the first are the rows. `cotangent` is the gradient in its
-    outputs. The form `"unknown"` is one program for any number of rows.
-    """
+    """Outputs of a function of sizes and rows, and its gradients in all arrays."""
     program, inputs = _program_and_inputs(
         function, arrays, sizes, cotangent, form, dtype
     )
@@ -93,11 +90,7 @@ def constants(
 
 
 def compiled_arguments(program: Callable, *inputs) -> list[str]:
-    """The types of all that a compiled function of TensorFlow takes as an argument.
-
-    An input or a variable that is missing here is a constant of XLA's program, which is
-    compiled again for each of its values.
-    """
+    """The types of what a program of TensorFlow does not take as a constant."""
     text = program.experimental_get_compiler_ir(*inputs)(stage="hlo")
     entry = text[text.index("\nENTRY ") :]
     return re.findall(r"= (\w+\[[\d,]*\])\S* parameter\(", entry)
@@ -147,11 +140,8 @@ def _tensorflow(function, form, dtype, shapes):
         tf.TensorSpec((None, dim), dtype),
         *(tf.TensorSpec(shape, dtype) for shape in shapes),
     ]
-    return tf.function(
-        run,
-        input_signature=unknown if "unknown" in form else None,
-        jit_compile="compiled" in form,
-    )
+    signature = unknown if "unknown" in form else None
+    return tf.function(run, input_signature=signature, jit_compile="compiled" in form)
 
 
 def _torch(function, form, dtype, shapes):

@@ -6,11 +6,7 @@ import numpy as np
 def token_choice(
     affinity, gates, num_selected_experts, capacity, priority="first_come", mask=None
 ):
-    """Returns slot_tokens, token_slots and combine_weights, like `RoutingPlan`.
-
-    All first choices are served before any second choice. Ties go to the lowest
-    expert and to the earliest token.
-    """
+    """Returns slot_tokens, token_slots and combine_weights, like `RoutingPlan`."""
     groups, tokens, experts = affinity.shape
     mask = np.ones((groups, tokens), bool) if mask is None else mask
     slot_tokens = np.full((groups, experts, capacity), -1, "int32")
@@ -41,10 +37,7 @@ def token_choice(
 
 
 def expert_choice(affinity, gates, capacity, mask=None):
-    """Returns slot_tokens, token_slots and slot_weights, like `SlotPlan`.
-
-    Ties go to the lowest token.
-    """
+    """Returns slot_tokens, token_slots and slot_weights, like `SlotPlan`."""
     groups, tokens, experts = affinity.shape
     mask = np.ones((groups, tokens), bool) if mask is None else mask
     slot_tokens = np.full((groups, experts, capacity), -1, "int32")

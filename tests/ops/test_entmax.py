@@ -6,11 +6,6 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
-from keras_moe.ops.entmax import (
-    entmax_gradient_reference,
-    entmax_power,
-    solve_reference,
-)
 from tests import golden
 from tests.compare import assert_close
 from tests.gradients import gradient, one_program
@@ -120,29 +115,15 @@ def test_half_precision_is_computed_in_float32():
     logits = ops.cast(np.array([[0.0, 0.125, 0.25]], "float32"), "bfloat16")
     actual = entmax(logits)
     assert keras.backend.standardize_dtype(actual.dtype) == "bfloat16"
-    assert_close(
-        to_numpy(ops.cast(actual, "float32"))[0],
-        exact([0, 0.125, 0.25], 1.5),
-        atol=4e-3,
-    )
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [{0.0: 2, -1.41238: 1157, -1.51573: 15154}, {0.0: 2, -1.41321: 2035, -1.6445: 1}],
-)
-def test_logits_that_crowd_below_the_threshold(counts):
-    """Newton's steps are slow where many logits have nearly no share."""
-    logits = np.repeat(list(counts), list(counts.values())).astype("float32")
-    actual = to_numpy(entmax(logits))
-    expected = exact(logits, 1.5)
-    assert_close(actual, expected, atol=1e-6)
-    assert np.abs(actual - expected).sum() < 1e-4
+    actual = ops.cast(actual, "float32")[0]
+    assert_close(actual, exact([0, 0.125, 0.25], 1.5), atol=4e-3)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel for PyTorch")
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_kernel_is_the_reference(alpha):
+    from keras_moe.ops.entmax import entmax_gradient_reference as gradient_reference
+    from keras_moe.ops.entmax import entmax_power, solve_reference
     from keras_moe.ops.kernels import _entmax_torch
 
     generator = np.random.default_rng(0)
@@ -155,7 +136,7 @@ def test_kernel_is_the_reference(alpha):
     gates = expected[0]
     assert_close(
         _entmax_torch.gradient(gates, upstream, alpha),
-        entmax_gradient_reference(gates, upstream, alpha),
+        gradient_reference(gates, upstream, alpha),
         1e-5,
         1e-6,
     )

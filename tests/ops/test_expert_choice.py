@@ -1,7 +1,4 @@
-"""Expert choice: cases to check by hand, and what must always hold.
-
-Axes: G groups, S group_size, E experts, C capacity, D hidden.
-"""
+"""Expert choice: cases to check by hand, and what must always hold."""
 
 import keras
 import numpy as np

@@ -5,15 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.ops._nn import (
-    attend,
-    attend_reference,
-    gelu_tanh,
-    gelu_tanh_reference,
-    linear,
-    linear_reference,
-    standardize,
-)
+from keras_moe.ops import _nn
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 
@@ -55,33 +47,32 @@ def assert_equal(function, reference, dtype, *arrays):
 @pytest.mark.every_backend
 @each_dtype
 def test_gelu_is_keras_own(dtype):
-    assert_equal(gelu_tanh, gelu_tanh_reference, dtype, 3 * normal(20, 30))
-    assert_equal(gelu_tanh, gelu_tanh_reference, dtype, normal(0, 30))
+    assert_equal(_nn.gelu_tanh, _nn.gelu_tanh_reference, dtype, 3 * normal(20, 30))
+    assert_equal(_nn.gelu_tanh, _nn.gelu_tanh_reference, dtype, normal(0, 30))
 
 
 @pytest.mark.every_backend
 def test_gelu_of_extreme_inputs():
     x = np.array(EXTREMES, "float32")
-    outputs = (ops.convert_to_numpy(f(x)) for f in (gelu_tanh, gelu_tanh_reference))
+    outputs = (
+        ops.convert_to_numpy(f(x)) for f in (_nn.gelu_tanh, _nn.gelu_tanh_reference)
+    )
     assert_close(*outputs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.every_backend
 @each_dtype
-@pytest.mark.parametrize(
-    ("inputs", "kernel", "axes"),
-    [
-        ((2, 3, 4), (4, 5), 1),
-        ((2, 3, 4), (4, 2, 3), 1),
-        ((2, 3, 2, 2), (2, 2, 5), 2),
-        ((0, 3, 4), (4, 5), 1),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "kernel", "axes"), [
+    ((2, 3, 4), (4, 5), 1),
+    ((2, 3, 4), (4, 2, 3), 1),
+    ((2, 3, 2, 2), (2, 2, 5), 2),
+    ((0, 3, 4), (4, 5), 1),
+])  # fmt: skip
 def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
     arrays = normal(*inputs), normal(*kernel), normal(*kernel[axes:])
     assert_equal(
-        lambda *tensors: linear(*tensors, axes),
-        lambda *tensors: linear_reference(*tensors, axes),
+        lambda *tensors: _nn.linear(*tensors, axes),
+        lambda *tensors: _nn.linear_reference(*tensors, axes),
         dtype,
         *arrays,
     )
@@ -101,8 +92,8 @@ def test_attention_is_keras_own(masked, dtype, monkeypatch):
     mask[0, 0, 0] = False
     mask = keras.ops.convert_to_tensor(mask) if masked else None
     assert_equal(
-        lambda *tensors: attend(*tensors, 0.5, mask),
-        lambda *tensors: attend_reference(*tensors, 0.5, mask),
+        lambda *tensors: _nn.attend(*tensors, 0.5, mask),
+        lambda *tensors: _nn.attend_reference(*tensors, 0.5, mask),
         dtype,
         *(query, key, value),
     )
@@ -133,11 +124,11 @@ def test_gelu_has_second_gradients_and_batches():
     import torch
 
     x = torch.tensor(normal(6), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(gelu_tanh, (x,))
-    slopes = torch.func.vmap(torch.func.grad(gelu_tanh))(x.detach())
-    (expected,) = torch.autograd.grad(gelu_tanh_reference(x).sum(), x)
+    assert torch.autograd.gradgradcheck(_nn.gelu_tanh, (x,))
+    slopes = torch.func.vmap(torch.func.grad(_nn.gelu_tanh))(x.detach())
+    (expected,) = torch.autograd.grad(_nn.gelu_tanh_reference(x).sum(), x)
     torch.testing.assert_close(slopes, expected)
-    _, tangents = torch.func.jvp(gelu_tanh, (x.detach(),), (torch.ones_like(x),))
+    _, tangents = torch.func.jvp(_nn.gelu_tanh, (x.detach(),), (torch.ones_like(x),))
     torch.testing.assert_close(tangents, expected)
 
 
@@ -168,7 +159,7 @@ def test_standardize(axes, mask):
         return run
 
     actual = gradient_and_outputs(
-        loss(lambda x: standardize(x, axes, EPSILON, mask)), X
+        loss(lambda x: _nn.standardize(x, axes, EPSILON, mask)), X
     )
     expected = gradient_and_outputs(loss(lambda x: standardized(x, axes, mask)), X)
     for mine, theirs in zip(actual, expected):
@@ -177,13 +168,13 @@ def test_standardize(axes, mask):
 
 def test_standardize_nothing_and_nan_in_the_padding():
     x = np.where(MASK[..., None], X, np.nan)
-    y, mean, _ = standardize(x, (0, 1), EPSILON, MASK)
-    expected, expected_mean, _ = standardize(X, (0, 1), EPSILON, MASK)
+    y, mean, _ = _nn.standardize(x, (0, 1), EPSILON, MASK)
+    expected, expected_mean, _ = _nn.standardize(X, (0, 1), EPSILON, MASK)
     for one, other in ((y, expected), (mean, expected_mean)):
         one, other = ops.convert_to_numpy(one), ops.convert_to_numpy(other)
         rows = MASK if one.shape == X.shape else ...
         assert_same(one[rows], other[rows])
     for empty, mask in ((X[:0], None), (X, np.zeros_like(MASK))):
-        outputs = standardize(empty, (0, 1), EPSILON, mask)
+        outputs = _nn.standardize(empty, (0, 1), EPSILON, mask)
         shapes = [tuple(value.shape) for value in outputs]
         assert shapes == [empty.shape, (1, 1, 5), (1, 1, 5)]

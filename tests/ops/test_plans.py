@@ -1,7 +1,4 @@
-"""Dispatch and combine: golden data, both forms, precision, and what is never read.
-
-Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
-"""
+"""Dispatch and combine: golden data, both forms, precision, and what is never read."""
 
 import keras
 import numpy as np
@@ -46,15 +43,12 @@ def to_numpy(x):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [
-        *((case, "gather") for case in GOLDEN),
-        ("01_token_choice/k2_bpr_cap4", "einsum"),
-        ("01_token_choice/groups_G3_not_multiple_of_E", "einsum"),
-        *((case, "einsum") for case in GOLDEN if case.startswith("02")),
-    ],
-)
+@pytest.mark.parametrize(("case", "form"), [
+    *((case, "gather") for case in GOLDEN),
+    ("01_token_choice/k2_bpr_cap4", "einsum"),
+    ("01_token_choice/groups_G3_not_multiple_of_E", "einsum"),
+    *((case, "einsum") for case in GOLDEN if case.startswith("02")),
+])  # fmt: skip
 def test_golden_layer(case, form):
     """Masks exactly, and a whole layer with its gradients."""
     arrays, config = golden.load(case)

@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
-from keras_moe.ops._primitives import custom_gradient, real_power, remat
+from keras_moe.ops._primitives import custom_gradient, remat
 from keras_moe.ops.entmax import entmax15_and_source
 from tests.compare import assert_close
 from tests.gradients import gradient
@@ -108,17 +108,3 @@ def test_second_derivatives(again):
     # By central differences of the first, in float64.
     expected = [-0.850316, 0.425158, 0.425158, 0.0]
     assert_close(actual, expected, atol=1e-4)
-
-
-@pytest.mark.every_backend
-@pytest.mark.parametrize("exponent", [0.3, 0.5, 1, 2.5, 3, 4, 7, 16])
-def test_powers_by_roots_and_products(exponent):
-    x = np.array([0.0, 1e-30, 1e-3, 0.7, 1.0, 3.0], "float32")
-    actual, expected = (
-        ops.convert_to_numpy(real_power(x, exponent)),
-        x.astype("float64") ** exponent,
-    )
-    assert_close(actual, expected, 2e-5, 1e-37)
-    (slope,) = gradient(lambda x: ops.sum(real_power(x, exponent)), x[3:])
-    rises = exponent * x[3:].astype("float64") ** (exponent - 1)
-    assert_close(slope, rises, 2e-5)

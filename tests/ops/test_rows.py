@@ -1,7 +1,4 @@
-"""Gathers and weighted sums of rows against NumPy and against each other.
-
-Axes: M and R rows, T tokens, K choices of each, D hidden.
-"""
+"""Gathers and weighted sums of rows against NumPy and against each other."""
 
 import keras
 import numpy as np
@@ -79,11 +76,8 @@ def expected(plan, tokens, outputs, weights):
 )
 def test_outputs_and_gradients(form, num_tokens, num_choices, num_rows, kept):
     indices = plan(num_tokens, num_choices, num_rows, kept)
-    arrays = (
-        normal(1, num_tokens, D),
-        normal(2, num_rows, D),
-        normal(3, num_tokens, num_choices),
-    )
+    tokens, outputs = normal(1, num_tokens, D), normal(2, num_rows, D)
+    arrays = tokens, outputs, normal(3, num_tokens, num_choices)
     assert_close(
         results(form, indices, *arrays), expected(indices, *arrays), 1e-5, 1e-6
     )

@@ -1,7 +1,4 @@
-"""Token choice: golden data, cases to check by hand, and what must always hold.
-
-Axes: G groups, S group_size, E experts, C capacity, K selected experts.
-"""
+"""Token choice: cases to check by hand, and what must always hold."""
 
 import functools
 
@@ -12,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import RoutingPlan, token_choice
-from tests import golden
-from tests.compare import assert_close, assert_same
+from tests.compare import assert_same
 from tests.gradients import compiled, gradient
 from tests.ops import reference
 
@@ -71,47 +67,14 @@ def random_gates(seed, shape, ties=False):
     return softmax(generator.normal(size=shape))
 
 
-# Golden data
-
-
-@pytest.mark.every_backend
-@pytest.mark.parametrize(
-    "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
-)
-def test_golden_plan(case):
-    arrays, config = golden.load(case)
-    grouped = config["G"] is not None
-    batch = (lambda x: x) if grouped else (lambda x: x[None])
-    gates = batch(arrays["inputs/gates"])
-    capacity = config["actual_capacity"]
-    priority = "max_gate" if config["batch_priority"] else "first_come"
-    plan = route(gates, config["K"], capacity, priority)
-    expert, position = np.moveaxis(
-        batch(arrays["outputs/indices_expert_buffer"]), -1, 0
-    )
-    kept = position < capacity
-    assert_same(plan.token_slots, np.where(kept, expert * capacity + position, -1))
-    assert_close(
-        plan.combine_weights,
-        np.where(kept, batch(arrays["outputs/indices_combine_weights"]), 0),
-        1e-5,
-        1e-6,
-    )
-
-
-# By hand
-
 # Tokens 0, 1 and 2 want expert 0 first; token 2 is the surest, then token 0.
 GATES = np.array([[[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.8, 0.2, 0.0]]], "float32")
 
 
-@pytest.mark.parametrize(
-    ("priority", "served", "slots", "weights"),
-    [
-        ("first_come", [0, 1], [[0], [1], [-1]], [[0.6], [0.5], [0]]),
-        ("max_gate", [2, 0], [[1], [-1], [0]], [[0.6], [0], [0.8]]),
-    ],
-)
+@pytest.mark.parametrize(("priority", "served", "slots", "weights"), [
+    ("first_come", [0, 1], [[0], [1], [-1]], [[0.6], [0.5], [0]]),
+    ("max_gate", [2, 0], [[1], [-1], [0]], [[0.6], [0], [0.8]]),
+])  # fmt: skip
 def test_priority(priority, served, slots, weights):
     plan = route(GATES, 1, 2, priority)
     assert plan.slot_tokens.tolist() == [[served, [-1, -1], [-1, -1]]]
@@ -171,9 +134,6 @@ def test_only_kept_gates_have_a_gradient():
     assert_same(of_gates, expected)
 
 
-# Invariants
-
-
 routing_problems = st.tuples(
     st.sampled_from(SHAPES),
     st.integers(0, 2**16),
@@ -186,57 +146,13 @@ routing_problems = st.tuples(
 @given(routing_problems, st.sampled_from([0.0, 0.3, 1.0]))
 def test_agrees_with_the_obvious_algorithm(problem, masked_share):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    # Sums in another order may differ in the last bit; those of eighths are exact.
+    ties = ties or priority == "sum_gates"
     affinity = random_gates(seed, (groups, tokens, experts), ties)
     gates = random_gates(seed + 1, affinity.shape)
     mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
     arguments = affinity, gates, selected, capacity, priority, mask
-    plan, expected = route_densely(*arguments)[0], reference.token_choice(*arguments)
-    if priority == "sum_gates" and not ties:
-        # Sums in another order may differ in the last bit; eighths are exact.
-        loads = [(slots >= 0).sum(axis=-1) for slots in (plan.slot_tokens, expected[0])]
-        assert_same(*loads)
-    else:
-        assert_same(plan, expected)
-
-
-@some
-@given(routing_problems)
-def test_invariants(problem):
-    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
-    gates = random_gates(seed, (groups, tokens, experts), ties)
-    plan = route(gates, selected, capacity, priority)
-    for g in range(groups):
-        used = plan.token_slots[g][plan.token_slots[g] >= 0]
-        assert len(set(used)) == len(used), "a slot is used twice"
-        assert used.size == 0 or used.max() < experts * capacity
-        # Both index forms tell the same story.
-        there = {
-            (int(slot) // capacity, int(slot) % capacity, s)
-            for s, slots in enumerate(plan.token_slots[g])
-            for slot in slots[slots >= 0]
-        }
-        back = {
-            (e, c, int(plan.slot_tokens[g, e, c]))
-            for e, c in np.argwhere(plan.slot_tokens[g] >= 0)
-        }
-        assert there == back
-        # Slots fill from the front.
-        filled = plan.slot_tokens[g] >= 0
-        assert np.all(filled[:, :-1] >= filled[:, 1:])
-        for s, k in np.ndindex(tokens, selected):
-            slot = plan.token_slots[g, s, k]
-            if slot < 0:
-                assert plan.combine_weights[g, s, k] == 0
-                continue
-            assert plan.combine_weights[g, s, k] == gates[g, s, slot // capacity]
-        # Nobody's second choice holds a slot of an expert that turned a first away.
-        choice = np.argsort(-gates[g], axis=-1, kind="stable")[:, :selected]
-        for s, k in np.argwhere(plan.token_slots[g] < 0):
-            held = plan.slot_tokens[g, choice[s, k]]
-            assert np.all(held >= 0), "dropped although the expert has a free slot"
-            for other in held:
-                (rank,) = np.flatnonzero(choice[other] == choice[s, k])
-                assert rank <= k, "a later choice went before an earlier one"
+    assert_same(route_densely(*arguments)[0], reference.token_choice(*arguments))
 
 
 @some
@@ -263,6 +179,7 @@ def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priori
 @given(routing_problems, st.sampled_from([0.0, 1e4, -1e4, np.inf]))
 def test_a_masked_token_changes_nothing(problem, value):
     (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    ties = ties or priority == "sum_gates"
     gates = random_gates(seed, (groups, tokens, experts), ties)
     place = seed % tokens
     mask = np.ones((groups, tokens), bool)
@@ -271,21 +188,10 @@ def test_a_masked_token_changes_nothing(problem, value):
     plan = route(gates, selected, capacity, priority, mask)
     assert np.all(plan.token_slots[:, place] == -1)
     assert_same(plan.combine_weights[:, place], 0)
-    without = reference.token_choice(
-        np.delete(gates, place, axis=1),
-        np.delete(gates, place, axis=1),
-        selected,
-        capacity,
-        priority,
-    )
-    if priority == "sum_gates" and not ties:
-        return
-    slot_tokens = plan.slot_tokens - (plan.slot_tokens > place)
-    assert_same(slot_tokens, without[0])
+    rest = np.delete(gates, place, axis=1)
+    without = reference.token_choice(rest, rest, selected, capacity, priority)
+    assert_same(plan.slot_tokens - (plan.slot_tokens > place), without[0])
     assert_same(np.delete(plan.token_slots, place, axis=1), without[1])
-
-
-# Extremes
 
 
 @pytest.mark.parametrize("selected", [1, 2])

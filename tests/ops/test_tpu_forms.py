@@ -1,28 +1,18 @@
-"""What JAX computes on TPUs in its own way, against the forms of other platforms.
-
-Axes: G groups, S group_size, N slots of a group, D hidden.
-"""
+"""What JAX computes on TPUs in its own way, against the forms of other platforms."""
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.ops import _rows
-from keras_moe.ops.expert_choice import expert_choice
+from keras_moe.ops import _rows, dropless_token_choice, expert_choice, token_choice
 from keras_moe.ops.plans import SlotPlan, in_tiles
-from keras_moe.ops.token_choice import (
-    PRIORITIES,
-    dropless_token_choice,
-    fill_slots,
-    invert,
-    token_choice,
-)
+from keras_moe.ops.token_choice import PRIORITIES, fill_slots, invert
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient_and_outputs
 from tests.ops.programs import BACKEND, normal, rounded
 
-every_backend = pytest.mark.every_backend
+pytestmark = pytest.mark.every_backend
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="kernels of JAX")
 # Slots of two groups with 5 tokens: several of a token, none of it, and empty ones.
 OWNERS = np.array([[0, 3, -1, 0, 4, 3], [-1, 2, 2, 2, 1, -1]], "int32")
@@ -39,7 +29,6 @@ def lowered(function, *inputs):
     return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-@every_backend
 @on_jax
 @pytest.mark.parametrize("kind", ["first come", "ties", "numbers", "NaN"])
 @pytest.mark.parametrize(
@@ -69,7 +58,6 @@ def test_queues_by_counting(sizes, kind):
         assert_same(x, y)
 
 
-@every_backend
 @on_jax
 @pytest.mark.parametrize("size", [0, 1, 128, 1000])
 def test_inverse_by_matmul(size):
@@ -81,7 +69,6 @@ def test_inverse_by_matmul(size):
     assert_same(actual, invert(permutation))
 
 
-@every_backend
 @on_jax
 def test_token_choice_on_a_tpu_neither_sorts_nor_scatters():
     gates = normal(0, 2, 6, 4)
@@ -94,7 +81,6 @@ def test_token_choice_on_a_tpu_neither_sorts_nor_scatters():
     assert "stablehlo.scatter" not in program
 
 
-@every_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_slots_and_gradients(dtype):
     tokens, rows = rounded(normal(1, 2, 5, 3)), normal(2, 2, 6, 3)
@@ -124,7 +110,6 @@ def test_rows_of_slots_and_gradients(dtype):
         assert_close(actual, wanted, tolerance, tolerance)
 
 
-@every_backend
 @on_jax
 def test_slots_by_matmul():
     from keras_moe.ops.kernels._slot_rows_jax import by_matmul, by_scatter
@@ -133,7 +118,6 @@ def test_slots_by_matmul():
     assert_close(by_matmul(rows, OWNERS, 5), by_scatter(rows, OWNERS, 5), 1e-6, 1e-6)
 
 
-@every_backend
 @on_jax
 def test_expert_choice_on_a_tpu_scatters_no_rows_of_bfloat16():
     import jax
@@ -149,7 +133,6 @@ def test_expert_choice_on_a_tpu_scatters_no_rows_of_bfloat16():
     assert "stablehlo.scatter" not in lowered(jax.grad(loss), tokens)
 
 
-@every_backend
 @pytest.mark.parametrize("kind", ["token", "in place", "expert"])
 def test_slots_in_whole_tiles_move_the_same_tokens(kind):
     gates = np.abs(normal(0, 2, 40, 4))
@@ -173,7 +156,6 @@ def test_slots_in_whole_tiles_move_the_same_tokens(kind):
     assert in_tiles(few) is few
 
 
-@every_backend
 @on_jax
 def test_cholesky_solves_as_keras_does():
     from keras_moe._backends.jax import solve

@@ -14,40 +14,27 @@ from tests.compare import assert_close
 EVALUATIONS = ("batch_invariant", "official")
 to_numpy = ops.convert_to_numpy
 SMALL = {
-    "image_shape": (8, 8, 3),
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 1,
-    "num_heads": 2,
-    "mlp_dim": 16,
-    "moe_layers": [0],
-    "num_experts": 4,
-    "examples_per_group": 2,
-    "seed": 0,
-}
+    "image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "num_layers": 1,
+    "num_heads": 2, "mlp_dim": 16, "moe_layers": [0], "num_experts": 4,
+    "examples_per_group": 2, "seed": 0,
+}  # fmt: skip
 
 
 def router_of(**arguments):
-    return (
-        ViTBackbone.from_config({**SMALL, **arguments})
-        .get_layer("block_0")
-        .feed_forward.router
-    )
+    backbone = ViTBackbone.from_config({**SMALL, **arguments})
+    return backbone.get_layer("block_0").feed_forward.router
 
 
-@pytest.mark.parametrize(
-    ("arguments", "limits"),
-    [
-        ({"capacity_factor": 0.5}, (0.5, None)),
-        ({}, (1.05, None)),
-        ({"capacity": 3}, (None, 3)),
-        ({"eval_capacity_factor": 4.0}, (4.0, None)),
-        ({"eval_capacity": 7}, (None, 7)),
-        ({"zero_experts": 1}, (1.1, None)),
-        ({"router": "softmax_expert_choice"}, (1.0, None)),
-        ({"dropless": True}, (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "limits"), [
+    ({"capacity_factor": 0.5}, (0.5, None)),
+    ({}, (1.05, None)),
+    ({"capacity": 3}, (None, 3)),
+    ({"eval_capacity_factor": 4.0}, (4.0, None)),
+    ({"eval_capacity": 7}, (None, 7)),
+    ({"zero_experts": 1}, (1.1, None)),
+    ({"router": "softmax_expert_choice"}, (1.0, None)),
+    ({"dropless": True}, (None, None)),
+])  # fmt: skip
 def test_the_official_evaluation_has_the_capacity_of_training(arguments, limits):
     router = router_of(evaluation="official", **arguments)
     assert router.limits(training=False) == limits
@@ -115,12 +102,8 @@ def test_descriptions_count_an_image_s_share_of_its_group():
 
 def test_k_is_a_factor_of_every_capacity():
     # 48 x 2 x 1.5 / 4.
-    assert (
-        ExpertChoiceRouter(
-            4, capacity_factor=1.5, num_selected_experts=2
-        ).group_capacity(48, True)
-        == 36
-    )
+    router = ExpertChoiceRouter(4, capacity_factor=1.5, num_selected_experts=2)
+    assert router.group_capacity(48, True) == 36
     soft = SoftRouter(4, capacity_factor=1.5, num_selected_experts=2)
     assert soft.group_capacity(48) == 36
     assert SoftRouter.from_config(soft.get_config()).group_capacity(48) == 36

@@ -74,20 +74,17 @@ def test_gates_and_choices_follow_the_definitions(method):
 
 @pytest.mark.parametrize("affinity", ["softmax", "sinkhorn"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"normalize_gates": "before"},
-        {"normalize_gates": "after"},
-        {"eval_capacity_factor": 1.0, "evaluation": "official"},
-        {
-            "eval_capacity": 2,
-            "evaluation": "official",
-            "normalize_gates": "after",
-            "priority": "max_gate",
-        },
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"normalize_gates": "before"},
+    {"normalize_gates": "after"},
+    {"eval_capacity_factor": 1.0, "evaluation": "official"},
+    {
+        "eval_capacity": 2,
+        "evaluation": "official",
+        "normalize_gates": "after",
+        "priority": "max_gate",
+    },
+])  # fmt: skip
 def test_removed_experts_change_no_output(method, affinity, options):
     whole = TokenChoiceRouter(6, num_selected_experts=2, affinity=affinity, **options)
     masked = layer(pruned_router(whole, KEPT, method, removed=False), range(6))
@@ -142,22 +139,19 @@ def test_the_config_makes_an_equal_router():
         assert again.kept_experts == (0, 5)
 
 
-@pytest.mark.parametrize(
-    ("router", "kept", "message"),
-    [
-        (SoftRouter(4), [0], "received: SoftRouter"),
-        (ExpertChoiceRouter(4), [0], "received: ExpertChoiceRouter"),
-        (PathwayAwareRouter(6, zero_experts=3), [3, 4], "an FFN expert"),
-        (TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
-        (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
-        (TokenChoiceRouter(4), [0], "num_selected_experts=2"),
-        (TokenChoiceRouter(4), [0, 4], "kept_experts=4"),
-        (TokenChoiceRouter(4), [1, 1, 2], "each once"),
-        (TokenChoiceRouter(4), [], "at least one"),
-        (TokenChoiceRouter(4), "01", "kept_experts='0'"),
-        (TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1], "router_pred"),
-    ],
-)
+@pytest.mark.parametrize(("router", "kept", "message"), [
+    (SoftRouter(4), [0], "received: SoftRouter"),
+    (ExpertChoiceRouter(4), [0], "received: ExpertChoiceRouter"),
+    (PathwayAwareRouter(6, zero_experts=3), [3, 4], "an FFN expert"),
+    (TokenChoiceRouter(6, 1, expert_pools=[[0, 1], [2]]), [0], "expert_pools"),
+    (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
+    (TokenChoiceRouter(4), [0], "num_selected_experts=2"),
+    (TokenChoiceRouter(4), [0, 4], "kept_experts=4"),
+    (TokenChoiceRouter(4), [1, 1, 2], "each once"),
+    (TokenChoiceRouter(4), [], "at least one"),
+    (TokenChoiceRouter(4), "01", "kept_experts='0'"),
+    (TokenChoiceRouter(4, affinity="sparsity_constrained"), [0, 1], "router_pred"),
+])  # fmt: skip
 @pytest.mark.parametrize("removed", [False, True])
 def test_errors_name_what_cannot_be_pruned(router, kept, message, removed):
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,4 @@
-"""Soft routing against the reference's, and what must always hold.
-
-Axes: G groups, S tokens of an image, E experts, C slots per expert, D hidden.
-"""
+"""Soft routing against the reference's, and what must always hold."""
 
 import keras
 import numpy as np
@@ -18,13 +15,10 @@ from tests.training_gradients import training_gradients
 to_numpy = ops.convert_to_numpy
 CASES = golden.cases("05_soft_moe/*")
 NAMES = {
-    "slots": "Router/mu",
-    "scale": "Router/scale",
-    "hidden_kernel": "Mlp/Dense_0/kernel",
-    "hidden_bias": "Mlp/Dense_0/bias",
-    "output_kernel": "Mlp/Dense_1/kernel",
-    "output_bias": "Mlp/Dense_1/bias",
-}
+    "slots": "Router/mu", "scale": "Router/scale",
+    "hidden_kernel": "Mlp/Dense_0/kernel", "hidden_bias": "Mlp/Dense_0/bias",
+    "output_kernel": "Mlp/Dense_1/kernel", "output_bias": "Mlp/Dense_1/bias",
+}  # fmt: skip
 
 
 def build(case, dtype=None):

@@ -12,6 +12,7 @@ from keras_moe import models
 from keras_moe.models.preprocessing import _byte_pairs
 from tests import golden, published
 from tests.backends import every_backend_for
+from tests.compare import assert_close, assert_same
 from tests.published import (
     HALF,
     IDS,
@@ -57,9 +58,6 @@ def texts_of(backbone, ids=IDS):
     return {k: keras.ops.convert_to_numpy(x) for k, x in received.items()}
 
 
-# DINOv2
-
-
 @pytest.mark.parametrize("head", [False, True])
 def test_dinov2(tmp_path, head):
     reference = published.transformers_dinov2()
@@ -75,29 +73,23 @@ def test_dinov2(tmp_path, head):
     )
     model, report = models.convert(write_folder(tmp_path / "x", state, config))
     received = keras.ops.convert_to_numpy(model(IMAGES))
-    np.testing.assert_allclose(received, expected, **TOLERANCE)
+    assert_close(received, expected, **TOLERANCE)
     assert report.scheme == "DINOv2 (transformers)"
     assert len(report.ignored) == 1 + head
     received = published.values(model, "block_0/mixer_scale/scale")
-    np.testing.assert_array_equal(received, scales)
+    assert_same(received, scales)
     assert model.get_config()["layer_scale_initial_value"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        ("embeddings.register_tokens", "embeddings.register_tokens"),
-        ("encoder.layer.0.mlp.weights_in.weight", "mlp.weights_in"),
-        ("encoder.layer.1.norm1.weight", "num_hidden_layers=1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "word"), [
+    ("embeddings.register_tokens", "embeddings.register_tokens"),
+    ("encoder.layer.0.mlp.weights_in.weight", "mlp.weights_in"),
+    ("encoder.layer.1.norm1.weight", "num_hidden_layers=1"),
+])  # fmt: skip
 def test_other_dinov2s(tmp_path, name, word):
     state, config = files_of(published.transformers_dinov2(), tmp_path / "source")
     state[name] = np.zeros(8, "float32")
     refused(write_folder(tmp_path / "x", state, config), word)
-
-
-# Pairs
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
@@ -149,23 +141,20 @@ def test_a_photo_and_names_of_classes(tmp_path, kind):
     pixels = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
     with torch.no_grad():
         expected = reference(pixel_values=pixels, **tokens).logits_per_image
-    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
+    assert_close(received, expected, 1e-4, 1e-4)
     clip.save_to_preset(tmp_path / "saved")
     again = models.from_preset(tmp_path / "saved")
-    np.testing.assert_allclose(again.similarity(photo, texts), received, rtol=1e-5)
+    assert_close(again.similarity(photo, texts), received, 1e-5)
     resized = models.from_preset(folder, image_shape=(16, 16, 3))
     assert resized.encode_images(photo).shape == (1, 4)
 
 
 SCALED = {"ls_init_value": 0.1}
 OPEN_CLIPS = [
-    ({}, {}, {"quick_gelu": True}),
-    (SCALED, SCALED, {}),
+    ({}, {}, {"quick_gelu": True}), (SCALED, SCALED, {}),
     (
         {
-            "no_causal_mask": True,
-            "proj_bias": True,
-            "pool_type": "last",
+            "no_causal_mask": True, "proj_bias": True, "pool_type": "last",
             "norm_kwargs": {"eps": 1e-6},
             "act_kwargs": {"approximate": "tanh"},
             "mlp_ratio": 3.0,
@@ -174,7 +163,7 @@ OPEN_CLIPS = [
         {"custom_text": True, "init_logit_bias": -10.0},
     ),
     ({"pool_type": "eos", "eos_id": 9}, {}, {}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "image", "model"), OPEN_CLIPS)
@@ -190,33 +179,15 @@ def test_pairs_of_open_clip(tmp_path, text, image, model):
     folder = save_open_clip(reference, config, tmp_path)
     check_pair(models.from_preset(folder).backbone, images, texts, logits, ids)
     text = models.TextBackbone.from_preset(folder)
-    np.testing.assert_allclose(texts_of(text, ids)["pooled"], texts, **TOLERANCE)
+    assert_close(texts_of(text, ids)["pooled"], texts, **TOLERANCE)
 
-
-def test_overrides_and_another_image_size(tmp_path):
-    folder = saved(transformers_clip(), tmp_path)
-    model, report = models.convert(folder, image_shape=(16, 16, 3), seed=3)
-    backbone = model.backbone
-    assert backbone.image_shape == (16, 16, 3)
-    (positions,) = [
-        x for x in report.weights if x.weight == "image/position_embedding/embedding"
-    ]
-    assert "resized from (2, 2) to (4, 4)" in positions.how
-    other = models.convert(folder, text={"dropout_rate": 0.1})[0]
-    assert other.backbone.get_config()["text"]["dropout_rate"] == 0.1
-
-
-# One tower
 
 # What OpenCLIP's own configs spell out.
 DEFAULTS = {
-    "pool_type": "tok",
-    "pos_embed_type": "learnable",
-    "no_ln_pre": False,
+    "pool_type": "tok", "pos_embed_type": "learnable", "no_ln_pre": False,
     "act_kwargs": {},
-    "norm_kwargs": None,
-    "output_tokens": False,
-}
+    "norm_kwargs": None, "output_tokens": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["open_clip", "file", "transformers"])
@@ -240,25 +211,20 @@ def test_image_towers_of_clip(tmp_path, kind):
         source = f"{source}/open_clip_model.safetensors"
         overrides = {"activation": "quick_gelu", "num_heads": 2}
     model, report = models.convert(source, tower="image", **overrides)
-    np.testing.assert_allclose(predict(model, IMAGES), expected, **TOLERANCE)
+    assert_close(predict(model, IMAGES), expected, **TOLERANCE)
     assert model.backbone.get_config()["activation"] == "quick_gelu"
     assert "of the text tower" in report.ignored.values()
     assert "normalisation" in report.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("preprocessor", "seen"),
-    [
-        ({"do_normalize": True, "do_rescale": True}, lambda p: (p - MEAN) / STD),
-        ({"do_normalize": False, "image_mean": HALF}, lambda p: p),
-        ({"rescale_factor": 2 / 255}, lambda p: (2 * p - MEAN) / STD),
-        (
-            {"do_rescale": False, "image_mean": [100.0] * 3, "image_std": [50.0] * 3},
-            lambda p: (255 * p - 100) / 50,
-        ),
-        ({"do_rescale": False, "do_normalize": False}, lambda p: 255 * p),
-    ],
-)
+@pytest.mark.parametrize(("preprocessor", "seen"), [
+    ({"do_normalize": True, "do_rescale": True}, lambda p: (p - MEAN) / STD),
+    ({"do_normalize": False, "image_mean": HALF}, lambda p: p),
+    ({"rescale_factor": 2 / 255}, lambda p: (2 * p - MEAN) / STD),
+    ({"do_rescale": False, "image_mean": [100.0] * 3, "image_std": [50.0] * 3},
+     lambda p: (255 * p - 100) / 50),
+    ({"do_rescale": False, "do_normalize": False}, lambda p: 255 * p),
+])  # fmt: skip
 def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen):
     reference = transformers_clip("CLIPVisionModelWithProjection")
     source = saved(reference, tmp_path)
@@ -267,42 +233,33 @@ def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen)
     with torch.no_grad():
         expected = reference(torch.tensor(normalized, dtype=torch.float32))
     actual = predict(models.convert(source)[0], IMAGES)
-    np.testing.assert_allclose(actual, expected.image_embeds, rtol=1e-3, atol=1e-3)
+    assert_close(actual, expected.image_embeds, 1e-3, 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("cls", "end", "activation"),
-    [("CLIPTextModelWithProjection", 19, "quick_gelu"), ("CLIPTextModel", 2, "gelu")],
-)
-def test_texts_of_transformers_clip(tmp_path, cls, end, activation):
-    reference = transformers_clip(cls, end, activation)
+@pytest.mark.parametrize(("cls", "end", "activation"), [
+    ("CLIPTextModelWithProjection", 19, "quick_gelu"),
+    ("CLIPTextModel", 2, "gelu"),
+    ("SiglipTextModel", None, "gelu_tanh"),
+])  # fmt: skip
+def test_texts_of_transformers(tmp_path, cls, end, activation):
+    is_clip = cls.startswith("CLIP")
+    ids, mask = torch.tensor(IDS), torch.tensor(PADDING)
+    if is_clip:
+        reference = transformers_clip(cls, end, activation)
+    else:
+        reference, mask = transformers_siglip(cls), None
     with torch.no_grad():
-        expected = reference(
-            input_ids=torch.tensor(IDS), attention_mask=torch.tensor(PADDING)
-        )
-    backbone = models.from_preset(saved(reference, tmp_path))
+        expected = reference(input_ids=ids, attention_mask=mask)
+    backbone, report = models.convert(saved(reference, tmp_path))
     received = texts_of(backbone)
-    np.testing.assert_allclose(
-        received["tokens"][KEPT], expected.last_hidden_state.numpy()[KEPT], **TOLERANCE
-    )
+    kept = KEPT if is_clip else slice(None)
+    tokens = expected.last_hidden_state.numpy()[kept]
+    assert_close(received["tokens"][kept], tokens, **TOLERANCE)
     pooled = expected.get("text_embeds", expected.get("pooler_output"))
-    np.testing.assert_allclose(received["pooled"], pooled.numpy(), **TOLERANCE)
+    assert_close(received["pooled"], pooled.numpy(), **TOLERANCE)
     config = backbone.get_config()
     assert config["end_of_text_id"] == (None if end == 2 else end)
     assert config["activation"] == activation
-
-
-def test_texts_of_transformers_siglip(tmp_path):
-    reference = transformers_siglip("SiglipTextModel")
-    with torch.no_grad():
-        expected = reference(input_ids=torch.tensor(IDS))
-    backbone, report = models.convert(saved(reference, tmp_path))
-    received = texts_of(backbone)
-    for name, theirs in (("tokens", "last_hidden_state"), ("pooled", "pooler_output")):
-        np.testing.assert_allclose(
-            received[name], expected[theirs].numpy(), **TOLERANCE
-        )
-    assert report.scheme == "SigLIP (transformers)"
     assert not report.ignored
 
 
@@ -314,7 +271,7 @@ def test_texts_of_open_clip_without_projection(tmp_path):
         expected = reference.encode_text(torch.tensor(IDS))
     folder = save_open_clip(reference, config, tmp_path)
     backbone = models.TextBackbone.from_preset(folder)
-    np.testing.assert_allclose(texts_of(backbone)["pooled"], expected, **TOLERANCE)
+    assert_close(texts_of(backbone)["pooled"], expected, **TOLERANCE)
 
 
 def test_classes_take_their_towers(tmp_path):
@@ -322,7 +279,7 @@ def test_classes_take_their_towers(tmp_path):
     text = models.TextBackbone.from_preset(folder)
     assert isinstance(models.ViTBackbone.from_preset(folder), models.ViTBackbone)
     same, report = models.convert(folder, tower="text")
-    np.testing.assert_array_equal(texts_of(same)["pooled"], texts_of(text)["pooled"])
+    assert_same(texts_of(same)["pooled"], texts_of(text)["pooled"])
     reasons = {"of the image tower", "of the logits of pairs"}
     assert set(report.ignored.values()) == reasons
     assert isinstance(models.from_preset(folder, num_classes=3), models.ImageClassifier)
@@ -376,31 +333,25 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
         model = model.backbone.encoder("image")
         expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     received = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
+    assert_close(received, expected, 1e-4, 1e-4)
 
 
-# The preparation of images
-
-
-@pytest.mark.parametrize(
-    ("content", "interpolation", "center_crop"),
-    [
-        ({}, "bicubic", 1.0),
-        ({"resample": 2, "size": 40, "crop_size": 32}, "bilinear", 0.8),
-        (
-            {
-                "size": {"shortest_edge": 40},
-                "crop_size": {"height": 32, "width": 32},
-                "do_center_crop": True,
-            },
-            "bicubic",
-            0.8,
-        ),
-        ({"size": {"height": 32, "width": 32}}, "bicubic", None),
-        ({"size": 40, "crop_size": 32, "do_center_crop": False}, "bicubic", 1.0),
-        ({"size": [40, 40], "crop_size": [32, 32]}, "bicubic", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("content", "interpolation", "center_crop"), [
+    ({}, "bicubic", 1.0),
+    ({"resample": 2, "size": 40, "crop_size": 32}, "bilinear", 0.8),
+    (
+        {
+            "size": {"shortest_edge": 40},
+            "crop_size": {"height": 32, "width": 32},
+            "do_center_crop": True,
+        },
+        "bicubic",
+        0.8,
+    ),
+    ({"size": {"height": 32, "width": 32}}, "bicubic", None),
+    ({"size": 40, "crop_size": 32, "do_center_crop": False}, "bicubic", 1.0),
+    ({"size": [40, 40], "crop_size": [32, 32]}, "bicubic", 1.0),
+])  # fmt: skip
 def test_preprocessors_of_transformers(tmp_path, content, interpolation, center_crop):
     folder = saved(transformers_clip("CLIPVisionModelWithProjection"), tmp_path)
     if content:
@@ -419,9 +370,6 @@ def test_preprocessors_of_open_clip(tmp_path, mode, center_crop):
     model = models.convert(folder, tower="image", load_weights=False)[0]
     actual = model.preprocessor
     assert (actual.interpolation, actual.center_crop) == ("bilinear", center_crop)
-
-
-# Refusals
 
 
 def transformers_folder(folder, **vision):
@@ -447,42 +395,39 @@ def test_a_config_of_another_model(tmp_path, sizes):
     refused(transformers_folder(tmp_path, **sizes), f"{name}={value}")
 
 
-@pytest.mark.parametrize(
-    ("text", "image", "word"),
-    [
-        *(
-            ({}, {name: value}, f"vision_cfg.{name}={value!r}")
-            for name, value in {
-                "pool_type": "avg",
-                "global_average_pool": True,
-                "final_ln_after_pool": True,
-                "act_kwargs": {"approximate": "tanh"},
-                "norm_kwargs": {"eps": 1e-3},
-                "attentional_pool": "parallel",
-                "input_patchnorm": True,
-                "no_ln_pre": True,
-                "pos_embed_type": "sin_cos_2d",
-            }.items()
-        ),
-        *(
-            ({name: value}, {}, f"text_cfg.{name}={value!r}")
-            for name, value in {
-                "text_arch": "modern",
-                "hf_model_name": "roberta-base",
-                "embed_cls": True,
-                "qk_norm": True,
-                "block_type": "custom",
-                "norm_kwargs": {"bias": False},
-                "act_kwargs": {"approximate": "erf"},
-            }.items()
-        ),
-        ({"pool_type": "none"}, {}, "pooling='none'"),
-        ({"context_length": 7}, {}, "context_length=7"),
-        ({"vocab_size": 21}, {}, "vocab_size=21"),
-        ({}, {"width": 16}, "width=16"),
-        ({}, {"layers": 3}, "layers=3"),
-    ],
-)
+@pytest.mark.parametrize(("text", "image", "word"), [
+    *(
+        ({}, {name: value}, f"vision_cfg.{name}={value!r}")
+        for name, value in {
+            "pool_type": "avg",
+            "global_average_pool": True,
+            "final_ln_after_pool": True,
+            "act_kwargs": {"approximate": "tanh"},
+            "norm_kwargs": {"eps": 1e-3},
+            "attentional_pool": "parallel",
+            "input_patchnorm": True,
+            "no_ln_pre": True,
+            "pos_embed_type": "sin_cos_2d",
+        }.items()
+    ),
+    *(
+        ({name: value}, {}, f"text_cfg.{name}={value!r}")
+        for name, value in {
+            "text_arch": "modern",
+            "hf_model_name": "roberta-base",
+            "embed_cls": True,
+            "qk_norm": True,
+            "block_type": "custom",
+            "norm_kwargs": {"bias": False},
+            "act_kwargs": {"approximate": "erf"},
+        }.items()
+    ),
+    ({"pool_type": "none"}, {}, "pooling='none'"),
+    ({"context_length": 7}, {}, "context_length=7"),
+    ({"vocab_size": 21}, {}, "vocab_size=21"),
+    ({}, {"width": 16}, "width=16"),
+    ({}, {"layers": 3}, "layers=3"),
+])  # fmt: skip
 def test_other_towers_of_open_clip(tmp_path, text, image, word):
     refused(open_clip_folder(tmp_path, text, image), word)
 

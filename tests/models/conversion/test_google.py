@@ -9,36 +9,31 @@ import pytest
 
 from keras_moe import models
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.published import CHECKPOINTS, part, predict, refused, write_vmoe
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 # What weights do not tell: with which capacity the images of a batch compete.
 CAPACITY = {
-    "capacity_factor": 1.0,
-    "eval_capacity_factor": 1.0,
-    "evaluation": "official",
-    "examples_per_group": 3,
-    "priority": "max_gate",
-}
+    "capacity_factor": 1.0, "eval_capacity_factor": 1.0, "evaluation": "official",
+    "examples_per_group": 3, "priority": "max_gate",
+}  # fmt: skip
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(
-    ("case", "source", "scheme"),
-    [
-        ("vit_classic", "vit_classic.npz", "ViT"),
-        ("vit_classic_prelogits", "vit_classic_prelogits.npz", "ViT"),
-        ("mixer", "mixer.npz", "MLP-Mixer"),
-        ("vmoe_tiny", "vmoe_tiny/vmoe_tiny", "V-MoE"),
-        ("vmoe_tiny", "vmoe_tiny/vmoe_tiny.index", "V-MoE"),
-    ],
-)
+@pytest.mark.parametrize(("case", "source", "scheme"), [
+    ("vit_classic", "vit_classic.npz", "ViT"),
+    ("vit_classic_prelogits", "vit_classic_prelogits.npz", "ViT"),
+    ("mixer", "mixer.npz", "MLP-Mixer"),
+    ("vmoe_tiny", "vmoe_tiny/vmoe_tiny", "V-MoE"),
+    ("vmoe_tiny", "vmoe_tiny/vmoe_tiny.index", "V-MoE"),
+])  # fmt: skip
 def test_logits_of_the_releases(case, source, scheme):
     arrays, _ = golden.load(f"07_checkpoints/{case}_expected")
     model, report = models.convert(str(CHECKPOINTS / source))
     actual = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(actual, arrays["outputs/logits"], **TOLERANCE)
+    assert_close(actual, arrays["outputs/logits"], **TOLERANCE)
     assert report.scheme == f"{scheme} (Google)"
     assert report.licence == "Apache-2.0"
     assert not report.new
@@ -46,31 +41,28 @@ def test_logits_of_the_releases(case, source, scheme):
     paths = {w.path for w in model.weights if keras.backend.is_float_dtype(w.dtype)}
     assert {weight.weight for weight in report.weights} == paths
     assert json.loads(json.dumps(report.to_dict()))["scheme"] == report.scheme
-    np.testing.assert_array_equal(
+    assert_same(
         predict(models.from_preset(str(CHECKPOINTS / source)), arrays["inputs/images"]),
         actual,
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "overrides"),
-    [
-        ("06_vmoe_models/soft_moe_vit_gap", {}),
-        ("06_vmoe_models/vmoe_k2_map_bpr", CAPACITY),
-        ("06_vmoe_models/vmoe_k2_token_cap4_nodrop", {}),
-        ("06_vmoe_models/dense_vit_token", {}),
-        ("16_query_key_norm/map", {}),
-        # The first token's pooling has no weights that would tell it.
-        ("16_query_key_norm/first", {"pooling": "first"}),
-    ],
-)
+@pytest.mark.parametrize(("case", "overrides"), [
+    ("06_vmoe_models/soft_moe_vit_gap", {}),
+    ("06_vmoe_models/vmoe_k2_map_bpr", CAPACITY),
+    ("06_vmoe_models/vmoe_k2_token_cap4_nodrop", {}),
+    ("06_vmoe_models/dense_vit_token", {}),
+    ("16_query_key_norm/map", {}),
+    # The first token's pooling has no weights that would tell it.
+    ("16_query_key_norm/first", {"pooling": "first"}),
+])  # fmt: skip
 def test_logits_of_vmoes_models(tmp_path, case, overrides):
     arrays, config = golden.load(case)
     prefix = write_vmoe(tmp_path / "checkpoint", part(arrays, "params/"))
     model, report = models.convert(prefix, **overrides)
     assert model.count_params() == config["param_count"]
     assert models.describe(model).parameters == model.count_params()
-    np.testing.assert_allclose(
+    assert_close(
         predict(model, arrays["inputs/images"]), arrays["outputs/logits"], **TOLERANCE
     )
     if "soft" in case:
@@ -88,7 +80,7 @@ def test_a_training_state_gives_its_parameters(tmp_path, prefix):
     state["opt_state/0/count"] = np.int32(7)
     model, report = models.convert(write_vmoe(tmp_path / "state", state))
     actual = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(actual, arrays["outputs/logits"], **TOLERANCE)
+    assert_close(actual, arrays["outputs/logits"], **TOLERANCE)
     assert set(report.ignored) == {x for x in state if not x.startswith(prefix)}
     assert "optimizer" in report.ignored["opt_state/0/count"]
     assert report.ignored["step"].endswith("no parameter: step")
@@ -122,7 +114,7 @@ def test_the_names_of_big_vision_and_linen(tmp_path):
         renamed[f"params/{name}"] = array
     np.savez(tmp_path / "vit.npz", **renamed)
     expected, _ = golden.load("07_checkpoints/vit_classic_expected")
-    np.testing.assert_allclose(
+    assert_close(
         predict(models.from_preset(tmp_path / "vit.npz"), expected["inputs/images"]),
         expected["outputs/logits"],
         **TOLERANCE,
@@ -133,9 +125,6 @@ def test_an_ensemble_of_experts_is_another_model(tmp_path):
     for path in (CHECKPOINTS / "vmoe_tiny").iterdir():
         shutil.copy(path, tmp_path / path.name.replace("vmoe_tiny", "eee_s32"))
     refused(str(tmp_path / "eee_s32"), "ensemble", "eee_s32")
-
-
-# vmoe's two towers
 
 
 @pytest.mark.parametrize("case", ["map_pooling_no_bias", "moe_both_towers"])
@@ -153,18 +142,13 @@ def test_vmoes_two_towers(tmp_path, case):
             }
     backbone, report = models.convert(prefix, task="backbone", **overrides)
     texts = arrays["inputs/texts"]
-    outputs = backbone(
-        {
-            "images": arrays["inputs/images"],
-            "token_ids": texts,
-            "padding_mask": np.ones_like(texts),
-        }
-    )
+    pairs = {"token_ids": texts, "padding_mask": np.ones_like(texts)}
+    outputs = backbone({"images": arrays["inputs/images"], **pairs})
     both = outputs["image_embeddings"], outputs["text_embeddings"]
     logits = backbone.logit_scale.logits(*both)
     for actual, name in zip((*both, logits), ("zimg", "ztxt", "logits")):
         actual = keras.ops.convert_to_numpy(actual)
-        np.testing.assert_allclose(actual, arrays[f"outputs/{name}"], **TOLERANCE)
+        assert_close(actual, arrays[f"outputs/{name}"], **TOLERANCE)
     assert report.scheme == "V-MoE (Google)"
     text, report = models.convert(prefix, tower="text", **overrides.get("text", {}))
     assert isinstance(text, models.TextBackbone)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from tests.compare import assert_close
 from tests.published import (
     IDS,
     hub_classifier,
@@ -26,17 +27,14 @@ TEXTS = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
 
 def check_equal(received, expected):
     received, expected = map(keras.ops.convert_to_numpy, (received, expected))
-    np.testing.assert_allclose(received, expected, **TOLERANCE)
+    assert_close(received, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"use_mha_bias": False, "use_mlp_bias": False, "use_patch_bias": False},
-        {"use_class_token": False, "layer_norm_epsilon": 1e-3, "name": "mine"},
-    ],
-)
+@pytest.mark.parametrize("kwargs", [
+    {},
+    {"use_mha_bias": False, "use_mlp_bias": False, "use_patch_bias": False},
+    {"use_class_token": False, "layer_norm_epsilon": 1e-3, "name": "mine"},
+])  # fmt: skip
 def test_features_of_vit(tmp_path, kwargs):
     hub = hub_randomized(hub_vit(**kwargs))
     backbone, report = models.convert(hub)
@@ -58,64 +56,37 @@ def test_logits_of_vit(kwargs):
     check_equal(predict(models.from_preset(hub), WIDE), predict(hub, WIDE))
 
 
-@pytest.mark.parametrize("trained_ids", [True, False])
-def test_image_embeddings_of_clip(trained_ids):
-    clip = hub_randomized(hub_clip())
-    if trained_ids:
+@pytest.mark.parametrize("kind", ["clip", "clip with ids", "siglip", "siglip of gelu"])
+def test_pairs_and_their_towers(kind):
+    is_clip = "siglip" not in kind
+    hub = hub_siglip("gelu") if "gelu" in kind else hub_siglip()
+    hub = hub_randomized(hub_clip() if is_clip else hub)
+    if "ids" in kind:
         # Its presets have these; a new model has zeros.
-        clip.vision_encoder.embedding.position_ids.assign(np.arange(5)[None])
-    model, report = models.convert(clip, tower="image")
-    check_equal(predict(model, SQUARE), clip.get_vision_embeddings(SQUARE))
-    assert report.notes == ["the text tower and the logits' scale are left out"]
-    # The encoder alone has no projection.
-    backbone = models.from_preset(clip.vision_encoder)
-    assert isinstance(backbone, models.ViTBackbone)
-    expected = predict(clip.vision_encoder, {"images": SQUARE})
-    check_equal(predict(backbone, SQUARE), expected)
-
-
-@pytest.mark.parametrize("activation", ["gelu_approximate", "gelu"])
-def test_image_embeddings_of_siglip(activation):
-    siglip = hub_randomized(hub_siglip(activation))
-    expected = predict(siglip.vision_encoder, {"images": SQUARE})
-    for source in (siglip, siglip.vision_encoder):
-        model = models.convert(source, tower="image")[0]
-        check_equal(predict(model, SQUARE), expected)
-
-
-def test_texts_of_clip():
-    clip = hub_randomized(hub_clip())
-    backbone, report = models.convert(clip, tower="text")
-    check_equal(backbone(TEXTS)["pooled"], clip.get_text_embeddings(TOKENS))
-    assert any("epsilon" in note for note in report.notes)
-    received = models.from_preset(clip.text_encoder)(TEXTS)["tokens"]
-    check_equal(received, clip.text_encoder({"token_ids": TOKENS}))
-
-
-def test_texts_of_siglip():
-    siglip = hub_randomized(hub_siglip())
-    expected = siglip.text_encoder({"token_ids": TOKENS})
-    for source in (siglip, siglip.text_encoder):
-        backbone = models.TextBackbone.from_preset(source)
-        check_equal(backbone(TEXTS)["pooled"], expected)
-
-
-@pytest.mark.parametrize("make", [hub_clip, hub_siglip])
-def test_pairs(make):
-    hub = hub_randomized(make())
+        hub.vision_encoder.embedding.position_ids.assign(np.arange(5)[None])
     backbone = models.from_preset(hub, task="backbone")
     outputs = backbone({"images": SQUARE, **TEXTS})
     both = outputs["image_embeddings"], outputs["text_embeddings"]
-    expected = hub({"images": SQUARE, "token_ids": TOKENS})["vision_logits"]
-    check_equal(backbone.logit_scale.logits(*both), expected)
-    for received, theirs in zip(
-        both, (hub.get_vision_embeddings(SQUARE), hub.get_text_embeddings(TOKENS))
-    ):
+    logits = hub({"images": SQUARE, "token_ids": TOKENS})["vision_logits"]
+    check_equal(backbone.logit_scale.logits(*both), logits)
+    images, texts = hub.get_vision_embeddings(SQUARE), hub.get_text_embeddings(TOKENS)
+    for received, theirs in zip(both, (images, texts)):
         theirs = keras.ops.convert_to_numpy(theirs)
         check_equal(received, theirs / np.linalg.norm(theirs, axis=1, keepdims=True))
-
-
-# Settings
+    image, report = models.convert(hub, tower="image")
+    check_equal(predict(image, SQUARE), images)
+    if is_clip:
+        assert report.notes == ["the text tower and the logits' scale are left out"]
+    text, report = models.convert(hub, tower="text")
+    check_equal(text(TEXTS)["pooled"], texts)
+    assert any("epsilon" in note for note in report.notes) == is_clip
+    # CLIP's encoders alone have no projection.
+    encoder = models.from_preset(hub.vision_encoder)
+    expected = predict(hub.vision_encoder, {"images": SQUARE})
+    check_equal(predict(encoder, SQUARE), expected)
+    received = models.from_preset(hub.text_encoder)(TEXTS)
+    expected = hub.text_encoder({"token_ids": TOKENS})
+    check_equal(received["tokens" if is_clip else "pooled"], expected)
 
 
 def test_dropout_rates_and_dtypes_are_carried_over():
@@ -147,9 +118,6 @@ def test_activations_of_outputs(activation, mine):
     check_equal(model(WIDE), hub(WIDE))
 
 
-# The preparation of images
-
-
 def hub_task(**converter):
     converter = keras_hub.layers.ViTImageConverter(image_size=(8, 12), **converter)
     preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(converter)
@@ -165,7 +133,7 @@ def test_the_preprocessor(per_channel):
     model, report = models.convert(task)
     photo = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype="uint8")
     expected = np.asarray(task.preprocessor(photo))
-    np.testing.assert_allclose(model.preprocessor(photo), expected, atol=1e-5)
+    assert_close(model.preprocessor(photo), expected, atol=1e-5)
     assert any("model.preprocessor" in note for note in report.notes)
     grey = models.convert(task, image_shape=(8, 12, 1))[0].preprocessor
     assert grey.image_shape == (8, 12, 1)

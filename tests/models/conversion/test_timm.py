@@ -9,6 +9,7 @@ import pytest
 from keras_moe import models
 from keras_moe.models import ImagePreprocessor
 from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.published import predict, refused, timm_folder, values, write_folder
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -22,7 +23,7 @@ def check_logits(folder, case, images=None):
     model, report = models.convert(folder)
     images = arrays["inputs/images"] if images is None else images
     expected = arrays["outputs/logits"]
-    np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
+    assert_close(predict(model, images), expected, **TOLERANCE)
     return model, report
 
 
@@ -36,8 +37,8 @@ def test_logits(tmp_path, case):
     assert report.scheme.endswith("(timm)")
     features = keras.Model(model.input, [model.backbone.output, model.features])
     encoded, pooled = predict(features, arrays["inputs/images"])
-    np.testing.assert_allclose(encoded, arrays["outputs/forward_features"], **TOLERANCE)
-    np.testing.assert_allclose(pooled, arrays["outputs/pre_logits"], **TOLERANCE)
+    assert_close(encoded, arrays["outputs/forward_features"], **TOLERANCE)
+    assert_close(pooled, arrays["outputs/pre_logits"], **TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["vit_token", "mixer"])
@@ -72,15 +73,15 @@ def test_layer_scale_is_a_layer(tmp_path):
     model, _ = check_logits(folder, "vit_token")
     assert model.backbone.get_config()["layer_scale_initial_value"] == 1e-5
     received = values(model, "block_1/mixer_scale/scale")
-    np.testing.assert_array_equal(received, gammas["1", "ls1"])
+    assert_same(received, gammas["1", "ls1"])
     received = values(model, "block_0/feed_forward_scale/scale")
-    np.testing.assert_array_equal(received, gammas["0", "ls2"])
+    assert_same(received, gammas["0", "ls2"])
     # OpenCLIP and DINOv2 have other names for the same.
     models.export_weights(model.backbone, "transformers", tmp_path / "dinov2")
     again = models.from_preset(str(tmp_path / "dinov2"))
     for weight in again.weights:
         expected = values(model, weight.path)
-        np.testing.assert_array_equal(values(again, weight.path), expected)
+        assert_same(values(again, weight.path), expected)
 
 
 def test_positions_without_a_row_for_the_class_token(tmp_path):
@@ -92,14 +93,11 @@ def test_positions_without_a_row_for_the_class_token(tmp_path):
     check_logits(timm_folder(tmp_path, "vit_token", change=change), "vit_token")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "activation", "epsilon"),
-    [
-        ("vit_base_patch16_clip_quickgelu_224", "quick_gelu", 1e-5),
-        ("vit_base_patch16_siglip_224", "gelu", 1e-6),
-        ("vit_so400m_patch16_siglip_256", "gelu_tanh", 1e-6),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "activation", "epsilon"), [
+    ("vit_base_patch16_clip_quickgelu_224", "quick_gelu", 1e-5),
+    ("vit_base_patch16_siglip_224", "gelu", 1e-6),
+    ("vit_so400m_patch16_siglip_256", "gelu_tanh", 1e-6),
+])  # fmt: skip
 def test_what_only_the_name_tells(tmp_path, architecture, activation, epsilon):
     folder = timm_folder(tmp_path, "vit_token", architecture=architecture)
     _, report = models.convert(folder, load_weights=False)
@@ -131,9 +129,6 @@ def test_what_is_assumed_without_a_config_is_reported(tmp_path):
     folder = timm_folder(tmp_path / "wide", "vit_token", change=widen)
     (tmp_path / "wide" / "config.json").unlink()
     assert "num_heads=3" in notes(folder)
-
-
-# The preparation of images
 
 
 def preprocessor_of(source, **overrides):
@@ -170,15 +165,12 @@ def test_class_names_and_preprocessor(tmp_path, place):
     assert preprocessor_of(folder, preprocessor=None) is None
 
 
-@pytest.mark.parametrize(
-    ("cfg", "interpolation", "center_crop"),
-    [
-        ({}, "bicubic", 0.875),
-        ({"crop_pct": 1.0, "crop_mode": "squash"}, "bicubic", None),
-        ({"interpolation": "lanczos", "crop_pct": 1.1}, "bicubic", 1.0),
-        ({"interpolation": None, "crop_pct": None}, "bicubic", 0.875),
-    ],
-)
+@pytest.mark.parametrize(("cfg", "interpolation", "center_crop"), [
+    ({}, "bicubic", 0.875),
+    ({"crop_pct": 1.0, "crop_mode": "squash"}, "bicubic", None),
+    ({"interpolation": "lanczos", "crop_pct": 1.1}, "bicubic", 1.0),
+    ({"interpolation": None, "crop_pct": None}, "bicubic", 0.875),
+])  # fmt: skip
 def test_crop_and_interpolation(tmp_path, cfg, interpolation, center_crop):
     cfg = {"input_size": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3, **cfg}
     folder = timm_folder(tmp_path, "vit_token", pretrained_cfg=cfg)
@@ -194,17 +186,11 @@ def test_names_of_other_heads_are_left(tmp_path, names):
     assert preprocessor_of(folder).class_names is None
 
 
-# Refusals
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "vit_base_patch16_rpn_224",
-        "vit_pe_core_base_patch16_224",
-        "vit_base_patch16_dinov3",
-    ],
-)
+@pytest.mark.parametrize("architecture", [
+    "vit_base_patch16_rpn_224",
+    "vit_pe_core_base_patch16_224",
+    "vit_base_patch16_dinov3",
+])  # fmt: skip
 def test_other_architectures(tmp_path, architecture):
     folder = timm_folder(tmp_path / "x", "vit_token", architecture=architecture)
     refused(folder, f"architecture={architecture!r}")
@@ -214,15 +200,12 @@ def test_other_architectures(tmp_path, architecture):
     refused(folder, architecture)
 
 
-@pytest.mark.parametrize(
-    ("removed", "added", "words"),
-    [
-        (None, "reg_token", ["1 left over", "reg_token"]),
-        (None, "blocks.0.attn.q_norm.weight", ["blocks.0.attn.q_norm.bias"]),
-        ("head.", None, ["num_classes=7", "received: 0"]),
-        ("blocks.1.", None, ["depth=2", "received: 1"]),
-    ],
-)
+@pytest.mark.parametrize(("removed", "added", "words"), [
+    (None, "reg_token", ["1 left over", "reg_token"]),
+    (None, "blocks.0.attn.q_norm.weight", ["blocks.0.attn.q_norm.bias"]),
+    ("head.", None, ["num_classes=7", "received: 0"]),
+    ("blocks.1.", None, ["depth=2", "received: 1"]),
+])  # fmt: skip
 def test_tensors_of_other_models(tmp_path, removed, added, words):
     def change(tensors):
         if added:
@@ -233,16 +216,13 @@ def test_tensors_of_other_models(tmp_path, removed, added, words):
     refused(timm_folder(tmp_path, "vit_token", change=change), *words)
 
 
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({"global_pool": "max"}, "global_pool='max'"),
-        ({"mean": [0.5], "std": [0.5]}, "3 channels"),
-        ({"model_args": {"num_heads": 4, "block_fn": "parallel"}}, "block_fn"),
-        ({"model_args": {"depth": 2, "embed_dim": 32}}, "num_heads="),
-        ({"act_layer": "silu"}, "act_layer='silu'"),
-    ],
-)
+@pytest.mark.parametrize(("config", "word"), [
+    ({"global_pool": "max"}, "global_pool='max'"),
+    ({"mean": [0.5], "std": [0.5]}, "3 channels"),
+    ({"model_args": {"num_heads": 4, "block_fn": "parallel"}}, "block_fn"),
+    ({"model_args": {"depth": 2, "embed_dim": 32}}, "num_heads="),
+    ({"act_layer": "silu"}, "act_layer='silu'"),
+])  # fmt: skip
 def test_configs_of_other_models(tmp_path, config, word):
     refused(timm_folder(tmp_path, "vit_token", **config), word)
 
