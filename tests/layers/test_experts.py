@@ -267,3 +267,45 @@ def test_an_activation_with_weights_learns():
     gradients = training_gradients(layer, rows(), group_sizes=COUNTS)
     by_name = {w.name: g for w, g in zip(layer.trainable_weights, gradients)}
     assert np.abs(by_name["scale"]) > 0
+
+
+@pytest.mark.every_backend
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+def test_int8_experts_are_saved_and_loaded(tmp_path):
+    inputs = keras.Input((E, C, D))
+    layer = experts()
+    layer.quantize("int8")
+    model = keras.Model(inputs, layer(inputs))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    (again,) = (x for x in loaded.layers if isinstance(x, Experts))
+    assert again.hidden_kernel.dtype == "int8"
+    assert_same(loaded.predict(slots(), verbose=0), model.predict(slots(), verbose=0))
+    model.save_weights(tmp_path / "model.weights.h5")
+    plain = keras.Model(inputs, experts()(inputs))
+    with pytest.raises(ValueError, match="quantization_mode=None"):
+        plain.load_weights(tmp_path / "model.weights.h5")
+
+
+def test_saved_experts_have_their_pairs_in_their_kernels(tmp_path):
+    inputs = keras.Input((E, C, D))
+    layer = experts()
+    layer.enable_lora(RANK, lora_alpha=3.0)
+    fill_pairs(layer)
+    model = keras.Model(inputs, layer(inputs))
+    expected = model.predict(slots(), verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    plain = keras.Model(inputs, experts()(inputs))
+    plain.load_weights(tmp_path / "model.weights.h5")
+    actual = plain.predict(slots(), verbose=0)
+    assert_close(actual, expected, 1e-4, 1e-4)
+    # With pairs, and as a whole model: they change nothing, and can learn again.
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    (again,) = (x for x in loaded.layers if isinstance(x, Experts))
+    assert (again.lora_rank, again.lora_alpha) == (RANK, 3.0)
+    assert len(again.trainable_weights) == 4
+    actual = loaded.predict(slots(), verbose=0)
+    assert_close(actual, expected, 1e-4, 1e-4)
+    assert np.abs(to_numpy(again.hidden_lora_a)).max() > 0
+    assert np.abs(to_numpy(again.hidden_lora_b)).max() == 0

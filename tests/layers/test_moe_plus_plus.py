@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_moe.layers import Experts, MoE
+from keras_moe.layers import Experts, MoE, ZeroComputationExperts
 from keras_moe.routers import PathwayAwareRouter
 from tests.calls import call
 from tests.compare import assert_close, assert_same
@@ -173,3 +173,37 @@ def test_gated_experts_by_hand():
     assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2)
     rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))
     assert_close(to_numpy(rows).ravel(), [12.0, -50.0])
+
+
+def test_tokens_that_overflow_are_dropped():
+    moe = forced(make(tau=0.5, capacity_factor=1.0), 5)
+    x = positive(tokens(batch=1))
+    outputs, routing = call(moe, x, training=True)
+    # 12 assignments over 4 * 0.5 + 4: two for a zero-computation expert.
+    served = to_numpy(routing.dispatched)[0, :, 5]
+    assert served.tolist() == [1, 1] + [0] * 10
+    assert_close(to_numpy(outputs)[0, :2], x[0, :2], 2e-7)
+    assert_same(to_numpy(outputs)[0, 2:], 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_zero_computation_experts_by_themselves(dtype):
+    layer = ZeroComputationExperts(
+        1,
+        2,
+        3,
+        kernel_initializer="glorot_normal",
+        vector_initializer="ones",
+        dtype=dtype,
+    )
+    x = tokens()
+    weights = np.random.default_rng(2).random((2, N, 6)).astype("float32")
+    actual = layer(x, weights)
+    assert dtype.removeprefix("mixed_") in str(actual.dtype)
+    kernel = to_numpy(layer.kernel)
+    expected = weights[..., 1:3].sum(axis=-1, keepdims=True) * x
+    for j in range(3):
+        alpha = to_numpy(ops.softmax(x @ kernel[j]))
+        expected += weights[..., 3 + j : 4 + j] * (alpha[..., :1] * x + alpha[..., 1:])
+    tolerance = 1e-5 if dtype == "float32" else 5e-2
+    assert_close(ops.cast(actual, "float32"), expected, tolerance, tolerance)

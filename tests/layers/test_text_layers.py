@@ -8,6 +8,8 @@ from keras_moe.layers import (
     AttentionPooling,
     MaskedPooling,
     SelfAttention,
+    TextPositions,
+    TokenEmbedding,
 )
 from tests.compare import assert_close, assert_same
 from tests.gradients import gradient
@@ -86,3 +88,18 @@ def test_attention_takes_lists_as_masks(mask, op_by_op):
         layer(tokens, mask=mask[:, 1:].tolist())
     with pytest.raises(ValueError, match=r"mask\.dtype=float"):
         layer(tokens, mask=mask.astype(float).tolist())
+
+
+def test_ids_choose_rows():
+    layer = TokenEmbedding(vocabulary_size=10, hidden_dim=5)
+    tokens = to_numpy(layer(IDS))
+    assert_same(tokens, to_numpy(layer.embeddings)[IDS])
+    assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
+
+
+def test_places_of_short_texts():
+    layer = TextPositions(max_length=4)
+    tokens = np.ones((2, 3, 5), "float32")
+    difference = to_numpy(layer(tokens)) - tokens
+    table = to_numpy(layer.embedding)
+    assert_close(difference, np.repeat(table[:, :3], 2, 0), atol=1e-6)

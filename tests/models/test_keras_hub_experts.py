@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import _compat, layers, models
 from tests.compare import assert_close, assert_same
 from tests.keras_hub_language_models import IDS, PROMPTS, TEXTS, language_model
 
@@ -80,3 +80,31 @@ def test_bad_input():
     model.optimizer.build(model.trainable_variables)
     with pytest.raises(ValueError, match="Qwen3MoeCausalLM with a built optimizer"):
         models.replace_moe(model)
+
+
+@pytest.mark.every_backend
+def test_a_replaced_layer_is_forgotten():
+    inner, other = keras.layers.Dense(2), keras.layers.Dense(2, use_bias=False)
+    model = keras.Sequential([keras.Input((3,)), inner])
+    owner = keras.layers.TimeDistributed(inner)
+    owner.build((None, 4, 3))
+    other.build((None, 3))
+    _compat.replace_layer(owner, "layer", other)
+    assert len(owner.weights) == 1
+    assert owner.layer is other
+    assert len(model.weights) == 2
+
+
+def test_experts_that_are_not_chosen_are_not_computed(monkeypatch):
+    model = models.replace_moe(language_model("Mixtral"))
+    rows = []
+    call = layers.Experts.call
+
+    def recorded(self, inputs, group_sizes=None, training=None):
+        rows.append(tuple(inputs.shape))
+        return call(self, inputs, group_sizes, training=training)
+
+    monkeypatch.setattr(layers.Experts, "call", recorded)
+    model({"token_ids": IDS[:1, :1], "padding_mask": np.ones((1, 1))})
+    # Two choices in each of two blocks.
+    assert rows == [(2, 8), (2, 8)]

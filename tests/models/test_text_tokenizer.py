@@ -403,3 +403,15 @@ def test_ids_as_people_read_them(kind, sentence_piece):
     assert all(isinstance(x, str) and x for x in own().tokens([[200, 250]])[0])
     with pytest.raises(ValueError, match=f"received: -1 to {tokenizer.end_id}"):
         tokenizer.tokens([[-1, tokenizer.end_id]])
+
+
+def test_clip_by_hand(clip):
+    assert clip.vocabulary_size == 49408
+    texts = clip("A photo of a cat.")
+    ids = [49406, 320, 1125, 539, 320, 2368, 269, 49407]
+    assert texts["token_ids"].shape == (1, 77)
+    assert texts["token_ids"].dtype == "int32"
+    assert texts["token_ids"][0, :8].tolist() == ids
+    assert not texts["token_ids"][0, 8:].any()
+    assert texts["padding_mask"][0].tolist() == [True] * 8 + [False] * 69
+    assert rows(clip, [""]) == [[49406, 49407]]

@@ -179,3 +179,16 @@ def test_few_steps_are_enough_for_inputs_made_to_be_hard():
         expected = exact(logits, alpha)
         actual = to_numpy(one_program(lambda x, a=alpha: entmax(x, a))(logits))
         assert_close(actual, expected, atol=3e-6, err_msg=str(alpha))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{0.0: 2, -1.41238: 1157, -1.51573: 15154}, {0.0: 2, -1.41321: 2035, -1.6445: 1}],
+)
+def test_logits_that_crowd_below_the_threshold(counts):
+    """Newton's steps are slow where many logits have nearly no share."""
+    logits = np.repeat(list(counts), list(counts.values())).astype("float32")
+    actual = to_numpy(entmax(logits))
+    expected = exact(logits, 1.5)
+    assert_close(actual, expected, atol=1e-6)
+    assert np.abs(actual - expected).sum() < 1e-4

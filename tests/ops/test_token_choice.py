@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import RoutingPlan, token_choice
-from tests.compare import assert_same
+from tests import golden
+from tests.compare import assert_close, assert_same
 from tests.gradients import compiled, gradient
 from tests.ops import reference
 
@@ -205,3 +206,68 @@ def test_minus_infinity_everywhere_but_once(priority, selected):
     assert (plan.token_slots[0, :, 0] // 2).tolist() == best
     assert np.all(np.isfinite(plan.combine_weights))
     assert_same(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
+)
+def test_golden_plan(case):
+    arrays, config = golden.load(case)
+    grouped = config["G"] is not None
+    batch = (lambda x: x) if grouped else (lambda x: x[None])
+    gates = batch(arrays["inputs/gates"])
+    capacity = config["actual_capacity"]
+    priority = "max_gate" if config["batch_priority"] else "first_come"
+    plan = route(gates, config["K"], capacity, priority)
+    expert, position = np.moveaxis(
+        batch(arrays["outputs/indices_expert_buffer"]), -1, 0
+    )
+    kept = position < capacity
+    assert_same(plan.token_slots, np.where(kept, expert * capacity + position, -1))
+    assert_close(
+        plan.combine_weights,
+        np.where(kept, batch(arrays["outputs/indices_combine_weights"]), 0),
+        1e-5,
+        1e-6,
+    )
+
+
+@some
+@given(routing_problems)
+def test_invariants(problem):
+    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    gates = random_gates(seed, (groups, tokens, experts), ties)
+    plan = route(gates, selected, capacity, priority)
+    for g in range(groups):
+        used = plan.token_slots[g][plan.token_slots[g] >= 0]
+        assert len(set(used)) == len(used), "a slot is used twice"
+        assert used.size == 0 or used.max() < experts * capacity
+        # Both index forms tell the same story.
+        there = {
+            (int(slot) // capacity, int(slot) % capacity, s)
+            for s, slots in enumerate(plan.token_slots[g])
+            for slot in slots[slots >= 0]
+        }
+        back = {
+            (e, c, int(plan.slot_tokens[g, e, c]))
+            for e, c in np.argwhere(plan.slot_tokens[g] >= 0)
+        }
+        assert there == back
+        # Slots fill from the front.
+        filled = plan.slot_tokens[g] >= 0
+        assert np.all(filled[:, :-1] >= filled[:, 1:])
+        for s, k in np.ndindex(tokens, selected):
+            slot = plan.token_slots[g, s, k]
+            if slot < 0:
+                assert plan.combine_weights[g, s, k] == 0
+                continue
+            assert plan.combine_weights[g, s, k] == gates[g, s, slot // capacity]
+        # Nobody's second choice holds a slot of an expert that turned a first away.
+        choice = np.argsort(-gates[g], axis=-1, kind="stable")[:, :selected]
+        for s, k in np.argwhere(plan.token_slots[g] < 0):
+            held = plan.slot_tokens[g, choice[s, k]]
+            assert np.all(held >= 0), "dropped although the expert has a free slot"
+            for other in held:
+                (rank,) = np.flatnonzero(choice[other] == choice[s, k])
+                assert rank <= k, "a later choice went before an earlier one"

@@ -201,3 +201,32 @@ def test_without_a_head_num_classes_is_needed(tmp_path):
     assert isinstance(models.from_preset(source), models.ViTBackbone)
     published.refused(source, "num_classes=None", task="image_classifier")
     assert models.from_preset(source, num_classes=3).output_shape == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "patch_size", "scale"),
+    [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
+)
+def test_another_patch_size(case, patch_size, scale):
+    source = published.CHECKPOINTS / (
+        "vmoe_tiny/vmoe_tiny" if "vmoe" in case else f"{case}.npz"
+    )
+    old = models.from_preset(str(source))
+    patch = old.backbone.get_config()["patch_size"]
+    height, width, _ = old.backbone.image_shape
+    rows, columns = np.broadcast_to(scale, 2)
+    model, report = models.convert(
+        str(source),
+        patch_size=patch_size,
+        image_shape=(rows * height, columns * width, 3),
+    )
+    # Patches of one colour are themselves when they are resized.
+    small = published.random_images((height // patch, width // patch, 3))
+    small = small.repeat(patch, axis=1).repeat(patch, axis=2)
+    large = small.repeat(rows, axis=1).repeat(columns, axis=2)
+    np.testing.assert_allclose(
+        published.predict(model, large), published.predict(old, small), **TOLERANCE
+    )
+    new = model.backbone.get_layer("patch_embedding").patch_size
+    how = {weight.weight: weight.how for weight in report.weights}
+    assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
