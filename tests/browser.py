@@ -55,12 +55,7 @@ def _high(file):
 
 
 class Page:
-    """A page of the browser, by the DevTools protocol.
-
-    Attributes:
-        requests: addresses that pages asked for, without their own files and `data:`.
-        errors: errors and warnings of pages.
-    """
+    """A page by the DevTools protocol, with addresses it asked for, and errors."""
 
     def __init__(self, process: subprocess.Popen, commands: int, replies: int):
         self._process, self._commands, self._replies = process, commands, replies
@@ -144,10 +139,7 @@ class Page:
 
 @contextmanager
 def opened_browser() -> Iterator[Page]:
-    """A page of a new browser; the test is skipped where there is none.
-
-    Where the environment has CI=true a missing browser is a failure.
-    """
+    """A page of a new browser; without one it skips, or fails where CI=true."""
     browser = os.environ.get("KERAS_MOE_BROWSER")
     browser = browser or next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None:

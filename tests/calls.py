@@ -5,27 +5,13 @@ from typing import Any
 
 import keras
 
+from tests.gradients import one_program as compiled  # noqa: F401
+
 _PROGRAMS = weakref.WeakKeyDictionary()
 
 
-def compiled(function):
-    """The function as one program on JAX, which would compile each op for itself."""
-    if keras.backend.backend() != "jax":
-        return function
-    import jax
-
-    return jax.jit(function)
-
-
 def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwargs):
-    """The layer's outputs. On JAX op by op would compile each op for each shape.
-
-    Args:
-        layer: built by the first call.
-        *inputs: arrays.
-        training: passed to the layer.
-        **kwargs: further arrays, passed by name.
-    """
+    """The layer's outputs; the first call builds it."""
     return _outputs_and_losses(layer, inputs, training, kwargs)[0]
 
 

@@ -7,29 +7,14 @@ import numpy as np
 
 
 def gradient(fn: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
-    """Returns the gradient of a scalar function with respect to each array.
-
-    An array that the result does not depend on has gradient zero.
-
-    Args:
-        fn: function from one tensor per array to a scalar tensor.
-        *arrays: point at which the gradient is grads.
-    """
+    """Returns the gradient of a scalar by each array, zero where it does not matter."""
     return gradient_and_outputs(lambda *tensors: (fn(*tensors), ()), *arrays)[0]
 
 
 def gradient_and_outputs(
     fn: Callable, *arrays: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Like `gradient`, of a function that has more to show than the scalar.
-
-    One program on JAX, where a second one would be most of a small test's time.
-
-    Args:
-        fn: function from one tensor per array to a scalar tensor and a sequence of
-            further tensors.
-        *arrays: point at which the gradient is grads.
-    """
+    """Like `gradient`, of a function that returns further tensors: one program."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
@@ -59,10 +44,7 @@ def gradient_and_outputs(
 
 
 def compiled(fn: Callable) -> Callable:
-    """Returns the function as the backend's training loop would run it.
-
-    PyTorch runs it as it is: Keras does not compile there by default.
-    """
+    """Returns the function as the backend's training loop would run it."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
@@ -76,8 +58,5 @@ def compiled(fn: Callable) -> Callable:
 
 
 def one_program(fn: Callable) -> Callable:
-    """Compiles on JAX, to be quick there: op by op, every new shape is compiled.
-
-    Elsewhere the function stays as it is.
-    """
+    """Compiles on JAX alone, which would compile each op for each shape."""
     return compiled(fn) if keras.backend.backend() == "jax" else fn

@@ -133,23 +133,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self._answer({"errors": [], "warnings": []})
         if "/preupload/" in path:
-            files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
+            files = []
+            for file in json.loads(body)["files"]:
+                mode = "lfs" if file["path"].endswith(_LARGE) else "regular"
+                options = {"uploadMode": mode, "shouldIgnore": False}
+                files.append({"path": file["path"], **options})
             return self._answer({"files": files})
         if path.endswith(".git/info/lfs/objects/batch"):
-            objects = [
-                {
-                    **wanted,
-                    "actions": {"upload": {"href": f"{address}/lfs/{wanted['oid']}"}},
-                }
-                for wanted in json.loads(body)["objects"]
-            ]
+            objects = json.loads(body)["objects"]
+            for wanted in objects:
+                href = f"{address}/lfs/{wanted['oid']}"
+                wanted["actions"] = {"upload": {"href": href}}
             return self._answer({"transfer": "basic", "objects": objects})
         repository = re.fullmatch("/api/models/(.+)/commit/main", path)[1]
         for line in body.splitlines():
@@ -164,12 +158,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             target = self.server.folder / repository / value["path"]
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        return self._answer(
-            {
-                "commitUrl": f"{address}/{repository}/commit/{COMMIT}",
-                "commitOid": COMMIT,
-            }
-        )
+        url = f"{address}/{repository}/commit/{COMMIT}"
+        return self._answer({"commitUrl": url, "commitOid": COMMIT})
 
     def _body(self):
         return self.rfile.read(int(self.headers["content-length"]))

@@ -27,16 +27,7 @@ def check_layer(
     float32_weights: tuple[str, ...] = FLOAT32,
     no_gradient: tuple[str, ...] = (),
 ) -> None:
-    """Checks build, shapes, dtypes, config, saving, gradients and freezing.
-
-    Args:
-        make: function that makes the layer from `dtype` and the other arguments of
-            Keras's layers. Its own arguments should all differ from the defaults.
-        inputs: a batch.
-        folder: folder of the saved layer.
-        float32_weights: suffixes of the paths of weights that are always float32.
-        no_gradient: names of weights that may have no gradient.
-    """
+    """Checks all that layers do; arguments that `make` sets should be no defaults."""
     keras.utils.set_random_seed(1)
     check_config(make())
     check_shapes_and_saving(make, inputs, folder)

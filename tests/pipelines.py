@@ -72,10 +72,7 @@ def in_pipeline(function, images, seed=0):
 
 
 def check_resumption(read, take=7, starts=(5,), shards=2):
-    """Checks that batches go on anywhere, and that shards are rows of each batch.
-
-    `read(take, **options)` returns the rows of endless batches.
-    """
+    """Checks that `read(take, **options)` goes on anywhere, and in shards of rows."""
     whole = read(take)
     for start in starts:
         assert read(take - start, start_batch=start) == whole[start:]

@@ -7,12 +7,7 @@ import pytest
 
 
 def named_values(bad_values: dict[str, dict[str, list]]) -> list[tuple]:
-    """Rows of a maker, one bad argument, and the message that names its value.
-
-    Args:
-        bad_values: by maker and argument, the values that are refused. Dotted names
-            are settings of a recipe's sections.
-    """
+    """Rows of a maker, one bad argument, and the message that names its value."""
     return [
         (maker, {name: value}, re.escape(f"{name.rpartition('.')[2]}={value!r}"))
         for maker, arguments in bad_values.items()

@@ -1,7 +1,4 @@
-"""Routing records made by hand, and what a report reads of them.
-
-Axes: B batch, N tokens, E experts, K selected experts.
-"""
+"""Routing records made by hand, and what a report reads of them."""
 
 from typing import Any
 

@@ -263,16 +263,6 @@ def writes_by_itself(source: str) -> bool:
     return False
 
 
-def test_files_are_written_in_one_way():
-    package = Path(_files.__file__).parent
-    places = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if writes_by_itself(path.read_text(encoding="utf-8"))
-    }
-    assert places == set(WRITERS)
-
-
 # One door to read files
 
 # Files of the package that open files otherwise, and why.
@@ -336,14 +326,20 @@ def reads_by_itself(source: str) -> bool:
     return not OPEN.isdisjoint(later)
 
 
-def test_files_are_read_through_one_door():
+@pytest.mark.parametrize(
+    ("by_itself", "known"), [(writes_by_itself, WRITERS), (reads_by_itself, READERS)]
+)
+def test_files_are_read_and_written_in_one_way(by_itself, known):
     package = Path(_files.__file__).parent
     places = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
-        if reads_by_itself(path.read_text(encoding="utf-8"))
+        if by_itself(path.read_text(encoding="utf-8"))
     }
-    assert places == set(READERS)
+    assert places == set(known)
+
+
+def test_a_planted_reader_is_seen():
     assert reads_by_itself("open(path)")
     assert reads_by_itself("Path(path).read_text()")
     assert reads_by_itself("read(tf.io.read_file, path)")

@@ -22,10 +22,7 @@ def test_objects_cannot_be_gathered():
 
 @pytest.fixture
 def both(monkeypatch):
-    """Calls a function of an index in two threads, which stand for two processes.
-
-    It returns the results, with exceptions among them.
-    """
+    """Calls a function of an index in two threads, as two processes would."""
     index, barrier = threading.local(), threading.Barrier(2, timeout=300)
     contents = {}
 

@@ -39,10 +39,7 @@ ABSTRACT = {
         lambda cls: cls(keras.Input((1,)), None, None, {}),
         "ViTImageClassifier",
     ),
-    models.ImageClassifier: (
-        lambda cls: cls(backbone(), 3),
-        "ViTImageClassifier",
-    ),
+    models.ImageClassifier: (lambda cls: cls(backbone(), 3), "ViTImageClassifier"),
 }
 
 

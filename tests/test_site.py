@@ -11,12 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture(scope="module")
-def restructured():
-    path = DOCS / "docstrings.py"
-    spec = importlib.util.spec_from_file_location("docstrings", path)
+def module_of(name):
+    """A module of the documentation, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def restructured():
+    module = module_of("docstrings")
     return lambda text: "\n".join(module.restructured(text.splitlines()))
 
 
@@ -48,9 +53,7 @@ def test_tables_become_lists(restructured):
 
 
 def test_guides_of_the_site_hide_what_is_no_code_of_the_library():
-    spec = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of("notebooks")
     tags = set()
     for path in (ROOT / "guides").glob("*.ipynb"):
         guide = json.loads(path.read_text("utf-8"))

@@ -13,6 +13,7 @@ from keras_moe import analysis, evaluation, layers, models
 from keras_moe.report import write_report
 from keras_moe.report.sections._explorer import Explorer
 from keras_moe.report.sections._mumoe import MuMoEExperts
+from tests.pair_models import ONE, TEXT
 from tests.small_models import SMALL, images, small_pairs_model, with_weights
 
 IMAGES, LABELS = images(12, 16, 8, 2), np.arange(12) % 3
@@ -47,15 +48,8 @@ def pairs():
 
 def language_model():
     tokenizer = models.TextTokenizer.trained(TEXTS, 530, max_length=12)
-    backbone = models.DecoderBackbone(
-        vocabulary_size=530,
-        max_length=12,
-        hidden_dim=8,
-        num_layers=1,
-        num_heads=2,
-        mlp_dim=16,
-        moe={"moe_layers": [0], "num_experts": 2},
-    )
+    sizes = {**TEXT, **ONE, "vocabulary_size": 530, "max_length": 12, "num_experts": 2}
+    backbone = models.DecoderBackbone.from_config(sizes)
     model = models.CausalLM(with_weights(backbone), tokenizer)
     model.compile(sampler="greedy")
     return model
@@ -266,17 +260,7 @@ def test_a_model_is_evaluated_in_threads():
     model = classifier()
     model.compile()
     alone = model.evaluate(IMAGES, LABELS, verbose=0)
-    results = []
-
-    def work():
-        results.append(model.evaluate(IMAGES, LABELS, verbose=0))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
+    results = in_threads([lambda: model.evaluate(IMAGES, LABELS, verbose=0)] * 4)
     if keras.backend.backend() == "jax":
         assert results == [alone] * 4
     assert np.isfinite(model.predict(IMAGES, verbose=0)).all()

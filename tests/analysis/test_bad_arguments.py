@@ -35,6 +35,7 @@ from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
+from tests.pair_models import TEXT
 from tests.refusals import check_refused
 from tests.small_models import SMALL, images, with_weights
 
@@ -82,14 +83,7 @@ def own():
         mixer=models.MixerBackbone(
             image_shape=(16, 8, 2), patch_size=4, hidden_dim=8, num_layers=1, mlp_dim=16
         ),
-        texts=models.TextBackbone(
-            vocabulary_size=9,
-            max_length=4,
-            hidden_dim=8,
-            num_layers=1,
-            num_heads=2,
-            mlp_dim=16,
-        ),
+        texts=models.TextBackbone(**TEXT),
     )
 
 

@@ -83,12 +83,10 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
 def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
-    excluded = twice.backbone.moe.router_arguments["excluded_experts"]
-    types = twice.backbone.expert_types
-    of_copy = range(types.total)[types.slices()["copy"]]
-    before = once.backbone.moe.router_arguments["excluded_experts"]
-    assert excluded == sorted({*before, *of_copy})
-    assert len(excluded) > len(before)
+    excluded = [
+        x.backbone.moe.router_arguments["excluded_experts"] for x in (once, twice)
+    ]
+    assert excluded == [[1, 3], [1, 3, 4]]
 
 
 def test_types_are_excluded_from_a_model_that_is_saved(tmp_path):
@@ -135,14 +133,13 @@ def test_every_type_is_ablated():
         np.testing.assert_allclose(actual.ablated[row], expected)
     assert len(np.unique(actual.ablated, axis=0)) > 2
     # By its number an FFN expert is zeroed, and by choice its tokens go elsewhere.
-    kernels = [model.backbone.get_layer(block).feed_forward.experts for block in BLOCKS]
-    variables = [w for e in kernels for w in (e.output_kernel, e.output_bias)]
-    kept = [to_numpy(variable).copy() for variable in variables]
-    for variable, value in zip(variables, kept):
-        variable.assign(np.concatenate([0 * value[:1], value[1:]]))
-    np.testing.assert_allclose(actual.ablated[-1], shares(model, inputs))
-    for variable, value in zip(variables, kept):
-        variable.assign(value)
+    zeroed = classifier()
+    for block in BLOCKS:
+        experts = zeroed.backbone.get_layer(block).feed_forward.experts
+        for variable in (experts.output_kernel, experts.output_bias):
+            value = to_numpy(variable)
+            variable.assign(np.concatenate([0 * value[:1], value[1:]]))
+    np.testing.assert_allclose(actual.ablated[-1], shares(zeroed, inputs))
     by_choice = analysis.ablate_experts(
         model, inputs, LABELS, "all", experts=[0], removal="choice", verbose=0
     )

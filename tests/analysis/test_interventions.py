@@ -1,5 +1,7 @@
 """Experts taken away, edited and steered, against the same done by hand."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -38,9 +40,11 @@ def classifier(num_experts=4, position="final", units=None, **kwargs):
 
 
 def features(model, inputs):
+    """What the head reads, with a one, and its coefficients."""
     parts = {"features": model.features, "gates": model.routing["head"].gates}
     outputs = keras.Model(model.input, parts).predict(inputs, verbose=0)
-    return outputs["features"], outputs["gates"][:, 0]
+    ones = np.ones((len(inputs), 1), "f")
+    return np.concatenate([outputs["features"], ones], 1), outputs["gates"][:, 0]
 
 
 def weights_of_experts(model):
@@ -74,7 +78,6 @@ def test_ablation_of_a_head_is_the_naive_one(position):
     actual = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
     z, gates = features(model, inputs)
     assert (gates.min() < 0) == (position == "negative")
-    z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
     whole = weights_of_experts(model)
 
     def without(expert):
@@ -116,7 +119,6 @@ def test_several_labels_each_have_an_accuracy():
     right = (model.predict(inputs, verbose=0) > 0) == labels
     np.testing.assert_allclose(actual.accuracy, right.mean(axis=0))
     z, gates = features(model, inputs)
-    z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
     tensor = weights_of_experts(model)
     tensor[1] = 0.0
     y = np.einsum("be,bi,eio->bo", gates, z, tensor)
@@ -135,16 +137,10 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
     for weight, value in zip(model.weights, before):
         np.testing.assert_array_equal(to_numpy(weight), value)
     parts = [experts.output_kernel, experts.output_bias]
-    kept = [to_numpy(v).copy() for v in parts]
     for row, expert in enumerate([3, 1]):
-        for variable, value in zip(parts, kept):
-            value = value.copy()
-            value[expert] = 0
-            variable.assign(value)
-        logits = model.predict(inputs, verbose=0)
+        with zeroed(parts, expert):
+            logits = model.predict(inputs, verbose=0)
         np.testing.assert_allclose(actual.ablated[row], accuracies(logits, labels))
-        for variable, value in zip(parts, kept):
-            variable.assign(value)
     assert (actual.changes != 0).any()
 
 
@@ -212,14 +208,10 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
     np.testing.assert_allclose(actual.accuracy, accuracies(logits, labels))
     part = mumoes(naive, layer.split("/")[0])[layer]
     tensors = [part.hidden.factors[0], part.output_experts.factors[0]]
-    kept = [to_numpy(v).copy() for v in tensors]
     for row, expert in enumerate(experts):
         index = np.unravel_index(expert, levels)
-        for variable, value in zip(tensors, kept):
-            value = value.copy()
-            value[index] = 0
-            variable.assign(value)
-        logits = naive.predict(inputs, verbose=0)
+        with zeroed(tensors, index):
+            logits = naive.predict(inputs, verbose=0)
         without = ablated.without(tokens, np.array([index] * 24, "int32"))
         np.testing.assert_allclose(to_numpy(without), logits, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(actual.ablated[row], accuracies(logits, labels))
@@ -236,15 +228,13 @@ def test_an_edit_moves_one_logit_by_equation_5():
     np.testing.assert_allclose(
         analysis.mean_coefficients(model, members), mean, atol=1e-6
     )
-    edited = analysis.edit_expert_logits(model, members, output=1, strength=-3.0)
-    change = edited.predict(inputs, verbose=0) - before
-    np.testing.assert_allclose(change[:, 1], -3.0 * gates @ mean, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(change[:, [0, 2]], 0.0, atol=1e-6)
-    np.testing.assert_array_equal(model.predict(inputs, verbose=0), before)
     # The default is the paper's: the number of experts, or 2.5 for all alike.
-    edited = analysis.edit_expert_logits(model, members, output=1)
-    change = edited.predict(inputs, verbose=0) - before
-    np.testing.assert_allclose(change[:, 1], 4.0 * gates @ mean, rtol=1e-4, atol=1e-5)
+    for options, strength in (({"strength": -3.0}, -3.0), ({}, 4.0)):
+        edited = analysis.edit_expert_logits(model, members, output=1, **options)
+        change = edited.predict(inputs, verbose=0) - before
+        expected = np.outer(strength * gates @ mean, [0, 1, 0])
+        np.testing.assert_allclose(change, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(model.predict(inputs, verbose=0), before)
     blind = analysis.edit_expert_logits(model, None, output=2)
     change = blind.predict(inputs, verbose=0) - before
     np.testing.assert_allclose(change, [[0.0, 0.0, 2.5]] * 5, atol=1e-5)
@@ -314,6 +304,19 @@ def test_blocks_without_an_offset_are_steered_too():
     vector = twice.get_layer("block_0").steering
     np.testing.assert_allclose(vector, 2.0 * centre, rtol=1e-6)
     assert model.get_layer("block_0").steering is None
+
+
+@contextlib.contextmanager
+def zeroed(variables, index):
+    """Sets what belongs to an expert to zero within."""
+    kept = [to_numpy(variable).copy() for variable in variables]
+    for variable, value in zip(variables, kept):
+        without = value.copy()
+        without[index] = 0
+        variable.assign(without)
+    yield
+    for variable, value in zip(variables, kept):
+        variable.assign(value)
 
 
 def mean_of_outputs(y, outputs):

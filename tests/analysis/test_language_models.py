@@ -1,6 +1,7 @@
 """Language models: usage of experts by token, removal, steering, and the report."""
 
 import json
+from itertools import chain
 
 import keras
 import numpy as np
@@ -15,13 +16,8 @@ def language_model(preset, **overrides):
     """A model of two blocks with a trained tokenizer and random weights."""
     sizes = {"vocabulary_size": 540, "max_length": 12, "hidden_dim": 16}
     sizes |= {"num_layers": 2, "num_heads": 2, "mlp_dim": 16}
-    model = models.from_preset(
-        preset,
-        task="causal_lm",
-        load_weights=False,
-        seed=0,
-        **{**sizes, "num_experts": 4, **overrides},
-    )
+    sizes |= {"num_experts": 4, "seed": 0, **overrides}
+    model = models.from_preset(preset, task="causal_lm", load_weights=False, **sizes)
     model.preprocessor = models.TextTokenizer.trained(TEXTS, 540, max_length=12)
     model.compile(sampler="greedy")
     return model
@@ -106,10 +102,8 @@ def test_tokens_are_steered_to_an_expert(preset):
     before = records(model, rows)["block_1"].gates[is_token]
     assert set(before.argmax(axis=-1)) != {2}
     # Texts are written with it, and pushing back undoes it.
-    prompt = {
-        "token_ids": rows["token_ids"][:1, :4],
-        "padding_mask": np.ones((1, 4), int),
-    }
+    mask = np.ones((1, 4), int)
+    prompt = {"token_ids": rows["token_ids"][:1, :4], "padding_mask": mask}
     back = analysis.steer_expert(steered, "block_1", expert=2, strength=-100.0)
     for each in (steered, back):
         each.compile(sampler="greedy")
@@ -135,26 +129,16 @@ def test_a_report_has_the_tokens_of_each_expert(preset, own, tmp_path):
     written = report.write_report(model, rows, tmp_path / "report", verbose=0)
     sections = json.loads(written.data.read_text())["sections"]
     assert {"loads", "top-tokens", "explorer", own} <= {*sections}
-    words = {
-        word["word"]
-        for row in sections["top-tokens"]["block_1"]
-        for word in row["by_weight"]
-    }
-    assert words & {"cat", "dog", "two"}
+    best = chain(*(x["by_weight"] for x in sections["top-tokens"]["block_1"]))
+    assert {x["word"] for x in best} & {"cat", "dog", "two"}
     page = written.page.read_text()
     assert "Top tokens of each expert" in page
     if own == "compute":
         # FFN experts by token, as in the paper's figures.
         counts = sections["compute"]["words"]
-        dispatched = [
-            x.dispatched[..., :4].sum(-1) for x in records(model, rows).values()
-        ]
-        mean = np.mean(dispatched, axis=0)
+        layers = records(model, rows).values()
+        mean = np.mean([x.dispatched[..., :4].sum(-1) for x in layers], axis=0)
         ids = rows["token_ids"]
-        (two,) = {
-            i
-            for i, x in zip(ids.ravel(), np.ravel(model.preprocessor.tokens(ids)))
-            if x == "two"
-        }
-        expected = mean[(ids == two) & (rows["padding_mask"] > 0)].mean()
+        is_two = np.array(model.preprocessor.tokens(ids)) == "two"
+        expected = mean[is_two & (rows["padding_mask"] > 0)].mean()
         assert counts["two"] == [2, pytest.approx(expected, abs=1e-5)]

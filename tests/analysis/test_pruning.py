@@ -67,17 +67,19 @@ def test_scores_by_hand():
     assert scores("reap", "text") == pytest.approx([0.0, 1.0, 1 / 9, 0.0])
 
 
-def test_coverage_by_hand():
-    curve = coverage_curves(HAND, groups="image")["block_1"]
-    np.testing.assert_array_equal(curve.experts, [1, 2, 3, 0])
-    np.testing.assert_allclose(curve.covered, [0.5, 0.7, 0.9, 1.0])
-    curve = coverage_curves(HAND, "mass", "image")["block_1"]
-    np.testing.assert_array_equal(curve.experts, [2, 1, 0, 3])
-    np.testing.assert_allclose(curve.covered, [0.45, 0.825, 0.95, 1.0])
-    curve = coverage_curves(HAND, groups="image", criterion="reap")["block_1"]
-    np.testing.assert_array_equal(curve.experts, [0, 1, 3, 2])
-    np.testing.assert_allclose(curve.covered, [0.1, 0.6, 0.8, 1.0])
-    assert json.loads(json.dumps(curve.to_dict()))["experts"] == [0, 1, 3, 2]
+@pytest.mark.parametrize(
+    ("options", "experts", "covered"),
+    [
+        ({}, [1, 2, 3, 0], [0.5, 0.7, 0.9, 1.0]),
+        ({"by": "mass"}, [2, 1, 0, 3], [0.45, 0.825, 0.95, 1.0]),
+        ({"criterion": "reap"}, [0, 1, 3, 2], [0.1, 0.6, 0.8, 1.0]),
+    ],
+)
+def test_coverage_by_hand(options, experts, covered):
+    curve = coverage_curves(HAND, groups="image", **options)["block_1"]
+    np.testing.assert_array_equal(curve.experts, experts)
+    np.testing.assert_allclose(curve.covered, covered)
+    assert json.loads(json.dumps(curve.to_dict()))["experts"] == experts
     print_coverage({"block_1": curve})
 
 
@@ -126,16 +128,20 @@ def outputs(model):
     return model.predict(images(*SHAPE), verbose=0)
 
 
+def assert_close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=atol)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
     masked = mask_experts(model, KEPT, method)
     pruned = prune_experts(model, KEPT, method)
     expected = outputs(masked)
     assert np.abs(expected - outputs(model)).max() > 1e-2
-    np.testing.assert_allclose(outputs(pruned), expected, atol=1e-5)
+    assert_close(outputs(pruned), expected)
     pruned.save_to_preset(tmp_path / "pruned")
     loaded = models.from_preset(str(tmp_path / "pruned"))
-    np.testing.assert_allclose(outputs(loaded), expected, atol=1e-5)
+    assert_close(outputs(loaded), expected)
     layers = [loaded.backbone.get_layer(name).feed_forward for name in KEPT]
     assert [layer.experts.num_experts for layer in layers] == [3, 2]
     moe = pruned.get_config()["backbone"]["config"]["moe"]
@@ -150,9 +156,7 @@ def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
 def test_the_papers_capacity_is_that_of_the_masked_model(model, method):
     whole = classifier(evaluation="official", capacity_factor=1.0)
     expected = outputs(mask_experts(whole, KEPT, method))
-    np.testing.assert_allclose(
-        outputs(prune_experts(whole, KEPT, method)), expected, atol=1e-5
-    )
+    assert_close(outputs(prune_experts(whole, KEPT, method)), expected)
     dropless = outputs(mask_experts(model, KEPT, method))
     assert np.abs(expected - dropless).max() > 1e-4
 
@@ -161,7 +165,7 @@ def test_dropping_from_the_router_is_exclusion(model):
     excluded = exclude_experts(model, [1, 3])
     kept = {name: [0, 2, 4] for name in KEPT}
     masked = mask_experts(model, kept, "router_drop")
-    np.testing.assert_allclose(outputs(masked), outputs(excluded), atol=1e-6)
+    assert_close(outputs(masked), outputs(excluded), 1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -174,7 +178,7 @@ def test_a_pruned_model_can_be_pruned_further(model, method):
     )
     for other in (prune_experts(once, {"block_0": again}, method), from_masked):
         assert other.backbone.moe == at_once.backbone.moe
-        np.testing.assert_allclose(outputs(other), outputs(at_once), atol=1e-6)
+        assert_close(outputs(other), outputs(at_once), 1e-6)
 
 
 MOEPP = {"num_experts": 3, "copy_experts": 1, "constant_experts": 2}
@@ -191,7 +195,7 @@ def test_moe_plus_plus_keeps_its_residuals(method, options, tmp_path):
     pruned = prune_experts(model, KEPT_MOEPP, method)
     expected = outputs(masked)
     assert np.abs(expected - outputs(model)).max() > 1e-2
-    np.testing.assert_allclose(outputs(pruned), expected, atol=1e-5)
+    assert_close(outputs(pruned), expected)
     # Two FFN experts and one of three are left; the router keeps its columns.
     assert model.count_params() - pruned.count_params() == 3 * (16 * 32 * 2 + 48)
     further = prune_experts(pruned, {"block_0": [2, 3, 5]}, method)
@@ -217,12 +221,12 @@ def test_the_experts_of_a_pruned_model_are_ablated(fields):
     bias = model.weights[-1]
     bias.assign(bias - logits().mean(axis=0))
     labels = logits().argmax(axis=1)
-    masked, pruned = (
-        ablate_experts(
-            prune(model, kept, "router_pred"), pixels, labels, "all", verbose=0, **some
-        )
-        for prune, some in ((mask_experts, {"experts": [0, 1, 2]}), (prune_experts, {}))
-    )
+
+    def ablated(prune, experts=None):
+        smaller = prune(model, kept, "router_pred")
+        return ablate_experts(smaller, pixels, labels, "all", experts, verbose=0)
+
+    masked, pruned = ablated(mask_experts, [0, 1, 2]), ablated(prune_experts)
     assert pruned.experts.tolist() == [0, 1, 2]
     assert (masked.changes != 0).any()
     np.testing.assert_allclose(pruned.changes, masked.changes)
@@ -235,9 +239,7 @@ def test_texts_with_a_kernel_for_each_modality_are_pruned():
     expected = mask_experts(model, kept)(inputs)["tokens"]
     pruned = prune_experts(model, kept)
     assert pruned.get_layer("block_1").feed_forward.router.kernel.shape == (2, 8, 2)
-    np.testing.assert_allclose(
-        to_numpy(pruned(inputs)["tokens"]), to_numpy(expected), atol=1e-5
-    )
+    assert_close(pruned(inputs)["tokens"], expected)
 
 
 def test_a_pruned_model_trains_and_keeps_its_size(model):
@@ -260,9 +262,7 @@ def test_limoe_is_pruned_for_its_texts():
     assert len(kept["block_1"]) < 6
     masked, pruned = (f(model, kept, "router_pred_skip")(PAIRS) for f in PRUNINGS)
     for name, expected in masked.items():
-        np.testing.assert_allclose(
-            to_numpy(pruned[name]), to_numpy(expected), atol=1e-5
-        )
+        assert_close(pruned[name], expected)
 
 
 def test_towers_are_pruned_by_modality():
@@ -274,9 +274,7 @@ def test_towers_are_pruned_by_modality():
     masked, pruned = (f(model, kept)(PAIRS) for f in PRUNINGS)
     whole = model(PAIRS)
     name = "text_embeddings"
-    np.testing.assert_allclose(
-        to_numpy(pruned[name]), to_numpy(masked[name]), atol=1e-5
-    )
+    assert_close(pruned[name], masked[name])
     assert np.abs(to_numpy(whole[name] - pruned[name])).max() > 1e-3
     name = "image_embeddings"
-    np.testing.assert_allclose(to_numpy(pruned[name]), to_numpy(whole[name]), atol=1e-6)
+    assert_close(pruned[name], whole[name], 1e-6)

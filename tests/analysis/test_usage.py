@@ -111,12 +111,8 @@ def test_contributions_are_weights_times_norms(model):
 def test_pruned_experts_are_not_used(model):
     kept = {"block_0": [1, 2], "block_1": [0, 1, 3]}
     inputs = images(*SHAPE)
-    usages = [
-        expert_usage(
-            f(model, kept, "router_pred_skip"), inputs, contributions=True, verbose=0
-        )
-        for f in (mask_experts, prune_experts)
-    ]
+    pruned = [f(model, kept, "router_pred_skip") for f in (mask_experts, prune_experts)]
+    usages = [expert_usage(x, inputs, contributions=True, verbose=0) for x in pruned]
     for name, experts in kept.items():
         # First choices are those of routers that still have all columns.
         for figure, other in zip(*(usage.blocks[name][:3] for usage in usages)):
@@ -126,10 +122,7 @@ def test_pruned_experts_are_not_used(model):
 
 
 def test_modalities_come_with_the_inputs():
-    text, inputs = (
-        with_weights(text_of_modalities()),
-        {**TEXTS, "modality_ids": IDS % 2},
-    )
+    text, inputs = with_weights(text_of_modalities()), TEXTS | {"modality_ids": IDS % 2}
     usage = expert_usage(
         text, inputs, "modality_ids", ["image", "text"], "padding_mask", verbose=0
     )

@@ -13,6 +13,7 @@ from tests.small_models import small_pairs_model
 pytest.importorskip("tensorflow")
 
 DENSE = {"patch_size": 8, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+DENSE |= {"moe_layers": None, "load_weights": False}
 NPZ = CHECKPOINTS / "vit_classic.npz"
 HUGE = "vmoe_h14 --devices 256 --batch-size 4096"
 
@@ -21,14 +22,9 @@ HUGE = "vmoe_h14 --devices 256 --batch-size 4096"
 def files(tmp_path_factory):
     """Paths by the words that stand for them in the table."""
     folder = tmp_path_factory.mktemp("files")
-    model = models.from_preset(
-        "vmoe_digits", num_classes=5, moe_layers=None, load_weights=False, **DENSE
-    )
-    model.save_to_preset(folder / "preset")
-    backbone = models.from_preset(
-        "vmoe_digits", task="backbone", moe_layers=None, load_weights=False, **DENSE
-    )
-    backbone.save_to_preset(folder / "backbone")
+    tasks = {"preset": {"num_classes": 5}, "backbone": {"task": "backbone"}}
+    for name, task in tasks.items():
+        models.from_preset("vmoe_digits", **DENSE, **task).save_to_preset(folder / name)
     small_pairs_model(["a cat"]).save_to_preset(folder / "pairs")
     (folder / "link").symlink_to(folder / "preset")
     (folder / "other").mkdir()
@@ -62,6 +58,7 @@ def files(tmp_path_factory):
         ("deduplicate --data digits --max-distance -5", "received: -5"),
         ("quickstart --epochs 0", "--epochs: Expected an integer, at least 1"),
         ("train", "a recipe, or --list alone"),
+        ("train mumoe_digits --list", "a recipe, or --list alone"),
         # describe
         ("describe vmoe_b33", "nearest: vmoe_b32"),
         ("describe", "Expected a preset, or --list alone"),

@@ -21,10 +21,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
+def test_a_checkpoint_becomes_a_preset(tmp_path, done):
     source, out = CHECKPOINTS / "vit_classic_prelogits.npz", tmp_path / "preset"
-    status, stdout, stderr = convert(source, out)
-    assert status == 0, stderr
+    stdout = done("convert", source, out)
     assert "pre_logits/kernel [24, 20]" in stdout
     assert "not compared with the source's model" in stdout
     assert "not installed" not in stdout
@@ -157,12 +156,11 @@ def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, fake_timm):
     ],
 )
 def test_a_process_of_timm_that_fails_leaves_the_conversion(
-    tmp_path, convert, fake_timm, source, reason
+    tmp_path, done, fake_timm, source, reason
 ):
     fake_timm(source)
     folder = timm_folder(tmp_path / "model", "vit_token")
-    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
-    assert status == 0, stderr
+    stdout = done("convert", folder, tmp_path / "out", "--quiet")
     assert "not compared with the source's model" in stdout
     assert reason in " ".join(stdout.split())
     assert is_preset(tmp_path / "out")
@@ -188,43 +186,37 @@ def test_an_architecture_that_is_an_address_is_not_followed(
 
 
 @pytest.mark.parametrize("case", ["vit_token", "vit_avg", "vit_qk_norm"])
-def test_timms_own_model_is_compared(tmp_path, convert, case):
+def test_timms_own_model_is_compared(tmp_path, done, case):
     # Not imported here: beside TensorFlow that would abort the process.
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
     folder = timm_folder(tmp_path / "timm", case, [0.4, 0.5, 0.3])
-    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
-    assert status == 0, stderr
+    stdout = done("convert", folder, tmp_path / "out", "--quiet")
     assert "equal the source's own model" in stdout
 
 
 @pytest.mark.parametrize("task", [False, True])
-def test_keras_hubs_own_model_is_compared(tmp_path, convert, task):
+def test_keras_hubs_own_model_is_compared(tmp_path, done, task):
     hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3) if task else hub_vit()
     hub_randomized(hub).save_to_preset(tmp_path / "hub")
-    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
-    assert status == 0, stderr
+    stdout = done("convert", tmp_path / "hub", tmp_path / "out", "--quiet")
     assert "equal the source's own model" in stdout
     assert "patch_embedding" not in stdout
     if not task:
         return
     # A new head of the same size is no error.
-    status, stdout, _ = convert(
-        tmp_path / "hub", tmp_path / "new", "--quiet", "--num-classes", 3
-    )
-    assert status == 0
+    stdout = done("convert", tmp_path / "hub", tmp_path / "new", "--num-classes", 3)
     assert "arguments were overridden" in stdout
 
 
-def test_pairs_and_their_towers(tmp_path, convert):
+def test_pairs_and_their_towers(tmp_path, done):
     hub_randomized(hub_clip()).save_to_preset(tmp_path / "hub")
     for arguments, name in (
         ((), "ContrastiveModel"),
         (("--tower", "text"), "TextBackbone"),
     ):
         out = tmp_path / name
-        status, stdout, stderr = convert(tmp_path / "hub", out, "--quiet", *arguments)
-        assert status == 0, stderr
+        stdout = done("convert", tmp_path / "hub", out, "--quiet", *arguments)
         # The console breaks lines.
         assert "compares images alone" in " ".join(stdout.split())
         assert type(models.from_preset(str(out))).__name__ == name

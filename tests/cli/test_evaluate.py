@@ -21,13 +21,16 @@ SHAPE = (16, 16, 1)
 CLASSES = ("bright", "dark", "round")
 
 
+def small(**arguments):
+    """The digits' model at sizes that take seconds, without weights."""
+    return models.from_preset("vmoe_digits", load_weights=False, **SMALL | arguments)
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A classifier of digits, with a head of its own, and its folder."""
     keras.utils.set_random_seed(1)
-    model = models.from_preset(
-        "vmoe_digits", num_classes=10, **SMALL, load_weights=False
-    )
+    model = small(num_classes=10)
     model.output_dense.kernel.assign(
         np.random.default_rng(0).normal(size=model.output_dense.kernel.shape)
     )
@@ -53,13 +56,12 @@ def photos(tmp_path_factory):
     return folder
 
 
-def test_accuracy_and_few_shot(program, digits):
+def test_accuracy_and_few_shot(done, digits):
     model, folder = digits
-    status, output, errors = program(
+    output = done(
         "evaluate", folder, "--data", "digits", "--json", "--batch-size", 100,
         "--metrics", "accuracy", "average_precision", "few_shot",
     )  # fmt: skip
-    assert status == 0, errors
     figures = json.loads(output)
     images, labels = data.load_digits("test", SHAPE)
     _, accuracy = model.evaluate(images, labels, verbose=0)
@@ -70,48 +72,36 @@ def test_accuracy_and_few_shot(program, digits):
     expected = evaluation.average_precision(np.eye(10)[labels], scores)
     np.testing.assert_allclose(figures["average_precision"], expected, atol=1e-3)
     expected = evaluation.few_shot_from_model(
-        keras.Model(model.input, model.features),
-        data.load_digits("train", SHAPE),
-        (images, labels),
-        shots=(10,),
-        verbose=0,
-    )
+        keras.Model(model.input, model.features), data.load_digits("train", SHAPE),
+        (images, labels), shots=(10,), verbose=0,
+    )  # fmt: skip
     few_shot = figures["few_shot"]["10_shot"]
     # One wrong image more or less.
     assert few_shot["mean"] == pytest.approx(expected.mean[0], abs=2 / 450)
 
 
-def test_a_model_without_a_head(program, tmp_path):
-    backbone = models.from_preset(
-        "vmoe_digits", task="backbone", **SMALL, load_weights=False
-    )
-    backbone.save_to_preset(tmp_path)
+def test_a_model_without_a_head(done, tmp_path):
+    small(task="backbone").save_to_preset(tmp_path)
     arguments = ("evaluate", tmp_path, "--data", "digits")
-    status, output, errors = program(*arguments, "--shots", 1, 5, "--seeds", 0)
-    assert status == 0, errors
+    output = done(*arguments, "--shots", 1, 5, "--seeds", 0)
     assert "accuracy" in output
     assert "1-shot" in output
     assert "5-shot" in output
     assert "± 0.00%" in output
 
 
-def test_several_labels(program, photos, tmp_path):
+def test_several_labels(done, photos, tmp_path):
     keras.utils.set_random_seed(0)
     # In another order than the data's, and with a class more.
     names = ("round", "none", "dark", "bright")
-    model = models.from_preset(
-        "vmoe_digits", num_classes=4, multi_label=True, **SMALL, load_weights=False
-    )
+    model = small(num_classes=4, multi_label=True)
     model.preprocessor = dataclasses.replace(
         models.ImagePreprocessor(SHAPE), class_names=names
     )
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))
     model.save_to_preset(tmp_path)
-    status, output, errors = program(
-        "evaluate", tmp_path, "--data", f"folder:{photos}", "--json"
-    )
-    assert status == 0, errors
+    output = done("evaluate", tmp_path, "--data", f"folder:{photos}", "--json")
     figures = json.loads(output)
     batches = data.load(
         f"folder:{photos}", "test", SHAPE, multi_label=True, one_hot=True
@@ -192,9 +182,7 @@ def test_architectures_without_weights_are_named(program):
 
 
 def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
-    model = models.from_preset(
-        "vmoe_digits", num_classes=3, **SMALL, load_weights=False
-    )
+    model = small(num_classes=3)
     model.preprocessor = dataclasses.replace(
         models.ImagePreprocessor(SHAPE), class_names=("bright", "dark", "square")
     )
@@ -216,13 +204,8 @@ def stingrays(tmp_path_factory):
     return folder
 
 
-def test_a_model_of_imagenet_chooses_among_a_subset(
-    program, digits, stingrays, tmp_path
-):
-    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
-    model = models.from_preset(
-        "vmoe_digits", num_classes=1000, **sizes, load_weights=False
-    )
+def test_a_model_of_imagenet_chooses_among_a_subset(done, digits, stingrays, tmp_path):
+    model = small(num_classes=1000, num_layers=1, moe_layers=None)
     # Class 7, which ImageNet-A does not have, then class 6, its stingrays.
     bias = np.zeros(1000)
     bias[7], bias[6] = 90.0, 80.0
@@ -231,7 +214,6 @@ def test_a_model_of_imagenet_chooses_among_a_subset(
     model.save_to_preset(tmp_path)
     arguments = ["evaluate", tmp_path, "--data", f"folder:{stingrays}"]
     arguments += ["--metrics", "accuracy", "--json"]
-    status, output, errors = program(*arguments, "--class-subset", "imagenet_a")
-    assert status == 0, errors
+    output = done(*arguments, "--class-subset", "imagenet_a")
     figures = json.loads(output)
     assert (figures["classes"], figures["accuracy"]) == (200, 0.75)

@@ -13,6 +13,7 @@ from keras_moe.cli import evaluate
 from keras_moe.cli._inputs import find_examples
 from keras_moe.cli.main import make_parser
 from keras_moe.data import _emoji_pictures
+from tests.pair_models import limoe
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -23,13 +24,9 @@ CAPTIONS = ("a red one", "a dark one", "nothing", "red and dark", "a red one")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A small dense model of pairs with its tokenizer, and its folder."""
-    keras.utils.set_random_seed(1)
-    model = models.from_preset(
-        "limoe_b16", task="contrastive", moe=None, image_shape=(16, 16, 1),
-        patch_size=8, hidden_dim=8, num_layers=1, num_heads=2, mlp_dim=16,
-        vocabulary_size=520, max_length=12, projection_dim=6, seed=1,
-    )  # fmt: skip
-    model.preprocessor = models.TextTokenizer.trained(CAPTIONS, 520, max_length=12)
+    sizes = {"image_shape": (16, 16, 1), "vocabulary_size": 520, "max_length": 12}
+    tokenizer = models.TextTokenizer.trained(CAPTIONS, 520, max_length=12)
+    model = models.ContrastiveModel(limoe(None, **sizes), tokenizer)
     folder = tmp_path_factory.mktemp("pairs") / "preset"
     with_weights(model).save_to_preset(folder)
     return model, folder
@@ -50,11 +47,10 @@ def photos(tmp_path_factory):
     return folder
 
 
-def test_retrieval_of_captions(program, saved, photos):
+def test_retrieval_of_captions(program, saved, photos, done):
     model, folder = saved
     arguments = ("evaluate", folder, "--data", f"folder:{photos}", "--batch-size", 3)
-    status, output, errors = program(*arguments, "--json")
-    assert status == 0, errors
+    output = done(*arguments, "--json")
     figures = json.loads(output)
     pairs = data.load_pairs(
         f"folder:{photos}", "test", (16, 16, 1), 5, captions="all", shuffle=False
@@ -73,16 +69,15 @@ def test_retrieval_of_captions(program, saved, photos):
     assert "R@1" not in output
 
 
-def test_classes_of_digits(program, saved, tmp_path):
+def test_classes_of_digits(done, saved, tmp_path):
     model, folder = saved
     (tmp_path / "names.txt").write_text("\n".join(f"red {n}" for n in range(10)))
     (tmp_path / "templates.json").write_text('["{}", "a {} one"]')
-    status, output, errors = program(
+    output = done(
         "evaluate", folder, "--data", "digits", "--json", "--shots", 1,
         "--metrics", "contrastive_accuracy", "zero_shot", "few_shot", "--class-names",
         tmp_path / "names.txt", "--templates", tmp_path / "templates.json",
     )  # fmt: skip
-    assert status == 0, errors
     figures = json.loads(output)
     expected = evaluation.zero_shot_from_model(
         model, *data.load_digits("test", (16, 16, 1)), [f"red {n}" for n in range(10)],

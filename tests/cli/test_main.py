@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -16,14 +15,9 @@ from rich.table import Table
 from keras_moe import WRITTEN_BY_KERAS
 from keras_moe.cli import describe, train
 from keras_moe.cli._arguments import Result, override
-from keras_moe.cli.main import (
-    COMMANDS,
-    main,
-    make_parser,
-    set_environment,
-)
+from keras_moe.cli.main import COMMANDS, main, make_parser, set_environment
+from tests.forks import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 
 
@@ -49,9 +43,8 @@ def seconds_of_children():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_is_quick_and_quiet_and_has_examples(name):
-    command = [sys.executable, "-m", "keras_moe.cli", name, "--help"]
     begin = seconds_of_children()
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-m", "keras_moe.cli", name, "--help")
     seconds = seconds_of_children() - begin
     assert (done.returncode, done.stderr) == (0, "")
     assert f"\n  keras-moe {name}" in done.stdout.partition("examples:")[2]
@@ -68,9 +61,7 @@ def test_arguments_are_parsed_before_keras_is_imported():
         "heavy = {'keras', 'numpy', 'rich', 'jax', 'tensorflow', 'torch'}\n"
         "print(status, sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
-    )
+    done = run_python("-c", code)
     assert done.stdout == "2 []\n", done.stderr
 
 
@@ -87,16 +78,10 @@ def test_every_example_is_parsed(name):
 
 
 def test_overrides_are_json_or_strings():
-    pairs = {
-        "a=1": ("a", 1),
-        "a=[1,2]": ("a", [1, 2]),
-        "a=null": ("a", None),
-        "a=softmax": ("a", "softmax"),
-        "a=b=c": ("a", "b=c"),
-        'a={"b": true}': ("a", {"b": True}),
-        "a=": ("a", ""),
-    }
-    assert {text: override(text) for text in pairs} == pairs
+    values = {"1": 1, "[1,2]": [1, 2], "null": None, '{"b": true}': {"b": True}}
+    values |= {"softmax": "softmax", "b=c": "b=c", "": ""}
+    for text, value in values.items():
+        assert override(f"a={text}") == ("a", value)
 
 
 def test_results_are_tables_or_json(program, work, tmp_path):
@@ -253,7 +238,7 @@ def test_the_version(capsys):
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_your_own_modules_are_imported_first(program, mistake, tmp_path, monkeypatch):
+def test_your_own_modules_are_imported_first(done, mistake, tmp_path, monkeypatch):
     (tmp_path / "own_router.py").write_text(
         "from keras_moe.routers import TokenChoiceRouter, register_router\n\n"
         "@register_router('own_choice')\n"
@@ -264,6 +249,5 @@ def test_your_own_modules_are_imported_first(program, mistake, tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ("describe", "vmoe_digits", "--set", "router=own_choice", "--import")
     assert "router='own_choice'" in mistake(*arguments[:-1])
-    status, _, errors = program(*arguments, "own_router")
-    assert status == 0, errors
+    done(*arguments, "own_router")
     assert "--import other (No module named 'other')" in mistake(*arguments, "other")

@@ -16,7 +16,7 @@ pytest.importorskip("tensorflow")
 CAPTIONS = ("a red one", "a dark one", "[bold]<b>nothing</b>")
 
 
-def test_images_of_a_run(program, tmp_path):
+def test_images_of_a_run(done, tmp_path):
     keras.utils.set_random_seed(1)
     model = models.from_preset(
         "vmoe_digits", num_classes=10, load_weights=False, moe_layers=[1],
@@ -29,8 +29,7 @@ def test_images_of_a_run(program, tmp_path):
     (run / "results.json").write_text(json.dumps({"recipe": recipe}))
     output = tmp_path / "out"
     arguments = ("report", run, "--examples", 20, "--output", output)
-    status, printed, errors = program(*arguments, "--json")
-    assert status == 0, errors
+    printed = done(*arguments, "--json")
     values = json.loads(printed)
     facts = [values[name] for name in ("examples", "data", "split")]
     assert facts == [20, "digits", "test"]
@@ -39,15 +38,14 @@ def test_images_of_a_run(program, tmp_path):
     # Four patches and a class token.
     assert data["sections"]["loads"]["block_1"]["tokens"] == 100
     assert "by_class" in data["sections"]["loads"]["block_1"]
-    status, printed, errors = program(*arguments, "--show-examples", 3, 17)
-    assert status == 0, errors
+    printed = done(*arguments, "--show-examples", 3, 17)
     shown = json.loads((output / "report.json").read_text())["sections"]["explorer"]
     assert [example["number"] for example in shown["examples"]] == [3, 17]
     assert values["findings"][0]["level"] in printed
     assert "report.html" in printed.replace("\n", "")
 
 
-def test_pairs_of_a_folder(program, tmp_path):
+def test_pairs_of_a_folder(done, tmp_path):
     folder = tmp_path / "preset"
     small_pairs_model(CAPTIONS).save_to_preset(folder)
     photos = tmp_path / "photos"
@@ -59,10 +57,9 @@ def test_pairs_of_a_folder(program, tmp_path):
         lines.append(f"{number}.png,{caption}")
     (photos / "test" / "captions.csv").write_text("\n".join(lines))
     output = tmp_path / "out"
-    status, printed, errors = program(
+    printed = done(
         "report", folder, "--data", f"folder:{photos}", "--output", output, "--json"
     )
-    assert status == 0, errors
     assert json.loads(printed)["examples"] == 3
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "<b>nothing</b>" not in page

@@ -13,16 +13,15 @@ SIZES = ("image_shape=[8,8,3]", "patch_size=4", "vocabulary_size=530", "max_leng
 SHORT = ("schedule.epochs=2", "schedule.warmup_steps=0", "data.batch_size=4")
 
 
-def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
+def test_a_dense_run_is_upcycled_and_goes_on(done, tmp_path):
     (tmp_path / "pairs").mkdir()
     source = write_pairs(tmp_path / "pairs")
     common = ("--data", source, "--recipe-set", *SHORT, "data.augment=[]")
     dense, up, sparse = (tmp_path / name for name in ("dense", "up", "sparse"))
-    status, output, errors = program(
+    output = done(
         "train", "clip_emoji", "--output", dense, *common,
         "--retrieval-every", 2, "--set", *SMALL, *SIZES,
     )  # fmt: skip
-    assert status == 0, errors
     results = json.loads((dense / "results.json").read_text())
     names = ("loss", "contrastive_accuracy")
     recalls = [x for x in results["history"] if x.startswith("retrieval/")]
@@ -31,11 +30,8 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     # Nine images: no recall among ten.
     (record,) = results["evaluations"]
     assert record["epoch"] == 2
-    assert set(recalls) == {
-        f"retrieval/{way}_r{k}"
-        for way in ("image_to_text", "text_to_image")
-        for k in (1, 5)
-    }
+    ways = ("image_to_text", "text_to_image")
+    assert set(recalls) == {f"retrieval/{way}_r{k}" for way in ways for k in (1, 5)}
     assert results["metric"] == "val_contrastive_accuracy"
     assert f"val_contrastive_accuracy {results['score']:.4f}" in output
     assert (dense / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -43,13 +39,9 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     model = models.from_preset(str(dense / "preset"))
     captions = ["a red square on white", "blue grey"]
     assert model.encode_text(captions).shape == (2, 64)
-    status, _, errors = program(
-        "upcycle", dense / "preset", up, "--settings", "clip_up"
-    )
-    assert status == 0, errors
+    done("upcycle", dense / "preset", up, "--settings", "clip_up")
     arguments = ("clip_up_emoji", "--preset", up, "--output", sparse, *common)
-    status, _, errors = program("train", *arguments)
-    assert status == 0, errors
+    done("train", *arguments)
     results = json.loads((sparse / "results.json").read_text())
     assert results["recipe"]["model"]["preset"] == str(up)
     # The settings of CLIP-UP.

@@ -20,6 +20,7 @@ def installed(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("installed")
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder))
+    assert Path(wheel).stat().st_size < 10e6
     venv.create(folder / "venv")
     scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     # This environment's pip: to install another one takes longer than the tests.
@@ -39,32 +40,22 @@ def run(installed, tmp_path):
         # JAX, whose import takes half as long as PyTorch's.
         environment = {**os.environ, "COLUMNS": "160", "KERAS_BACKEND": "jax"}
         environment.pop("PYTHONPATH", None)
-        return subprocess.run(
-            [installed / program, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=environment,
-        )
+        command = [installed / program, *map(str, arguments)]
+        options = {"capture_output": True, "text": True, "cwd": tmp_path}
+        return subprocess.run(command, env=environment, **options)
 
     return run
 
 
 PROGRAM = """
-import importlib, json, sys
-from pathlib import Path
+import importlib, sys
 import keras_moe
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
 print(keras_moe.__file__)
 from keras_moe import models
-from keras_moe.models.registry import builtin_presets
 
-for name, preset in builtin_presets().items():
-    if "weights" in preset and "package" not in preset:
-        files = [x for x in Path(preset["weights"]).rglob("*") if x.is_file()]
-        print(json.dumps([name, sorted([x.name, x.stat().st_size] for x in files)]))
 print(models.from_preset("vmoe_digits").count_params())
 model = models.from_preset("limoe_emoji", load_weights=False)
 assert type(model).__name__ == "ContrastiveModel"
@@ -72,7 +63,13 @@ models.from_preset("limoe_emoji")
 """
 
 
-def test_every_module_and_trained_preset_is_there(run, installed, tmp_path):
+def contents(folder):
+    """The sizes of the files below a folder, by path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder): path.stat().st_size for path in files}
+
+
+def test_every_module_preset_and_recipe_is_there(run, installed, tmp_path):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "keras_moe" / "cli").rglob("*.py"))
@@ -82,20 +79,15 @@ def test_every_module_and_trained_preset_is_there(run, installed, tmp_path):
     program = tmp_path / "everything.py"
     program.write_text(PROGRAM)
     done = run("python", program, *modules)
-    place, *presets, parameters = done.stdout.splitlines()
+    place, parameters = done.stdout.splitlines()
     assert Path(place).is_relative_to(installed.parent)
-    trained = {
-        folder.parent.name: sorted(
-            [path.name, path.stat().st_size]
-            for path in folder.parent.rglob("*")
-            if path.is_file()
-        )
-        for folder in ROOT.glob("presets/*/config.json")
-    }
-    assert dict(map(json.loads, presets)) == trained
+    for folder in ("presets", "recipes"):
+        packed, own = contents(Path(place).with_name(folder)), contents(ROOT / folder)
+        assert packed == own
+        assert own
     assert int(parameters) > 0
     # Weights under another licence than the library's have their own package.
-    assert "limoe_emoji" not in trained
+    assert not (ROOT / "presets" / "limoe_emoji").exists()
     assert "Expected the package keras-moe-emoji" in done.stderr
 
 

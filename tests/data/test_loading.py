@@ -1,23 +1,14 @@
 """Batches of images and labels: order, augmentation by name, starts anywhere."""
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import (
-    RandomResizedCrop,
-    _pipeline,
-    load,
-    load_digits,
-    num_examples,
-)
+from keras_moe.data import RandomResizedCrop, _pipeline, load, load_digits, num_examples
 from keras_moe.data.augmentation import _by_name
+from tests.forks import run_python
 from tests.pipelines import arrays, numbers, same, save
 
 tf = pytest.importorskip("tensorflow")
@@ -236,7 +227,6 @@ def test_names_with_options_are_the_layers_with_these():
     assert translation.height_factor == translation.width_factor == 0.3
 
 
-ROOT = Path(__file__).resolve().parents[2]
 GREY = (8, 8, 1)
 # 1347 images: 6 batches in an epoch, and 147 images left out.
 BATCH = 200
@@ -316,10 +306,8 @@ def test_another_process_gives_the_same_batches():
         "from tests.data.test_loading import *; print(*digests(first(endless(8), 2)))"
     )
     # The pipeline imports TensorFlow; another backend would come on top.
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}
-    options = {"cwd": ROOT, "env": env, "text": True}
-    actual = subprocess.check_output([sys.executable, "-c", code], **options)
-    assert actual.split() == digests(first(endless(), 10)[8:])
+    done = run_python("-c", code, KERAS_BACKEND="tensorflow")
+    assert done.stdout.split() == digests(first(endless(), 10)[8:])
 
 
 def test_seeking_reads_nothing():

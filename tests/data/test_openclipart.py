@@ -60,12 +60,8 @@ def test_captions_of_titles_and_keywords(root, tmp_path):
     write(root, "a/red_house_jo_pai_03", seed=3)
     write(root, "a/blue_house", "Blue", seed=4)
     (root / "svg" / "a" / "blue_house.svg").write_text("<svg><metadata>")
-    assert captions(tmp_path) == [
-        "big bull, mammal",
-        "arrow, road sign, mammal",
-        "blue house",
-        "red house jo pai",
-    ]
+    words = ["big bull, mammal", "arrow, road sign, mammal"]
+    assert captions(tmp_path) == [*words, "blue house", "red house jo pai"]
 
 
 def test_a_title_of_a_whole_collection_says_nothing(root, tmp_path):
@@ -124,17 +120,14 @@ def test_categories_are_classes(root, tmp_path):
     source = f"openclipart:{root}"
     assert data.class_names(source) == ("a", "b")
     assert data.num_examples(source, "all") == 80
-    images, labels = next(
-        iter(data.load(source, "all", (16, 16, 3), batch_size=80, shuffle=False))
-    )
+    batches = data.load(source, "all", (16, 16, 3), batch_size=80, shuffle=False)
+    images, labels = next(iter(batches))
     assert images.shape == (80, 16, 16, 3)
     assert labels.numpy().tolist() == [0] * 40 + [1] * 40
     # Every picture has a caption, or one by the template of its class.
     assert data.num_pairs(source, "all") == 121
-    assert data.load_captions(source, "all", templates="a sign of {}") == (
-        "a sign of a",
-        "a sign of b",
-    )
+    words = data.load_captions(source, "all", templates="a sign of {}")
+    assert words == ("a sign of a", "a sign of b")
 
 
 def test_pictures_are_read_once(root, tmp_path, monkeypatch):

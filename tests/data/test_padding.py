@@ -6,6 +6,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.data import padded, padding, predictions
+from tests.pair_models import limoe
 from tests.small_models import SMALL, images, with_weights
 
 # 11 images in batches of 4: the last has 3, with one copy that weighs nothing.
@@ -16,14 +17,11 @@ WEIGHTS = np.linspace(0.5, 2, 11).astype("float32")
 
 def classifier(**overrides):
     model = models.from_preset("vit_s16", num_classes=3, **{**SMALL, **overrides})
-    model.compile(
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=None,
-        weighted_metrics=[
-            keras.metrics.SparseCategoricalAccuracy(),
-            keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
-        ],
-    )
+    metrics = keras.metrics
+    weighted = [metrics.SparseCategoricalCrossentropy(from_logits=True)]
+    weighted.append(metrics.SparseCategoricalAccuracy())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=None, weighted_metrics=weighted)
     return with_weights(model)
 
 
@@ -49,11 +47,7 @@ def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
 
 
 def test_pairs_are_weighed_in_loss_and_metrics(traced):
-    backbone = models.LIMoEBackbone(
-        **{name: SMALL[name] for name in ("image_shape", "patch_size")},
-        **{"vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_heads": 2},
-        **{"num_layers": 1, "mlp_dim": 16, "projection_dim": 4, "moe": None},
-    )
+    backbone = limoe(None, image_shape=SMALL["image_shape"], num_layers=1)
     model = with_weights(models.ContrastiveModel(backbone))
     model.compile(metrics=[models.ContrastiveAccuracy()])
     token_ids = np.random.default_rng(0).integers(1, 20, (11, 6))

@@ -12,15 +12,9 @@ from keras_moe.models import ImagePreprocessor
 tf = pytest.importorskip("tensorflow")
 
 # How a photo lies in its file, for each orientation of Exif but the first.
-LYING = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
+LYING = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"]
+LYING += ["ROTATE_90", "TRANSVERSE", "ROTATE_270"]
+LYING = {way: Image.Transpose[name] for way, name in enumerate(LYING, 2)}
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 
 
@@ -58,12 +52,9 @@ def files():
         yield name, file.getvalue(), shown.convert("RGB")
         if name == "print.jpg":
             # Without Adobe's mark, colours are not inverted.
-            at = file.getvalue().index(b"\xff\xee")
-            yield (
-                "unmarked.jpg",
-                file.getvalue()[:at] + file.getvalue()[at + 16 :],
-                None,
-            )
+            whole = file.getvalue()
+            at = whole.index(b"\xff\xee")
+            yield "unmarked.jpg", whole[:at] + whole[at + 16 :], None
     for way, transpose in LYING.items():
         for suffix in ("jpeg", "png", "webp")[: 3 if way == 6 else 1]:
             file, exif = io.BytesIO(), Image.Exif()
@@ -86,11 +77,7 @@ def test_training_and_inference_see_the_same_picture(tmp_path):
         path.write_bytes(content)
         shown[path] = image
     preprocessor, source = ImagePreprocessor((24, 32, 3)), f"folder:{tmp_path}"
-    whole = {
-        "name": "random_resized_crop",
-        "scale": (1.0, 1.0),
-        "ratio": (4 / 3, 4 / 3),
-    }
+    whole = {"name": "random_resized_crop", "scale": (1.0, 1.0), "ratio": (4 / 3,) * 2}
     trained, cropped = (
         load(source, "train", (24, 32, 3), 64, augment, shuffle=False)
         for augment in (None, whole)

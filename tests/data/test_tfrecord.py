@@ -411,12 +411,8 @@ def test_faults(tmp_path):
 
     path = tmp_path / "train.tfrecord"
     good = [example(png(i), [b"a cat"]) for i in range(3)]
-    bad = [
-        example(png(9), []),
-        example(png(9), [b"fine", b" "]),
-        example(png(9), [b"caf\xe9"]),
-        example(b"no picture", [b"a dog"]),
-    ]
+    bad = [example(png(9), x) for x in ([], [b"fine", b" "], [b"caf\xe9"])]
+    bad.append(example(b"no picture", [b"a dog"]))
     source = f"tfrecord:{path}"
 
     for number, fault in enumerate(bad):

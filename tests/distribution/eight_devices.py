@@ -143,12 +143,9 @@ def shards(variable):
     """The shapes of a variable's parts, and the devices that have them."""
     parts = variable.value.addressable_shards
     (shape,) = {part.data.shape for part in parts}
-    return {
-        "path": variable.path,
-        "shape": list(variable.shape),
-        "shard": list(shape),
-        "devices": len({part.device for part in parts}),
-    }
+    facts = {"path": variable.path, "shape": list(variable.shape)}
+    devices = len({part.device for part in parts})
+    return {**facts, "shard": list(shape), "devices": devices}
 
 
 def compiled(name):
@@ -269,11 +266,8 @@ def run(model, layout):
         loss, changes = train_step(classifier)
     program = compiled("train_step")
     expected_loss, expected = SINGLE[model]
-    slots = [
-        shards(variable)
-        for variable in classifier.optimizer.variables
-        if "momentum" in variable.path
-    ]
+    slots = classifier.optimizer.variables
+    slots = [shards(slot) for slot in slots if "momentum" in slot.path]
     return {
         "costs": arithmetic(model, arguments, overrides),
         "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),

@@ -16,12 +16,8 @@ from tests.losses.loss_table import contrastive_loss
 
 BATCH, CHUNK = 24, 7
 GENERATOR = np.random.default_rng(0)
-INPUTS = [
-    GENERATOR.normal(size=(BATCH, 4)).astype("float32"),
-    GENERATOR.normal(size=(BATCH, 4)).astype("float32"),
-    np.float32(1.5),
-    np.float32(-0.5),
-]
+INPUTS = [*GENERATOR.normal(size=(2, BATCH, 4)).astype("float32")]
+INPUTS += [np.float32(1.5), np.float32(-0.5)]
 OPTIONS = {
     "image_ids": np.arange(BATCH, dtype="int32") // 2,
     "sample_weight": np.arange(BATCH, dtype="float32") % 5,
@@ -51,6 +47,8 @@ def compared(name, chunk_size):
         value, gradients = compiled(*placed, *INPUTS[2:])
     text = compiled.as_text()
     columns = chunk_size or BATCH
+    others = {f"{BATCH},{columns}", f"{BATCH},{BATCH}", f"{BATCH // 8},{BATCH}"}
+    others.discard(f"{BATCH // 8},{columns}")
     return {
         "differences": [
             float(np.abs(np.asarray(a) - np.asarray(b)).max())
@@ -58,15 +56,7 @@ def compared(name, chunk_size):
         ],
         "own_logits": f"f32[{BATCH // 8},{columns}]" in text,
         # Logits of other devices' images, and of more than a chunk of texts.
-        "others": [
-            shape
-            for shape in (
-                f"{BATCH},{columns}",
-                f"{BATCH},{BATCH}",
-                f"{BATCH // 8},{BATCH}",
-            )
-            if shape != f"{BATCH // 8},{columns}" and f"[{shape}]" in text
-        ],
+        "others": [x for x in others if f"[{x}]" in text],
     }
 
 
@@ -109,24 +99,21 @@ def routers_by_modality():
     expected = results(TOKENS, MODALITY_IDS)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     with distribution.scope():
-        sharded = results(
-            *(
-                keras.distribution.distribute_tensor(
-                    x, distribution.get_data_layout(x.shape)
-                )
-                for x in (TOKENS, MODALITY_IDS)
+        placed = [
+            keras.distribution.distribute_tensor(
+                x, distribution.get_data_layout(x.shape)
             )
-        )
+            for x in (TOKENS, MODALITY_IDS)
+        ]
+        sharded = results(*placed)
     dispatched = sharded[-1]
     text = MODALITY_IDS == 1
+    pairs = zip(sharded, expected, strict=True)
+    others = dispatched[text][:, :3].sum() + dispatched[~text][:, 3:].sum()
     return {
-        "differences": [
-            float(np.abs(a - b).max()) for a, b in zip(sharded, expected, strict=True)
-        ],
+        "differences": [float(np.abs(a - b).max()) for a, b in pairs],
         "served": float(dispatched.sum()),
-        "in_other_pools": float(
-            dispatched[text][:, :3].sum() + dispatched[~text][:, 3:].sum()
-        ),
+        "in_other_pools": float(others),
     }
 
 

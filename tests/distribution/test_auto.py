@@ -3,15 +3,12 @@
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import run_python
 
 # Mesh sizes that the layouts promise: (expert parallel, model parallel).
 SPLITS = {
@@ -61,19 +58,8 @@ def results(tmp_path_factory):
     dumps = tmp_path_factory.mktemp("dumps")
     script = Path(__file__).with_name("eight_devices.py")
     cases = [*CASES, ("large", "experts on the batch")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            str(dumps),
-            json.dumps(cases),
-            json.dumps(EVALUATIONS),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-    )
+    arguments = (script, dumps, json.dumps(cases), json.dumps(EVALUATIONS))
+    done = run_python(*arguments, TF_CPP_MIN_LOG_LEVEL="3")
     assert done.returncode == 0, done.stderr[-4000:]
     line = done.stdout.splitlines()[-1].removeprefix("RESULTS ")
     by_case = {tuple(case): result for *case, result in json.loads(line)}

@@ -365,14 +365,9 @@ def test_a_subclass_of_ones_own(on_this_machine):
 
 @pytest.mark.every_backend
 def test_a_recipe(on_this_machine):
-    changes = {
-        "model": {**SMALL, "dtype": "mixed_bfloat16"},
-        "optimizer": {
-            "name": "sgd",
-            "gradient_accumulation_steps": 2,
-            "ema_momentum": None,
-        },
-    }
+    changes = {"optimizer": {"name": "sgd", "gradient_accumulation_steps": 2}}
+    changes["optimizer"]["ema_momentum"] = None
+    changes["model"] = {**SMALL, "dtype": "mixed_bfloat16"}
     recipe = training.load_recipe("vmoe_digits", **changes)
     model = recipe.abstract_model(num_classes=10)
     found = distribution.compiled_costs(model, "v5e:1x1", 8)

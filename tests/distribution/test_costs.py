@@ -10,16 +10,9 @@ from keras_moe.distribution.chips import torus_sides
 from tests import pair_models
 
 # 9 tokens and a class token; 2 experts of 2 for each token, groups of 2 images.
-SMALL = {
-    **pair_models.IMAGE,
-    **pair_models.ONE,
-    "image_shape": (12, 12, 3),
-    "num_experts": 4,
-    "num_selected_experts": 2,
-    "examples_per_group": 2,
-    "capacity_factor": 1.0,
-    "capacity_multiple_of": None,
-}
+SMALL = {**pair_models.IMAGE, **pair_models.ONE, "image_shape": (12, 12, 3)}
+SMALL |= {"num_experts": 4, "num_selected_experts": 2, "examples_per_group": 2}
+SMALL |= {"capacity_factor": 1.0, "capacity_multiple_of": None}
 
 
 def small(*arguments, **options):
@@ -60,11 +53,8 @@ def test_layouts_change_what_they_should():
     assert data.traffic["all-to-all (tokens)"] == 0
     assert data.device_parameters == data.parameters
     # Gradients of experts are summed over the two devices that have the same.
-    assert (
-        0
-        < experts.traffic["all-reduce (gradients)"]
-        < data.traffic["all-reduce (gradients)"]
-    )
+    sums = [x.traffic["all-reduce (gradients)"] for x in (experts, data)]
+    assert 0 < sums[0] < sums[1]
     heads = small(4, 8, expert_parallel=1, model_parallel=2)
     # (10 tokens + 10 slots per image) of D = 8 in bfloat16, forward and backward.
     assert heads.traffic["all-reduce (heads, hidden units)"] == 2 * 4 * (
@@ -179,18 +169,10 @@ def test_what_does_not_fit_is_refused(arguments, options, message):
 def test_memory_is_what_xla_says():
     import jax
 
-    arguments = {
-        "image_shape": (64, 64, 3),
-        "patch_size": 8,
-        "hidden_dim": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "mlp_dim": 256,
-        "moe_layers": "every_2",
-        "num_experts": 8,
-        "num_selected_experts": 1,
-        "examples_per_group": 4,
-    }
+    arguments = {"image_shape": (64, 64, 3), "patch_size": 8, "hidden_dim": 64}
+    arguments |= {"num_layers": 2, "num_heads": 4, "mlp_dim": 256, "num_experts": 8}
+    arguments |= {"moe_layers": "every_2", "num_selected_experts": 1}
+    arguments["examples_per_group"] = 4
     model = models.from_preset("vit_s16", num_classes=10, **arguments)
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
@@ -208,30 +190,18 @@ def test_memory_is_what_xla_says():
         trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
         return value, trainable, state, slots
 
+    held = (model.trainable_variables, model.non_trainable_variables)
     held = [
         [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            optimizer.variables,
-        )
+        for variables in (*held, optimizer.variables)
     ]
     images = jax.ShapeDtypeStruct((16, *arguments["image_shape"]), "float32")
-    actual = (
-        jax.jit(step, donate_argnums=(0, 1, 2))
-        .lower(*held, images)
-        .compile()
-        .memory_analysis()
-    )
+    program = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*held, images)
+    actual = program.compile().memory_analysis()
     mine = costs("vit_s16", 1, 16, dtype="float32", num_classes=10, **arguments)
-    np.testing.assert_allclose(
-        mine.memory["weights"] + mine.memory["optimizer (adam)"],
-        actual.argument_size_in_bytes - 4 * np.prod(images.shape),
-        rtol=1e-3,
-    )
+    kept = mine.memory["weights"] + mine.memory["optimizer (adam)"]
+    expected = actual.argument_size_in_bytes - 4 * np.prod(images.shape)
+    np.testing.assert_allclose(kept, expected, rtol=1e-3)
     # XLA's peak follows from its own order of operations.
-    np.testing.assert_allclose(
-        mine.memory["gradients"] + mine.memory["activations"],
-        actual.temp_size_in_bytes,
-        rtol=0.15,
-    )
+    used = mine.memory["gradients"] + mine.memory["activations"]
+    np.testing.assert_allclose(used, actual.temp_size_in_bytes, rtol=0.15)

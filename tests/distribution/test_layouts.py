@@ -17,12 +17,8 @@ TEXT = {"vocabulary_size": 20, "max_length": 6}
 CLIP = {"image": VIT, "text": {**SEQUENCES, **TEXT}, "projection_dim": 4}
 # A preset has losses of two modalities, whose thresholds are for 32 experts.
 LIMOE = {**VIT, **TEXT, "projection_dim": 4, "auxiliary_losses": None}
-SWIGLU = {
-    "gated_experts": True,
-    "expert_use_bias": False,
-    "expert_activation": "silu",
-    "expert_mlp_dim": 42,
-}
+SWIGLU = {"gated_experts": True, "expert_use_bias": False, "expert_mlp_dim": 42}
+SWIGLU["expert_activation"] = "silu"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from keras_moe.evaluation import (
     zero_shot,
     zero_shot_from_model,
 )
+from tests.pair_models import one_block
 from tests.small_models import images, with_weights
 
 DRAW = np.random.default_rng(0)
@@ -116,18 +117,11 @@ def test_classes_and_images_of_arrays_and_batches():
     assert set(figures) == recalls | {"contrastive_accuracy"}
 
 
-def make(**kwargs):
+def make(**moe):
     """A small LIMoE with a tokenizer, whose experts matter."""
-    keras.utils.set_random_seed(0)
-    sizes = {
-        "image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "num_layers": 1,
-        "num_heads": 2, "mlp_dim": 16, "vocabulary_size": 520, "max_length": 6,
-        "projection_dim": 6, "moe_layers": [0], "num_experts": 4,
-        "auxiliary_losses": None, "seed": 1, **kwargs,
-    }  # fmt: skip
-    model = models.from_preset("limoe_b16", task="contrastive", **sizes)
-    model.preprocessor = models.TextTokenizer.trained(WORDS, 515, max_length=6)
-    return with_weights(model)
+    tokenizer = models.TextTokenizer.trained(WORDS, 515, max_length=6)
+    backbone = one_block("limoe", moe, vocabulary_size=520)
+    return with_weights(models.ContrastiveModel(backbone, tokenizer))
 
 
 WORDS = ["red", "green", "blue", "dark", "light"]

@@ -10,6 +10,7 @@ from tests.small_models import SMALL, images, small_classifier, small_pairs_mode
 
 PIXELS = images(3, 16, 8, 3)
 PAIRS = images(2, 8, 8, 3)
+RANGE = r"in \[-1, 1\] as .*received: dtype="
 LABELS = "Expected labels as whole.*; received: shape"
 TEXTS = "Expected captions as a list|lengths"
 
@@ -50,24 +51,14 @@ def options(*examples):
         ("images", PIXELS[:, :8], {}, r"images of shape \(batch, 16, 8, 3\)"),
         ("images", (PIXELS, np.zeros(2, int)), {}, r"received: lengths \[2, 3\]"),
         ("images", {"x": PIXELS}, {}, r"Expected images, .*a dict of \['x'\]"),
-        *(
-            ("images", x, {}, r"in \[-1, 1\] as .*received: dtype=")
-            for x in (
-                np.uint8(255 * (PIXELS > 0)),
-                127.5 * (PIXELS.clip(-1, 1) + 1.0),
-                PIXELS > 0,
-            )
-        ),
-        *(
-            ("images", (PIXELS, np.array(labels)), {}, LABELS)
-            for labels in (
-                [0.5, 1.0, 0.0],
-                [np.nan, 1.0, 0.0],
-                ["cat", "dog", "cat"],
-                [[0.3, 0.7], [0.0, 1.0], [0.0, 1.0]],
-                np.zeros((3, 8, 8, 3)),
-            )
-        ),
+        ("images", np.uint8(255 * (PIXELS > 0)), {}, RANGE),
+        ("images", 127.5 * (PIXELS.clip(-1, 1) + 1.0), {}, RANGE),
+        ("images", PIXELS > 0, {}, RANGE),
+        ("images", (PIXELS, np.array([0.5, 1.0, 0.0])), {}, LABELS),
+        ("images", (PIXELS, np.array([np.nan, 1.0, 0.0])), {}, LABELS),
+        ("images", (PIXELS, np.array(["cat", "dog", "cat"])), {}, LABELS),
+        ("images", (PIXELS, np.array([[0.3, 0.7], [0, 1], [0, 1]])), {}, LABELS),
+        ("images", (PIXELS, np.zeros((3, 8, 8, 3))), {}, LABELS),
         ("pairs", (PAIRS, "a cat"), {}, TEXTS),
         ("pairs", PAIRS, {}, "token_ids"),
         ("pairs without a tokenizer", (PAIRS, ["a", "b"]), {}, "preprocessor=None"),

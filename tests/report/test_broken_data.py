@@ -1,7 +1,4 @@
-"""The report on models and data with numbers that are not finite, and odd batches.
-
-Axes: B batch, N tokens, E experts.
-"""
+"""The report on models and data with numbers that are not finite, and odd batches."""
 
 import json
 import re
@@ -34,12 +31,9 @@ def test_images_that_are_not_finite_are_left_out(model, tmp_path):
     broken = np.concatenate([pixels, pixels[:4]])
     broken[8:10, 0, 0, 0], broken[10:, 0, 0, 0] = np.nan, np.inf
     _, expected = report(model, (pixels, labels), tmp_path / "a", batch_size=4)
+    data, options = (broken, np.append(labels, [0] * 4)), Options(examples=(0, 8))
     written, sections = report(
-        model,
-        (broken, np.append(labels, [0] * 4)),
-        tmp_path / "b",
-        batch_size=4,
-        options=Options(examples=(0, 8)),
+        model, data, tmp_path / "b", batch_size=4, options=options
     )
     assert written.findings[0].level == "problem"
     texts = [x.text for x in written.findings]

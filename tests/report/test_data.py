@@ -1,7 +1,4 @@
-"""The data that a report takes, and what it makes of it.
-
-Axes: B batch.
-"""
+"""The data that a report takes, and what it makes of it."""
 
 import json
 

@@ -43,13 +43,9 @@ def limoe():
 
 
 def deep():
+    sizes = {"num_classes": 40, "num_experts": 32, "num_layers": 9}
     model = models.from_preset(
-        "vmoe_digits",
-        load_weights=False,
-        num_classes=40,
-        num_experts=32,
-        num_layers=9,
-        moe_layers="every_1",
+        "vmoe_digits", load_weights=False, moe_layers="every_1", **sizes
     )
     labels = np.arange(80) % 40
     return with_weights(model), (images(80, 16, 16, 1), labels)
@@ -225,14 +221,13 @@ def test_the_page_without_the_script(written, page):
     shown = "getComputedStyle(document.getElementById('explorer-chooser')).display"
     assert page.evaluate(shown) == "none"
     maps = "[...document.querySelectorAll('.map svg')].map(x => x.ariaLabel)"
-    first, second = (
-        [
-            f"block_{layer}, expert (number of patches): {expert} (1), none (1)"
-            for layer, expert in zip((1, 3), experts)
-        ]
-        for experts in ((2, 2), (0, 2))
-    )
-    assert page.evaluate(maps) == ["The image", *first, "The image", *second]
+    expected = []
+    for experts in ((2, 2), (0, 2)):
+        expected.append("The image")
+        for layer, expert in zip((1, 3), experts):
+            text = f"block_{layer}, expert (number of patches): {expert} (1), none (1)"
+            expected.append(text)
+    assert page.evaluate(maps) == expected
     height = "document.querySelector('.map svg').getBoundingClientRect().height"
     assert page.evaluate(height) > 20
     page.open(written, 390)

@@ -1,7 +1,4 @@
-"""The report: what it counts, the data that it takes, and the files that it writes.
-
-Axes: B batch, N tokens, E experts.
-"""
+"""The report: what it counts, the data that it takes, and the files that it writes."""
 
 import inspect
 import json

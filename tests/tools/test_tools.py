@@ -16,51 +16,46 @@ BENCHMARKS = ROOT / "tools" / "benchmark"
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "columns"),
+    ("command", "columns"),
     [
         (
-            "moe_layer",
-            "--tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 --rounds 1 "
+            "moe_layer --tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 "
             "--routers softmax_token_choice",
             [{"candidate", "median ms", "over experts", "TFLOP/s"}],
         ),
         (
-            "dropless",
-            "--tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 --experts 4 "
-            "--rounds 1",
+            "dropless --tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 "
+            "--experts 4",
             [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
         ),
         (
-            "vmoe_step",
-            "--preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 --chip h200 "
-            "--forms V-MoE dropless einsum --rounds 1",
+            "vmoe_step --preset vmoe_digits --batch-size 2 --dtype mixed_bfloat16 "
+            "--chip h200 --forms V-MoE dropless einsum",
             [{"over einsum"}, {"tokens/s", "TFLOP/s", "% of peak"}],
         ),
         (
-            "expert_ablation",
-            "--preset vmoe_digits --experts 3 --classes 4 --images 6 --image-size 16 "
-            "--rank 2 --rounds 1",
+            "expert_ablation --preset vmoe_digits --experts 3 --classes 4 --images 6 "
+            "--image-size 16 --rank 2",
             [{"experts", "per image", "all ablated, passes", "naive over it"}],
         ),
         (
-            "mumoe_layer",
-            "--parts layers entmax --images 1 --tokens 8 --dim 8 --experts 4 "
-            "--entmax-experts 8 --rounds 1",
+            "mumoe_layer --parts layers entmax --images 1 --tokens 8 --dim 8 "
+            "--experts 4 --entmax-experts 8",
             [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
         ),
         (
-            "few_shot",
-            "--examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30 --rounds 1",
+            "few_shot --examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30",
             [{"over big_vision's algorithm"}] * 2 + [{"l2", "largest difference"}],
         ),
     ],
 )
-def test_benchmarks_run(capsys, monkeypatch, name, arguments, columns):
+def test_benchmarks_run(capsys, monkeypatch, command, columns):
+    name, *arguments = command.split()
     path = BENCHMARKS / f"{name}.py"
     # Benchmarks set it, for the processes that they start, too.
     monkeypatch.setenv("KERAS_BACKEND", keras.backend.backend())
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", [str(path), *arguments.split(), "--json"])
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments, "--rounds", "1", "--json"])
     runpy.run_path(str(path), run_name="__main__")
     output, errors = capsys.readouterr()
     document = json.loads(output)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from tests.small_models import assert_same_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,12 +26,7 @@ def test_weights_are_written_in_less_room(tmp_path, largest, tolerance):
     assert small < (0.75 if tolerance == 0 else 0.45) * plain
     images = np.random.default_rng(0).uniform(-1, 1, (4, 16, 16, 1))
     again = models.from_preset(str(tmp_path / "small"))
-    np.testing.assert_allclose(
-        again.predict(images, verbose=0),
-        model.predict(images, verbose=0),
-        rtol=0,
-        atol=tolerance,
-    )
+    assert_same_outputs(again, model, images, rtol=0, atol=tolerance)
     assert {weight.dtype for weight in again.weights} == {"float32"}
     # Saving again replaces it, checksums included.
     tool["save"](again, tmp_path / "small", models.ModelCard(data="digits"))

@@ -73,13 +73,8 @@ def train(number, port, folder, kill=None):
         )
     )
     training.Recipe.new_model = new_model
-    trained = training.train(
-        RECIPE,
-        datasets_of(number),
-        verbose=0,
-        checkpoint_dir=folder,
-        checkpoint_every=1,
-    )
+    options = {"verbose": 0, "checkpoint_dir": folder, "checkpoint_every": 1}
+    trained = training.train(RECIPE, datasets_of(number), **options)
     kernel = trained.model.layers[1].kernel.value
     assert not kernel.is_fully_addressable
 

@@ -111,14 +111,8 @@ def train(folder, compiles=None, kill=None):
         lambda name, **_: misses.append(name) if name.endswith("cache_misses") else None
     )
     training.Recipe.new_model = new_model
-    training.train(
-        RECIPE,
-        datasets,
-        callbacks=[Counts()],
-        verbose=0,
-        checkpoint_dir=folder,
-        checkpoint_every=EVERY,
-    )
+    options = {"verbose": 0, "checkpoint_dir": folder, "checkpoint_every": EVERY}
+    training.train(RECIPE, datasets, callbacks=[Counts()], **options)
     assert compiles in (None, bool(misses)), misses
 
 

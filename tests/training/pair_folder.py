@@ -7,22 +7,13 @@ import numpy as np
 from PIL import Image
 
 from keras_moe.training import Recipe
+from tests.pair_models import IMAGE, TEXT
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 GROUNDS = {"black": 0, "white": 255, "grey": 128}
-TINY = {
-    "image_shape": [8, 8, 3],
-    "patch_size": 4,
-    "hidden_dim": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 16,
-    "projection_dim": 8,
-    "num_experts": 4,
-    "vocabulary_size": 530,
-    "max_length": 8,
-    "auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7, "image": 1.0}}},
-}
+TINY = {**IMAGE, **TEXT, "image_shape": [8, 8, 3], "projection_dim": 8}
+TINY |= {"num_experts": 4, "vocabulary_size": 530, "max_length": 8}
+TINY["auxiliary_losses"] = {"limoe": {"thresholds": {"text": 0.7, "image": 1.0}}}
 
 
 def pair_recipe(source: str, **changes) -> Recipe:
@@ -38,10 +29,7 @@ def pair_recipe(source: str, **changes) -> Recipe:
 
 
 def write_pairs(root: Path, captions: int = 2) -> str:
-    """Writes squares of three colours on three grounds, with captions.
-
-    Returns the source of `load_pairs`.
-    """
+    """Writes coloured squares with captions; returns the source of `load_pairs`."""
     for split in ("train", "test"):
         (root / split).mkdir()
         lines = []

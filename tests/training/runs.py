@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_moe.training import Datasets, Recipe, train
 from keras_moe.training.recipes import SECTIONS, dotted_names
+from tests.compare import assert_same
 
 DOTTED = {
     **{
@@ -24,16 +25,9 @@ DOTTED = {
 }
 
 
-LONG_RUN = {
-    "preset": "vmoe_digits",
-    "batch_size": 8,
-    "learning_rate": 0.1,
-    "steps": 1000,
-    "warmup_steps": 100,
-    "decay": "rsqrt",
-    "timescale": 50,
-    "cooldown_steps": 200,
-}
+LONG_RUN = {"preset": "vmoe_digits", "batch_size": 8, "learning_rate": 0.1}
+LONG_RUN |= {"decay": "rsqrt", "timescale": 50}
+LONG_RUN |= {"steps": 1000, "warmup_steps": 100, "cooldown_steps": 200}
 
 
 def short_recipe(**settings):
@@ -57,10 +51,7 @@ def changed(recipe, **settings):
 
 
 def noise(recipe, model, data_dir=None, start_step=0):
-    """Small batches of noise, instead of `Recipe.datasets`, which is slower.
-
-    There are as many in an epoch as of the digits, and each is another.
-    """
+    """Replaces `Recipe.datasets`: as many steps as of the digits, of quick noise."""
     steps = 1347 // recipe.data.batch_size
     draw = np.random.default_rng(0)
     images = draw.normal(size=(steps, 8, *model.input_shape[1:])).astype("float32")
@@ -75,14 +66,9 @@ def noise(recipe, model, data_dir=None, start_step=0):
 
 def linear_model(multi_label=False, num_classes=10, dropout=0.0):
     """A stand-in for a classifier in `compile` and `train`, quick to compile."""
-    model = keras.Sequential(
-        [
-            keras.Input((4, 4, 1)),
-            keras.layers.Flatten(),
-            keras.layers.Dropout(dropout, seed=3),
-            keras.layers.Dense(num_classes),
-        ]
-    )
+    layers = [keras.layers.Flatten(), keras.layers.Dropout(dropout, seed=3)]
+    layers.append(keras.layers.Dense(num_classes))
+    model = keras.Sequential([keras.Input((4, 4, 1)), *layers])
     model.multi_label, model.output_activation = multi_label, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
@@ -95,26 +81,14 @@ def dropout_model(self=None, num_classes=10):
 
 def quick_run(folder, recipe, *callbacks, every=3, **options):
     """Trains quietly, with a checkpoint every few steps."""
-    return train(
-        recipe,
-        callbacks=callbacks,
-        checkpoint_dir=folder,
-        checkpoint_every=every,
-        **{"verbose": 0, **options},
-    )
-
-
-def assert_same_variables(actual, expected):
-    """Not only close: the CPU computes the same program the same way."""
-    for pair in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, pair))
+    options = {"verbose": 0, "checkpoint_every": every, **options}
+    return train(recipe, callbacks=callbacks, checkpoint_dir=folder, **options)
 
 
 def assert_same_models(actual, expected):
     """Compares all that training changes."""
     models = (actual, expected)
-    both = ([*x.variables, *x.optimizer.variables] for x in models)
-    assert_same_variables(*both)
+    assert_same(*([*x.variables, *x.optimizer.variables] for x in models))
 
 
 def assert_same_arrays(actual, expected):

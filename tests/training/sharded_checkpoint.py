@@ -4,6 +4,7 @@ They restore what one process has written, too, and compare; each writes how man
 weights were split. `killed_processes.py`, which starts processes, imports it.
 """
 
+from itertools import chain
 from types import SimpleNamespace
 
 import keras
@@ -11,19 +12,10 @@ import numpy as np
 
 from keras_moe import distribution, models, training
 from keras_moe.training import _checkpoint_files as checkpoint_files
+from tests.small_models import ONE_BLOCK, SMALL
 
-CONFIG = {
-    "image_shape": (16, 16, 3),
-    "patch_size": 8,
-    "hidden_dim": 16,
-    "num_layers": 1,
-    "mlp_dim": 32,
-    "num_heads": 2,
-    "moe_layers": "every_1",
-    "num_experts": 4,
-    "examples_per_group": 1,
-    "class_token": False,
-}
+CONFIG = {**SMALL, **ONE_BLOCK, "image_shape": (16, 16, 3), "patch_size": 8}
+CONFIG |= {"examples_per_group": 1, "class_token": False}
 
 
 def make(**layout):
@@ -42,11 +34,7 @@ def groups(model):
 
 
 def values(model):
-    return [
-        distribution.gathered(variable)
-        for variables in groups(model).values()
-        for variable in variables
-    ]
+    return [distribution.gathered(x) for x in chain(*groups(model).values())]
 
 
 def write_alone(folder, model, arrays):

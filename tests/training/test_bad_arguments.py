@@ -260,10 +260,7 @@ CALLS = [
     (lambda: training.upcycle(vit(moe_layers=[1])), "block_1"),
     (lambda: training.upcycle(after("enable_lora", 2)), "lora_enabled=True"),
     (lambda: training.upcycle(after("quantize", "int8")), "quantization_mode='int8'"),
-    (
-        lambda: training.upcycle(plain_model()),
-        "KerasHub model .*: Sequential",
-    ),
+    (lambda: training.upcycle(plain_model()), "KerasHub model .*: Sequential"),
     (lambda: training.upcycle("vmoe_b32"), "received: 'vmoe_b32'"),
 ]
 

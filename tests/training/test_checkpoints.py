@@ -15,9 +15,9 @@ from keras_moe import training
 from keras_moe._files import FolderInUse
 from keras_moe.training import _checkpoint_files as checkpoint_files
 from keras_moe.training import checkpoints
+from tests.compare import assert_same
 from tests.forks import run_python
 from tests.training.runs import Ends
-from tests.training.runs import assert_same_variables as assert_same
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -41,12 +41,10 @@ def kind(request):
 def variables(seed=0):
     draw = np.random.default_rng(seed)
     shapes = {"float32": (3, 5), "float16": (), "bfloat16": (7,), "int32": (0, 2)}
-    made = [
-        keras.Variable(
-            draw.normal(size=shape), dtype=dtype, trainable=False, name=f"w{i}"
-        )
-        for i, (dtype, shape) in enumerate(shapes.items())
-    ]
+    made = []
+    for i, (dtype, shape) in enumerate(shapes.items()):
+        options = {"dtype": dtype, "trainable": False, "name": f"w{i}"}
+        made.append(keras.Variable(draw.normal(size=shape), **options))
     return [*made, keras.Variable(seed, dtype="int32", trainable=False)]
 
 
@@ -207,19 +205,29 @@ def test_if_all_are_damaged_nothing_starts_over_by_itself(tmp_path):
         training.find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "save_file"])
-def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, failing):
-    save(tmp_path, 1, seed=1)
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+@pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "save_file", "orbax"])
+def test_a_failed_write_leaves_the_checkpoints_before(
+    request, tmp_path, monkeypatch, failing
+):
+    error, message = OSError(errno.ENOSPC, "No space left on device"), "No space left"
     if failing == "save_file":
         failing = "keras_moe.training._checkpoint_files.save_file"
-    monkeypatch.setattr(failing, full)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2, seed=2)
-    monkeypatch.undo()
+    elif failing == "orbax":
+        request.getfixturevalue("by_orbax")
+        failing, error = (
+            "orbax.checkpoint.Checkpointer.save",
+            ValueError("EXHAUSTED: x"),
+        )
+        message = "could not be written: EXHAUSTED"
+    save(tmp_path, 1, seed=1)
+
+    def full(*arguments, **options):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failing, full)
+        with pytest.raises(OSError, match=message):
+            save(tmp_path, 2, seed=2)
     assert names(tmp_path) == ["step-00000001"]
     assert_same(restored(training.find_checkpoint(tmp_path)), variables(1))
 
@@ -234,20 +242,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000001"]
     assert training.find_checkpoint(tmp_path).state == {"seed": 1}
-
-
-def test_a_failed_write_of_orbax_leaves_the_checkpoints_before(
-    tmp_path, monkeypatch, by_orbax
-):
-    save(tmp_path, 1, seed=1)
-
-    def full(self, *arguments, **options):
-        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
-
-    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", full)
-    with pytest.raises(OSError, match="could not be written: RESOURCE_EXHAUSTED"):
-        save(tmp_path, 2, seed=2)
-    assert names(tmp_path) == ["step-00000001"]
 
 
 LIMITED = """
@@ -387,16 +381,9 @@ def run(folder, epochs, *callbacks, **settings):
     checkpoint = training.RunCheckpoint(folder, 2, every=1, settings=settings)
     step = checkpoint.restore(model)
     x = np.random.default_rng(0).normal(size=(4, 2))
-    model.fit(
-        x,
-        x[:, :1],
-        batch_size=2,
-        shuffle=False,
-        epochs=epochs,
-        initial_epoch=step // 2,
-        callbacks=checkpoint.around(callbacks),
-        verbose=0,
-    )
+    options = {"batch_size": 2, "shuffle": False, "verbose": 0, "epochs": epochs}
+    options |= {"callbacks": checkpoint.around(callbacks), "initial_epoch": step // 2}
+    model.fit(x, x[:, :1], **options)
     return model, checkpoint.history
 
 

@@ -8,7 +8,7 @@ import pytest
 from keras_moe import data, models, training
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.models.preprocessing import tokenizer
-from keras_moe.training import Contrastive, Datasets, load_recipe, train
+from keras_moe.training import Contrastive, Datasets, train
 from tests.training.pair_folder import pair_recipe as recipe
 from tests.training.pair_folder import write_pairs
 from tests.training.runs import Ends, assert_same_arrays
@@ -219,15 +219,3 @@ def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
     inputs, _ = next(iter(of_digits.datasets(trained.model).test))
     assert inputs["captions"].numpy()[0].startswith(b"the digit")
     assert of_digits.replace(**{"data.source": "emoji"}).data.test_source is None
-
-
-def test_settings_come_back(tmp_path):
-    mixed = {"tfds:coco_captions": 3, "emoji:noto,language=de,size=64": 1.5}
-    templates = ["a photo of a {}.", "{}"]
-    data = {"source": mixed, "captions": "all", "templates": templates}
-    objective = {"tokenizer": "clip", "chunk_size": 128, "evaluation_batch_size": 8}
-    mine = recipe("x", data={**data, "epoch_size": 100}, objective=objective)
-    mine.save(tmp_path / "mine.json")
-    assert load_recipe(tmp_path / "mine.json") == mine
-    assert mine.objective == Contrastive(**objective)
-    assert mine.data.replace(source="emoji").source == "emoji"

@@ -96,11 +96,12 @@ def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
 
     searched = []
     search = data.selection._unreadable
-    monkeypatch.setattr(
-        data.selection,
-        "_unreadable",
-        lambda examples: searched.append(examples) or search(examples),
-    )
+
+    def counted(examples):
+        searched.append(examples)
+        return search(examples)
+
+    monkeypatch.setattr(data.selection, "_unreadable", counted)
     mine = recipe_of(path, unreadable="exclude")
     with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("always")

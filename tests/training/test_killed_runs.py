@@ -2,6 +2,7 @@
 
 import json
 import signal
+from itertools import chain
 from pathlib import Path
 
 import keras
@@ -46,19 +47,13 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(tmp_path):
 
 def arrays_of(checkpoint):
     """All arrays, in this process and on its backend."""
-    groups = {
-        group: [
-            keras.Variable(np.zeros(x.shape), dtype=x.dtype, trainable=False)
-            for x in entries
-        ]
-        for group, entries in checkpoint.variables.items()
-    }
+
+    def variable(x):
+        return keras.Variable(np.zeros(x.shape), dtype=x.dtype, trainable=False)
+
+    groups = {name: [*map(variable, x)] for name, x in checkpoint.variables.items()}
     checkpoint.restore(groups)
-    return [
-        keras.ops.convert_to_numpy(variable.value)
-        for variables in groups.values()
-        for variable in variables
-    ]
+    return [keras.ops.convert_to_numpy(x.value) for x in chain(*groups.values())]
 
 
 @pytest.mark.every_backend

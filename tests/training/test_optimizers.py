@@ -11,7 +11,7 @@ import pytest
 from keras_moe import training
 from keras_moe.models import abstract
 from keras_moe.training.optimizers import OPTIMIZERS, group_factors, layer_factors
-from tests.training.runs import assert_same_variables
+from tests.compare import assert_same
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -60,9 +60,8 @@ def test_names_of_groups(preset, arguments, names):
 
     def of(name):
         factors = group_factors([{"match": name, "learning_rate": 9.0}], paths)
-        return {
-            p for p, f in zip(paths, factors, strict=True) if f.learning_rate == 9.0
-        }
+        pairs = zip(paths, factors, strict=True)
+        return {path for path, x in pairs if x.learning_rate == 9.0}
 
     groups = {name: of(name) for name in names}
     for name, words in {
@@ -167,7 +166,7 @@ def test_without_groups_it_is_keras():
     for step in range(3):
         apply(grouped, mine, gradient=0.3 + step)
         apply(plain, theirs, gradient=0.3 + step)
-    assert_same_variables(mine, theirs)
+    assert_same(mine, theirs)
     if keras.backend.backend() == "torch":
         # All weights in one call, as Keras's own.
         assert hasattr(grouped, "_parallel_update_step")
@@ -215,7 +214,7 @@ def test_accumulated_batches_are_one_batch(name):
         model.fit(*data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         averages = [to_numpy(v) for v in optimizer._model_variables_moving_average]
         # `fit` leaves the averages in the model.
-        assert_same_variables(model.weights, averages)
+        assert_same(model.weights, averages)
         return int(optimizer.iterations), averages
 
     whole, parts = trained(8), trained(2, gradient_accumulation_steps=4)
@@ -236,12 +235,12 @@ def test_a_compiled_model_keeps_its_state_and_groups(name, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     assert again.optimizer.get_config() == optimizer.get_config()
-    assert_same_variables(again.optimizer.variables, optimizer.variables)
+    assert_same(again.optimizer.variables, optimizer.variables)
     types = [[x.dtype for x in each.variables] for each in (optimizer, again.optimizer)]
     assert types[0] == types[1]
     for each in (model, again):
         each.fit(*data(), shuffle=False, verbose=0)
-    assert_same_variables(model.weights, again.weights)
+    assert_same(model.weights, again.weights)
 
 
 def reference(weight, gradients, axes, first_dtype, rate=0.1, momentum=0.9):

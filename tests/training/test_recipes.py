@@ -9,28 +9,17 @@ import pytest
 
 from keras_moe import data
 from keras_moe.training import Classification, MultiLabel, Recipe, load_recipe, train
+from tests.training.pair_folder import pair_recipe
 from tests.training.runs import changed, linear_model, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
-SMALL = {
-    "image_shape": (4, 4, 1),
-    "patch_size": 2,
-    "hidden_dim": 4,
-    "num_layers": 1,
-    "token_mlp_dim": 4,
-    "mlp_dim": 4,
-    "num_experts": 2,
-}
+SMALL = {"image_shape": (4, 4, 1), "patch_size": 2, "hidden_dim": 4, "num_layers": 1}
+SMALL |= {"token_mlp_dim": 4, "mlp_dim": 4, "num_experts": 2}
 
 
 def recipe(**settings):
-    needed = {
-        "preset": "mumoe_mixer_s16_cp",
-        "epochs": 3,
-        "batch_size": 128,
-        "learning_rate": 0.1,
-        "model_arguments": SMALL,
-    }
+    needed = {"preset": "mumoe_mixer_s16_cp", "model_arguments": SMALL, "epochs": 3}
+    needed |= {"batch_size": 128, "learning_rate": 0.1}
     return short_recipe(**{**needed, **settings})
 
 
@@ -47,6 +36,11 @@ def test_a_recipe_is_its_file(tmp_path):
     first.save(tmp_path / "mine.json")
     again = load_recipe(tmp_path / "mine.json")
     assert again == first
+    mixture = {"source": {"tfds:coco_captions": 3, "emoji:noto,size=64": 1.5}}
+    pairs = pair_recipe("x", data={**mixture, "templates": ["a {}.", "{}"]})
+    pairs.save(tmp_path / "mine.json")
+    assert load_recipe(tmp_path / "mine.json") == pairs
+    assert pairs.data.replace(source="emoji").source == "emoji"
     assert again.model.overrides["head"]["num_experts"] == [4, 2]
     assert json.loads(json.dumps(again.to_dict())) == again.to_dict()
     # Whoever gave the dicts may change them.
@@ -121,15 +115,10 @@ def test_learning_rates(decay, warmup):
 
 
 def test_the_optimizer_is_the_recipes():
-    mine = recipe(
-        dtype="mixed_float16",
-        gradient_clipping=2.0,
-        weight_decay=0.3,
-        weight_decay_times="share_of_peak",
-        groups=[{"match": "kernels", "weight_decay": 0.0}],
-        optimizer_options={"beta_2": 0.9},
-        seed=5,
-    )
+    decay = {"weight_decay": 0.3, "weight_decay_times": "share_of_peak"}
+    decay["groups"] = [{"match": "kernels", "weight_decay": 0.0}]
+    own = {"gradient_clipping": 2.0, "optimizer_options": {"beta_2": 0.9}, "seed": 5}
+    mine = recipe(dtype="mixed_float16", **own, **decay)
     model = mine.new_model(num_classes=10)
     mine.compile(model, steps_per_epoch=10)
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -154,12 +143,8 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
     parents = {digit: ["even" if int(digit) % 2 == 0 else "odd"] for digit in digits}
     hierarchy = data.LabelHierarchy([*digits, "even", "odd"], parents)
     hierarchy.save(tmp_path / "classes.json")
-    mine = recipe(
-        epochs=4,
-        batch_size=256,
-        objective={"name": "multi_label", "hierarchy": str(tmp_path / "classes.json")},
-        augment=augment,
-    )
+    labels = {"name": "multi_label", "hierarchy": str(tmp_path / "classes.json")}
+    mine = recipe(epochs=4, batch_size=256, objective=labels, augment=augment)
     actual = train(mine, verbose=0)
     assert actual.model.multi_label
     assert actual.model.num_classes == 12
@@ -188,16 +173,9 @@ def fitted(mine, count=1024):
     keras.utils.set_random_seed(0)
     model = linear_model()
     mine.compile(model, count // batch)
-    history = model.fit(
-        images,
-        labels,
-        batch_size=batch,
-        epochs=mine.passes(count // batch),
-        validation_data=(images, labels),
-        callbacks=mine.callbacks(),
-        shuffle=False,
-        verbose=0,
-    ).history
+    options = {"epochs": mine.passes(count // batch), "callbacks": mine.callbacks()}
+    options |= {"validation_data": (images, labels), "shuffle": False, "verbose": 0}
+    history = model.fit(images, labels, batch_size=batch, **options).history
     loss = model.evaluate(images, labels, verbose=0, return_dict=True)["loss"]
     return model, history["val_loss"], loss
 

@@ -7,10 +7,10 @@ import pytest
 from keras_moe import layers, routers, training
 from keras_moe._compat import random_states
 from keras_moe.training import Recipe, train
+from tests.compare import assert_same
 from tests.training.runs import (
     Ends,
     assert_same_arrays,
-    assert_same_variables,
     noise,
     quick_run,
     short_recipe,
@@ -212,7 +212,7 @@ def test_the_first_layer_that_is_not_finite_is_found():
     assert actual.what == "output"
     assert actual.where.endswith("nested/inner")
     assert str(actual) == f"in the output of {actual.where}"
-    assert_same_variables(model.variables, before)
+    assert_same(model.variables, before)
     model.layers[0].inner.amount.assign(0.0)
     bad = np.where([[True], [False]], np.inf, X)
     assert training.locate_non_finite(model, bad, Y).what == "inputs"
@@ -234,7 +234,7 @@ def test_a_gradient_that_is_not_finite_is_found():
     actual = training.locate_non_finite(model, X, Y)
     assert (actual.what, actual.where.split("/")[-1]) == ("gradient", "root")
     # Left as it was, and still of use.
-    assert_same_variables(model.variables, before)
+    assert_same(model.variables, before)
     assert model.optimizer is optimizer
     assert np.isfinite(model.train_on_batch(X, Y)[0])
 

@@ -20,6 +20,7 @@ from tests.keras_hub_language_models import (
     language_model,
     vocabulary,
 )
+from tests.pair_models import TEXT
 from tests.small_models import with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -32,21 +33,9 @@ def greedy(model):
 
 
 def gpt2(**kwargs):
-    backbone = models.DecoderBackbone(
-        vocabulary_size=20,
-        max_length=12,
-        hidden_dim=8,
-        num_layers=2,
-        num_heads=2,
-        mlp_dim=12,
-        seed=0,
-        **{
-            **GPT2,
-            "tied_embeddings": True,
-            "activation": "gelu_tanh",
-            **kwargs,
-        },
-    )
+    sizes = {**TEXT, "max_length": 12, "mlp_dim": 12, "seed": 0}
+    own = {**GPT2, "tied_embeddings": True, "activation": "gelu_tanh", **kwargs}
+    backbone = models.DecoderBackbone(**sizes, **own)
     model = models.CausalLM(with_weights(backbone))
     model.compile(sampler="greedy")
     return model
@@ -132,15 +121,6 @@ def test_language_models_of_keras_hub(name, tmp_path):
     assert_same(again(TEXTS), sparse(TEXTS))
 
 
-def test_llama_to_moe_plus_plus():
-    sparse, report = training.upcycle(
-        language_model("Llama"), num_experts=3, preset="moepp", moe_layers="every_1"
-    )
-    assert not report.preserved
-    assert 0 < report.largest_difference < 10
-    assert np.isfinite(sparse.fit(IDS, verbose=0).history["loss"][0])
-
-
 def test_tokenizers_and_presets_of_keras_hub(tmp_path):
     names = {**vocabulary(), "<|im_end|>": 266}
     dense = language_model("Qwen3", vocabulary_size=267)
@@ -185,12 +165,9 @@ def test_bad_input():
     check("'LlamaBackbone', .*received: GemmaCausalLM", language_model("Gemma"))
     wide = language_model("Qwen3", head_dim=6)
     check(r"Qwen3 with head_dim=4 .*received: head_dim=6", wide)
-    frequencies = {
-        "rope_frequency_adjustment_factor": 8.0,
-        "rope_low_freq_factor": 1.0,
-        "rope_high_freq_factor": 4.0,
-        "rope_pretraining_sequence_length": 8,
-    }
+    frequencies = {"frequency_adjustment_factor": 8.0, "low_freq_factor": 1.0}
+    frequencies |= {"high_freq_factor": 4.0, "pretraining_sequence_length": 8}
+    frequencies = {f"rope_{name}": value for name, value in frequencies.items()}
     newer = language_model("Llama3", **frequencies)
     check("whose rotary positions have one scale.*=8.0", newer)
     check("without gates for router='mumoe'", llama, router="mumoe")

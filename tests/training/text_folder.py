@@ -5,17 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from keras_moe.training import Recipe
+from tests.pair_models import TEXT
 
 WORDS = "the cat sat on a mat and saw one dog run over two green hills"
-TINY = {
-    "vocabulary_size": 560,
-    "max_length": 16,
-    "hidden_dim": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 16,
-    "num_experts": 4,
-}
+TINY = {**TEXT, "vocabulary_size": 560, "max_length": 16, "num_experts": 4}
 
 
 def text_recipe(source: str | dict, **changes) -> Recipe:

@@ -18,13 +18,8 @@ from tests.training.runs import short_recipe
 
 ROOT = Path(sys.argv[1])
 EPOCHS, STEPS = 3, 3
-SETTINGS = {
-    "preset": "vmoe_digits",
-    "batch_size": 4,
-    "epochs": EPOCHS,
-    "learning_rate": 1e-2,
-    "warmup_steps": 0,
-}
+SETTINGS = {"preset": "vmoe_digits", "batch_size": 4, "epochs": EPOCHS}
+SETTINGS |= {"learning_rate": 1e-2, "warmup_steps": 0}
 IMAGES = np.random.default_rng(0).normal(size=(EPOCHS * STEPS, 4, 6)).astype("float32")
 LABELS = np.eye(3, dtype="float32")[np.arange(EPOCHS * STEPS * 4) % 3].reshape(-1, 4, 3)
 
@@ -60,14 +55,9 @@ def datasets(step):
 def by_recipe(folder, end):
     """A recipe's run, all of whose batches come from one iterator."""
     training.Recipe.new_model = new_model
-    training.train(
-        short_recipe(**SETTINGS),
-        datasets,
-        callbacks=[Draws(end)],
-        verbose=0,
-        checkpoint_dir=folder,
-        checkpoint_every=1,
-    )
+    options = {"verbose": 0, "checkpoint_dir": folder, "checkpoint_every": 1}
+    mine = short_recipe(**SETTINGS)
+    training.train(mine, datasets, callbacks=[Draws(end)], **options)
 
 
 def by_fit(folder, end):

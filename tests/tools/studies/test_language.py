@@ -10,16 +10,8 @@ from tests.training.text_folder import WORDS
 from tools.studies import language
 from tools.studies.ngrams import KneserNey
 
-SIZES = {
-    "steps": 4,
-    "batch_size": 4,
-    "length": 8,
-    "vocabulary_size": 540,
-    "hidden_dim": 8,
-    "mlp_dim": 4,
-    "layers": 2,
-    "experts": 4,
-}
+SIZES = {"vocabulary_size": 540, "length": 8, "hidden_dim": 8, "mlp_dim": 4}
+SIZES |= {"layers": 2, "experts": 4, "steps": 4, "batch_size": 4}
 
 
 def counted(documents, size, order):
@@ -55,12 +47,10 @@ def test_kneser_ney_is_its_definition(order):
     model, grams = KneserNey(documents, size, order), counted(documents, size, order)
     ids = draw.integers(0, size, 12).tolist()
     padded = [size] * order + ids
-    expected = [
-        probability(
-            grams, size, tuple(padded[end - order + 1 : end]), padded[end], order
-        )
-        for end in range(order, len(padded))
-    ]
+    expected = []
+    for end in range(order, len(padded)):
+        history = tuple(padded[end - order + 1 : end])
+        expected.append(probability(grams, size, history, padded[end], order))
     np.testing.assert_allclose(model.log_likelihoods(ids), np.log(expected))
 
 

@@ -3,17 +3,10 @@ import shutil
 
 import pytest
 
-from tests.tools.studies.few_digits import load_few
+from tests.tools.studies.few_digits import TINY_ROUTERS, load_few
 from tools.studies import routers
 from tools.studies.__main__ import make_parser
 from tools.studies.routers import Configuration, summarise
-
-ROUTERS = ["soft", "softmax_token_choice"]
-TINY = [
-    "--routers", *ROUTERS, "--selected", "1", "--seeds", "2", "--epochs", "1",
-    "--batch-size", "64", "--set", "num_layers=1", "moe_layers=[0]", "hidden_dim=16",
-    "num_heads=2", "mlp_dim=16", "num_experts=4",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -23,7 +16,7 @@ def study(program, monkeypatch):
     load_few(monkeypatch, routers, train=8, test=4)
 
     def run(output, *arguments):
-        return program("routers", *TINY, "--output", output, *arguments)
+        return program("routers", *TINY_ROUTERS, "--output", output, *arguments)
 
     return run
 
@@ -82,25 +75,6 @@ def test_a_study_resumes_where_it_stopped(study, tmp_path):
     assert not list(part.rglob("*.part"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "digit"], "nearest: digits"),
-        (["--preset", "vmoe_digit"], "nearest: vmoe_digits"),
-        (["--set", "hidden"], "Expected NAME=VALUE; received: hidden"),
-        (["--set", "hidden=16"], "hidden_dim"),
-        (["--set", "router=soft"], "arguments that the study does not set"),
-        (["--batch-size", 500], "1347 and 450 images, batch_size=500"),
-        (["--test-split", "validation"], "split='validation'"),
-        (["--epochs", "many"], "at least 1; received: many"),
-        (["--learning-rate", "nan"], "above 0; received: nan"),
-    ],
-)
-def test_wrong_arguments_are_explained(mistake, tmp_path, arguments, message):
-    arguments = (*TINY, "--output", tmp_path, *arguments)
-    assert message in mistake("routers", *arguments)
-
-
 def test_diverged_runs_are_not_kept(study, tmp_path):
     status, _, errors = study(tmp_path, "--learning-rate", 1e30)
     assert status == 2
@@ -109,7 +83,7 @@ def test_diverged_runs_are_not_kept(study, tmp_path):
 
 
 def test_plans_combine_where_they_are_asked_to():
-    arguments = ["routers", *TINY, "--combine", "affinity", "--routers"]
+    arguments = ["routers", *TINY_ROUTERS, "--combine", "affinity", "--routers"]
     parse = make_parser().parse_args
     args = parse([*arguments, "softmax_token_choice", "sinkhorn_expert_choice"])
     (row,) = routers.rows_of(args)
