@@ -32,7 +32,6 @@ import keras_moe  # noqa: E402, F401
 
 # isort: split
 import functools  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -61,51 +60,19 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fast", action="store_true", help="run only the tests marked every_backend"
     )
-    parser.addoption(
-        "--part",
-        type=_part,
-        default=(1, 1),
-        metavar="K/N",
-        help="run only the K-th of N parts of the suite; files are dealt in turn",
-    )
-
-
-def _part(text):
-    number, count = (int(word) for word in text.split("/"))
-    if not 1 <= number <= count:
-        raise ValueError(f"Expected K/N with 1 <= K <= N; received: {text}")
-    return number, count
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Imports only files of this part that have something to run: imports take seconds.
-
-    Files are dealt in turn, `-k` or not.
-    """
-    number, count = config.getoption("--part")
-    fast = config.getoption("--fast")
-    if not collection_path.match("test_*.py") or (count == 1 and not fast):
-        return None
-    return collection_path not in _test_files(fast)[number - 1 :: count] or None
+    """Imports only files that have something to run: imports take seconds."""
+    if config.getoption("--fast") and collection_path.match("test_*.py"):
+        return "every_backend" not in collection_path.read_text("utf-8") or None
+    return None
 
 
-@functools.cache
-def _test_files(fast):
-    return [
-        path
-        for path in sorted(Path(__file__).parent.rglob("test_*.py"))
-        if not fast or "every_backend" in path.read_text(encoding="utf-8")
-    ]
-
-
-# Last, after -k and -m have deselected tests.
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--fast"):
-        return
-    kept = [item for item in items if item.get_closest_marker("every_backend")]
-    config.hook.pytest_deselected(items=[x for x in items if x not in kept])
-    items[:] = kept
+def pytest_configure(config):
+    if config.getoption("--fast"):
+        asked = config.option.markexpr or "every_backend"
+        config.option.markexpr = f"every_backend and ({asked})"
 
 
 def pytest_collection_finish(session):
@@ -119,14 +86,6 @@ def _collect_garbage():
     """Frees what no name reaches, and sets aside what is left for good."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish(session, exitstatus):
-    # `-k lint` may pick tests that only another backend or part runs.
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (
-        session.config.getoption("--fast") or session.config.getoption("--part")[1] > 1
-    ):
-        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture(autouse=True)

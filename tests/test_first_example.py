@@ -30,6 +30,10 @@ def test_the_first_example_runs_as_users_run_it(tmp_path, monkeypatch):
     assert done.stdout.splitlines()[-1] == backend
 
 
+def test_fast_runs_only_what_is_marked(pytestconfig):
+    assert not pytestconfig.getoption("--fast")
+
+
 MISSING = """
 import importlib.abc, sys
 

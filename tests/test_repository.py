@@ -78,7 +78,7 @@ def test_workflows_call_the_makefile():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
     jobs = yaml.safe_load(workflow.read_text())["jobs"]
-    assert set(jobs) == {"lint", "suite", "newest", "lowest", "docs"}
+    assert set(jobs) == {"lint", "suite", "release", "newest", "lowest", "docs"}
     for job in jobs.values():
         (command,) = (step["run"] for step in job["steps"] if "run" in step)
         make, target, *_ = command.split()
@@ -102,10 +102,11 @@ def test_a_warning_that_nobody_expects_is_an_error():
         warnings.warn("old", DeprecationWarning, stacklevel=1)
 
 
-# Stands in for make: the outcomes of the suite and of the two ends.
+# Stands in for make: the outcomes of the suite, the release and the two ends.
 MAKE = """#!/bin/sh
 case "$1" in
-  test) echo "[torch 1/4] 9 passed in 2.00s"; echo "20 passed, 3 skipped in 3.20s" ;;
+  test) echo "[torch] 9 passed in 2.00s"; echo "20 passed, 3 skipped in 3.20s" ;;
+  test-release) echo "5 passed in 4.00s" ;;
   test-newest) echo "!!! LACKED Python 3.13, tried: nothing" >&2 ;;
   test-lowest) echo "1 failed, 7 passed, 1 error in 61.00s (0:01:01)" ;;
 esac
@@ -113,16 +114,16 @@ esac
 """
 
 
-@pytest.mark.parametrize("broken", ["test", "test-newest", "test-lowest", None])
+@pytest.mark.parametrize("broken", ["", "-release", "-newest", "-lowest", None])
 def test_ci_adds_up_its_runs(tmp_path, broken):
     (tmp_path / "make").write_text(MAKE)
     (tmp_path / "make").chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    environment = {"PATH": path, "KERAS_MOE_BROWSER": "none", "BROKEN": str(broken)}
+    environment = {"PATH": path, "KERAS_MOE_BROWSER": "none", "BROKEN": f"test{broken}"}
     options = {"env": {**os.environ, **environment}, "capture_output": True}
     done = subprocess.run(["bash", ROOT / ".ci/run"], text=True, **options)
     assert done.returncode == (broken is not None), done.stderr
     *lines, lacked, last = done.stdout.splitlines()
-    assert last == "27 passed, 2 failed, 3 skipped"
+    assert last == "32 passed, 2 failed, 3 skipped"
     assert lacked == "!!! LACKED Python 3.13, tried: nothing"
     assert "[lowest] 1 failed, 7 passed, 1 error in 61.00s (0:01:01)" in lines

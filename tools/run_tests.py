@@ -2,16 +2,16 @@
 
     python tools/run_tests.py [--backends jax tensorflow torch] [--fast] [-- ARGS]
 
-A process can use one Keras backend only, so each backend gets its own pytests, two at a
-time. PyTorch, which compiles least, runs every test (without it, the first backend
-does); the others run the tests marked `every_backend`, and with `--fast` all of them
-do. The last line has the form of pytest's closing line and counts all backends; the
-exit status is 0 only if every backend passed.
+A process can use one Keras backend only, so each backend gets its own pytest. PyTorch,
+which compiles least, runs every test (without it, the first backend does); the others
+run the tests marked `every_backend`, and with `--fast` all of them do. The last line
+has the form of pytest's closing line and counts all backends; the exit status is 0 only
+if every backend passed.
 """
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,57 +20,58 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("jax", "tensorflow", "torch")
-# pytest's order in its closing line.
-OUTCOMES = (
-    "failed",
-    "passed",
-    "skipped",
-    "deselected",
-    "xfailed",
-    "xpassed",
-    "warnings",
-    "errors",
-)
-CLOSING_LINE = re.compile(
-    r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in [\d.]+s.*$"
+OUTCOMES = ("failed", "passed", "skipped", "errors")
+# Seconds by backend and file.
+DURATIONS = Path(sys.prefix) / "durations.json"
+# What a release needs besides the library.
+RELEASE = (
+    "tests/cli/test_wheel.py",
+    "tests/report/test_page.py",
+    "tests/test_guides.py",
+    "tests/test_repository.py",
+    "tests/test_site.py",
+    "tests/test_types.py",
+    "tests/tools",
+    "tests/training/test_killed_runs.py",
 )
 
 
 class Outcome(NamedTuple):
-    """The outcome of one backend's run of the suite."""
+    """What one pytest did: its exit status, and the seconds of each file."""
 
     backend: str
-    returncode: int
+    status: int
     counts: Counter[str]
-    seconds: float
+    seconds: Counter[str]
 
 
-def count_outcomes(closing_line: str) -> Counter[str] | None:
-    """Returns the counts in pytest's closing line, None for any other line."""
-    match = CLOSING_LINE.match(closing_line.strip())
-    if not match:
-        return None
-    counts = Counter()
-    for number, word in re.findall(r"(\d+) ([a-z]+)", match.group(1)):
-        singular = {"warning": "warnings", "error": "errors"}
-        counts[singular.get(word, word)] += int(number)
-    return counts
+def read_report(path: str) -> tuple[Counter[str], Counter[str]]:
+    """Returns the outcomes, and the seconds of each file, from a report of JUnit."""
+    counts, seconds = Counter(), Counter()
+    words = {"failure": "failed", "error": "errors", "skipped": "skipped"}
+    # A process that dies writes none.
+    text = Path(path).read_text(encoding="utf-8") or "<testsuites />"
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        outcomes = [words[part.tag] for part in case if part.tag in words]
+        counts[outcomes[0] if outcomes else "passed"] += 1
+        # A file that cannot be imported has its name for a test's.
+        name = case.get("classname") or case.get("name")
+        seconds[name.replace(".", "/") + ".py"] += float(case.get("time"))
+    return counts, seconds
 
 
-def run_backend(
-    backend: str, label: str, pytest_args: list[str], compiled: str
-) -> Outcome:
-    """Runs pytest with one backend, showing its output as it comes, by label.
+def run_pytest(backend: str, pytest_args: list[str], folder: str) -> Outcome:
+    """Runs pytest with one backend, showing its output as it comes.
 
-    JAX keeps its compiled programs in the folder `compiled`: each file of tests begins
-    with an empty memory, and compiles the same small programs again.
+    JAX keeps its compiled programs in the folder: each file of tests begins with an
+    empty memory, and compiles the same small programs again.
     """
-    command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
     environment = {
-        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_COMPILATION_CACHE_DIR": folder,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         # The tests' small tensors cost PyTorch more in several threads than in one.
         "OMP_NUM_THREADS": "1",
@@ -80,58 +81,78 @@ def run_backend(
     }
     # The processes of the tests would compile the package's modules again and again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    counts = None
-    start = time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        for line in process.stdout:
-            print(f"[{label}] {line}", end="", flush=True)
-            counts = count_outcomes(line) or counts
-    seconds = time.monotonic() - start
-    counts = counts or Counter()
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
+        with subprocess.Popen(
+            [*command, f"--junitxml={report.name}"],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            for line in process.stdout:
+                print(f"[{backend}] {line}", end="", flush=True)
+        counts, seconds = read_report(report.name)
+    # Of `-k lint` a backend may have no tests.
+    status = 0 if process.returncode == 5 else process.returncode
     # A backend that dies before pytest closes must not count as nothing wrong.
-    if process.returncode and not counts["failed"] + counts["errors"]:
+    if status and not counts["failed"] + counts["errors"]:
         counts["errors"] += 1
-    return Outcome(backend, process.returncode, counts, seconds)
+    return Outcome(backend, status, counts, seconds)
 
 
-def together(backend: str, parts: list[Outcome]) -> Outcome:
-    """Returns the outcome of all parts of one backend's run."""
-    return Outcome(
-        backend,
-        next((part.returncode for part in parts if part.returncode), 0),
-        sum((part.counts for part in parts), Counter()),
-        sum(part.seconds for part in parts),
-    )
+def runs(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Returns the backend and the arguments of each pytest; the last takes longest."""
+    common = list(args.pytest_args)
+    if args.lane == "library":
+        common += [f"--ignore={path}" for path in RELEASE]
+    elif args.lane == "release":
+        common += RELEASE
+    whole = "torch" if "torch" in args.backends else args.backends[0]
+    others = [(x, [*common, "--fast"]) for x in args.backends if x != whole]
+    if args.fast:
+        common.append("--fast")
+    elif whole == "tensorflow" and args.lane == "library":
+        # Keras on TensorFlow keeps memory after each training: a third of the suite
+        # takes more than 12 GB.
+        files = (path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py"))
+        names = sorted(x for x in map(str, files) if not x.startswith(RELEASE))
+        return others + [(whole, [*common, *names[part::12]]) for part in range(12)]
+    if args.jobs > 1:
+        # A file stays in one process, with its fixtures and compiled programs.
+        common += [f"--numprocesses={args.jobs}", "--dist=loadfile"]
+    return [*others, (whole, common)]
 
 
 def describe(counts: Counter[str]) -> str:
     """Returns counts in the words of pytest's closing line."""
-    parts = []
-    for outcome in OUTCOMES:
-        if number := counts[outcome]:
-            one = number == 1 and outcome in ("warnings", "errors")
-            parts.append(f"{number} {outcome[:-1] if one else outcome}")
+    parts = [f"{counts[x]} {x}" for x in OUTCOMES if counts[x]]
     return ", ".join(parts) or "no tests ran"
 
 
 def closing_line(outcomes: list[Outcome], seconds: float) -> str:
     """Returns one line like pytest's own, for all backends together."""
+    minutes, rest = divmod(int(seconds), 60)
+    clock = f" ({minutes // 60}:{minutes % 60:02d}:{rest:02d})" if minutes else ""
     total = sum((outcome.counts for outcome in outcomes), Counter())
-    # Deselected on one backend means that it ran on another.
-    del total["deselected"]
-    line = f"{describe(total)} in {seconds:.2f}s"
-    if seconds >= 60:
-        minutes, rest = divmod(int(seconds), 60)
-        line += f" ({minutes // 60}:{minutes % 60:02d}:{rest:02d})"
-    return line
+    return f"{describe(total)} in {seconds:.2f}s{clock}"
+
+
+def keep_durations(outcomes: list[Outcome]) -> None:
+    """Writes the seconds of each file, and prints the ten dearest."""
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    rows = [
+        (round(seconds, 1), outcome.backend, name)
+        for outcome in outcomes
+        for name, seconds in outcome.seconds.items()
+    ]
+    for seconds, backend, name in rows:
+        known.setdefault(backend, {})[name] = seconds
+    DURATIONS.write_text(json.dumps(known, indent=1, sort_keys=True))
+    for seconds, backend, name in sorted(rows, reverse=True)[:10]:
+        print(f"{seconds:7.1f}s  {backend:<12}{name}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,44 +161,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--fast", action="store_true", help="run only the tests marked every_backend"
     )
+    parser.add_argument(
+        "--lane",
+        choices=("library", "release", "both"),
+        default="library",
+        help="the library's tests, those of guides, wheel and the like, or both",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="pytests at a time")
     parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")
     args = parser.parse_args(argv)
 
     start = time.monotonic()
     with (
-        tempfile.TemporaryDirectory() as compiled,
+        tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(max(args.jobs, 1)) as pool,
     ):
-        # The whole suite comes last, in parts: no process is idle at the end.
-        whole = "torch" if "torch" in args.backends else args.backends[0]
-        others = [backend for backend in args.backends if backend != whole]
-        running = []
-        for backend in (*others, whole):
-            is_whole = backend == whole and not args.fast
-            # Keras on TensorFlow keeps memory after each training: a third of the suite
-            # takes more than 12 GB.
-            parts = (12 if backend == "tensorflow" else 4) if is_whole else 1
-            for part in range(1, parts + 1):
-                pytest_args = [f"--part={part}/{parts}", *args.pytest_args]
-                if not is_whole:
-                    pytest_args.append("--fast")
-                label = f"{backend} {part}/{parts}"
-                running.append(
-                    pool.submit(run_backend, backend, label, pytest_args, compiled)
-                )
-        finished = [future.result() for future in running]
-    outcomes = [
-        together(backend, [x for x in finished if x.backend == backend])
-        for backend in args.backends
-    ]
+        running = [pool.submit(run_pytest, *run, folder) for run in runs(args)]
+        outcomes = [future.result() for future in running]
 
     print("\n===== all backends =====")
-    for backend, returncode, counts, seconds in outcomes:
-        verdict = f"FAILED (exit status {returncode})" if returncode else "ok"
-        print(f"{backend:<12}{verdict:<26}{describe(counts)} in {seconds:.2f}s")
+    keep_durations(outcomes)
+    for outcome in outcomes:
+        verdict = f"FAILED (exit status {outcome.status})" if outcome.status else "ok"
+        print(f"{outcome.backend:<12}{verdict:<26}{describe(outcome.counts)}")
     print(closing_line(outcomes, time.monotonic() - start))
-    return int(any(outcome.returncode for outcome in outcomes))
+    return int(any(outcome.status for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import keras
 import pytest
 
 from tests.forks import run_python
+from tools import run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tools" / "benchmark"
@@ -103,55 +103,51 @@ def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
     assert 0 < forward["temporary MiB"] < gradients["temporary MiB"]
 
 
-def test_the_runner_adds_up_pytests_closing_lines():
-    tool = runpy.run_path(str(ROOT / "tools" / "run_tests.py"))
-    count, outcome, closing = (
-        tool[name] for name in ("count_outcomes", "Outcome", "closing_line")
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_x" time="1.5" />
+<testcase classname="tests.test_a" name="test_y" time="1"><failure /></testcase>
+<testcase classname="tests.tools.test_b" name="test_z" time="61"><skipped /></testcase>
+<testcase classname="" name="tests.test_c" time="0"><error /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_runner_adds_up_reports(tmp_path):
+    path = tmp_path / "report.xml"
+    path.write_text(REPORT)
+    counts, seconds = run_tests.read_report(path)
+    assert counts == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
+    assert seconds == {
+        "tests/test_a.py": 2.5,
+        "tests/tools/test_b.py": 61,
+        "tests/test_c.py": 0,
+    }
+    both = [run_tests.Outcome(x, 1, counts, seconds) for x in ("jax", "torch")]
+    line = run_tests.closing_line(both, 65.0)
+    assert line == "2 failed, 2 passed, 2 skipped, 2 errors in 65.00s (0:01:05)"
+    # Of a process that died.
+    path.write_text("")
+    assert run_tests.read_report(path) == ({}, {})
+
+
+def runs(*backends, lane="both", **options):
+    options = {"fast": False, "jobs": 1, "pytest_args": ["-x"]} | options
+    return run_tests.runs(SimpleNamespace(backends=backends, lane=lane, **options))
+
+
+def test_the_runner_runs_every_file_once():
+    jax, torch = runs("torch", "jax", jobs=2)
+    assert jax == ("jax", ["-x", "--fast"])
+    assert torch == ("torch", ["-x", "--numprocesses=2", "--dist=loadfile"])
+    assert runs("jax") == [("jax", ["-x"])]
+    assert runs("jax", fast=True) == [("jax", ["-x", "--fast"])]
+    ((_, release),) = runs("jax", lane="release", pytest_args=[])
+    ((_, ignored),) = runs("jax", lane="library", pytest_args=[])
+    assert ignored == [f"--ignore={path}" for path in release]
+    assert all((ROOT / path).exists() for path in release)
+    # TensorFlow runs the library in parts.
+    files = {str(x.relative_to(ROOT)) for x in (ROOT / "tests").rglob("test_*.py")}
+    parts = [x for _, names in runs("tensorflow", lane="library") for x in names]
+    library = [name for name in parts if name in files]
+    assert sorted(library) == sorted(
+        x for x in files if not x.startswith(tuple(release))
     )
-    assert count("nothing of the kind") is None
-    first = count("== 1 failed, 20 passed, 2 warnings in 3.20s ==")
-    second = count("30 passed, 4 deselected in 61.00s (0:01:01)")
-    assert first["failed"] == 1
-    both = [outcome("jax", 1, first, 3.0), outcome("torch", 0, second, 62.0)]
-    line = closing(both, 65.0)
-    assert line == "1 failed, 50 passed, 2 warnings in 65.00s (0:01:05)"
-    parts = [outcome("jax", status, first, 3.0) for status in (0, 2)]
-    assert tool["together"]("jax", parts) == ("jax", 2, first + first, 6.0)
-
-
-class Case(NamedTuple):
-    """A collected test; `marks` are the names of its markers."""
-
-    number: int
-    marks: tuple[str, ...] = ()
-
-    def get_closest_marker(self, name):
-        return name in self.marks
-
-
-def test_parts_of_the_suite_are_all_of_it():
-    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-
-    def config(fast, part):
-        options = {"--fast": fast, "--part": part}
-        return SimpleNamespace(getoption=options.get, hook=hook)
-
-    def imported(fast, part):
-        ignored = conftest["pytest_ignore_collect"]
-        return [path for path in files if not ignored(path, config(fast, part))]
-
-    assert imported(False, (1, 1)) == files
-    assert Path(__file__) in files
-    for fast in (False, True):
-        first, second = (imported(fast, (number, 2)) for number in (1, 2))
-        assert {*first}.isdisjoint(second)
-        assert sorted(first + second) == imported(fast, (1, 1))
-        assert len(first) - len(second) in (0, 1)
-    every = [Case(0, ("every_backend",)), Case(1), Case(2, ("every_backend",))]
-    for fast in (False, True):
-        items, deselected = list(every), []
-        conftest["pytest_collection_modifyitems"](items=items, config=config(fast, 1))
-        assert items == [case for case in every if case.marks or not fast]
-        assert sorted(items + deselected) == every
