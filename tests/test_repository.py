@@ -92,9 +92,10 @@ def test_workflows_call_the_makefile():
 
 def test_pre_commit_has_the_version_of_ruff_that_lint_has():
     content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    (repository,) = content["repos"]
+    repository, local = content["repos"]
     pinned = re.search(r'"ruff==(.+?)"', (ROOT / "pyproject.toml").read_text())
     assert repository["rev"] == f"v{pinned.group(1)}"
+    assert [hook["id"] for hook in local["hooks"]] == ["basedpyright"]
 
 
 def test_a_warning_that_nobody_expects_is_an_error():
