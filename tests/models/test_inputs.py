@@ -186,9 +186,9 @@ def test_labels_are_those_of_the_loss(labels, num_classes, loss, message, as_ten
     if as_tensor and isinstance(labels, np.ndarray):
         labels = keras.ops.convert_to_tensor(labels)
     if message is None:
-        models.input_checks.check_labels(labels, num_classes, loss)
+        models.base._input_checks.check_labels(labels, num_classes, loss)
         return
-    refuses(message, models.input_checks.check_labels, labels, num_classes, loss)
+    refuses(message, models.base._input_checks.check_labels, labels, num_classes, loss)
 
 
 @pytest.mark.every_backend
