@@ -48,8 +48,7 @@ from keras_moe.models.registry import (
 )
 from keras_moe.models.tasks.base import MoETask
 from keras_moe.models.tasks.causal_lm import CausalLM, Perplexity
-from keras_moe.models.tasks.contrastive import ContrastiveModel
-from keras_moe.models.tasks.contrastive_metrics import ContrastiveAccuracy
+from keras_moe.models.tasks.contrastive import ContrastiveAccuracy, ContrastiveModel
 from keras_moe.models.tasks.image_classifier import (
     ClassProbability,
     ImageClassifier,

@@ -8,7 +8,7 @@ from keras_moe._checks import check_concrete, check_one_of
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
-from keras_moe.models.backbones.base import MoEBackbone
+from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
 from keras_moe.models.base._exporting import Exportable
 from keras_moe.models.base._input_checks import (
     check_input_names,
@@ -30,7 +30,7 @@ class PairEncoder(Exportable, keras.Model):
         self.max_length = max_length
 
 
-class PairBackbone(MoEBackbone):
+class PairBackbone(ReadsTexts, MoEBackbone):
     """Base class of `CLIPBackbone` and `LIMoEBackbone`.
 
     Names in `routing`, `features` and `get_layer` have the modality as a prefix, such
@@ -40,9 +40,9 @@ class PairBackbone(MoEBackbone):
     example = "pair"
     pipeline_tag = "zero-shot-image-classification"
 
-    def __init__(self, *, dtype: Any = None, **kwargs):
+    def __init__(self, **kwargs: Any):
         check_concrete(type(self), PairBackbone, "CLIPBackbone")
-        super().__init__(dtype=dtype, **kwargs)
+        super().__init__(**kwargs)
         # Bypass attribute tracking: the models share this backbone's layers.
         object.__setattr__(self, "_encoders", {})
 
@@ -78,20 +78,6 @@ class PairBackbone(MoEBackbone):
     def _layer_of(self, modality, name):
         """Returns a layer of a modality's tower."""
         return super().get_layer(name)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids V."""
-        return self._text_config.vocabulary_size
-
-    @property
-    def max_length(self) -> int:
-        """Maximum text length N."""
-        return self._text_config.max_length
-
-    @property
-    def _text_config(self):
-        return self.config
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         # The first place that sees batches of datasets.

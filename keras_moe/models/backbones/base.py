@@ -13,10 +13,9 @@ from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
 from keras_moe.layers._initialization import initialization_rules, warn_of_unused
-from keras_moe.models.backbones.config import set_docstring, set_signature
+from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
 from keras_moe.models.base._model import MoEModel
-from keras_moe.models.base._soft_slots import config_for_slots
 from keras_moe.models.description import Part
 from keras_moe.models.loading import _overrides
 from keras_moe.models.saving import _lora
@@ -57,16 +56,12 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "config_class" not in cls.__dict__:
-            return
-        if "__init__" not in cls.__dict__:
+        if "config_class" in cls.__dict__ and "__init__" not in cls.__dict__:
             # A new function per class, because each has its own signature.
-            def __init__(self, *, dtype=None, **kwargs):
-                super(cls, self).__init__(dtype=dtype, **kwargs)
+            def __init__(self, **kwargs):
+                super(cls, self).__init__(**kwargs)
 
-            cls.__init__ = __init__
-        set_signature(cls.__init__, cls.config_class)
-        set_docstring(cls, cls.config_class)
+            cls.__init__ = takes(cls.config_class)(__init__)
 
     def __init__(self, *, dtype: Any = None, **kwargs):
         cls = type(self)
@@ -142,11 +137,6 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         return None
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Fields of `config_class`; unlike `get_config`, imports no TensorFlow."""
-        return self.config.to_dict()
-
-    @property
     def hidden_dim(self) -> int:
         """Token size D."""
         return self.config.hidden_dim
@@ -161,7 +151,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             "name": self.name,
             "trainable": self.trainable,
             "dtype": saved_policy(self),
-            **self.arguments,
+            **self.config.to_dict(),
             **training_config(self),
         }
 
@@ -185,11 +175,6 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         # Keras saves blocks by class and order, so a dense and an MoE block could swap
         # weights on loading. Record which is which in the file.
         return np.array([name in self.routing for name in self.block_names])
-
-    @classmethod
-    def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """Adapts `config` to saved weights: soft routers keep their slots."""
-        return config_for_slots(cls, saved, config)
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
@@ -229,6 +214,26 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Loads LoRA adapters, calling `enable_lora` first if needed."""
         _lora.load_adapters(self, filepath)
+
+
+class ReadsTexts:
+    """Properties of backbones that read token ids."""
+
+    config: Any
+
+    @property
+    def _text_config(self):
+        return self.config
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids V."""
+        return self._text_config.vocabulary_size
+
+    @property
+    def max_length(self) -> int:
+        """Maximum text length N."""
+        return self._text_config.max_length
 
 
 class ImageBackbone(MoEBackbone):

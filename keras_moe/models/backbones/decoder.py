@@ -27,8 +27,12 @@ from keras_moe.layers import (
     TowerSpec,
 )
 from keras_moe.layers.causal_attention import check_key_value_heads
-from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import TransformerConfig, VocabularyConfig
+from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
+from keras_moe.models.backbones.config import (
+    TransformerConfig,
+    VocabularyConfig,
+    takes,
+)
 from keras_moe.models.backbones.tower import (
     Tower,
     TowerOutputs,
@@ -47,22 +51,7 @@ POSITIONS = ("rotary", "learned")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TransformerConfig, VocabularyConfig):
-    """Arguments of `DecoderBackbone`.
-
-    Args:
-        num_key_value_heads: number of heads of keys and values; None for `num_heads`.
-        positions: `"rotary"`, in the attention, or `"learned"`, added to the tokens.
-        rope_theta: base of the rotary positions' wavelengths.
-        rope_scaling: factor by which rotary positions are divided.
-        tied_embeddings: whether logits use the matrix of the token embeddings.
-        query_key_norm: whether to normalise queries and keys per head, by `norm`.
-        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
-            Experts are chosen by each token on its own: routers that look at the
-            other tokens of a sequence would look ahead, and are refused. So does a
-            capacity in training, which is allowed as in the papers: with K=2 or a
-            `priority` other than `"first_come"`, a token may lose its slot to a later
-            one. `dropless=True` avoids it.
-    """
+    """Arguments of `DecoderBackbone`."""
 
     num_key_value_heads: int | None = None
     positions: str = "rotary"
@@ -155,7 +144,7 @@ def check_causal(moe):
 
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
-class DecoderBackbone(MoEBackbone):
+class DecoderBackbone(ReadsTexts, MoEBackbone):
     """A causal transformer for language models, dense or with mixtures of experts.
 
     The defaults are LLaMA's parts. With `moe=MoEConfig(...)` its feed-forward layers
@@ -163,8 +152,21 @@ class DecoderBackbone(MoEBackbone):
     it and generates text. `routing` and `features` work as in `ViTBackbone`.
 
     Args:
-        dtype: dtype policy; routing is always float32.
-        **kwargs: `name` and `trainable`.
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+        num_key_value_heads: number of heads of keys and values; None for `num_heads`.
+        positions: `"rotary"`, in the attention, or `"learned"`, added to the tokens.
+        rope_theta: base of the rotary positions' wavelengths.
+        rope_scaling: factor by which rotary positions are divided.
+        tied_embeddings: whether logits use the matrix of the token embeddings.
+        query_key_norm: whether to normalise queries and keys per head, by `norm`.
+        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
+            Experts are chosen by each token on its own: routers that look at the
+            other tokens of a sequence would look ahead, and are refused. So does a
+            capacity in training, which is allowed as in the papers: with K=2 or a
+            `priority` other than `"first_come"`, a token may lose its slot to a later
+            one. `dropless=True` avoids it.
+        **kwargs: arguments of `TransformerConfig` and `MoEBackbone`.
 
     Input shape: dict of `"token_ids"`, integers (B, N) with N up to `max_length`, and
     `"padding_mask"`, (B, N): 0 or False for padding. Several documents in a row have
@@ -194,7 +196,10 @@ class DecoderBackbone(MoEBackbone):
     config_class = DecoderConfig
     example = "text"
     pipeline_tag = "text-generation"
-    routes_padding = False
+
+    @takes(DecoderConfig)
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
 
     @classmethod
     def tower(cls, config: DecoderConfig, dtype: Any = None) -> Tower:
@@ -225,16 +230,6 @@ class DecoderBackbone(MoEBackbone):
         mask, positions = CausalMask(dtype=dtype, name="causal_mask")(documents)
         encoded = _encoded(tower, inputs["token_ids"], mask, positions, documents != 0)
         return inputs, encoded.tokens, encoded
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids V."""
-        return self.config.vocabulary_size
-
-    @property
-    def max_length(self) -> int:
-        """Maximum text length N."""
-        return self.config.max_length
 
     @property
     def token_embedding(self) -> ReversibleTokenEmbedding:

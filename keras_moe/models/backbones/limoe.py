@@ -22,6 +22,7 @@ from keras_moe.models.backbones.config import (
     ImageConfig,
     TokenIdsConfig,
     TransformerConfig,
+    takes,
 )
 from keras_moe.models.backbones.tower import (
     Tower,
@@ -43,15 +44,7 @@ from keras_moe.routers import SoftRouter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
-    """Arguments of `LIMoEBackbone`.
-
-    Args:
-        patch_size: an int or (height, width). Images are zero-padded to whole patches.
-        mask_padding: whether padding is excluded from attention, routing and averages
-            (the paper routes it). Every text needs a token that is not padding.
-        projection_dim: P.
-        temperature: scale and bias of the similarities; see `CLIPBackbone`.
-    """
+    """Arguments of `LIMoEBackbone`."""
 
     vocabulary_size: int = 32000
     max_length: int = 16
@@ -96,9 +89,15 @@ class LIMoEBackbone(PairBackbone):
     share a final norm before the average.
 
     Args:
-        dtype: dtype policy; routing and embeddings are always float32.
-        **kwargs: `name` and `trainable`. Soft routers are not allowed in `moe`, since
-            they would mix images with texts.
+        patch_size: an int or (height, width). Images are zero-padded to whole patches.
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+        mask_padding: whether padding is excluded from attention, routing and averages
+            (the paper routes it). Every text needs a token that is not padding.
+        projection_dim: P.
+        temperature: scale and bias of the similarities; see `CLIPBackbone`.
+        **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
+            Soft routers are not allowed in `moe`: they would mix images with texts.
 
     Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
     integers (B, N) with N up to `max_length`, and `"padding_mask"` (B, N), False for
@@ -132,6 +131,10 @@ class LIMoEBackbone(PairBackbone):
 
     config_class = LIMoEConfig
     image_shape, grid = ImageBackbone.image_shape, ImageBackbone.grid
+
+    @takes(LIMoEConfig)
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
 
     @classmethod
     def tower(cls, config: LIMoEConfig, dtype: Any = None) -> Tower:

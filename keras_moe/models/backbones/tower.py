@@ -319,8 +319,7 @@ class PooledProjection(NamedTuple):
         if cost.parameters:
             parts.append(Part(f"{prefix}pooler", "MAP", *cost))
         if self.projection is not None:
-            dense = self.projection
-            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
+            cost = layer_cost(self.projection, shape)
             parts.append(Part(f"{prefix}projection", "dense", *cost))
         return parts
 
@@ -338,6 +337,8 @@ def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
     """The cost of an unbuilt layer; without a `cost` method, only its parameters."""
     if hasattr(layer, "cost"):
         return layer.cost(shape)
+    if isinstance(layer, keras.layers.Dense):
+        return Cost.of_dense(shape[-1], layer.units, layer.use_bias)
     copy = type(layer).from_config(layer.get_config())
     copy.build((None, *shape))
     return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})

@@ -34,6 +34,7 @@ from keras_moe.models.saving._preset_folder import (
     compare_checksums,
     compare_preset,
     explained,
+    shard_names,
 )
 
 # Advice if overrides do not fit the weights.
@@ -245,10 +246,8 @@ class SavedWeights:
         if check_file_exists(self.path, "model.weights.h5"):
             return get_file(self.path, "model.weights.h5")
         index = get_file(self.path, INDEX)
-        weight_map = json.loads(read_text(index))["weight_map"]
-        for files in weight_map.values():
-            for name in [files] if isinstance(files, str) else files:
-                get_file(self.path, name)
+        for name in shard_names(Path(index), json.loads(read_text(index))):
+            get_file(self.path, name)
         return index
 
     def check(self) -> None:

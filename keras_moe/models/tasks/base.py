@@ -8,12 +8,17 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe._checks import check_bool, check_concrete
+from keras_moe._checks import (
+    argument_names,
+    check_argument_names,
+    check_bool,
+    check_concrete,
+)
 from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
 from keras_moe.models.base._input_checks import check_inputs
 from keras_moe.models.base._model import MoEModel
 from keras_moe.models.description import Part
-from keras_moe.models.loading.blueprint import ARCHITECTURE, ModelSource, TaskConfig
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
 from keras_moe.models.saving._weights_file import checked_weights, save_weights
@@ -231,20 +236,17 @@ class MoETask(MoEModel):
         return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
 
 
-def without_large_tokenizer(source: ModelSource, config: dict, sizes: dict) -> dict:
-    """The task's arguments, without a tokenizer that new weights are too small for."""
-    tokenizer, names = config.get("preprocessor"), ("vocabulary_size", "max_length")
-    if source.kind != ARCHITECTURE or not isinstance(tokenizer, TextTokenizer):
-        return config
-    fits = all(getattr(tokenizer, name) <= sizes[name] for name in names)
-    return config if fits else {**config, "preprocessor": None}
-
-
-def check_backbone(backbone: Any, backbone_cls: type) -> None:
-    if not isinstance(backbone, backbone_cls):
+def check_task(
+    task: MoETask, owner: type, backbone: Any, kwargs: dict, family: type | None = None
+) -> None:
+    """Checks the backbone and the names of further arguments of a constructor."""
+    names = ["name", "trainable", "compile"]
+    check_argument_names(kwargs, names, type(task).__name__, argument_names(owner))
+    wanted = task.backbone_cls or family
+    if not isinstance(backbone, wanted):
         raise ValueError(
-            f"Expected backbone to be a {backbone_cls.__name__}; "
-            f"received: backbone={backbone!r}"
+            f"Expected backbone to be a {wanted.__name__}; received: "
+            f"backbone={backbone!r}"
         )
 
 

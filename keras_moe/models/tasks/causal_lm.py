@@ -10,8 +10,8 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import argument_names, check_argument_names, check_integer
-from keras_moe._compat import ONE_AT_A_TIME, compiled_once, track_loss_by
+from keras_moe._checks import check_integer
+from keras_moe._compat import ONE_AT_A_TIME, compiled_once
 from keras_moe.losses import (
     logit_log_likelihoods,
     next_tokens,
@@ -23,12 +23,16 @@ from keras_moe.models.base._input_checks import (
     check_input_names,
     check_texts,
 )
-from keras_moe.models.loading.blueprint import ModelSource, TaskConfig
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.preprocessing.packing import is_id_array, pack, padded_rows
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.registry import register_task
-from keras_moe.models.tasks.base import MoETask, check_backbone, without_large_tokenizer
-from keras_moe.models.tasks.contrastive_metrics import WeightedLoss, check_metrics
+from keras_moe.models.tasks._labelless import (
+    LabellessTask,
+    check_tokenizer,
+    without_large_tokenizer,
+)
+from keras_moe.models.tasks.base import check_task
 
 TARGETS = "targets"
 
@@ -68,7 +72,7 @@ class Perplexity(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class CausalLM(MoETask, keras_hub.models.CausalLM):
+class CausalLM(LabellessTask, keras_hub.models.CausalLM):
     """A `DecoderBackbone` that is trained on next tokens and generates text.
 
     `fit` takes texts or lists of token ids, which it packs into rows of `max_length`
@@ -108,10 +112,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     task_name = "causal_lm"
     pipeline_tag = "text-generation"
-    has_head = False
-    has_metrics = False
     backbone_cls = DecoderBackbone
-    _language_metrics = ()  # until compiled
 
     def __init__(
         self,
@@ -119,11 +120,8 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         preprocessor: TextTokenizer | None = None,
         **kwargs,
     ):
-        names, owner = ["name", "trainable", "compile"], type(self).__name__
-        check_argument_names(kwargs, names, owner, argument_names(CausalLM))
-        check_backbone(backbone, DecoderBackbone)
-        if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
-            preprocessor.check_fits(backbone)
+        check_task(self, CausalLM, backbone, kwargs)
+        check_tokenizer(preprocessor, backbone)
 
         # === Layers ===
         self.backbone = backbone
@@ -166,28 +164,20 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
                 "Expected loss='auto', the log-likelihood of next tokens; received: "
                 f"loss={loss!r}"
             )
-        if isinstance(metrics, str) and metrics == "auto":
-            metrics = [Perplexity()]
-        # All of them use weights.
-        weighted = kwargs.pop("weighted_metrics", None)
-        metrics = check_metrics(metrics) + check_metrics(weighted)
         sampler = _sampler(sampler)
-        # Bypass attribute tracking: metrics are not part of the weights.
-        object.__setattr__(self, "_language_metrics", tuple(metrics))
-        super().compile(optimizer, None, metrics=None, **kwargs)
-        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
-        track_loss_by(self, self._weighted_loss)
+        super().compile(optimizer, None, metrics=metrics, **kwargs)
         self.sampler = sampler
         self.generate_function = None
 
+    def default_metrics(self, loss: Any) -> list:
+        """Returns `Perplexity`."""
+        return [Perplexity()]
+
     def get_compile_config(self) -> dict[str, Any]:
         config = super().get_compile_config()
-        if not config:
-            return {}
-        serialize = keras.saving.serialize_keras_object
-        metrics = [serialize(metric) for metric in self._language_metrics]
-        sampler = serialize(self.sampler)
-        return {**config, "metrics": metrics, "sampler": sampler}
+        if config:
+            config["sampler"] = keras.saving.serialize_keras_object(self.sampler)
+        return config
 
     # Training
 
@@ -314,8 +304,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         kernel = self.backbone.token_embedding.logit_kernel()
         return token_log_likelihoods(tokens, kernel, targets)
 
-    def _targets(self, x, y_pred):
-        """Targets, log-likelihoods and weights of an output."""
+    def _weighed(self, x, y, y_pred, sample_weight):
         targets = x.get(TARGETS)
         if targets is None:
             targets = next_tokens(**_documents(x))
@@ -333,23 +322,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         training: bool = True,
     ) -> Any:
         """Returns the mean loss of the targets plus auxiliary losses."""
-        _, log_likelihoods, weights = self._targets(x, y_pred)
+        _, log_likelihoods, weights = self._weighed(x, y, y_pred, sample_weight)
         total = ops.sum(weights * log_likelihoods)
         loss = -total / ops.maximum(ops.sum(weights), 1.0)
         return sum(self.losses, loss)
-
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        return [*super().metrics, *self._language_metrics]
-
-    def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
-    ) -> dict[str, Any]:
-        targets, log_likelihoods, weights = self._targets(x, y_pred)
-        self._weighted_loss.weigh(weights)
-        for metric in self._language_metrics:
-            metric.update_state(targets, log_likelihoods, weights)
-        return self.get_metrics_result()
 
     # Inference
 
