@@ -9,6 +9,7 @@ from safetensors.numpy import save
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import staged_folder, write_bytes, write_json
+from keras_moe._types import KerasModel
 from keras_moe.models.conversion import (
     _dinov2,
     _gpt2,
@@ -50,7 +51,7 @@ _SHARD = 5 * 10**9
 _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
-def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
+def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -> None:
     """Writes a model so that transformers, OpenCLIP or MoE++'s code can load it.
 
     `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
@@ -244,7 +245,7 @@ class ExportedModel(NamedTuple):
 
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
-    preprocessor: Any = None
+    preprocessor: object = None
 
     @property
     def is_decoder(self) -> bool:
@@ -252,7 +253,7 @@ class ExportedModel(NamedTuple):
         return "positions" in getattr(self.towers.get("text"), "config", {})
 
     @classmethod
-    def of(cls, model: keras.Model) -> "ExportedModel":
+    def of(cls, model: KerasModel) -> "ExportedModel":
         """Splits a model into its towers."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}

@@ -2,13 +2,21 @@
 
 import fnmatch
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from keras_moe._compat import kept_random_states
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.description import Description
 from keras_moe.models.loading.blueprint import build, resolve
+
+if TYPE_CHECKING:
+    from keras_moe.models.backbones.base import MoEBackbone
+    from keras_moe.models.tasks.causal_lm import CausalLM
+    from keras_moe.models.tasks.contrastive import ContrastiveModel
+    from keras_moe.models.tasks.image_classifier import ImageClassifier
+
+    Model: TypeAlias = MoEBackbone | ImageClassifier | ContrastiveModel | CausalLM
 
 
 def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, str]:
@@ -38,9 +46,28 @@ def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, s
     }
 
 
+@overload
 def from_preset(
-    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
-) -> Any:
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    *,
+    num_classes: int,
+    **overrides: Any,
+) -> "ImageClassifier": ...
+@overload
+def from_preset(
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    **overrides: Any,
+) -> "Model": ...
+def from_preset(
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    **overrides: Any,
+) -> "Model":
     """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 
     Returns an image classifier with a new head if `num_classes` is given; otherwise the
@@ -75,8 +102,8 @@ def from_preset(
 
 
 def abstract(
-    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
-) -> Any:
+    preset: object, task: str | None = None, load_weights: bool = True, **overrides
+) -> "Model":
     """Creates a model whose weights have shapes and dtypes, but no values.
 
     It takes no memory, whatever its size: for counting, for layouts, and for compiling
@@ -104,13 +131,13 @@ def abstract(
 
 
 def convert(
-    source: Any,
+    source: object,
     task: str | None = None,
     load_weights: bool = True,
     progress: Callable[[int, int, str], None] | None = None,
     tower: str | None = None,
     **overrides,
-) -> tuple[Any, ConversionReport]:
+) -> tuple["Model", ConversionReport]:
     """Creates a model of this library from published weights.
 
     Every tensor must be used or known to be unneeded, and every weight of the model
@@ -163,7 +190,7 @@ def convert(
         return blueprint.build_with_report(progress)
 
 
-def describe(preset: Any, load_weights: bool = True, **overrides) -> Description:
+def describe(preset: object, load_weights: bool = True, **overrides) -> Description:
     """Counts parameters and FLOPs of a model without allocating weights.
 
     FLOPs are 2 per multiply-add of every matmul in one image's forward pass with no

@@ -7,13 +7,16 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import keras
 
 from keras_moe._checks import check_argument_names, nearest
 from keras_moe._files import shipped_files
+from keras_moe._types import KerasModel
 from keras_moe.models.variants import VARIANTS
+
+T = TypeVar("T", bound=type)
 
 _BACKBONES: dict[str, type] = {}
 _TASKS: dict[str, type] = {}
@@ -33,9 +36,15 @@ _OPTIONAL = {
 _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 
 
+@overload
 def register_backbone(
-    cls: type | None = None, *, presets: Mapping[str, dict] | None = None
-) -> Any:
+    cls: T, *, presets: Mapping[str, Mapping[str, Any]] | None = None
+) -> T: ...
+@overload
+def register_backbone(
+    cls: None = None, *, presets: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[T], T]: ...
+def register_backbone(cls=None, *, presets=None):
     """Decorator that registers a backbone family under its class name.
 
     Args:
@@ -71,7 +80,7 @@ def register_backbone(
     return register if cls is None else register(cls)
 
 
-def register_task(cls: type) -> type:
+def register_task(cls: T) -> T:
     """Decorator that registers a task for the backbones of its `backbone_cls`.
 
     `from_preset` finds the class by its `task_name`, such as `"image_classifier"`, and
@@ -171,7 +180,7 @@ def _register(cls, classes):
     return cls
 
 
-def check_loadable(model: keras.Model) -> None:
+def check_loadable(model: KerasModel) -> None:
     """Raises ValueError if loading a saved model would not find all classes."""
     names = [keras.saving.get_registered_name(type(model))]
     names += _registered_names(model.get_config())

@@ -6,6 +6,7 @@ import keras
 
 from keras_moe._checks import check_concrete, check_one_of
 from keras_moe._compat import ONE_AT_A_TIME
+from keras_moe._types import Tensor
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
@@ -25,7 +26,7 @@ _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 class PairEncoder(Exportable, keras.Model):
     """The model of one modality, created by `PairBackbone.encoder`."""
 
-    def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
+    def __init__(self, inputs: object, outputs: Any, max_length: int, **kwargs):
         super().__init__(inputs, outputs, **kwargs)
         self.max_length = max_length
 
@@ -40,7 +41,7 @@ class PairBackbone(ReadsTexts, MoEBackbone):
     example = "pair"
     pipeline_tag = "zero-shot-image-classification"
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         check_concrete(type(self), PairBackbone, "CLIPBackbone")
         super().__init__(**kwargs)
         # Bypass attribute tracking: the models share this backbone's layers.
@@ -79,7 +80,9 @@ class PairBackbone(ReadsTexts, MoEBackbone):
         """Returns a layer of a modality's tower."""
         return super().get_layer(name)
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
@@ -102,7 +105,7 @@ class PairBackbone(ReadsTexts, MoEBackbone):
                 )
         check_inputs(self, inputs)
 
-    def check_modality(self, modality: str, inputs: Any) -> None:
+    def check_modality(self, modality: str, inputs: object) -> None:
         """Checks the inputs of one modality where their values are known."""
         check_one_of("modality", modality, MODALITIES)
         if modality == "image":

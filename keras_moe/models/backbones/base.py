@@ -2,19 +2,20 @@
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Self
 
 import keras
-import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
+from keras_moe._types import Config, DType
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
 from keras_moe.layers._initialization import initialization_rules, warn_of_unused
 from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
+from keras_moe.models.base._keras import Backbone
 from keras_moe.models.base._model import MoEModel
 from keras_moe.models.description import Part
 from keras_moe.models.loading import _overrides
@@ -28,7 +29,7 @@ from keras_moe.ops._initializers import initial_values
 from keras_moe.ops.expert_types import ExpertTypes
 
 
-class MoEBackbone(MoEModel, keras_hub.models.Backbone):
+class MoEBackbone(MoEModel, Backbone):
     """Base class of `ImageBackbone`, `TextBackbone` and image-text backbones.
 
     A subclass sets `config_class`, a frozen dataclass that extends
@@ -63,7 +64,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
             cls.__init__ = takes(cls.config_class)(__init__)
 
-    def __init__(self, *, dtype: Any = None, **kwargs):
+    def __init__(self, *, dtype: DType | None = None, **kwargs):
         cls = type(self)
         for base in (MoEBackbone, ImageBackbone):
             check_concrete(cls, base, "ViTBackbone")
@@ -93,7 +94,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         object.__setattr__(self, "config", config)
 
     @classmethod
-    def tower(cls, config: TowerConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: TowerConfig, dtype: DType | None = None) -> Tower:
         """Creates the unbuilt layers of a backbone from a `config_class`."""
         raise NotImplementedError
 
@@ -108,6 +109,15 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         config = _overrides.nested_config(cls, config)
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         return cls.config_class(**{k: v for k, v in config.items() if k in names})
+
+    @property
+    def backbone(self) -> Self:
+        """The model itself, so that `model.backbone` works for tasks and backbones."""
+        return self
+
+    def __dir__(self):
+        # Keras saves whatever it finds among the attributes, and would go in a circle.
+        return [name for name in super().__dir__() if name != "backbone"]
 
     @property
     def moe(self) -> MoEConfig | MuMoEConfig | None:
@@ -142,7 +152,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         return self.config.hidden_dim
 
     @classmethod
-    def from_config(cls, config: dict) -> "MoEBackbone":
+    def from_config(cls, config: Config) -> Self:
         """Inverts `get_config`; `moe` fields may also be at the top level."""
         return super().from_config(_overrides.nested_config(cls, config))
 

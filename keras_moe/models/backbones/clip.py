@@ -5,13 +5,14 @@ Axes: B batch, N tokens, D hidden, P embedding.
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import keras
 
 from keras_moe._checks import check_bool, check_integer, check_one_of, check_seed
 from keras_moe._compat import set_dtype_policy
 from keras_moe._freezing import copy_freezing
+from keras_moe._types import Config
 from keras_moe.layers import LogitScale
 from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses import check_modalities
@@ -169,7 +170,7 @@ class CLIPBackbone(PairBackbone):
     towers = _TOWERS
 
     @takes(CLIPConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
         for modality in _TOWERS:
             tower = kwargs.get(modality)
@@ -177,7 +178,7 @@ class CLIPBackbone(PairBackbone):
                 _copy_weights(tower, self.tower_backbone(modality))
 
     @classmethod
-    def from_config(cls, config: dict) -> "CLIPBackbone":
+    def from_config(cls, config: Config) -> Self:
         model = super().from_config(config)
         for tower in map(model.tower_backbone, MODALITIES):
             # It is beside the layers that the config tells of.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
+from keras_moe._types import DType
 from keras_moe.layers import SelfAttention, TowerConfig, TowerSpec
 
 P = ParamSpec("P")
@@ -16,7 +17,7 @@ class ModelArguments:
     """Arguments of every backbone, for type checkers: its config does not hold them."""
 
     if TYPE_CHECKING:
-        dtype: Any = None
+        dtype: DType | None = None
         name: str | None = None
         trainable: bool = True
 
@@ -39,7 +40,10 @@ def takes(
                     inspect.Parameter(
                         name, kind, default=default, annotation=annotation
                     )
-                    for name, default, annotation in (*arguments, ("dtype", None, Any))
+                    for name, default, annotation in (
+                        *arguments,
+                        ("dtype", None, DType),
+                    )
                 ),
                 inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
             ]

@@ -18,6 +18,7 @@ from keras_moe._checks import (
     fits_shape,
     head_size,
 )
+from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     CausalAttention,
     CausalMask,
@@ -198,11 +199,11 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
     pipeline_tag = "text-generation"
 
     @takes(DecoderConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: DecoderConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: DecoderConfig, dtype: DType | None = None) -> Tower:
         spec = TowerSpec.of(config, config.max_length, dtype)
         embedding = ReversibleTokenEmbedding(
             config.vocabulary_size,
@@ -241,11 +242,11 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         """`"tokens"`, and the tokens after each block (B, N, D) as `"block_0"`..."""
         return {"tokens": self.output, **self._block_tokens}
 
-    def logits(self, tokens: Any) -> Any:
+    def logits(self, tokens: Tensor) -> Any:
         """Returns the logits (B, N, V) of the backbone's outputs."""
         return self.token_embedding(tokens, reverse=True)
 
-    def empty_cache(self, padding_mask: Any) -> dict:
+    def empty_cache(self, padding_mask: Tensor) -> dict:
         """Returns a cache without tokens, for `call_with_cache`.
 
         It is a dict of the `"padding_mask"` and of each block's keys and values.
@@ -263,7 +264,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         return cache
 
     def call_with_cache(
-        self, token_ids: Any, cache: dict, start: Any
+        self, token_ids: Tensor, cache: dict, start: Tensor
     ) -> tuple[Any, dict]:
         """Encodes the tokens that follow those in the cache.
 

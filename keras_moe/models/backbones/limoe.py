@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_integer
+from keras_moe._types import DType
 from keras_moe.layers import LogitScale, MaskedPooling, MoEConfig, TowerSpec
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbones._pairs import (
@@ -133,11 +134,11 @@ class LIMoEBackbone(PairBackbone):
     image_shape, grid = ImageBackbone.image_shape, ImageBackbone.grid
 
     @takes(LIMoEConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: LIMoEConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: LIMoEConfig, dtype: DType | None = None) -> Tower:
         _, num_patches = _image_embedding(config, dtype)
         spec = TowerSpec.of(config, num_patches + config.max_length, dtype)
         blocks = spec.blocks(lambda index: config.attention(spec, index))

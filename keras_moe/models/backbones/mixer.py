@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_integer, check_one_of
+from keras_moe._types import DType
 from keras_moe.layers import (
     MuMoEConfig,
     TokenMLP,
@@ -93,9 +94,9 @@ class MixerBackbone(ImageBackbone):
     config_class = MixerConfig
 
     @takes(MixerConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: MixerConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: MixerConfig, dtype: DType | None = None) -> Tower:
         return image_tower(config, dtype, config.mix)

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_bool, check_integer, check_one_of
+from keras_moe._types import DType
 from keras_moe.layers import AttentionPooling, MaskedPooling, TowerSpec
 from keras_moe.layers.pooling import MASKED_POOLINGS
 from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
@@ -116,11 +117,11 @@ class TextBackbone(ReadsTexts, MoEBackbone):
     example = "text"
 
     @takes(TextConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: TextConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: TextConfig, dtype: DType | None = None) -> Tower:
         spec = TowerSpec.of(config, config.max_length, dtype)
         return Tower(
             (*text_embedding(config, dtype), embedding_dropout(config, dtype)),

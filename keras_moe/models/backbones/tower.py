@@ -11,6 +11,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_one_of
+from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     ClassToken,
     LayerNorm,
@@ -40,7 +41,7 @@ class TowerOutputs(NamedTuple):
         caches: dict from block name to its new cache, if it had one.
     """
 
-    tokens: Any
+    tokens: Tensor
     routing: dict
     block_tokens: dict
     caches: dict = {}
@@ -73,7 +74,10 @@ class Tower(NamedTuple):
     final_norm: keras.layers.Layer | None = None
 
     def __call__(
-        self, inputs: Any, mask: Any = None, modality_ids: Any = None
+        self,
+        inputs: object,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
     ) -> TowerOutputs:
         x = inputs
         for layer in self.embedding:
@@ -82,9 +86,9 @@ class Tower(NamedTuple):
 
     def encode(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         caches: dict | None = None,
@@ -158,10 +162,10 @@ def _no_logits(tokens, block):
 
 def image_tower(
     config: ImageConfig,
-    dtype: Any,
+    dtype: DType | None,
     token_mixer: Callable[[TowerSpec, int], keras.layers.Layer],
     final_norm: bool = True,
-    **embedding: Any,
+    **embedding: object,
 ) -> Tower:
     """Creates the tower of an image backbone, unbuilt.
 
@@ -201,7 +205,7 @@ def image_tower(
 
 def image_embedding(
     config: ImageConfig,
-    dtype: Any,
+    dtype: DType | None,
     *,
     padding: str = "valid",
     class_token: bool = False,
@@ -247,7 +251,7 @@ def text_inputs() -> dict[str, keras.KerasTensor]:
     }
 
 
-def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
+def text_embedding(config: TokenIdsConfig, dtype: DType | None) -> tuple:
     """Returns the unbuilt layers from ids (B, N) to tokens, without dropout."""
     return (
         TokenEmbedding(
@@ -260,7 +264,7 @@ def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
     )
 
 
-def embedding_dropout(config: TowerConfig, dtype: Any) -> keras.layers.Dropout:
+def embedding_dropout(config: TowerConfig, dtype: DType | None) -> keras.layers.Dropout:
     """Creates the dropout on embedded tokens, unbuilt."""
     return keras.layers.Dropout(
         config.dropout_rate,
@@ -271,7 +275,7 @@ def embedding_dropout(config: TowerConfig, dtype: Any) -> keras.layers.Dropout:
     )
 
 
-def final_norm_layer(config: TowerConfig, dtype: Any) -> keras.layers.Layer:
+def final_norm_layer(config: TowerConfig, dtype: DType | None) -> keras.layers.Layer:
     """Creates the norm after the last block, unbuilt."""
     return norm_layer(
         config.norm,
@@ -285,7 +289,7 @@ def final_norm_layer(config: TowerConfig, dtype: Any) -> keras.layers.Layer:
 def embedding_projection(
     projection_dim: int | None,
     use_bias: bool = False,
-    dtype: Any = None,
+    dtype: DType | None = None,
     name: str = "projection",
 ) -> keras.layers.Dense | None:
     """Creates a dense layer (B, D) -> (B, P), initialised as in CLIP."""
@@ -310,7 +314,7 @@ class PooledProjection(NamedTuple):
     pooling: keras.layers.Layer
     projection: keras.layers.Dense | None = None
 
-    def __call__(self, tokens: Any, **arguments: Any) -> Any:
+    def __call__(self, tokens: Tensor, **arguments: object) -> Any:
         pooled = self.pooling(tokens, **arguments)
         return pooled if self.projection is None else self.projection(pooled)
 

@@ -4,11 +4,11 @@ Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
 import dataclasses
-from typing import Any
 
 import keras
 
 from keras_moe._checks import check_bool
+from keras_moe._types import DType
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.config import ImageConfig, TransformerConfig, takes
 from keras_moe.models.backbones.tower import Tower, image_tower
@@ -82,11 +82,11 @@ class ViTBackbone(ImageBackbone):
     config_class = ViTConfig
 
     @takes(ViTConfig)
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: object):
         super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: ViTConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: ViTConfig, dtype: DType | None = None) -> Tower:
         return image_tower(
             config,
             dtype,

@@ -14,6 +14,7 @@ import keras
 from keras_moe._backends.tensorflow import is_iterator, peeked
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._processes import process_index
+from keras_moe._types import KerasModel
 from keras_moe.models.base._input_checks import check_batch
 
 # Shorter compilations are not announced.
@@ -54,7 +55,7 @@ def announcing(
 
 
 def make_step(
-    model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
+    model: KerasModel, name: str, make: Callable[[bool], Any], force: bool
 ) -> Any:
     """Creates a step whose first call is announced and looked at; later ones are not.
 

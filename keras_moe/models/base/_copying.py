@@ -8,13 +8,14 @@ import keras
 from keras import ops
 
 from keras_moe._compat import flatten_layers
+from keras_moe._types import KerasModel
 from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
 from keras_moe.routers._pruned import checked_kept, columns_go
 
 
 def copied(
-    model: Any,
+    model: KerasModel,
     config: dict,
     without: str | None = None,
     value: Callable[[Any], Any] = keras.ops.convert_to_numpy,
@@ -52,7 +53,7 @@ def copied(
     return new
 
 
-def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
+def config_with_router_arguments(model: KerasModel, arguments: dict) -> dict[str, Any]:
     config = model.get_config()
     towers = [x for x in _towers(config).values() if x["moe"] is not None]
     if not towers:
@@ -69,7 +70,7 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 
 
 def with_kept_experts(
-    model: Any, kept_experts: dict[str, Any], method: str, removed: bool
+    model: KerasModel, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
     """Returns a copy with some experts pruned."""
     config = model.get_config()

@@ -9,7 +9,9 @@ import keras
 
 from keras_moe._checks import check_path
 from keras_moe._compat import flatten_layers
+from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
+from keras_moe.models.base._keras import Mixin
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
 
 # Formats that are one file.
@@ -17,7 +19,10 @@ _FILES = ("onnx", "torch")
 
 
 def export_signature(
-    model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
+    model: KerasModel,
+    format: str,
+    input_signature: object,
+    dynamic_shapes: object = None,
 ) -> Any:
     """Checks that a format supports a model, and returns Keras's signature."""
     if input_signature is not None:
@@ -153,7 +158,7 @@ def _version_of_programs(format):
     return readable_by_tensorflow()
 
 
-class Exportable:
+class Exportable(Mixin):
     """Mixin that overrides `keras.Model.export`."""
 
     def export(
@@ -161,7 +166,7 @@ class Exportable:
         filepath: str | os.PathLike,
         format: str = "tf_saved_model",
         verbose: bool | None = None,
-        input_signature: Any = None,
+        input_signature: object = None,
         **kwargs,
     ) -> None:
         """Exports the model for inference; see `keras.Model.export`."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import keras
 import keras_hub
 
 from keras_moe._checks import check_number, check_one_of
 from keras_moe._files import read_bytes, write_text
+from keras_moe._types import KerasModel
 from keras_moe.models import registry
 from keras_moe.models._remote import named_errors
 from keras_moe.models.loading.blueprint import Blueprint
@@ -107,7 +107,7 @@ class ModelCard:
         if self.picture is not None:
             check_one_of("picture", Path(self.picture).suffix.lower(), _PICTURES)
 
-    def write(self, model: keras.Model, folder: Path, name: str) -> None:
+    def write(self, model: KerasModel, folder: Path, name: str) -> None:
         """Writes the card and its picture into a preset folder."""
         picture = None
         if self.picture is not None:
@@ -119,7 +119,7 @@ class ModelCard:
 
     def text(
         self,
-        model: keras.Model,
+        model: KerasModel,
         name: str,
         picture: str | None = None,
         source: str | None = None,
@@ -193,7 +193,7 @@ class ModelCard:
 
 
 def write_card(
-    model: keras.Model, folder: Path, target: Path, card: ModelCard | None
+    model: KerasModel, folder: Path, target: Path, card: ModelCard | None
 ) -> None:
     """Writes a preset's card, unless the user wrote one."""
     page = target / CARD

@@ -217,7 +217,7 @@ class _Published(ModelSource):
 
 
 def open_model_source(
-    source: Any,
+    source: object,
     overrides: dict[str, Any],
     load_weights: bool = True,
     counts_only: bool = False,

@@ -10,6 +10,7 @@ import keras
 
 from keras_moe._checks import check_bool, check_one_of
 from keras_moe._compat import variables_without_values
+from keras_moe._types import KerasModel
 from keras_moe.models import registry
 from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.description import Description
@@ -78,7 +79,7 @@ class Blueprint:
     name: str = ""
 
     @classmethod
-    def of_model(cls, model: keras.Model) -> "Blueprint":
+    def of_model(cls, model: KerasModel) -> "Blueprint":
         """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
@@ -128,7 +129,7 @@ class Blueprint:
                 ).items()
             ]
 
-    def build(self) -> keras.Model:
+    def build(self) -> KerasModel:
         """Creates the model and loads the source's weights, if requested."""
         return self.build_with_report()[0]
 
@@ -146,7 +147,7 @@ class Blueprint:
             report = None if weights is None else weights.load(model, progress)
         return model, report
 
-    def build_abstract(self, compiled_like: Any = None) -> keras.Model:
+    def build_abstract(self, compiled_like: Any = None) -> KerasModel:
         """Creates the model with weights that have shapes, and no values."""
         with _explained(self.weights), variables_without_values(), skip_init():
             model = self.backbone.from_config(self.config)
@@ -188,7 +189,7 @@ def _explained(weights):
 
 
 def resolve(
-    source: Any,
+    source: object,
     overrides: dict[str, Any] | None = None,
     *,
     task: str | None = None,
@@ -273,7 +274,7 @@ def resolve(
 
 
 def build(
-    source: Any,
+    source: object,
     overrides: dict[str, Any] | None = None,
     load_weights: bool = True,
     **options,

@@ -103,7 +103,7 @@ class ImagePreprocessor:
         """Name in model summaries."""
         return "image_preprocessor"
 
-    def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
+    def __call__(self, images: object, max_value: float | None = None) -> np.ndarray:
         """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
         check_positive("max_value", max_value, optional=True)
         if isinstance(images, (list, tuple)):
@@ -262,7 +262,9 @@ def _white(image, max_value):
     return white
 
 
-def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
+def checked_preprocessor(
+    preprocessor: object, backbone: object
+) -> ImagePreprocessor | None:
     """Returns a model's preprocessor, if it fits the backbone."""
     if isinstance(preprocessor, dict):
         preprocessor = keras.saving.deserialize_keras_object(preprocessor)

@@ -1,7 +1,6 @@
 """Rows of token ids for language models. Axes: B batch, N tokens."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -76,7 +75,7 @@ def padded_rows(
     return {"token_ids": token_ids, "padding_mask": mask}
 
 
-def is_id_array(value: Any) -> bool:
+def is_id_array(value: object) -> bool:
     """Whether `value` is an array of integers (B, N)."""
     return (
         isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "iu"

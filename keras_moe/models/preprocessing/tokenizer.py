@@ -16,6 +16,7 @@ import sentencepiece
 from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
 from keras_moe._checks import argument_names, check_bool, check_integer
 from keras_moe._files import read_bytes, write_json
+from keras_moe._types import Tensor
 from keras_moe.models._remote import load_json
 from keras_moe.models.preprocessing._byte_pairs import (
     END_OF_WORD,
@@ -224,7 +225,7 @@ class TextTokenizer:
         """Number of token ids."""
         return self.tokenizer.vocabulary_size()
 
-    def __call__(self, captions: Any) -> dict[str, Any]:
+    def __call__(self, captions: object) -> dict[str, Any]:
         """Tokenizes captions."""
         if is_tensorflow(captions):
             row = (self.max_length,)
@@ -255,13 +256,13 @@ class TextTokenizer:
         self.num_truncated += num_truncated
         return {"token_ids": token_ids, "padding_mask": mask}
 
-    def documents(self, texts: Any) -> list[list[int]]:
+    def documents(self, texts: object) -> list[list[int]]:
         """Returns the ids of whole texts with start and end tokens, for `pack`."""
         texts = _strings([texts] if isinstance(texts, str) else texts)
         start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
         return [[*start, *ids, *end] for ids in self._tokenized(texts)]
 
-    def prompts(self, texts: Any) -> list[list[int]]:
+    def prompts(self, texts: object) -> list[list[int]]:
         """Returns the ids of texts with start tokens, for `CausalLM.generate`."""
         start = [] if self.start_id is None else [self.start_id]
         return [[*start, *ids] for ids in self._tokenized(_strings(texts))]
@@ -287,7 +288,7 @@ class TextTokenizer:
         lower = [x.lower() for x in texts] if self.lower_case else texts
         return self.tokenizer.tokenize(lower) if texts else []
 
-    def tokens(self, token_ids: Any) -> list[list[str]]:
+    def tokens(self, token_ids: Tensor) -> list[list[str]]:
         """Returns the readable string of each token id (B, N), as B lists.
 
         Example:
@@ -320,7 +321,7 @@ class TextTokenizer:
         left = self.max_length - len(start) - len(end)
         return [*start, *ids[:left], *end], len(ids) > left
 
-    def check_fits(self, backbone: Any) -> None:
+    def check_fits(self, backbone: object) -> None:
         """Raises ValueError if ids or rows are too large for a backbone."""
         for name in ("vocabulary_size", "max_length"):
             mine, largest = getattr(self, name), getattr(backbone, name)

@@ -12,6 +12,7 @@ from keras.dtype_policies import DTypePolicyMap
 from keras_moe._checks import check_bool
 from keras_moe._compat import flatten_layers, set_dtype_policy
 from keras_moe._freezing import FROZEN, freeze, frozen_paths, inner_layers
+from keras_moe._types import KerasModel
 from keras_moe.models.saving._weights_file import (
     checked_weights,
     merges_adapters,
@@ -106,7 +107,7 @@ def _adapted_layers(model):
     return {path: x for path, x in layers if getattr(x, "lora_enabled", False)}
 
 
-def training_config(model: keras.Model) -> dict[str, Any]:
+def training_config(model: KerasModel) -> dict[str, Any]:
     """Returns the parts of a model's config that say what is trained."""
     config = {} if model.trainable else {TRAINABLE: False}
     adapted = _adapted_layers(model)
@@ -121,7 +122,7 @@ def training_config(model: keras.Model) -> dict[str, Any]:
     return {**config, **{name: part for name, part in parts.items() if part}}
 
 
-def apply_training(model: keras.Model, config: dict[str, Any]) -> None:
+def apply_training(model: KerasModel, config: dict[str, Any]) -> None:
     """Adds adapters and freezes layers, as `training_config` says."""
     layers = dict(inner_layers(model))
     for path, settings in (config.get(LORA) or {}).items():
@@ -174,14 +175,14 @@ def quantized_policies(layers: list, policy: Any) -> Any:
     return DTypePolicyMap(policy.name, policies) if policies else policy
 
 
-def saved_policy(model: keras.Model) -> dict[str, Any]:
+def saved_policy(model: KerasModel) -> dict[str, Any]:
     """Returns the config of a model's policy, including quantised layers."""
     layers = flatten_layers(model, include_self=False)
     policy = quantized_policies(layers, model.dtype_policy)
     return keras.dtype_policies.serialize(policy)
 
 
-def settle_policies(model: Any) -> None:
+def settle_policies(model: KerasModel) -> None:
     """Gives each layer its own policy: Keras 3.15 cannot save quantised policy maps."""
     for layer in flatten_layers(model):
         policy = layer.dtype_policy

@@ -80,7 +80,7 @@ def _tokenizer_checksums(folder):
     }
 
 
-def shard_names(path: Path, content: Any) -> list[str]:
+def shard_names(path: Path, content: object) -> list[str]:
     try:
         listed = list(content["weight_map"].values())
     except (AttributeError, KeyError, TypeError) as error:

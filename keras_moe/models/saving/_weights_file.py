@@ -27,6 +27,7 @@ from keras_moe._files import (
     write_failed,
     write_json,
 )
+from keras_moe._types import KerasModel
 from keras_moe.models._remote import check_file_exists, get_file
 from keras_moe.models.saving._preset_folder import (
     CHECKSUMS,
@@ -60,7 +61,7 @@ def merged_adapters() -> Iterator[None]:
 
 @merged_adapters()
 def save_weights(
-    model: keras.Model,
+    model: KerasModel,
     filepath: str | os.PathLike,
     overwrite: bool = True,
     max_shard_size: float | None = None,
@@ -84,7 +85,7 @@ def save_weights(
 
 
 def save_model(
-    model: keras.Model, save: Callable[[Any], None], filepath: Any, overwrite: bool
+    model: KerasModel, save: Callable[[Any], None], filepath: object, overwrite: bool
 ) -> None:
     """Saves a whole model atomically; `save` writes it to a path."""
     is_whole = str(filepath).endswith(".keras") and not hasattr(filepath, "write")
@@ -233,7 +234,7 @@ class SavedWeights:
         wanted = self.is_wanted and self.has_head
         return wanted and check_file_exists(self.path, "task.weights.h5")
 
-    def load(self, model: keras.Model, progress: Any = None) -> None:
+    def load(self, model: KerasModel, progress: Any = None) -> None:
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)

@@ -7,6 +7,8 @@ import keras
 from keras import ops
 
 from keras_moe._compat import track_loss_by
+from keras_moe._types import Tensor
+from keras_moe.models.base._keras import Task
 from keras_moe.models.loading._sources import ARCHITECTURE, ModelSource
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.tasks.base import MoETask
@@ -21,7 +23,7 @@ class WeightedLoss(keras.metrics.Mean):
         self._last = loss, sample_weight
         return super().update_state(loss, sample_weight)
 
-    def weigh(self, weights: Any) -> None:
+    def weigh(self, weights: Tensor) -> None:
         """Reweights the last batch by the sum of its weights instead of its size."""
         # A tensor of one trace cannot be used in the next.
         last, self._last = self._last, None
@@ -32,7 +34,7 @@ class WeightedLoss(keras.metrics.Mean):
         super().update_state(loss, ops.sum(weights) - ops.cast(size, self.dtype))
 
 
-class LabellessTask(MoETask):
+class LabellessTask(MoETask, Task):
     """Base class of tasks that read texts and learn from their inputs only."""
 
     has_head = False
@@ -41,10 +43,10 @@ class LabellessTask(MoETask):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training; see `MoETask.compile`."""
@@ -74,7 +76,7 @@ class LabellessTask(MoETask):
         return [*super().metrics, *self._own_metrics]
 
     def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+        self, x: object, y: object, y_pred: Tensor, sample_weight: object = None
     ) -> dict[str, Any]:
         targets, outputs, weights = self._weighed(x, y, y_pred, sample_weight)
         self._weighted_loss.weigh(weights)
@@ -94,7 +96,7 @@ def _checked(metrics: Sequence | None) -> list[keras.metrics.Metric]:
     return metrics
 
 
-def check_tokenizer(tokenizer: Any, backbone: Any) -> None:
+def check_tokenizer(tokenizer: object, backbone: object) -> None:
     if isinstance(tokenizer, TextTokenizer) and tokenizer.has_vocabulary:
         tokenizer.check_fits(backbone)
 

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import keras
 import keras_hub
@@ -15,6 +15,7 @@ from keras_moe._checks import (
     check_concrete,
 )
 from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
+from keras_moe._types import Config
 from keras_moe.models.base._input_checks import check_inputs
 from keras_moe.models.base._model import MoEModel
 from keras_moe.models.description import Part
@@ -91,7 +92,7 @@ class MoETask(MoEModel):
             return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
+        self, inputs: object, outputs: Any, features: Any, routing: dict, **kwargs
     ):
         # Keras would set it before it knows the layers.
         trainable = check_bool("trainable", kwargs.pop("trainable", True))
@@ -120,7 +121,7 @@ class MoETask(MoEModel):
         return {**keras_hub.models.Task.get_config(self), **training_config(self)}
 
     @classmethod
-    def from_config(cls, config: dict) -> Any:
+    def from_config(cls, config: Config) -> Self:
         """Creates a task from the result of `get_config`."""
         config = dict(config)
         if isinstance(config.get("preprocessor"), dict):
@@ -132,10 +133,10 @@ class MoETask(MoEModel):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training, with defaults for this task.
@@ -171,7 +172,7 @@ class MoETask(MoEModel):
         """Returns the loss for `compile(loss="auto")`; None by default."""
         return None
 
-    def default_metrics(self, loss: Any) -> list:
+    def default_metrics(self, loss: object) -> list:
         """Returns the metrics for `compile(metrics="auto")`."""
         return []
 
@@ -179,7 +180,7 @@ class MoETask(MoEModel):
         """Returns the symbolic labels of a batch; None for tasks without labels."""
         return None
 
-    def check_labels(self, labels: Any) -> None:
+    def check_labels(self, labels: object) -> None:
         """Raises ValueError if labels, of any type that `fit` accepts, do not fit."""
 
     def _check_inputs(self, inputs, labels=None):
@@ -199,7 +200,7 @@ class MoETask(MoEModel):
         return functools.partial(getattr(owner, name), self)
 
     def preprocess_samples(
-        self, x: Any, y: Any = None, sample_weight: Any = None
+        self, x: object, y: object = None, sample_weight: object = None
     ) -> Any:
         """Applies a KerasHub preprocessor, if there is one."""
         if self._has_keras_hub_preprocessor():
@@ -237,7 +238,11 @@ class MoETask(MoEModel):
 
 
 def check_task(
-    task: MoETask, owner: type, backbone: Any, kwargs: dict, family: type | None = None
+    task: MoETask,
+    owner: type,
+    backbone: object,
+    kwargs: dict,
+    family: type | None = None,
 ) -> None:
     """Checks the backbone and the names of further arguments of a constructor."""
     names = ["name", "trainable", "compile"]

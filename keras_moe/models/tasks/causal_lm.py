@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_moe._checks import check_integer
 from keras_moe._compat import ONE_AT_A_TIME, compiled_once
+from keras_moe._types import DType, Tensor
 from keras_moe.losses import (
     logit_log_likelihoods,
     next_tokens,
@@ -23,6 +24,7 @@ from keras_moe.models.base._input_checks import (
     check_input_names,
     check_texts,
 )
+from keras_moe.models.base._keras import HubCausalLM
 from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.preprocessing.packing import is_id_array, pack, padded_rows
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
@@ -60,10 +62,12 @@ class Perplexity(keras.metrics.Mean):
     2.0
     """
 
-    def __init__(self, name: str = "perplexity", dtype: Any = None):
+    def __init__(self, name: str = "perplexity", dtype: DType | None = None):
         super().__init__(name, dtype)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self, y_true: object, y_pred: Tensor, sample_weight: object = None
+    ) -> None:
         super().update_state(-ops.convert_to_tensor(y_pred), sample_weight)
 
     def result(self) -> Any:
@@ -72,7 +76,7 @@ class Perplexity(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class CausalLM(LabellessTask, keras_hub.models.CausalLM):
+class CausalLM(LabellessTask, HubCausalLM):
     """A `DecoderBackbone` that is trained on next tokens and generates text.
 
     `fit` takes texts or lists of token ids, which it packs into rows of `max_length`
@@ -143,10 +147,10 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         sampler: Any = "top_k",
         **kwargs,
     ) -> None:
@@ -169,7 +173,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
         self.sampler = sampler
         self.generate_function = None
 
-    def default_metrics(self, loss: Any) -> list:
+    def default_metrics(self, loss: object) -> list:
         """Returns `Perplexity`."""
         return [Perplexity()]
 
@@ -181,7 +185,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
 
     # Training
 
-    def training_inputs(self, x: Any) -> Any:
+    def training_inputs(self, x: object) -> Any:
         """Returns the inputs that `fit` makes of texts, token ids or a dict.
 
         Args:
@@ -230,7 +234,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
         return self.preprocessor
 
     def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> keras.callbacks.History:
         validation = kwargs.get("validation_data")
         if isinstance(validation, tuple) and not any(
@@ -242,13 +246,19 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
             kwargs["validation_data"] = self.training_inputs(validation)
         return super().fit(self.training_inputs(x), y, *args, **kwargs)
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().evaluate(self.training_inputs(x), y, *args, **kwargs)
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(
+        self, x: object, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().train_on_batch(self.training_inputs(x), y, *args, **kwargs)
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(
+        self, x: object, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().test_on_batch(self.training_inputs(x), y, *args, **kwargs)
 
     def _labels(self, inputs, labels, sample_weight):
@@ -288,7 +298,9 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
                 f"{targets.max()}"
             )
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         if not isinstance(inputs, dict):
             raise ValueError(
                 "Expected a dict of token_ids and padding_mask; received: inputs of "
@@ -315,10 +327,10 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
 
     def compute_loss(
         self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
+        x: object = None,
+        y: object = None,
+        y_pred: Tensor | None = None,
+        sample_weight: object = None,
         training: bool = True,
     ) -> Any:
         """Returns the mean loss of the targets plus auxiliary losses."""
@@ -329,7 +341,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
 
     # Inference
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, x: object, *args: object, **kwargs: object) -> Any:
         """Returns the logits (B, N, V) of texts, ids or a dict; rows are not packed."""
         return super().predict(self._rows(x), *args, **kwargs)
 
@@ -342,7 +354,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
         return padded_rows(x, x.shape[1]) if is_id_array(x) else x
 
     def score(
-        self, inputs: Any, per_token: bool = False, batch_size: int = 32
+        self, inputs: object, per_token: bool = False, batch_size: int = 32
     ) -> np.ndarray:
         """Returns the log-likelihood of each sequence, given its first token.
 
@@ -362,7 +374,7 @@ class CausalLM(LabellessTask, keras_hub.models.CausalLM):
 
     def generate(
         self,
-        inputs: Any,
+        inputs: object,
         max_length: int | None = None,
         stop_token_ids: Any = "auto",
         strip_prompt: bool = False,

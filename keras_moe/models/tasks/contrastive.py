@@ -7,13 +7,13 @@ import operator
 from typing import Any
 
 import keras
-import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_integer
 from keras_moe._compat import LossFunctionWrapper, mark_loss_as_built, serving
 from keras_moe._processes import predict_batch
+from keras_moe._types import DType, Tensor
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
@@ -73,7 +73,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
         self,
         chunk_size: int | None = None,
         name: str = "contrastive_accuracy",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(name=name, dtype=dtype)
         self.chunk_size = check_similarity("float32", chunk_size)
@@ -94,7 +94,7 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class ContrastiveModel(LabellessTask, keras_hub.models.Task):
+class ContrastiveModel(LabellessTask):
     """A contrastive image-text model on any image-text backbone.
 
     `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
@@ -186,10 +186,10 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training; see `MoETask.compile`.
@@ -253,7 +253,9 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
             sample_weight = next(iter(sample_weight.values()))
         return y, y_pred, sample_weight
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
@@ -266,10 +268,10 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
 
     def compute_loss(
         self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
+        x: object = None,
+        y: object = None,
+        y_pred: Tensor | None = None,
+        sample_weight: object = None,
         training: bool = True,
     ) -> Any:
         """Returns the contrastive loss of a batch plus auxiliary losses."""
@@ -284,7 +286,7 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
         return sum(self.losses, loss)
 
     def encode_images(
-        self, images: Any, batch_size: int = 32, verbose: Any = 0
+        self, images: object, batch_size: int = 32, verbose: object = 0
     ) -> np.ndarray:
         """Embeds images as float32 unit vectors (B, P).
 
@@ -311,7 +313,7 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
         return self._encode("image", images, batch_size, verbose)
 
     def encode_text(
-        self, texts: Any, batch_size: int = 32, verbose: Any = 0
+        self, texts: object, batch_size: int = 32, verbose: object = 0
     ) -> np.ndarray:
         """Embeds texts as float32 unit vectors (B, P).
 
@@ -333,7 +335,9 @@ class ContrastiveModel(LabellessTask, keras_hub.models.Task):
         self.backbone.check_modality("text", texts)
         return self._encode("text", texts, batch_size, verbose)
 
-    def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
+    def similarity(
+        self, images: object, texts: object, batch_size: int = 32
+    ) -> np.ndarray:
         """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
         if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)

@@ -19,6 +19,7 @@ from keras_moe._checks import (
     check_number,
     check_one_of,
 )
+from keras_moe._types import DType
 from keras_moe.layers import LayerNorm, MuMoE
 from keras_moe.layers._layer import layer_argument
 from keras_moe.layers.pooling import check_pooling, pooling_layer
@@ -30,6 +31,7 @@ from keras_moe.models.backbones.tower import layer_cost
 from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base._copying import copied
 from keras_moe.models.base._input_checks import check_labels
+from keras_moe.models.base._keras import HubClassifier
 from keras_moe.models.conversion import HEAD, POOLING
 from keras_moe.models.description import Part
 from keras_moe.models.loading._sources import PUBLISHED, SAVED, ModelSource, TaskConfig
@@ -78,7 +80,7 @@ class ClassProbability(NamedTuple):
     index: int
 
 
-class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
+class ImageClassifier(MoETask, HubClassifier):
     """A backbone with pooling and a classification head.
 
     Base class of `ViTImageClassifier` and `MixerImageClassifier`, compiled for integer
@@ -155,16 +157,16 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     def __init__(
         self,
-        backbone: Any,
+        backbone: object,
         num_classes: int,
-        preprocessor: Any = None,
+        preprocessor: object = None,
         pooling: str | None = None,
         multi_label: bool = False,
         representation_dim: int | None = None,
         head_bias: Any = 0.0,
         output_activation: str | None = None,
         dropout: float = 0.0,
-        head_dtype: Any = None,
+        head_dtype: DType | None = None,
         pooled_norm: bool = False,
         head: Any = None,
         head_position: str = "final",
@@ -255,7 +257,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return super().preprocessor
 
     @preprocessor.setter
-    def preprocessor(self, value: Any) -> None:
+    def preprocessor(self, value: object) -> None:
         if value is not None and not callable(value):
             raise ValueError(
                 "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
@@ -268,7 +270,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     def classify(
         self,
-        images: Any,
+        images: object,
         top: int = 5,
         batch_size: int = 32,
         max_value: float | None = None,
@@ -324,7 +326,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
         return outputs / outputs.sum(axis=-1, keepdims=True)
 
-    def outputs_from_head(self, head_outputs: Any) -> Any:
+    def outputs_from_head(self, head_outputs: object) -> Any:
         """Maps a muMoE head's outputs (B, units) to the model's, at inference."""
         if self.head_position == "penultimate":
             head_outputs = keras.ops.relu(head_outputs)
@@ -369,10 +371,10 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training; see `MoETask.compile` for `"auto"`.
@@ -387,7 +389,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         loss = SigmoidCrossentropy if self.multi_label else _SPARSE
         return loss(from_logits=self.output_activation is None)
 
-    def default_metrics(self, loss: Any) -> list:
+    def default_metrics(self, loss: object) -> list:
         """Returns accuracy, or area under precision-recall if `multi_label`."""
         from_logits = self.output_activation is None
         if any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss)):
@@ -407,7 +409,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             return keras.KerasTensor((None,), "int32")
         return keras.KerasTensor((None, self.num_classes), "float32")
 
-    def check_labels(self, labels: Any) -> None:
+    def check_labels(self, labels: object) -> None:
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
