@@ -159,7 +159,7 @@ class ExportedTower(NamedTuple):
     values: dict[str, np.ndarray]
     pooling: str | None = None
     projection_dim: int | None = None
-    images: Normalization | None = None
+    images: Normalization = Normalization((0.5,), (0.5,))
 
     def check(self, kind: str, **wanted: Any) -> None:
         """Raises ValueError unless the arguments are those that a format needs."""
@@ -276,7 +276,7 @@ class ExportedModel(NamedTuple):
         if model is not backbone:
             head = model.get_config()
             pooling, size = head["pooling"], head["num_classes"]
-            preprocessor = model.preprocessor
+            preprocessor = getattr(model, "preprocessor", None)
         images = _images(config, preprocessor)
         tower = ExportedTower(config, values, pooling, size, images)
         return cls({"image": tower}, {}, preprocessor)

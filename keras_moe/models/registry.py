@@ -33,7 +33,7 @@ _OPTIONAL = {
     "license": None,
     "attribution": "",
 }
-_ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
+_ENTRIES = ["description", "backbone", "config", *_OPTIONAL, "variant"]
 
 
 @overload

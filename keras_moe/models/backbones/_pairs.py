@@ -39,9 +39,11 @@ class PairBackbone(ReadsTexts, MoEBackbone):
     """
 
     example = "pair"
+    image_shape: Any
+    _encoders: dict[str, tuple[Any, list[int]]]
     pipeline_tag = "zero-shot-image-classification"
 
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         check_concrete(type(self), PairBackbone, "CLIPBackbone")
         super().__init__(**kwargs)
         # Bypass attribute tracking: the models share this backbone's layers.
@@ -55,7 +57,7 @@ class PairBackbone(ReadsTexts, MoEBackbone):
         """Returns the model of one modality, sharing this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
         with ONE_AT_A_TIME:
-            encoder, weights = self._encoders.get(modality, (None, None))
+            encoder, weights = self._encoders.get(modality, (None, []))
             # Quantisation and LoRA replace weights, which a compiled function does not
             # notice.
             if encoder is None or weights != _identities(encoder):

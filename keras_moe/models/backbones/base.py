@@ -50,6 +50,9 @@ class MoEBackbone(MoEModel, Backbone):
     """
 
     config_class: type = TowerConfig
+    config: Any
+    _routing: dict[str, Any]
+    _block_tokens: dict[str, Any]
     # Kind of input, for descriptions.
     example: str
     # Task tag on model hubs.
@@ -62,7 +65,7 @@ class MoEBackbone(MoEModel, Backbone):
             def __init__(self, **kwargs):
                 super(cls, self).__init__(**kwargs)
 
-            cls.__init__ = takes(cls.config_class)(__init__)
+            cls.__init__ = takes(cls.config_class)(__init__)  # pyright: ignore
 
     def __init__(self, *, dtype: DType | None = None, **kwargs):
         cls = type(self)
@@ -280,7 +283,7 @@ class ImageBackbone(MoEBackbone):
 
     @classmethod
     def _functional(cls, config, dtype):
-        images = keras.Input(shape=config.image_shape, name="images")
+        images: Any = keras.Input(shape=config.image_shape, name="images")
         encoded = cls.tower(config, dtype)(images)
         return images, encoded.tokens, encoded
 

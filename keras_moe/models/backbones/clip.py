@@ -170,7 +170,7 @@ class CLIPBackbone(PairBackbone):
     towers = _TOWERS
 
     @takes(CLIPConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
         for modality in _TOWERS:
             tower = kwargs.get(modality)
@@ -212,7 +212,7 @@ class CLIPBackbone(PairBackbone):
             {f"{name}/{k}": v for name, of in both.items() for k, v in of[part].items()}
             for part in ("routing", "block_tokens")
         )
-        return inputs, outputs, TowerOutputs(None, routing, block_tokens)
+        return inputs, outputs, TowerOutputs(outputs, routing, block_tokens)
 
     def _encoder(self, modality):
         encoder = self.get_layer(modality)
@@ -248,7 +248,7 @@ class CLIPBackbone(PairBackbone):
     @property
     def grid(self) -> tuple[int, int]:
         """Number of patches (rows, columns)."""
-        return self.tower_backbone("image").grid
+        return self.get_layer("image").tower_backbone.grid
 
     @property
     def hidden_dim(self) -> int:

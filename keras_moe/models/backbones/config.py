@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
 from keras_moe._types import DType
@@ -27,11 +27,11 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
     """Decorator: a constructor has the arguments of a config, which tools can read."""
 
-    def decorate(init):
+    def decorate(init: Any) -> Any:
         kind = inspect.Parameter.KEYWORD_ONLY
         arguments = [
             (field.name, field.default, field.type)
-            for field in dataclasses.fields(config_class)
+            for field in dataclasses.fields(cast(type, config_class))
         ]
         init.__signature__ = inspect.Signature(
             [

@@ -91,7 +91,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         rotary = None
         if self.positions == "rotary":
             rotary = keras_hub.layers.RotaryEmbedding(
-                self.rope_theta,
+                self.rope_theta,  # pyright: ignore[reportArgumentType]
                 self.rope_scaling,
                 dtype=spec.dtype,
                 name="rotary_embedding",
@@ -199,7 +199,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
     pipeline_tag = "text-generation"
 
     @takes(DecoderConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
     @classmethod
@@ -256,7 +256,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         """
         padding_mask = ops.cast(padding_mask, "int32")
         check_integer("length", padding_mask.shape[1], maximum=self.max_length)
-        cache = {"padding_mask": padding_mask}
+        cache: dict[str, Any] = {"padding_mask": padding_mask}
         for name in self.block_names:
             mixer = self.get_layer(name).token_mixer
             shape = mixer.cache_shape(*ops.shape(padding_mask))
@@ -264,7 +264,7 @@ class DecoderBackbone(ReadsTexts, MoEBackbone):
         return cache
 
     def call_with_cache(
-        self, token_ids: Tensor, cache: dict, start: Tensor
+        self, token_ids: Tensor, cache: dict, start: Tensor | int
     ) -> tuple[Any, dict]:
         """Encodes the tokens that follow those in the cache.
 

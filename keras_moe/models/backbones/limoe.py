@@ -134,7 +134,7 @@ class LIMoEBackbone(PairBackbone):
     image_shape, grid = ImageBackbone.image_shape, ImageBackbone.grid
 
     @takes(LIMoEConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
     @classmethod
@@ -188,7 +188,7 @@ class LIMoEBackbone(PairBackbone):
         ):
             part = Tower(layers, ()).parts(shape)[0][0]
             parts.append(part._replace(name=f"{modality}_embedding"))
-        for layer in (*tower.blocks, tower.final_norm):
+        for layer in tower.layers:
             costs = [layer_cost(layer, (n, dim)) for n in (num_patches, max_length)]
             # Count the weights once and the operations of both modalities.
             cost = costs[0]._replace(flops=sum(each.flops for each in costs))

@@ -94,7 +94,7 @@ class MixerBackbone(ImageBackbone):
     config_class = MixerConfig
 
     @takes(MixerConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
     @classmethod

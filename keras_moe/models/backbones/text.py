@@ -117,7 +117,7 @@ class TextBackbone(ReadsTexts, MoEBackbone):
     example = "text"
 
     @takes(TextConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
     @classmethod

@@ -75,7 +75,7 @@ class Tower(NamedTuple):
 
     def __call__(
         self,
-        inputs: object,
+        inputs: Tensor,
         mask: Tensor | None = None,
         modality_ids: Tensor | None = None,
     ) -> TowerOutputs:
@@ -103,8 +103,8 @@ class Tower(NamedTuple):
             mixer_arguments: further arguments of all token mixers.
             caches: dict from block name to the cache of its token mixer.
         """
-        x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
-        fixed = {name: value for name, value in fixed.items() if value is not None}
+        x, optional = tokens, {"mask": mask, "modality_ids": modality_ids}
+        fixed: dict[str, Any] = {k: v for k, v in optional.items() if v is not None}
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)
         routing, block_tokens, new_caches, logits = {}, {}, {}, None
@@ -112,7 +112,7 @@ class Tower(NamedTuple):
             arguments = dict(mixer_arguments or {})
             if caches is not None:
                 arguments["cache"] = caches[block.name]
-            own = {"mixer_arguments": arguments} if arguments else {}
+            own: dict[str, Any] = {"mixer_arguments": arguments} if arguments else {}
             is_moe = isinstance(block, MoEBlock)
             if is_moe and block.feed_forward.router.gating_residual:
                 own["previous_logits"] = (
@@ -165,7 +165,7 @@ def image_tower(
     dtype: DType | None,
     token_mixer: Callable[[TowerSpec, int], keras.layers.Layer],
     final_norm: bool = True,
-    **embedding: object,
+    **embedding: Any,
 ) -> Tower:
     """Creates the tower of an image backbone, unbuilt.
 
@@ -244,7 +244,7 @@ def image_embedding(
     return tuple(layers), rows * columns + int(class_token)
 
 
-def text_inputs() -> dict[str, keras.KerasTensor]:
+def text_inputs() -> dict[str, Any]:
     return {
         "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
         "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
@@ -299,7 +299,7 @@ def embedding_projection(
         projection_dim,
         use_bias=use_bias,
         # Standard deviation 1 / sqrt(D).
-        kernel_initializer=PathInitializer(
+        kernel_initializer=PathInitializer(  # pyright: ignore[reportArgumentType]
             keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal"),
             f"{name}/kernel",
         ),

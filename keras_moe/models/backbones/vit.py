@@ -82,7 +82,7 @@ class ViTBackbone(ImageBackbone):
     config_class = ViTConfig
 
     @takes(ViTConfig)
-    def __init__(self, **kwargs: object):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
     @classmethod

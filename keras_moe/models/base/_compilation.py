@@ -31,7 +31,9 @@ _VERBOSE = {"fit": 3, "evaluate": 2, "predict": 1}
 
 # Whether compilations are announced, and the steps whose first batch is looked at.
 # None outside `fit`, `evaluate` and `predict`.
-_call = contextvars.ContextVar("call", default=None)
+_call: contextvars.ContextVar[tuple[bool, set] | None] = contextvars.ContextVar(
+    "call", default=None
+)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from keras_moe.routers._pruned import checked_kept, columns_go
 
 
 def copied(
-    model: KerasModel,
+    model: Any,
     config: dict,
     without: str | None = None,
     value: Callable[[Any], Any] = keras.ops.convert_to_numpy,
@@ -62,7 +62,8 @@ def config_with_router_arguments(model: KerasModel, arguments: dict) -> dict[str
             f"received: {type(model).__name__} without"
         )
     for tower in towers:
-        tower["moe"] = updated_moe(tower["moe"], arguments).to_dict()
+        moe = updated_moe(tower["moe"], arguments)
+        tower["moe"] = moe and moe.to_dict()
     return config
 
 

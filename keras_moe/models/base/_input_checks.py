@@ -52,7 +52,7 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
 
 
 def checking_labels(
-    model: KerasModel, name: str, make: Callable[[bool], Any]
+    model: Any, name: str, make: Callable[[bool], Any]
 ) -> Callable[[bool], Any]:
     """Makes a step that checks the labels of each batch, whatever it comes from.
 
@@ -111,7 +111,7 @@ def check_inputs(model: KerasModel, inputs: object) -> None:
 
 
 def check_training(
-    model: KerasModel, inputs: object, labels: object, validation_data: object = None
+    model: Any, inputs: object, labels: object, validation_data: object = None
 ) -> None:
     model._check_inputs(inputs, labels)
     if has_no_examples(inputs):
@@ -124,13 +124,13 @@ def check_training(
         model._check_inputs(*validation_data[:2])
 
 
-def check_prediction(model: KerasModel, inputs: object) -> None:
+def check_prediction(model: Any, inputs: object) -> None:
     if inputs is None:
         raise ValueError("Expected images or a dataset of them; received: None")
     model._check_inputs(inputs)
 
 
-def has_no_examples(inputs: object) -> bool:
+def has_no_examples(inputs: Any) -> bool:
     """Whether the inputs are arrays with batch size 0."""
     values = inputs.values() if isinstance(inputs, dict) else [inputs]
     return any(is_array(x) and tuple(x.shape)[:1] == (0,) for x in values)
@@ -159,7 +159,7 @@ def _check_shape(name, value, expected):
         )
 
 
-def check_batch(model: KerasModel, batch: object) -> None:
+def check_batch(model: Any, batch: object) -> None:
     """Looks at the first batch of a call, whatever it comes from."""
     if batch is None:
         return
@@ -177,10 +177,10 @@ def check_batch(model: KerasModel, batch: object) -> None:
     warn_of_raw_pixels(model, inputs)
 
 
-def warn_of_raw_pixels(model: KerasModel, inputs: object) -> None:
+def warn_of_raw_pixels(model: KerasModel, inputs: Any) -> None:
     """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
-    images = inputs.get("images") if isinstance(inputs, dict) else inputs
+    images: Any = inputs.get("images") if isinstance(inputs, dict) else inputs
     if "images" not in names or (images is inputs and len(names) > 1):
         return
     if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):

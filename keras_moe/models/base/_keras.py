@@ -10,13 +10,15 @@ from keras_moe._types import KerasModel
 if TYPE_CHECKING:
 
     class Mixin(KerasModel):
-        """A class that stands before a Keras model among the bases."""
+        """A class that stands before a model of KerasHub among the bases."""
+
+        def save_to_preset(self, preset_dir: str, **kwargs: Any) -> None: ...
 
     class TorchParameters(KerasModel):
         pass
 
     class Backbone(KerasModel):
-        def save_to_preset(self, preset_dir: str, **kwargs: Any) -> None: ...
+        pass
 
     class Task(KerasModel):
         backbone: Any

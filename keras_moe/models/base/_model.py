@@ -65,7 +65,7 @@ _IN_USE = weakref.WeakKeyDictionary()
 class ClassProperty:
     """A read-only property of a class."""
 
-    def __init__(self, function: Callable[[type], Any]):
+    def __init__(self, function: Callable[[Any], Any]):
         self.function = function
 
     def __get__(self, _: object, owner: type) -> Any:
@@ -199,7 +199,7 @@ class MoEModel(Exportable, TorchParameters):
         return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty
-    def presets(cls):
+    def presets(cls: Any):
         """The registered presets of this class."""
         return registry.presets_of(cls)
 

@@ -202,7 +202,7 @@ def write_card(
     (card or ModelCard()).write(model, folder, target.name)
 
 
-def _licence(name):
+def _licence(name) -> dict[str, Any]:
     """The entries of a licence, which the Hub may not have on its list."""
     if name not in _OTHER_LICENCES:
         return {"license": name}

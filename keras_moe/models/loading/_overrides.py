@@ -192,7 +192,9 @@ def config_for_weights(cls: type, saved: dict, config: dict) -> dict:
                 f"Expected {name}={expected!r}, as in the saved weights; received: "
                 f"{name}={received!r}. Load with load_weights=False to start anew."
             )
-    if not _is_soft(before) or not _is_soft(now):
+    if not (isinstance(before, MoEConfig) and isinstance(now, MoEConfig)):
+        return config
+    if not (_is_soft(before) and _is_soft(now)):
         return config
     old, new = before.router_arguments, now.router_arguments
     saved, wanted = cls.make_config(saved).to_dict(), cls.make_config(config).to_dict()
@@ -211,8 +213,7 @@ def config_for_weights(cls: type, saved: dict, config: dict) -> dict:
 
 
 def _is_soft(moe):
-    is_moe = isinstance(moe, MoEConfig) and moe.moe_layers is not None
-    return is_moe and issubclass(moe.router_class, SoftRouter)
+    return moe.moe_layers is not None and issubclass(moe.router_class, SoftRouter)
 
 
 def _listed(size):

@@ -72,9 +72,9 @@ class ModelSource:
             has_classes: whether the model must have classes.
         """
         backbone, is_task = self.backbone, cls is not None and registry.is_task(cls)
-        wanted = cls.backbone_cls if is_task else cls
+        wanted = getattr(cls, "backbone_cls", None) if is_task else cls
         if wanted is not None and not issubclass(backbone, wanted):
-            if not issubclass(wanted, backbone):
+            if cls is not None and not issubclass(wanted, backbone):
                 raise ValueError(
                     f"Expected a source of a {wanted.__name__} for {cls.__name__}; "
                     f"received: {self.name!r} of a {backbone.__name__}"

@@ -73,13 +73,13 @@ class Blueprint:
 
     backbone: type
     config: dict[str, Any]
-    task: type | None = None
+    task: Any = None
     task_config: dict[str, Any] = field(default_factory=dict)
     weights: Weights | None = None
     name: str = ""
 
     @classmethod
-    def of_model(cls, model: KerasModel) -> "Blueprint":
+    def of_model(cls, model: Any) -> "Blueprint":
         """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
@@ -147,7 +147,7 @@ class Blueprint:
             report = None if weights is None else weights.load(model, progress)
         return model, report
 
-    def build_abstract(self, compiled_like: Any = None) -> KerasModel:
+    def build_abstract(self, compiled_like: Any = None) -> Any:
         """Creates the model with weights that have shapes, and no values."""
         with _explained(self.weights), variables_without_values(), skip_init():
             model = self.backbone.from_config(self.config)

@@ -188,10 +188,9 @@ class ImagePreprocessor:
                 f"received: image_shape={self.image_shape}"
             )
         names = self.class_names
-        if None not in (names, num_classes) and len(names) != num_classes:
+        if names is not None and num_classes not in (None, len(names)):
             raise ValueError(
-                f"Expected class_names of {num_classes} classes; received: "
-                f"{len(self.class_names)}"
+                f"Expected class_names of {num_classes} classes; received: {len(names)}"
             )
 
     def get_config(self) -> dict:
@@ -263,7 +262,7 @@ def _white(image, max_value):
 
 
 def checked_preprocessor(
-    preprocessor: object, backbone: object
+    preprocessor: object, backbone: Any
 ) -> ImagePreprocessor | None:
     """Returns a model's preprocessor, if it fits the backbone."""
     if isinstance(preprocessor, dict):

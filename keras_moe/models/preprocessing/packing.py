@@ -34,11 +34,11 @@ def pack(
     """
     length = check_integer("length", length)
     padding_id = check_integer("padding_id", padding_id, 0, _LARGEST)
-    documents = [_ids(document) for document in documents]
-    if not any(len(ids) for ids in documents):
+    rows = [_ids(document) for document in documents]
+    if not any(map(len, rows)):
         raise ValueError("Expected documents with token ids; received: none")
-    ids = np.concatenate(documents)
-    number = np.repeat(np.arange(len(documents)), [len(x) for x in documents])
+    ids = np.concatenate(rows)
+    number = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
     padding = -len(ids) % length
     ids = np.pad(ids, (0, padding), constant_values=padding_id).reshape(-1, length)
     number = np.pad(number, (0, padding), constant_values=-1).reshape(-1, length)

@@ -24,9 +24,7 @@ from keras_moe.models.saving._weights_file import (
 TRAINING = (TRAINABLE, FROZEN, LORA) = ("trainable", FROZEN, "lora")
 
 
-def add_adapters(
-    backbone: keras_hub.models.Backbone, rank: int, names: list[str]
-) -> None:
+def add_adapters(backbone: Any, rank: int, names: list[str]) -> None:
     """Freezes a backbone, biases included, and adds trainable low-rank adapters."""
     layers = flatten_layers(backbone, include_self=False)
     able = {
@@ -48,9 +46,7 @@ def add_adapters(
                 weight.trainable = "lora" in weight.name
 
 
-def save_adapters(
-    backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
-) -> None:
+def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     adapters = adapter_weights(backbone)
     if not adapters or not str(filepath).endswith(".lora.h5"):
         raise ValueError(
@@ -66,16 +62,15 @@ def save_adapters(
             file[path] = keras.ops.convert_to_numpy(weight)
 
 
-def load_adapters(
-    backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
-) -> None:
+def load_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     """Loads adapters from a file of `save_adapters`, adding them if missing."""
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
         if "rank" not in file.attrs:
             raise ValueError(
                 f"Expected a file of save_lora_weights; received: {filepath}"
             )
-        names, rank = list(file.attrs["target_layer_names"]), file.attrs["rank"]
+        attributes: Any = file.attrs
+        names, rank = list(attributes["target_layer_names"]), attributes["rank"]
         stored = plain_values(file)
     if not adapter_weights(backbone):
         backbone.enable_lora(int(rank), names)
@@ -175,7 +170,7 @@ def quantized_policies(layers: list, policy: Any) -> Any:
     return DTypePolicyMap(policy.name, policies) if policies else policy
 
 
-def saved_policy(model: KerasModel) -> dict[str, Any]:
+def saved_policy(model: KerasModel) -> Any:
     """Returns the config of a model's policy, including quantised layers."""
     layers = flatten_layers(model, include_self=False)
     policy = quantized_policies(layers, model.dtype_policy)

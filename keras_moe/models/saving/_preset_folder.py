@@ -80,7 +80,7 @@ def _tokenizer_checksums(folder):
     }
 
 
-def shard_names(path: Path, content: object) -> list[str]:
+def shard_names(path: Path, content: Any) -> list[str]:
     try:
         listed = list(content["weight_map"].values())
     except (AttributeError, KeyError, TypeError) as error:
@@ -171,7 +171,7 @@ def compare_preset(folder: str | os.PathLike) -> None:
 _NOT_JSON = object()
 
 
-def _read_json(path):
+def _read_json(path) -> Any:
     try:
         return json.loads(read_text(path))
     except (OSError, RecursionError, ValueError):

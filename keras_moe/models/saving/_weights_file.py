@@ -234,7 +234,7 @@ class SavedWeights:
         wanted = self.is_wanted and self.has_head
         return wanted and check_file_exists(self.path, "task.weights.h5")
 
-    def load(self, model: KerasModel, progress: Any = None) -> None:
+    def load(self, model: Any, progress: Any = None) -> None:
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)

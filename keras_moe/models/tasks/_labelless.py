@@ -1,6 +1,5 @@
 """Tasks whose loss needs no labels, with metrics of outputs and weights."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -39,7 +38,9 @@ class LabellessTask(MoETask, Task):
 
     has_head = False
     has_metrics = False
-    _own_metrics, _weighted_loss = (), None  # until compiled
+    # Until compiled.
+    _own_metrics: tuple[keras.metrics.Metric, ...] = ()
+    _weighted_loss: Any = None
 
     def compile(
         self,
@@ -85,7 +86,7 @@ class LabellessTask(MoETask, Task):
         return self.get_metrics_result()
 
 
-def _checked(metrics: Sequence | None) -> list[keras.metrics.Metric]:
+def _checked(metrics: object) -> list[keras.metrics.Metric]:
     metrics = keras.tree.flatten(metrics or ())
     for metric in metrics:
         if not isinstance(metric, keras.metrics.Metric):

@@ -24,6 +24,9 @@ from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
 from keras_moe.models.saving._weights_file import checked_weights, save_weights
 
+# Its methods are called past those of a task's other base classes.
+_HUB_TASK: Any = keras_hub.models.Task
+
 
 class MoETask(MoEModel):
     """Base class of tasks, such as `ImageClassifier` and custom ones.
@@ -55,6 +58,11 @@ class MoETask(MoEModel):
     """
 
     task_name: str
+    backbone: Any
+    preprocessor: Any
+    backbone_cls: type | None
+    _features: Any
+    _routing: dict[str, Any]
     # Whether the head has weights, which are saved in a separate file.
     has_head = True
     # Whether metrics compare outputs with labels.
@@ -62,7 +70,7 @@ class MoETask(MoEModel):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        parents, task = cls.__mro__, keras_hub.models.Task
+        parents, task = cls.__mro__, _HUB_TASK
         if task not in parents or parents.index(task) < parents.index(MoETask):
             raise TypeError(
                 f"Expected class {cls.__name__}(MoETask, keras_hub.models.Task); "
@@ -118,7 +126,7 @@ class MoETask(MoEModel):
         return self._routing
 
     def get_config(self):
-        return {**keras_hub.models.Task.get_config(self), **training_config(self)}
+        return {**_HUB_TASK.get_config(self), **training_config(self)}
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -157,7 +165,7 @@ class MoETask(MoEModel):
         if metrics is None and self.has_metrics:
             # With None Keras would keep the previous metrics.
             metrics = []
-        keras_hub.models.Task.compile(
+        _HUB_TASK.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
 
@@ -196,7 +204,7 @@ class MoETask(MoEModel):
         # does not shuffle arrays. Use it only for KerasHub's preprocessors.
         owner = keras.Model
         if self._has_keras_hub_preprocessor():
-            owner = keras_hub.models.Task
+            owner = _HUB_TASK
         return functools.partial(getattr(owner, name), self)
 
     def preprocess_samples(
@@ -204,7 +212,7 @@ class MoETask(MoEModel):
     ) -> Any:
         """Applies a KerasHub preprocessor, if there is one."""
         if self._has_keras_hub_preprocessor():
-            return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+            return _HUB_TASK.preprocess_samples(self, x, y, sample_weight)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def save_task_weights(self, filepath: str | os.PathLike) -> None:
@@ -248,7 +256,7 @@ def check_task(
     names = ["name", "trainable", "compile"]
     check_argument_names(kwargs, names, type(task).__name__, argument_names(owner))
     wanted = task.backbone_cls or family
-    if not isinstance(backbone, wanted):
+    if wanted is not None and not isinstance(backbone, wanted):
         raise ValueError(
             f"Expected backbone to be a {wanted.__name__}; received: "
             f"backbone={backbone!r}"

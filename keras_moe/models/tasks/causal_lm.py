@@ -117,6 +117,7 @@ class CausalLM(LabellessTask, HubCausalLM):
     task_name = "causal_lm"
     pipeline_tag = "text-generation"
     backbone_cls = DecoderBackbone
+    backbone: DecoderBackbone
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class CausalLM(LabellessTask, HubCausalLM):
             return x
         return {**x, TARGETS: ops.convert_to_numpy(next_tokens(*arrays))}
 
-    def _ids(self, x):
+    def _ids(self, x) -> Any:
         """Ids of texts and of lists, as a list; tensors as arrays; others as given."""
         if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":
             x = x.tolist()

@@ -137,6 +137,8 @@ class ContrastiveModel(LabellessTask):
     task_name = "contrastive"
     pipeline_tag = "zero-shot-image-classification"
     backbone_cls = PairBackbone
+    backbone: PairBackbone
+    image_preprocessor: ImagePreprocessor | None
 
     def __init__(
         self,
@@ -270,7 +272,7 @@ class ContrastiveModel(LabellessTask):
         self,
         x: object = None,
         y: object = None,
-        y_pred: Tensor | None = None,
+        y_pred: Any = None,
         sample_weight: object = None,
         training: bool = True,
     ) -> Any:
@@ -286,7 +288,7 @@ class ContrastiveModel(LabellessTask):
         return sum(self.losses, loss)
 
     def encode_images(
-        self, images: object, batch_size: int = 32, verbose: object = 0
+        self, images: Any, batch_size: int = 32, verbose: object = 0
     ) -> np.ndarray:
         """Embeds images as float32 unit vectors (B, P).
 

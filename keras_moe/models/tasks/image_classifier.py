@@ -134,6 +134,9 @@ class ImageClassifier(MoETask, HubClassifier):
     """
 
     task_name = "image_classifier"
+    backbone: ImageBackbone
+    multi_label: bool
+    output_activation: str | None
     pipeline_tag = "image-classification"
 
     @classmethod
@@ -157,7 +160,7 @@ class ImageClassifier(MoETask, HubClassifier):
 
     def __init__(
         self,
-        backbone: object,
+        backbone: ImageBackbone,
         num_classes: int,
         preprocessor: object = None,
         pooling: str | None = None,
@@ -219,7 +222,7 @@ class ImageClassifier(MoETask, HubClassifier):
         inputs, routing = backbone.input, dict(backbone.routing)
         with initial_values(config["seed"], type(self).__name__):
             features = self.pooler(backbone(inputs))
-            if pooled_norm:
+            if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
             if representation_dim is not None:
                 self.representation = layers["pre_logits"]
@@ -266,7 +269,7 @@ class ImageClassifier(MoETask, HubClassifier):
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)
-        keras_hub.models.Task.preprocessor.fset(self, value)
+        keras_hub.models.Task.preprocessor.fset(self, value)  # pyright: ignore
 
     def classify(
         self,
@@ -489,6 +492,10 @@ class MixerImageClassifier(ImageClassifier):
     backbone_cls = MixerBackbone
 
 
+# Keras's signatures take names only.
+_initializer: Any = PathInitializer
+
+
 def _layers(
     backbone_config,
     policy,
@@ -514,7 +521,7 @@ def _layers(
             keras.layers.Dense(
                 representation_dim,
                 activation="tanh",
-                kernel_initializer=PathInitializer("lecun_normal", "pre_logits/kernel"),
+                kernel_initializer=_initializer("lecun_normal", "pre_logits/kernel"),
                 dtype=policy,
                 name="pre_logits",
             )
@@ -537,8 +544,8 @@ def _layers(
         predictions = keras.layers.Dense(
             num_classes,
             activation=output_activation,
-            kernel_initializer=PathInitializer("zeros"),
-            bias_initializer=PathInitializer(bias),
+            kernel_initializer=_initializer("zeros"),
+            bias_initializer=_initializer(bias),
             dtype=policy,
             name="predictions",
         )
@@ -592,7 +599,7 @@ def _loss_of_outputs(loss, from_logits):
     return loss
 
 
-def _crossentropy(loss):
+def _crossentropy(loss) -> Any:
     """Returns the class of a crossentropy given by name or function, or None."""
     if isinstance(loss, str):
         try:
