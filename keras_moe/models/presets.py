@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from keras_moe._compat import kept_random_states
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
-from keras_moe.models.description import Description
-from keras_moe.models.loading.blueprint import build, resolve
+from keras_moe.models.loading.blueprint import Description, build, resolve
 
 if TYPE_CHECKING:
     from keras_moe.models.backbones.base import MoEBackbone
@@ -112,9 +111,7 @@ def abstract(
 
     Args:
         preset: as in `from_preset`, or a model of this library. No weights are read.
-        task: as in `from_preset`.
-        load_weights: whether the preset's weights must fit the model.
-        **overrides: as in `from_preset`.
+        task, load_weights, **overrides: as in `from_preset`; weights must fit.
 
     Example:
 

@@ -15,10 +15,9 @@ from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
 from keras_moe.layers._initialization import initialization_rules, warn_of_unused
 from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
-from keras_moe.models.base._keras import Backbone
-from keras_moe.models.base._model import MoEModel
-from keras_moe.models.description import Part
+from keras_moe.models.base._model import Backbone, MoEModel
 from keras_moe.models.loading import _overrides
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.saving import _lora
 from keras_moe.models.saving._lora import (
     saved_policy,

@@ -29,8 +29,8 @@ from keras_moe.models.backbones.tower import (
     embedding_projection,
     text_inputs,
 )
-from keras_moe.models.description import Part
 from keras_moe.models.loading._overrides import tower_config, tower_families
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import backbone_class, register_backbone
 
 # Backbone class of each tower argument.

@@ -37,7 +37,7 @@ from keras_moe.models.backbones.tower import (
     text_embedding,
     text_inputs,
 )
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
 from keras_moe.ops import Cost, Routing
 from keras_moe.routers import SoftRouter

@@ -24,7 +24,7 @@ from keras_moe.models.backbones.tower import (
     text_inputs,
 )
 from keras_moe.models.base._input_checks import check_texts
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
 from keras_moe.routers import SoftRouter
 

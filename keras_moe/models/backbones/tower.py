@@ -26,7 +26,7 @@ from keras_moe.layers import (
 from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.ops import Cost
 from keras_moe.ops._initializers import PathInitializer
 

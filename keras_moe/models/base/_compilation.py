@@ -15,7 +15,7 @@ from keras_moe._backends.tensorflow import is_iterator, peeked
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._processes import process_index
 from keras_moe._types import KerasModel
-from keras_moe.models.base._input_checks import check_batch
+from keras_moe.models.base._input_checks import check_batch, checking_labels
 
 # Shorter compilations are not announced.
 LEAST_SECONDS = 1.0
@@ -69,6 +69,9 @@ def make_step(
         made = make(force)
         function = getattr(model, name)
         is_new = function is not before
+        if is_new and name != "predict_function":
+            function = checking_labels(model, function)
+            setattr(model, name, function)
         # A call that ended before its first step left its wrapper.
         function = getattr(function, "inner", function)
         announced, looked_at = _call.get() or (False, set())

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -11,8 +11,17 @@ from keras_moe._checks import check_path
 from keras_moe._compat import flatten_layers
 from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
-from keras_moe.models.base._keras import Mixin
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
+
+if TYPE_CHECKING:
+
+    class Mixin(KerasModel):
+        """A class that stands before a model of KerasHub among the bases."""
+
+        def save_to_preset(self, preset_dir: str, **kwargs: Any) -> None: ...
+
+else:
+    Mixin = object
 
 # Formats that are one file.
 _FILES = ("onnx", "torch")

@@ -51,14 +51,14 @@ def check_labels(labels: object, num_classes: int, loss: object) -> None:
             )
 
 
-def checking_labels(
-    model: Any, name: str, make: Callable[[bool], Any]
-) -> Callable[[bool], Any]:
-    """Makes a step that checks the labels of each batch, whatever it comes from.
+def checking_labels(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that checks the labels of each batch.
 
     JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
     raises an error of its own.
     """
+    if keras.backend.backend() == "tensorflow":
+        return step
 
     def checked(batch):
         _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -66,21 +66,13 @@ def checking_labels(
             model.check_labels(labels)
         return batch
 
-    def make_checking(force):
-        before = getattr(model, name)
-        made, step = make(force), getattr(model, name)
+    def checked_step(*args):
+        # PyTorch's step takes a list of batches, JAX's an iterator.
+        batches = map(checked, args[-1])
+        batches = [*batches] if isinstance(args[-1], list) else batches
+        return step(*args[:-1], batches)
 
-        def checked_step(*args):
-            # PyTorch's step takes a list of batches, JAX's an iterator.
-            batches = map(checked, args[-1])
-            batches = [*batches] if isinstance(args[-1], list) else batches
-            return step(*args[:-1], batches)
-
-        if step is not before and keras.backend.backend() != "tensorflow":
-            setattr(model, name, checked_step)
-        return made
-
-    return make_checking
+    return checked_step
 
 
 def array_values(value: object) -> np.ndarray | None:

@@ -7,10 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
+import keras_hub
 
+from keras_moe import _compat
 from keras_moe._compat import (
     ONE_AT_A_TIME,
     inject_functional_model_class,
@@ -33,16 +35,13 @@ from keras_moe.models.base._input_checks import (
     check_inputs,
     check_prediction,
     check_training,
-    checking_labels,
     has_no_examples,
     is_array,
     outputs_of_none,
     warn_of_raw_pixels,
 )
-from keras_moe.models.base._keras import Backbone, TorchParameters
 from keras_moe.models.base.model_card import ModelCard, write_card
-from keras_moe.models.description import Description
-from keras_moe.models.loading.blueprint import Blueprint, build
+from keras_moe.models.loading.blueprint import Blueprint, Description, build
 from keras_moe.models.saving._lora import TRAINING, apply_training
 from keras_moe.models.saving._preset_folder import staged
 from keras_moe.models.saving._weights_file import (
@@ -51,6 +50,36 @@ from keras_moe.models.saving._weights_file import (
     save_model,
     save_weights,
 )
+
+# What a checker knows of the classes that ours extend.
+if TYPE_CHECKING:
+
+    class TorchParameters(KerasModel):
+        pass
+
+    class Backbone(KerasModel):
+        pass
+
+    class Task(KerasModel):
+        backbone: Any
+        preprocessor: Any
+
+    class HubClassifier(Task):
+        pass
+
+    class HubCausalLM(Task):
+        sampler: Any
+        generate_function: Any
+
+        def make_generate_function(self) -> Any: ...
+        def generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+else:
+    Backbone = keras_hub.models.Backbone
+    Task = keras_hub.models.Task
+    HubCausalLM = keras_hub.models.CausalLM
+    HubClassifier = keras_hub.models.ImageClassifier
+    TorchParameters = _compat.TorchParameters
 
 # Keras changes the bases of this shared class when it builds the first model, which
 # would break another thread building one. KerasHub does so per task: those are built
@@ -152,14 +181,10 @@ class MoEModel(Exportable, TorchParameters):
 
     def make_train_function(self, force: bool = False) -> Any:
         keep_no_steps(self.optimizer)
-        name = "train_function"
-        make = checking_labels(self, name, super().make_train_function)
-        return make_step(self, name, make, force)
+        return make_step(self, "train_function", super().make_train_function, force)
 
     def make_test_function(self, force: bool = False) -> Any:
-        name = "test_function"
-        make = checking_labels(self, name, super().make_test_function)
-        return make_step(self, name, make, force)
+        return make_step(self, "test_function", super().make_test_function, force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         make = super().make_predict_function

@@ -1,10 +1,10 @@
-"""Tokenizes captions into token ids and padding masks. Axes: B batch, N tokens."""
+"""Texts as token ids: tokenizers, and rows of ids. Axes: B batch, N tokens."""
 
 import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from keras_moe.models.saving._preset_folder import (
 GPT2_FILES = ("vocab.json", "merges.txt")
 # A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Ids are int32.
+_LARGEST = 2**31 - 1
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -94,7 +96,7 @@ class TextTokenizer:
         self.lower_case = check_bool("lower_case", lower_case)
         if self.has_vocabulary:
             self._check_special_ids()
-        self.num_captions = self.num_truncated = 0
+        self.num_truncated = 0
 
     def _check_special_ids(self):
         """Raises ValueError for special ids outside the vocabulary."""
@@ -252,7 +254,6 @@ class TextTokenizer:
                 "num_truncated counts further ones",
                 stacklevel=2,
             )
-        self.num_captions += len(captions)
         self.num_truncated += num_truncated
         return {"token_ids": token_ids, "padding_mask": mask}
 
@@ -402,3 +403,75 @@ def _strings(captions):
                 f"captions[{index}]={caption!r}"
             )
     return captions
+
+
+def pack(
+    documents: Iterable[Sequence[int]], length: int, padding_id: int = 0
+) -> dict[str, np.ndarray]:
+    """Packs documents one after another into rows, without padding between them.
+
+    A document that does not fit goes on in the next row. The last row is padded.
+
+    Args:
+        documents: token ids of each document.
+        length: N, tokens per row.
+        padding_id: id of padding.
+
+    Returns: `"token_ids"` (B, N), and `"padding_mask"` (B, N), the numbers 1, 2, ... of
+    the documents in a row, and 0 for padding.
+
+    Example:
+
+    >>> from keras_moe.models import pack
+    >>> rows = pack([[5, 6, 7], [8, 9]], length=4)
+    >>> rows["token_ids"].tolist(), rows["padding_mask"].tolist()
+    ([[5, 6, 7, 8], [9, 0, 0, 0]], [[1, 1, 1, 2], [1, 0, 0, 0]])
+    """
+    length = check_integer("length", length)
+    padding_id = check_integer("padding_id", padding_id, 0, _LARGEST)
+    rows = [_ids(document) for document in documents]
+    if not any(map(len, rows)):
+        raise ValueError("Expected documents with token ids; received: none")
+    ids = np.concatenate(rows)
+    number = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
+    padding = -len(ids) % length
+    ids = np.pad(ids, (0, padding), constant_values=padding_id).reshape(-1, length)
+    number = np.pad(number, (0, padding), constant_values=-1).reshape(-1, length)
+    # Documents are numbered from 1 in each row.
+    is_new = np.diff(number, axis=1, prepend=number[:, :1]) != 0
+    mask = np.where(number < 0, 0, 1 + np.cumsum(is_new, axis=1))
+    return {"token_ids": ids, "padding_mask": mask.astype("int32")}
+
+
+def _ids(document):
+    """A document's ids as int32, which would wrap larger numbers and cut fractions."""
+    ids = np.asarray(document)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"Expected a list of integers for each document; received: {document!r:.80}"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() <= _LARGEST:
+        raise ValueError(
+            f"Expected token ids from 0 to {_LARGEST}; received: {ids.min()} to "
+            f"{ids.max()}"
+        )
+    return ids.astype("int32")
+
+
+def padded_rows(
+    rows: Sequence[Sequence[int]], length: int, padding_id: int = 0
+) -> dict[str, np.ndarray]:
+    """Pads each row of ids on the right."""
+    token_ids = np.full((len(rows), length), padding_id, "int32")
+    mask = np.zeros((len(rows), length), "int32")
+    for row, ids in enumerate(rows):
+        token_ids[row, : len(ids)] = _ids(ids)
+        mask[row, : len(ids)] = 1
+    return {"token_ids": token_ids, "padding_mask": mask}
+
+
+def is_id_array(value: object) -> bool:
+    """Whether `value` is an array of integers (B, N)."""
+    return (
+        isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "iu"
+    )

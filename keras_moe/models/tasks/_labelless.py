@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_moe._compat import track_loss_by
 from keras_moe._types import Tensor
-from keras_moe.models.base._keras import Task
+from keras_moe.models.base._model import Task
 from keras_moe.models.loading._sources import ARCHITECTURE, ModelSource
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.tasks.base import MoETask

@@ -18,8 +18,8 @@ from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_la
 from keras_moe._types import Config
 from keras_moe.models.base._input_checks import check_inputs
 from keras_moe.models.base._model import MoEModel
-from keras_moe.models.description import Part
 from keras_moe.models.loading._sources import ModelSource, TaskConfig
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
 from keras_moe.models.saving._weights_file import checked_weights, save_weights

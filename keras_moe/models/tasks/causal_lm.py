@@ -24,10 +24,14 @@ from keras_moe.models.base._input_checks import (
     check_input_names,
     check_texts,
 )
-from keras_moe.models.base._keras import HubCausalLM
+from keras_moe.models.base._model import HubCausalLM
 from keras_moe.models.loading._sources import ModelSource, TaskConfig
-from keras_moe.models.preprocessing.packing import is_id_array, pack, padded_rows
-from keras_moe.models.preprocessing.tokenizer import TextTokenizer
+from keras_moe.models.preprocessing.tokenizer import (
+    TextTokenizer,
+    is_id_array,
+    pack,
+    padded_rows,
+)
 from keras_moe.models.registry import register_task
 from keras_moe.models.tasks._labelless import (
     LabellessTask,

@@ -31,10 +31,10 @@ from keras_moe.models.backbones.tower import layer_cost
 from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base._copying import copied
 from keras_moe.models.base._input_checks import check_labels
-from keras_moe.models.base._keras import HubClassifier
+from keras_moe.models.base._model import HubClassifier
 from keras_moe.models.conversion import HEAD, POOLING
-from keras_moe.models.description import Part
 from keras_moe.models.loading._sources import PUBLISHED, SAVED, ModelSource, TaskConfig
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
