@@ -28,26 +28,19 @@ def takes(
     """Decorator: a constructor has the arguments of a config, which tools can read."""
 
     def decorate(init: Any) -> Any:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        arguments = [
-            (field.name, field.default, field.type)
-            for field in dataclasses.fields(cast(type, config_class))
+        fields = dataclasses.fields(cast(type, config_class))
+        arguments = [(field.name, field.default, field.type) for field in fields]
+        arguments.append(("dtype", None, DType))
+        parameters = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         ]
-        init.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                *(
-                    inspect.Parameter(
-                        name, kind, default=default, annotation=annotation
-                    )
-                    for name, default, annotation in (
-                        *arguments,
-                        ("dtype", None, DType),
-                    )
-                ),
-                inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-            ]
-        )
+        for name, default, annotation in arguments:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(name, kind, default=default, annotation=annotation)
+            )
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+        init.__signature__ = inspect.Signature(parameters)
         return init
 
     return decorate

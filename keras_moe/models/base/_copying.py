@@ -76,7 +76,7 @@ def with_kept_experts(
     """Returns a copy with some experts pruned."""
     config = model.get_config()
     towers = _towers(config)
-    layers = _moe_layers(getattr(model, "backbone", model), towers)
+    layers = _moe_layers(model.backbone, towers)
     if unknown := [name for name in kept_experts if name not in layers]:
         raise ValueError(
             "Expected kept_experts to be a dict from blocks to experts, with blocks "

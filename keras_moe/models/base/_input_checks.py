@@ -161,9 +161,7 @@ def check_batch(model: Any, batch: object) -> None:
         # Elsewhere `checking_labels` has those of every batch.
         model.check_labels(labels)
     token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
-    vocabulary_size = getattr(
-        getattr(model, "backbone", model), "vocabulary_size", None
-    )
+    vocabulary_size = getattr(model.backbone, "vocabulary_size", None)
     if vocabulary_size is not None:
         _check_ids(array_values(token_ids), vocabulary_size)
     warn_of_raw_pixels(model, inputs)

@@ -152,7 +152,7 @@ class ModelCard:
         from huggingface_hub import EvalResult, ModelCardData
 
         kind = getattr(model, "pipeline_tag", None)
-        routing = getattr(getattr(model, "backbone", model), "routing", None)
+        routing = getattr(model.backbone, "routing", None)
         experts = ["mixture-of-experts"] if routing else []
         results = [
             EvalResult(
@@ -220,7 +220,7 @@ def _usage(source):
 
 
 def _architecture(model):
-    backbone = getattr(model, "backbone", model)
+    backbone = model.backbone
     yield "class", type(model).__name__
     if backbone is not model:
         yield "backbone", type(backbone).__name__
@@ -244,7 +244,7 @@ def _arguments(config, prefix=""):
 
 def _costs(model):
     yield "parameters", f"{model.count_params():,}"
-    if not registry.is_registered(type(getattr(model, "backbone", model))):
+    if not registry.is_registered(type(model.backbone)):
         return
     costs = Blueprint.of_model(model).describe()
     yield "active parameters of a token", f"{costs.active_parameters:,}"

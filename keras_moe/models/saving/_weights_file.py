@@ -237,11 +237,10 @@ class SavedWeights:
     def load(self, model: Any, progress: Any = None) -> None:
         if not self.is_wanted:
             return
-        backbone = getattr(model, "backbone", model)
         with explained(self.path, self.name, LOAD_ANEW):
             if self.fills_head():
                 model.load_task_weights(get_file(self.path, "task.weights.h5"))
-            backbone.load_weights(self._backbone_file())
+            model.backbone.load_weights(self._backbone_file())
 
     def _backbone_file(self):
         if check_file_exists(self.path, "model.weights.h5"):
