@@ -84,7 +84,7 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
         fitting = {k: v for k, v in overrides.items() if k in names}
         changed[name] = apply_overrides(family, config.get(name) or {}, fitting)
         if name in overrides:
-            _check_dict(name, overrides[name], family)
+            _check_tower(family, name, overrides[name])
             changed[name] = apply_overrides(family, changed[name], overrides[name])
     return {**config, **changed}
 
@@ -108,18 +108,18 @@ def nested_config(cls: type, config: dict) -> dict:
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
     """Returns the nested config of the tower `name`, checked."""
-    _check_dict(name, config, cls)
-    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
-    check_argument_names(config, names, cls.__name__)
+    _check_tower(cls, name, config)
     return nested_config(cls, config)
 
 
-def _check_dict(name, config, cls):
+def _check_tower(cls, name, config):
     if not isinstance(config, dict):
         raise ValueError(
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
             f"received: {name}={config!r}"
         )
+    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
 
 
 def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
