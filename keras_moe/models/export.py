@@ -1,7 +1,7 @@
 """Exports weights in other libraries' formats, atomically. Axes: D hidden."""
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -161,7 +161,7 @@ class ExportedTower(NamedTuple):
     projection_dim: int | None = None
     images: Normalization = Normalization((0.5,), (0.5,))
 
-    def check(self, kind: str, **wanted: Any) -> None:
+    def check(self, kind: str, **wanted: object) -> None:
         """Raises ValueError unless the arguments are those that a format needs."""
         if self.config["moe"] is not None:
             raise ValueError(

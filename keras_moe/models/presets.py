@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from keras_moe._compat import kept_random_states
 from keras_moe.models import registry
@@ -52,20 +52,20 @@ def from_preset(
     load_weights: bool = True,
     *,
     num_classes: int,
-    **overrides: Any,
+    **overrides: object,
 ) -> "ImageClassifier": ...
 @overload
 def from_preset(
     preset: object,
     task: str | None = None,
     load_weights: bool = True,
-    **overrides: Any,
+    **overrides: object,
 ) -> "Model": ...
 def from_preset(
     preset: object,
     task: str | None = None,
     load_weights: bool = True,
-    **overrides: Any,
+    **overrides: object,
 ) -> "Model":
     """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 

@@ -234,17 +234,17 @@ def _figure(metric, value, data, split):
     return f"{metric} {figure} on {data} {split}"
 
 
-def preset(name: Any) -> dict | None:
+def preset(name: object) -> dict | None:
     """Returns a copy of a preset, or None."""
     return copy.deepcopy(_PRESETS.get(name)) if isinstance(name, str) else None
 
 
-def has_weights(name: Any) -> bool:
+def has_weights(name: object) -> bool:
     """Whether `name` is a registered preset with weights."""
     return (preset(name) or {}).get("weights") is not None
 
 
-def is_architecture(name: Any) -> bool:
+def is_architecture(name: object) -> bool:
     """Whether `name` is a registered preset without weights."""
     return preset(name) is not None and not has_weights(name)
 

@@ -58,7 +58,7 @@ def announcing(
 
 def make_step(
     model: KerasModel, name: str, make: Callable[[bool], Any], force: bool
-) -> Any:
+) -> object:
     """Creates a step whose first call is announced and looked at; later ones are not.
 
     The first batch is looked at where Keras hands it to the step, so that data of every

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     class Mixin(KerasModel):
         """A class that stands before a model of KerasHub among the bases."""
 
-        def save_to_preset(self, preset_dir: str, **kwargs: Any) -> None: ...
+        def save_to_preset(self, preset_dir: str, **kwargs: object) -> None: ...
 
 else:
     Mixin = object

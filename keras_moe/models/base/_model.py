@@ -72,7 +72,6 @@ if TYPE_CHECKING:
         generate_function: Any
 
         def make_generate_function(self) -> Any: ...
-        def generate(self, inputs: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 else:
     Backbone = keras_hub.models.Backbone
@@ -179,14 +178,14 @@ class MoEModel(Exportable, TorchParameters):
 
     # Announce the first step while it compiles.
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> object:
         keep_no_steps(self.optimizer)
         return make_step(self, "train_function", super().make_train_function, force)
 
-    def make_test_function(self, force: bool = False) -> Any:
+    def make_test_function(self, force: bool = False) -> object:
         return make_step(self, "test_function", super().make_test_function, force)
 
-    def make_predict_function(self, force: bool = False) -> Any:
+    def make_predict_function(self, force: bool = False) -> object:
         make = super().make_predict_function
         if keras.backend.backend() == "jax":
             make = functools.partial(make_pure_predict_function, self)

@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -461,7 +462,7 @@ class CausalLM(LabellessTask, HubCausalLM):
             for name, x in prompts.items()
         }
 
-    def make_generate_function(self) -> Any:
+    def make_generate_function(self) -> Callable[..., dict]:
         with ONE_AT_A_TIME:
             if self.generate_function is None:
                 function = super().make_generate_function()
