@@ -151,11 +151,11 @@ class ImageClassifier(MoETask, HubClassifier):
                 "received: num_classes=None"
             )
         config, new_weights = dict(source.task_config()), ()
+        if is_new:
+            new_weights = _adapt_head(config, source, overrides, backbone_config)
         config["preprocessor"] = _preprocessor(
             source, config, overrides, backbone_config
         )
-        if is_new:
-            new_weights = _adapt_head(config, source, overrides, backbone_config)
         return TaskConfig({**config, **overrides}, new_weights)
 
     def __init__(
