@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from keras_moe import _triton_first
 from keras_moe._version import __version__
@@ -73,23 +74,36 @@ if not _is_program():
     import_keras()
     from keras_moe import layers, losses, ops, routers
 
-_CORE = ("layers", "losses", "ops", "routers")
-# Imported at first use, since they need KerasHub, tf.data or matplotlib.
-_LAZY = (
+if TYPE_CHECKING:
+    from keras_moe import (
+        analysis,
+        data,
+        distribution,
+        evaluation,
+        models,
+        report,
+        training,
+    )
+
+# Imported at first use, unless above: most need KerasHub, tf.data or matplotlib.
+__all__ = [
+    "__version__",
     "analysis",
     "data",
     "distribution",
     "evaluation",
+    "layers",
+    "losses",
     "models",
+    "ops",
     "report",
+    "routers",
     "training",
-)
-
-__all__ = [*_LAZY, "__version__", "layers", "losses", "ops", "routers"]
+]
 
 
 def __getattr__(name: str):
-    if name in (*_CORE, *_LAZY):
+    if name in __all__:
         return importlib.import_module(f"keras_moe.{name}")
     raise AttributeError(f"module 'keras_moe' has no attribute {name!r}")
 

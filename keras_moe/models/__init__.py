@@ -27,12 +27,10 @@ from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base.model_card import CardResult, ModelCard, upload
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.conversion.keras_hub_experts import replace_moe
-from keras_moe.models.description import Description, Part
 from keras_moe.models.export import export_weights
-from keras_moe.models.loading.blueprint import Blueprint, resolve
+from keras_moe.models.loading.blueprint import Blueprint, Description, Part, resolve
 from keras_moe.models.preprocessing.images import ImagePreprocessor
-from keras_moe.models.preprocessing.packing import pack
-from keras_moe.models.preprocessing.tokenizer import TextTokenizer
+from keras_moe.models.preprocessing.tokenizer import TextTokenizer, pack
 from keras_moe.models.presets import (
     abstract,
     convert,
@@ -41,6 +39,8 @@ from keras_moe.models.presets import (
     list_presets,
 )
 from keras_moe.models.registry import (
+    VARIANTS,
+    Variant,
     builtin_presets,
     register_backbone,
     register_presets,
@@ -48,15 +48,13 @@ from keras_moe.models.registry import (
 )
 from keras_moe.models.tasks.base import MoETask
 from keras_moe.models.tasks.causal_lm import CausalLM, Perplexity
-from keras_moe.models.tasks.contrastive import ContrastiveModel
-from keras_moe.models.tasks.contrastive_metrics import ContrastiveAccuracy
+from keras_moe.models.tasks.contrastive import ContrastiveAccuracy, ContrastiveModel
 from keras_moe.models.tasks.image_classifier import (
     ClassProbability,
     ImageClassifier,
     MixerImageClassifier,
     ViTImageClassifier,
 )
-from keras_moe.models.variants import VARIANTS, Variant
 
 __all__ = [
     "VARIANTS",

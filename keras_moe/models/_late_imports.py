@@ -64,7 +64,8 @@ class _Submodules:
         # Do not load it twice: a second copy would register everything again. `import`
         # uses the module's own spec if there is one.
         self._spec = module.__spec__
-        module.__spec__ = importlib.util.spec_from_loader(name, self)
+        loader: Any = self
+        module.__spec__ = importlib.util.spec_from_loader(name, loader)
         return module.__spec__
 
     def create_module(self, spec):

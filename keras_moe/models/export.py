@@ -1,7 +1,7 @@
 """Exports weights in other libraries' formats, atomically. Axes: D hidden."""
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -9,6 +9,7 @@ from safetensors.numpy import save
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import staged_folder, write_bytes, write_json
+from keras_moe._types import KerasModel
 from keras_moe.models.conversion import (
     _dinov2,
     _gpt2,
@@ -50,7 +51,7 @@ _SHARD = 5 * 10**9
 _ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
-def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
+def export_weights(model: KerasModel, library: str, folder: str | os.PathLike) -> None:
     """Writes a model so that transformers, OpenCLIP or MoE++'s code can load it.
 
     `transformers` can load `CLIPModel`, `SiglipModel`, single towers of both, and a
@@ -158,9 +159,9 @@ class ExportedTower(NamedTuple):
     values: dict[str, np.ndarray]
     pooling: str | None = None
     projection_dim: int | None = None
-    images: Normalization | None = None
+    images: Normalization = Normalization((0.5,), (0.5,))
 
-    def check(self, kind: str, **wanted: Any) -> None:
+    def check(self, kind: str, **wanted: object) -> None:
         """Raises ValueError unless the arguments are those that a format needs."""
         if self.config["moe"] is not None:
             raise ValueError(
@@ -244,7 +245,7 @@ class ExportedModel(NamedTuple):
 
     towers: dict[str, ExportedTower]
     logits: dict[str, np.ndarray]
-    preprocessor: Any = None
+    preprocessor: object = None
 
     @property
     def is_decoder(self) -> bool:
@@ -252,7 +253,7 @@ class ExportedModel(NamedTuple):
         return "positions" in getattr(self.towers.get("text"), "config", {})
 
     @classmethod
-    def of(cls, model: keras.Model) -> "ExportedModel":
+    def of(cls, model: KerasModel) -> "ExportedModel":
         """Splits a model into its towers."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
@@ -275,7 +276,7 @@ class ExportedModel(NamedTuple):
         if model is not backbone:
             head = model.get_config()
             pooling, size = head["pooling"], head["num_classes"]
-            preprocessor = model.preprocessor
+            preprocessor = getattr(model, "preprocessor", None)
         images = _images(config, preprocessor)
         tower = ExportedTower(config, values, pooling, size, images)
         return cls({"image": tower}, {}, preprocessor)

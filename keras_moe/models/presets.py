@@ -2,13 +2,20 @@
 
 import fnmatch
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from keras_moe._compat import kept_random_states
 from keras_moe.models import registry
 from keras_moe.models.conversion import ConversionReport, check_convertible
-from keras_moe.models.description import Description
-from keras_moe.models.loading.blueprint import build, resolve
+from keras_moe.models.loading.blueprint import Description, build, resolve
+
+if TYPE_CHECKING:
+    from keras_moe.models.backbones.base import MoEBackbone
+    from keras_moe.models.tasks.causal_lm import CausalLM
+    from keras_moe.models.tasks.contrastive import ContrastiveModel
+    from keras_moe.models.tasks.image_classifier import ImageClassifier
+
+    Model: TypeAlias = MoEBackbone | ImageClassifier | ContrastiveModel | CausalLM
 
 
 def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, str]:
@@ -38,9 +45,28 @@ def list_presets(pattern: str = "*", trained: bool | None = None) -> dict[str, s
     }
 
 
+@overload
 def from_preset(
-    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
-) -> Any:
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    *,
+    num_classes: int,
+    **overrides: object,
+) -> "ImageClassifier": ...
+@overload
+def from_preset(
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    **overrides: object,
+) -> "Model": ...
+def from_preset(
+    preset: object,
+    task: str | None = None,
+    load_weights: bool = True,
+    **overrides: object,
+) -> "Model":
     """Creates a model from a preset, ready for `fit` or, if trained, `predict`.
 
     Returns an image classifier with a new head if `num_classes` is given; otherwise the
@@ -75,8 +101,8 @@ def from_preset(
 
 
 def abstract(
-    preset: Any, task: str | None = None, load_weights: bool = True, **overrides
-) -> Any:
+    preset: object, task: str | None = None, load_weights: bool = True, **overrides
+) -> "Model":
     """Creates a model whose weights have shapes and dtypes, but no values.
 
     It takes no memory, whatever its size: for counting, for layouts, and for compiling
@@ -85,9 +111,7 @@ def abstract(
 
     Args:
         preset: as in `from_preset`, or a model of this library. No weights are read.
-        task: as in `from_preset`.
-        load_weights: whether the preset's weights must fit the model.
-        **overrides: as in `from_preset`.
+        task, load_weights, **overrides: as in `from_preset`; weights must fit.
 
     Example:
 
@@ -104,13 +128,13 @@ def abstract(
 
 
 def convert(
-    source: Any,
+    source: object,
     task: str | None = None,
     load_weights: bool = True,
     progress: Callable[[int, int, str], None] | None = None,
     tower: str | None = None,
     **overrides,
-) -> tuple[Any, ConversionReport]:
+) -> tuple["Model", ConversionReport]:
     """Creates a model of this library from published weights.
 
     Every tensor must be used or known to be unneeded, and every weight of the model
@@ -163,7 +187,7 @@ def convert(
         return blueprint.build_with_report(progress)
 
 
-def describe(preset: Any, load_weights: bool = True, **overrides) -> Description:
+def describe(preset: object, load_weights: bool = True, **overrides) -> Description:
     """Counts parameters and FLOPs of a model without allocating weights.
 
     FLOPs are 2 per multiply-add of every matmul in one image's forward pass with no

@@ -181,7 +181,7 @@ def test_a_hand_written_list_of_what_is_trained(tmp_path):
 def test_the_argument_freezes(kind):
     backbone = KINDS[kind][0]().backbone
     frozen = type(backbone)(
-        **{**backbone.arguments, "trainable": False, "dtype": "float32"}
+        **{**backbone.config.to_dict(), "trainable": False, "dtype": "float32"}
     )
     assert frozen.weights
     assert not any(weight.trainable for weight in frozen.weights)

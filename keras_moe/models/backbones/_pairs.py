@@ -6,9 +6,10 @@ import keras
 
 from keras_moe._checks import check_concrete, check_one_of
 from keras_moe._compat import ONE_AT_A_TIME
+from keras_moe._types import Tensor
 from keras_moe.layers import LogitScale
 from keras_moe.losses.contrastive import TEMPERATURES, Temperature
-from keras_moe.models.backbones.base import MoEBackbone
+from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
 from keras_moe.models.base._exporting import Exportable
 from keras_moe.models.base._input_checks import (
     check_input_names,
@@ -25,12 +26,12 @@ _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 class PairEncoder(Exportable, keras.Model):
     """The model of one modality, created by `PairBackbone.encoder`."""
 
-    def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
+    def __init__(self, inputs: object, outputs: Any, max_length: int, **kwargs):
         super().__init__(inputs, outputs, **kwargs)
         self.max_length = max_length
 
 
-class PairBackbone(MoEBackbone):
+class PairBackbone(ReadsTexts, MoEBackbone):
     """Base class of `CLIPBackbone` and `LIMoEBackbone`.
 
     Names in `routing`, `features` and `get_layer` have the modality as a prefix, such
@@ -38,11 +39,13 @@ class PairBackbone(MoEBackbone):
     """
 
     example = "pair"
+    image_shape: Any
+    _encoders: dict[str, tuple[Any, list[int]]]
     pipeline_tag = "zero-shot-image-classification"
 
-    def __init__(self, *, dtype: Any = None, **kwargs):
+    def __init__(self, **kwargs):
         check_concrete(type(self), PairBackbone, "CLIPBackbone")
-        super().__init__(dtype=dtype, **kwargs)
+        super().__init__(**kwargs)
         # Bypass attribute tracking: the models share this backbone's layers.
         object.__setattr__(self, "_encoders", {})
 
@@ -54,7 +57,7 @@ class PairBackbone(MoEBackbone):
         """Returns the model of one modality, sharing this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
         with ONE_AT_A_TIME:
-            encoder, weights = self._encoders.get(modality, (None, None))
+            encoder, weights = self._encoders.get(modality, (None, []))
             # Quantisation and LoRA replace weights, which a compiled function does not
             # notice.
             if encoder is None or weights != _identities(encoder):
@@ -79,21 +82,9 @@ class PairBackbone(MoEBackbone):
         """Returns a layer of a modality's tower."""
         return super().get_layer(name)
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids V."""
-        return self._text_config.vocabulary_size
-
-    @property
-    def max_length(self) -> int:
-        """Maximum text length N."""
-        return self._text_config.max_length
-
-    @property
-    def _text_config(self):
-        return self.config
-
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
@@ -116,7 +107,7 @@ class PairBackbone(MoEBackbone):
                 )
         check_inputs(self, inputs)
 
-    def check_modality(self, modality: str, inputs: Any) -> None:
+    def check_modality(self, modality: str, inputs: object) -> None:
         """Checks the inputs of one modality where their values are known."""
         check_one_of("modality", modality, MODALITIES)
         if modality == "image":

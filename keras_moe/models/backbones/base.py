@@ -2,23 +2,22 @@
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Self
 
 import keras
-import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import check_bool, check_concrete, check_dtype
 from keras_moe._compat import order_layers
+from keras_moe._types import Config, DType
 from keras_moe.layers import MoEConfig, MuMoEConfig, TowerConfig
 from keras_moe.layers._initialization import initialization_rules, warn_of_unused
-from keras_moe.models.backbones.config import set_docstring, set_signature
+from keras_moe.models.backbones.config import takes
 from keras_moe.models.backbones.tower import Tower, TowerOutputs
-from keras_moe.models.base._model import MoEModel
-from keras_moe.models.base._soft_slots import config_for_slots
-from keras_moe.models.description import Part
+from keras_moe.models.base._model import Backbone, MoEModel
 from keras_moe.models.loading import _overrides
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.saving import _lora
 from keras_moe.models.saving._lora import (
     saved_policy,
@@ -29,7 +28,7 @@ from keras_moe.ops._initializers import initial_values
 from keras_moe.ops.expert_types import ExpertTypes
 
 
-class MoEBackbone(MoEModel, keras_hub.models.Backbone):
+class MoEBackbone(MoEModel, Backbone):
     """Base class of `ImageBackbone`, `TextBackbone` and image-text backbones.
 
     A subclass sets `config_class`, a frozen dataclass that extends
@@ -50,6 +49,9 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     """
 
     config_class: type = TowerConfig
+    config: Any
+    _routing: dict[str, Any]
+    _block_tokens: dict[str, Any]
     # Kind of input, for descriptions.
     example: str
     # Task tag on model hubs.
@@ -57,18 +59,14 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "config_class" not in cls.__dict__:
-            return
-        if "__init__" not in cls.__dict__:
+        if "config_class" in cls.__dict__ and "__init__" not in cls.__dict__:
             # A new function per class, because each has its own signature.
-            def __init__(self, *, dtype=None, **kwargs):
-                super(cls, self).__init__(dtype=dtype, **kwargs)
+            def __init__(self, **kwargs):
+                super(cls, self).__init__(**kwargs)
 
-            cls.__init__ = __init__
-        set_signature(cls.__init__, cls.config_class)
-        set_docstring(cls, cls.config_class)
+            cls.__init__ = takes(cls.config_class)(__init__)  # pyright: ignore
 
-    def __init__(self, *, dtype: Any = None, **kwargs):
+    def __init__(self, *, dtype: DType | None = None, **kwargs):
         cls = type(self)
         for base in (MoEBackbone, ImageBackbone):
             check_concrete(cls, base, "ViTBackbone")
@@ -98,7 +96,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         object.__setattr__(self, "config", config)
 
     @classmethod
-    def tower(cls, config: TowerConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: TowerConfig, dtype: DType | None = None) -> Tower:
         """Creates the unbuilt layers of a backbone from a `config_class`."""
         raise NotImplementedError
 
@@ -113,6 +111,15 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         config = _overrides.nested_config(cls, config)
         names = [field.name for field in dataclasses.fields(cls.config_class)]
         return cls.config_class(**{k: v for k, v in config.items() if k in names})
+
+    @property
+    def backbone(self) -> Self:
+        """The model itself, so that `model.backbone` works for tasks and backbones."""
+        return self
+
+    def __dir__(self):
+        # Keras saves whatever it finds among the attributes, and would go in a circle.
+        return [name for name in super().__dir__() if name != "backbone"]
 
     @property
     def moe(self) -> MoEConfig | MuMoEConfig | None:
@@ -142,17 +149,12 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         return None
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Fields of `config_class`; unlike `get_config`, imports no TensorFlow."""
-        return self.config.to_dict()
-
-    @property
     def hidden_dim(self) -> int:
         """Token size D."""
         return self.config.hidden_dim
 
     @classmethod
-    def from_config(cls, config: dict) -> "MoEBackbone":
+    def from_config(cls, config: Config) -> Self:
         """Inverts `get_config`; `moe` fields may also be at the top level."""
         return super().from_config(_overrides.nested_config(cls, config))
 
@@ -161,7 +163,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             "name": self.name,
             "trainable": self.trainable,
             "dtype": saved_policy(self),
-            **self.arguments,
+            **self.config.to_dict(),
             **training_config(self),
         }
 
@@ -185,11 +187,6 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         # Keras saves blocks by class and order, so a dense and an MoE block could swap
         # weights on loading. Record which is which in the file.
         return np.array([name in self.routing for name in self.block_names])
-
-    @classmethod
-    def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """Adapts `config` to saved weights: soft routers keep their slots."""
-        return config_for_slots(cls, saved, config)
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
@@ -231,6 +228,26 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         _lora.load_adapters(self, filepath)
 
 
+class ReadsTexts:
+    """Properties of backbones that read token ids."""
+
+    config: Any
+
+    @property
+    def _text_config(self):
+        return self.config
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids V."""
+        return self._text_config.vocabulary_size
+
+    @property
+    def max_length(self) -> int:
+        """Maximum text length N."""
+        return self._text_config.max_length
+
+
 class ImageBackbone(MoEBackbone):
     """Base class of image backbones: `ViTBackbone`, `MixerBackbone` and custom ones.
 
@@ -265,7 +282,7 @@ class ImageBackbone(MoEBackbone):
 
     @classmethod
     def _functional(cls, config, dtype):
-        images = keras.Input(shape=config.image_shape, name="images")
+        images: Any = keras.Input(shape=config.image_shape, name="images")
         encoded = cls.tower(config, dtype)(images)
         return images, encoded.tokens, encoded
 

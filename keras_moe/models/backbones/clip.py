@@ -5,13 +5,14 @@ Axes: B batch, N tokens, D hidden, P embedding.
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import keras
 
 from keras_moe._checks import check_bool, check_integer, check_one_of, check_seed
 from keras_moe._compat import set_dtype_policy
 from keras_moe._freezing import copy_freezing
+from keras_moe._types import Config
 from keras_moe.layers import LogitScale
 from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses import check_modalities
@@ -21,14 +22,15 @@ from keras_moe.models.backbones._pairs import (
     temperature_config,
 )
 from keras_moe.models.backbones.base import MoEBackbone
+from keras_moe.models.backbones.config import ModelArguments, takes
 from keras_moe.models.backbones.tower import (
     PooledProjection,
     TowerOutputs,
     embedding_projection,
     text_inputs,
 )
-from keras_moe.models.description import Part
 from keras_moe.models.loading._overrides import tower_config, tower_families
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import backbone_class, register_backbone
 
 # Backbone class of each tower argument.
@@ -38,24 +40,8 @@ _TEXT_SEED = 500_009
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CLIPConfig:
-    """Arguments of `CLIPBackbone`.
-
-    Args:
-        image: dict of `ViTBackbone` arguments (`moe` fields may be at the top level),
-            or a `ViTBackbone` whose weights are copied (not in `from_preset`).
-        text: the same for `TextBackbone`, whose projection is set below.
-        projection_dim: P, the embedding size. With None, images are not projected and
-            texts use their tower's setting, as in SigLIP.
-        projection_bias: whether the projections have biases.
-        image_pooling: pooling of image tokens, as in `ImageClassifier`. Defaults to the
-            class token, or the average without one; SigLIP uses `"map"`.
-        temperature: initial scale and bias of the similarities, as a
-            `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
-            published one, such as `"clip"` or `"siglip"`. With a bias, the default loss
-            is the sigmoid loss.
-        seed: seed of noise and dropout in towers without their own.
-    """
+class CLIPConfig(ModelArguments):
+    """Arguments of `CLIPBackbone`."""
 
     image: Any = None
     text: Any = None
@@ -86,7 +72,7 @@ class CLIPConfig:
     def _tower(self, name, family):
         tower = getattr(self, name)
         if isinstance(tower, keras.Model):
-            tower = tower.arguments
+            tower = tower.config.to_dict()
         config = family.make_config(tower_config(family, name, tower or {}))
         _check_one_modality(name, config.moe)
         if name == "image" or self.projection_dim is None:
@@ -132,8 +118,20 @@ class CLIPBackbone(PairBackbone):
     16}`, or flat for every tower that has the argument.
 
     Args:
-        dtype: dtype policy; routing and embeddings are always float32.
-        **kwargs: `name` and `trainable`.
+        image: dict of `ViTBackbone` arguments (`moe` fields may be at the top level),
+            or a `ViTBackbone` whose weights are copied (not in `from_preset`).
+        text: the same for `TextBackbone`, whose projection is set below.
+        projection_dim: P, the embedding size. With None, images are not projected and
+            texts use their tower's setting, as in SigLIP.
+        projection_bias: whether the projections have biases.
+        image_pooling: pooling of image tokens, as in `ImageClassifier`. Defaults to the
+            class token, or the average without one; SigLIP uses `"map"`.
+        temperature: initial scale and bias of the similarities, as a
+            `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
+            published one, such as `"clip"` or `"siglip"`. With a bias, the default loss
+            is the sigmoid loss.
+        seed: seed of noise and dropout in towers without their own.
+        **kwargs: arguments of `MoEBackbone`.
 
     Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
     integers (B, N), and `"padding_mask"`, (B, N), False for padding.
@@ -171,15 +169,16 @@ class CLIPBackbone(PairBackbone):
     # For overrides and descriptions.
     towers = _TOWERS
 
-    def __init__(self, *, dtype: Any = None, **kwargs):
-        super().__init__(dtype=dtype, **kwargs)
+    @takes(CLIPConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         for modality in _TOWERS:
             tower = kwargs.get(modality)
             if isinstance(tower, keras.Model):
                 _copy_weights(tower, self.tower_backbone(modality))
 
     @classmethod
-    def from_config(cls, config: dict) -> "CLIPBackbone":
+    def from_config(cls, config: Config) -> Self:
         model = super().from_config(config)
         for tower in map(model.tower_backbone, MODALITIES):
             # It is beside the layers that the config tells of.
@@ -213,7 +212,7 @@ class CLIPBackbone(PairBackbone):
             {f"{name}/{k}": v for name, of in both.items() for k, v in of[part].items()}
             for part in ("routing", "block_tokens")
         )
-        return inputs, outputs, TowerOutputs(None, routing, block_tokens)
+        return inputs, outputs, TowerOutputs(outputs, routing, block_tokens)
 
     def _encoder(self, modality):
         encoder = self.get_layer(modality)
@@ -249,7 +248,7 @@ class CLIPBackbone(PairBackbone):
     @property
     def grid(self) -> tuple[int, int]:
         """Number of patches (rows, columns)."""
-        return self.tower_backbone("image").grid
+        return self.get_layer("image").tower_backbone.grid
 
     @property
     def hidden_dim(self) -> int:
@@ -259,14 +258,6 @@ class CLIPBackbone(PairBackbone):
     @property
     def _text_config(self):
         return self.config.text
-
-    @classmethod
-    def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        towers = {
-            name: family.config_for_weights(saved[name], config[name])
-            for name, family in tower_families(cls).items()
-        }
-        return {**config, **towers}
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:

@@ -2,16 +2,52 @@
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 from keras_moe._checks import check_bool, check_image_shape, check_integer, head_size
+from keras_moe._types import DType
 from keras_moe.layers import SelfAttention, TowerConfig, TowerSpec
+
+P = ParamSpec("P")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(TowerConfig):
+class ModelArguments:
+    """Arguments of every backbone, for type checkers: its config does not hold them."""
+
+    if TYPE_CHECKING:
+        dtype: DType | None = None
+        name: str | None = None
+        trainable: bool = True
+
+
+def takes(
+    config_class: Callable[P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorator: a constructor has the arguments of a config, which tools can read."""
+
+    def decorate(init: Any) -> Any:
+        fields = dataclasses.fields(cast(type, config_class))
+        arguments = [(field.name, field.default, field.type) for field in fields]
+        arguments.append(("dtype", None, DType))
+        parameters = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        for name, default, annotation in arguments:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(name, kind, default=default, annotation=annotation)
+            )
+        parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
+        init.__signature__ = inspect.Signature(parameters)
+        return init
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(TowerConfig, ModelArguments):
     """Arguments of a transformer encoder.
 
     Args:
@@ -58,7 +94,7 @@ class TransformerConfig(TowerConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(TowerConfig):
+class ImageConfig(TowerConfig, ModelArguments):
     """Arguments of an image encoder.
 
     Args:
@@ -82,13 +118,8 @@ class ImageConfig(TowerConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabularyConfig(TowerConfig):
-    """Arguments of whatever reads token ids.
-
-    Args:
-        vocabulary_size: V, the number of token ids.
-        max_length: maximum text length N, special tokens included.
-    """
+class VocabularyConfig(TowerConfig, ModelArguments):
+    """Arguments of whatever reads token ids."""
 
     vocabulary_size: int = 49408
     max_length: int = 77
@@ -101,49 +132,10 @@ class VocabularyConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenIdsConfig(VocabularyConfig):
-    """Arguments of a text encoder.
-
-    Args:
-        mask_padding: whether padding is excluded from attention, routing and pooling.
-    """
+    """Arguments of a text encoder."""
 
     mask_padding: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         check_bool("mask_padding", self.mask_padding)
-
-
-def set_signature(init: Callable, config_class: type) -> None:
-    """Sets the signature of a backbone's `__init__` from its config."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(
-            field.name, kind, default=field.default, annotation=field.type
-        )
-        for field in dataclasses.fields(config_class)
-    ]
-    init.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *parameters,
-            inspect.Parameter("dtype", kind, default=None, annotation=Any),
-            inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
-        ]
-    )
-
-
-def set_docstring(cls: type, config_class: type) -> None:
-    """Inserts the config's field descriptions into a backbone's `Args`."""
-    if "Args:\n" not in (cls.__dict__.get("__doc__") or ""):
-        return
-    entries = {}
-    for base in reversed(config_class.__mro__):
-        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")
-        section, *_ = section.partition("\n\n")
-        for entry in re.findall(r"^    \w.*(?:\n {8}.*)*", section, re.MULTILINE):
-            entries[entry.partition(":")[0].strip()] = entry
-    names = [field.name for field in dataclasses.fields(config_class)]
-    described = "\n".join(entries[name] for name in names if name in entries)
-    docstring = inspect.cleandoc(cls.__doc__)
-    cls.__doc__ = docstring.replace("Args:\n", f"Args:\n{described}\n", 1)

@@ -18,6 +18,7 @@ from keras_moe._checks import (
     fits_shape,
     head_size,
 )
+from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     CausalAttention,
     CausalMask,
@@ -27,8 +28,12 @@ from keras_moe.layers import (
     TowerSpec,
 )
 from keras_moe.layers.causal_attention import check_key_value_heads
-from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import TransformerConfig, VocabularyConfig
+from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
+from keras_moe.models.backbones.config import (
+    TransformerConfig,
+    VocabularyConfig,
+    takes,
+)
 from keras_moe.models.backbones.tower import (
     Tower,
     TowerOutputs,
@@ -37,7 +42,7 @@ from keras_moe.models.backbones.tower import (
     text_inputs,
 )
 from keras_moe.models.base._input_checks import check_texts
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
 from keras_moe.routers import SoftmaxAffinity, TokenChoiceRouter
 from keras_moe.routers.affinities import get as affinity_of
@@ -47,22 +52,7 @@ POSITIONS = ("rotary", "learned")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TransformerConfig, VocabularyConfig):
-    """Arguments of `DecoderBackbone`.
-
-    Args:
-        num_key_value_heads: number of heads of keys and values; None for `num_heads`.
-        positions: `"rotary"`, in the attention, or `"learned"`, added to the tokens.
-        rope_theta: base of the rotary positions' wavelengths.
-        rope_scaling: factor by which rotary positions are divided.
-        tied_embeddings: whether logits use the matrix of the token embeddings.
-        query_key_norm: whether to normalise queries and keys per head, by `norm`.
-        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
-            Experts are chosen by each token on its own: routers that look at the
-            other tokens of a sequence would look ahead, and are refused. So does a
-            capacity in training, which is allowed as in the papers: with K=2 or a
-            `priority` other than `"first_come"`, a token may lose its slot to a later
-            one. `dropless=True` avoids it.
-    """
+    """Arguments of `DecoderBackbone`."""
 
     num_key_value_heads: int | None = None
     positions: str = "rotary"
@@ -101,7 +91,7 @@ class DecoderConfig(TransformerConfig, VocabularyConfig):
         rotary = None
         if self.positions == "rotary":
             rotary = keras_hub.layers.RotaryEmbedding(
-                self.rope_theta,
+                self.rope_theta,  # pyright: ignore[reportArgumentType]
                 self.rope_scaling,
                 dtype=spec.dtype,
                 name="rotary_embedding",
@@ -155,7 +145,7 @@ def check_causal(moe):
 
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
-class DecoderBackbone(MoEBackbone):
+class DecoderBackbone(ReadsTexts, MoEBackbone):
     """A causal transformer for language models, dense or with mixtures of experts.
 
     The defaults are LLaMA's parts. With `moe=MoEConfig(...)` its feed-forward layers
@@ -163,8 +153,21 @@ class DecoderBackbone(MoEBackbone):
     it and generates text. `routing` and `features` work as in `ViTBackbone`.
 
     Args:
-        dtype: dtype policy; routing is always float32.
-        **kwargs: `name` and `trainable`.
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+        num_key_value_heads: number of heads of keys and values; None for `num_heads`.
+        positions: `"rotary"`, in the attention, or `"learned"`, added to the tokens.
+        rope_theta: base of the rotary positions' wavelengths.
+        rope_scaling: factor by which rotary positions are divided.
+        tied_embeddings: whether logits use the matrix of the token embeddings.
+        query_key_norm: whether to normalise queries and keys per head, by `norm`.
+        moe: `MoEConfig`, `MuMoEConfig` or a dict of fields; None for a dense model.
+            Experts are chosen by each token on its own: routers that look at the
+            other tokens of a sequence would look ahead, and are refused. So does a
+            capacity in training, which is allowed as in the papers: with K=2 or a
+            `priority` other than `"first_come"`, a token may lose its slot to a later
+            one. `dropless=True` avoids it.
+        **kwargs: arguments of `TransformerConfig` and `MoEBackbone`.
 
     Input shape: dict of `"token_ids"`, integers (B, N) with N up to `max_length`, and
     `"padding_mask"`, (B, N): 0 or False for padding. Several documents in a row have
@@ -194,10 +197,13 @@ class DecoderBackbone(MoEBackbone):
     config_class = DecoderConfig
     example = "text"
     pipeline_tag = "text-generation"
-    routes_padding = False
+
+    @takes(DecoderConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
 
     @classmethod
-    def tower(cls, config: DecoderConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: DecoderConfig, dtype: DType | None = None) -> Tower:
         spec = TowerSpec.of(config, config.max_length, dtype)
         embedding = ReversibleTokenEmbedding(
             config.vocabulary_size,
@@ -227,16 +233,6 @@ class DecoderBackbone(MoEBackbone):
         return inputs, encoded.tokens, encoded
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids V."""
-        return self.config.vocabulary_size
-
-    @property
-    def max_length(self) -> int:
-        """Maximum text length N."""
-        return self.config.max_length
-
-    @property
     def token_embedding(self) -> ReversibleTokenEmbedding:
         """The token embedding, under the name KerasHub's language models use."""
         return self.get_layer("token_embedding")
@@ -246,11 +242,11 @@ class DecoderBackbone(MoEBackbone):
         """`"tokens"`, and the tokens after each block (B, N, D) as `"block_0"`..."""
         return {"tokens": self.output, **self._block_tokens}
 
-    def logits(self, tokens: Any) -> Any:
+    def logits(self, tokens: Tensor) -> Any:
         """Returns the logits (B, N, V) of the backbone's outputs."""
         return self.token_embedding(tokens, reverse=True)
 
-    def empty_cache(self, padding_mask: Any) -> dict:
+    def empty_cache(self, padding_mask: Tensor) -> dict:
         """Returns a cache without tokens, for `call_with_cache`.
 
         It is a dict of the `"padding_mask"` and of each block's keys and values.
@@ -260,7 +256,7 @@ class DecoderBackbone(MoEBackbone):
         """
         padding_mask = ops.cast(padding_mask, "int32")
         check_integer("length", padding_mask.shape[1], maximum=self.max_length)
-        cache = {"padding_mask": padding_mask}
+        cache: dict[str, Any] = {"padding_mask": padding_mask}
         for name in self.block_names:
             mixer = self.get_layer(name).token_mixer
             shape = mixer.cache_shape(*ops.shape(padding_mask))
@@ -268,7 +264,7 @@ class DecoderBackbone(MoEBackbone):
         return cache
 
     def call_with_cache(
-        self, token_ids: Any, cache: dict, start: Any
+        self, token_ids: Tensor, cache: dict, start: Tensor | int
     ) -> tuple[Any, dict]:
         """Encodes the tokens that follow those in the cache.
 

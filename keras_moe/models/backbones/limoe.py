@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_integer
+from keras_moe._types import DType
 from keras_moe.layers import LogitScale, MaskedPooling, MoEConfig, TowerSpec
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbones._pairs import (
@@ -22,6 +23,7 @@ from keras_moe.models.backbones.config import (
     ImageConfig,
     TokenIdsConfig,
     TransformerConfig,
+    takes,
 )
 from keras_moe.models.backbones.tower import (
     Tower,
@@ -35,7 +37,7 @@ from keras_moe.models.backbones.tower import (
     text_embedding,
     text_inputs,
 )
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
 from keras_moe.ops import Cost, Routing
 from keras_moe.routers import SoftRouter
@@ -43,15 +45,7 @@ from keras_moe.routers import SoftRouter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
-    """Arguments of `LIMoEBackbone`.
-
-    Args:
-        patch_size: an int or (height, width). Images are zero-padded to whole patches.
-        mask_padding: whether padding is excluded from attention, routing and averages
-            (the paper routes it). Every text needs a token that is not padding.
-        projection_dim: P.
-        temperature: scale and bias of the similarities; see `CLIPBackbone`.
-    """
+    """Arguments of `LIMoEBackbone`."""
 
     vocabulary_size: int = 32000
     max_length: int = 16
@@ -96,9 +90,15 @@ class LIMoEBackbone(PairBackbone):
     share a final norm before the average.
 
     Args:
-        dtype: dtype policy; routing and embeddings are always float32.
-        **kwargs: `name` and `trainable`. Soft routers are not allowed in `moe`, since
-            they would mix images with texts.
+        patch_size: an int or (height, width). Images are zero-padded to whole patches.
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+        mask_padding: whether padding is excluded from attention, routing and averages
+            (the paper routes it). Every text needs a token that is not padding.
+        projection_dim: P.
+        temperature: scale and bias of the similarities; see `CLIPBackbone`.
+        **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
+            Soft routers are not allowed in `moe`: they would mix images with texts.
 
     Input shape: dict of `"images"` (B, height, width, channels), `"token_ids"`,
     integers (B, N) with N up to `max_length`, and `"padding_mask"` (B, N), False for
@@ -133,8 +133,12 @@ class LIMoEBackbone(PairBackbone):
     config_class = LIMoEConfig
     image_shape, grid = ImageBackbone.image_shape, ImageBackbone.grid
 
+    @takes(LIMoEConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
     @classmethod
-    def tower(cls, config: LIMoEConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: LIMoEConfig, dtype: DType | None = None) -> Tower:
         _, num_patches = _image_embedding(config, dtype)
         spec = TowerSpec.of(config, num_patches + config.max_length, dtype)
         blocks = spec.blocks(lambda index: config.attention(spec, index))
@@ -184,7 +188,7 @@ class LIMoEBackbone(PairBackbone):
         ):
             part = Tower(layers, ()).parts(shape)[0][0]
             parts.append(part._replace(name=f"{modality}_embedding"))
-        for layer in (*tower.blocks, tower.final_norm):
+        for layer in tower.layers:
             costs = [layer_cost(layer, (n, dim)) for n in (num_patches, max_length)]
             # Count the weights once and the operations of both modalities.
             cost = costs[0]._replace(flops=sum(each.flops for each in costs))

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_integer, check_one_of
+from keras_moe._types import DType
 from keras_moe.layers import (
     MuMoEConfig,
     TokenMLP,
@@ -15,7 +16,7 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.backbones.base import ImageBackbone
-from keras_moe.models.backbones.config import ImageConfig
+from keras_moe.models.backbones.config import ImageConfig, takes
 from keras_moe.models.backbones.tower import Tower, image_tower
 from keras_moe.models.registry import register_backbone
 
@@ -24,14 +25,7 @@ TOKEN_MIXERS = ("mlp", MUMOE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(ImageConfig):
-    """Arguments of `MixerBackbone`.
-
-    Args:
-        token_mlp_dim: H of the token-mixing MLPs.
-        token_mixer: `"mlp"`, or `"mumoe"` to use `keras_moe.layers.TokenMuMoE` in the
-            blocks that `moe`, a `MuMoEConfig`, selects. `routing` then has a record
-            over channels (B, D, E), such as `"block_0/token_mixer"`.
-    """
+    """Arguments of `MixerBackbone`."""
 
     token_mlp_dim: int = 384
     token_mixer: str = "mlp"
@@ -75,8 +69,11 @@ class MixerBackbone(ImageBackbone):
     `features` work as in `ViTBackbone`.
 
     Args:
-        dtype: dtype policy; routing is always float32.
-        **kwargs: `name` and `trainable`.
+        token_mlp_dim: H of the token-mixing MLPs.
+        token_mixer: `"mlp"`, or `"mumoe"` to use `keras_moe.layers.TokenMuMoE` in the
+            blocks that `moe`, a `MuMoEConfig`, selects. `routing` then has a record
+            over channels (B, D, E), such as `"block_0/token_mixer"`.
+        **kwargs: arguments of `ImageConfig` and `MoEBackbone`.
 
     Input shape: (B, height, width, channels), in [-1, 1]. Output shape: (B, N, D).
 
@@ -96,6 +93,10 @@ class MixerBackbone(ImageBackbone):
 
     config_class = MixerConfig
 
+    @takes(MixerConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
     @classmethod
-    def tower(cls, config: MixerConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: MixerConfig, dtype: DType | None = None) -> Tower:
         return image_tower(config, dtype, config.mix)

@@ -9,10 +9,11 @@ from typing import Any
 import keras
 
 from keras_moe._checks import check_bool, check_integer, check_one_of
+from keras_moe._types import DType
 from keras_moe.layers import AttentionPooling, MaskedPooling, TowerSpec
 from keras_moe.layers.pooling import MASKED_POOLINGS
-from keras_moe.models.backbones.base import MoEBackbone
-from keras_moe.models.backbones.config import TokenIdsConfig, TransformerConfig
+from keras_moe.models.backbones.base import MoEBackbone, ReadsTexts
+from keras_moe.models.backbones.config import TokenIdsConfig, TransformerConfig, takes
 from keras_moe.models.backbones.tower import (
     PooledProjection,
     Tower,
@@ -23,7 +24,7 @@ from keras_moe.models.backbones.tower import (
     text_inputs,
 )
 from keras_moe.models.base._input_checks import check_texts
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.registry import register_backbone
 from keras_moe.routers import SoftRouter
 
@@ -32,22 +33,7 @@ TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(TransformerConfig, TokenIdsConfig):
-    """Arguments of `TextBackbone`.
-
-    Args:
-        mask_padding: whether padding is excluded from attention, routing and pooling.
-            If not, as in SigLIP, `"last"` pools the last position.
-        causal: whether tokens attend only to themselves and earlier tokens.
-        pooling: `"first"`, `"last"`, `"end_of_text"`, `"average"` or `"max"` (see
-            `keras_moe.layers.MaskedPooling`), or `"map"`, attention from a learned
-            probe (see `keras_moe.layers.AttentionPooling`).
-        end_of_text_id: token id that `"end_of_text"` pools. Defaults to the largest id
-            of each text, as in published CLIP weights.
-        projection_dim: size of the projection of the pooled vector; None for none.
-        projection_bias: whether the projection has a bias, as in SigLIP.
-        final_norm: whether to normalise the last block's tokens.
-        activation: MLP activation. OpenAI's weights use `"quick_gelu"`, most `"gelu"`.
-    """
+    """Arguments of `TextBackbone`."""
 
     causal: bool = True
     pooling: str = "end_of_text"
@@ -74,7 +60,7 @@ class TextConfig(TransformerConfig, TokenIdsConfig):
 
 @register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
-class TextBackbone(MoEBackbone):
+class TextBackbone(ReadsTexts, MoEBackbone):
     """A text transformer such as CLIP's, dense or with mixtures of experts.
 
     The defaults are the text tower of OpenAI's CLIP-B, apart from its
@@ -85,8 +71,21 @@ class TextBackbone(MoEBackbone):
     number of tokens.
 
     Args:
-        dtype: dtype policy; routing is always float32.
-        **kwargs: `name` and `trainable`.
+        vocabulary_size: V, the number of token ids.
+        max_length: maximum text length N, special tokens included.
+        mask_padding: whether padding is excluded from attention, routing and pooling.
+            If not, as in SigLIP, `"last"` pools the last position.
+        causal: whether tokens attend only to themselves and earlier tokens.
+        pooling: `"first"`, `"last"`, `"end_of_text"`, `"average"` or `"max"` (see
+            `keras_moe.layers.MaskedPooling`), or `"map"`, attention from a learned
+            probe (see `keras_moe.layers.AttentionPooling`).
+        end_of_text_id: token id that `"end_of_text"` pools. Defaults to the largest id
+            of each text, as in published CLIP weights.
+        projection_dim: size of the projection of the pooled vector; None for none.
+        projection_bias: whether the projection has a bias, as in SigLIP.
+        final_norm: whether to normalise the last block's tokens.
+        activation: MLP activation. OpenAI's weights use `"quick_gelu"`, most `"gelu"`.
+        **kwargs: arguments of `TransformerConfig` and `MoEBackbone`.
 
     Input shape: dict of `"token_ids"`, integers (B, N) with N up to `max_length`;
     `"padding_mask"`, (B, N), False for padding; and, if routers use modalities,
@@ -117,8 +116,12 @@ class TextBackbone(MoEBackbone):
     config_class = TextConfig
     example = "text"
 
+    @takes(TextConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
     @classmethod
-    def tower(cls, config: TextConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: TextConfig, dtype: DType | None = None) -> Tower:
         spec = TowerSpec.of(config, config.max_length, dtype)
         return Tower(
             (*text_embedding(config, dtype), embedding_dropout(config, dtype)),
@@ -145,16 +148,6 @@ class TextBackbone(MoEBackbone):
             arguments["token_ids"] = token_ids
         pooled = pooler(encoded.tokens, **arguments)
         return inputs, {"tokens": encoded.tokens, "pooled": pooled}, encoded
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids V."""
-        return self.config.vocabulary_size
-
-    @property
-    def max_length(self) -> int:
-        """Maximum text length N."""
-        return self.config.max_length
 
     @property
     def token_embedding(self) -> keras.layers.Layer:

@@ -11,6 +11,7 @@ import keras
 from keras import ops
 
 from keras_moe._checks import check_one_of
+from keras_moe._types import DType, Tensor
 from keras_moe.layers import (
     ClassToken,
     LayerNorm,
@@ -25,7 +26,7 @@ from keras_moe.layers import (
 from keras_moe.layers.normalization import norm_layer
 from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.backbones.config import ImageConfig, TokenIdsConfig
-from keras_moe.models.description import Part
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.ops import Cost
 from keras_moe.ops._initializers import PathInitializer
 
@@ -40,7 +41,7 @@ class TowerOutputs(NamedTuple):
         caches: dict from block name to its new cache, if it had one.
     """
 
-    tokens: Any
+    tokens: Tensor
     routing: dict
     block_tokens: dict
     caches: dict = {}
@@ -73,7 +74,10 @@ class Tower(NamedTuple):
     final_norm: keras.layers.Layer | None = None
 
     def __call__(
-        self, inputs: Any, mask: Any = None, modality_ids: Any = None
+        self,
+        inputs: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
     ) -> TowerOutputs:
         x = inputs
         for layer in self.embedding:
@@ -82,9 +86,9 @@ class Tower(NamedTuple):
 
     def encode(
         self,
-        tokens: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        modality_ids: Tensor | None = None,
         boundaries: tuple[int, ...] = (),
         mixer_arguments: dict | None = None,
         caches: dict | None = None,
@@ -99,8 +103,8 @@ class Tower(NamedTuple):
             mixer_arguments: further arguments of all token mixers.
             caches: dict from block name to the cache of its token mixer.
         """
-        x, fixed = tokens, {"mask": mask, "modality_ids": modality_ids}
-        fixed = {name: value for name, value in fixed.items() if value is not None}
+        x, optional = tokens, {"mask": mask, "modality_ids": modality_ids}
+        fixed: dict[str, Any] = {k: v for k, v in optional.items() if v is not None}
         if boundaries:
             fixed["boundaries"] = tuple(boundaries)
         routing, block_tokens, new_caches, logits = {}, {}, {}, None
@@ -108,7 +112,7 @@ class Tower(NamedTuple):
             arguments = dict(mixer_arguments or {})
             if caches is not None:
                 arguments["cache"] = caches[block.name]
-            own = {"mixer_arguments": arguments} if arguments else {}
+            own: dict[str, Any] = {"mixer_arguments": arguments} if arguments else {}
             is_moe = isinstance(block, MoEBlock)
             if is_moe and block.feed_forward.router.gating_residual:
                 own["previous_logits"] = (
@@ -158,7 +162,7 @@ def _no_logits(tokens, block):
 
 def image_tower(
     config: ImageConfig,
-    dtype: Any,
+    dtype: DType | None,
     token_mixer: Callable[[TowerSpec, int], keras.layers.Layer],
     final_norm: bool = True,
     **embedding: Any,
@@ -201,7 +205,7 @@ def image_tower(
 
 def image_embedding(
     config: ImageConfig,
-    dtype: Any,
+    dtype: DType | None,
     *,
     padding: str = "valid",
     class_token: bool = False,
@@ -240,14 +244,14 @@ def image_embedding(
     return tuple(layers), rows * columns + int(class_token)
 
 
-def text_inputs() -> dict[str, keras.KerasTensor]:
+def text_inputs() -> dict[str, Any]:
     return {
         "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
         "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
     }
 
 
-def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
+def text_embedding(config: TokenIdsConfig, dtype: DType | None) -> tuple:
     """Returns the unbuilt layers from ids (B, N) to tokens, without dropout."""
     return (
         TokenEmbedding(
@@ -260,7 +264,7 @@ def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
     )
 
 
-def embedding_dropout(config: TowerConfig, dtype: Any) -> keras.layers.Dropout:
+def embedding_dropout(config: TowerConfig, dtype: DType | None) -> keras.layers.Dropout:
     """Creates the dropout on embedded tokens, unbuilt."""
     return keras.layers.Dropout(
         config.dropout_rate,
@@ -271,7 +275,7 @@ def embedding_dropout(config: TowerConfig, dtype: Any) -> keras.layers.Dropout:
     )
 
 
-def final_norm_layer(config: TowerConfig, dtype: Any) -> keras.layers.Layer:
+def final_norm_layer(config: TowerConfig, dtype: DType | None) -> keras.layers.Layer:
     """Creates the norm after the last block, unbuilt."""
     return norm_layer(
         config.norm,
@@ -285,7 +289,7 @@ def final_norm_layer(config: TowerConfig, dtype: Any) -> keras.layers.Layer:
 def embedding_projection(
     projection_dim: int | None,
     use_bias: bool = False,
-    dtype: Any = None,
+    dtype: DType | None = None,
     name: str = "projection",
 ) -> keras.layers.Dense | None:
     """Creates a dense layer (B, D) -> (B, P), initialised as in CLIP."""
@@ -295,7 +299,7 @@ def embedding_projection(
         projection_dim,
         use_bias=use_bias,
         # Standard deviation 1 / sqrt(D).
-        kernel_initializer=PathInitializer(
+        kernel_initializer=PathInitializer(  # pyright: ignore[reportArgumentType]
             keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal"),
             f"{name}/kernel",
         ),
@@ -310,7 +314,7 @@ class PooledProjection(NamedTuple):
     pooling: keras.layers.Layer
     projection: keras.layers.Dense | None = None
 
-    def __call__(self, tokens: Any, **arguments: Any) -> Any:
+    def __call__(self, tokens: Tensor, **arguments: object) -> Any:
         pooled = self.pooling(tokens, **arguments)
         return pooled if self.projection is None else self.projection(pooled)
 
@@ -319,8 +323,7 @@ class PooledProjection(NamedTuple):
         if cost.parameters:
             parts.append(Part(f"{prefix}pooler", "MAP", *cost))
         if self.projection is not None:
-            dense = self.projection
-            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
+            cost = layer_cost(self.projection, shape)
             parts.append(Part(f"{prefix}projection", "dense", *cost))
         return parts
 
@@ -338,6 +341,8 @@ def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
     """The cost of an unbuilt layer; without a `cost` method, only its parameters."""
     if hasattr(layer, "cost"):
         return layer.cost(shape)
+    if isinstance(layer, keras.layers.Dense):
+        return Cost.of_dense(shape[-1], layer.units, layer.use_bias)
     copy = type(layer).from_config(layer.get_config())
     copy.build((None, *shape))
     return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})

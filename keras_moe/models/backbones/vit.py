@@ -4,32 +4,20 @@ Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
 import dataclasses
-from typing import Any
 
 import keras
 
 from keras_moe._checks import check_bool
+from keras_moe._types import DType
 from keras_moe.models.backbones.base import ImageBackbone
-from keras_moe.models.backbones.config import ImageConfig, TransformerConfig
+from keras_moe.models.backbones.config import ImageConfig, TransformerConfig, takes
 from keras_moe.models.backbones.tower import Tower, image_tower
 from keras_moe.models.registry import register_backbone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(TransformerConfig, ImageConfig):
-    """Arguments of `ViTBackbone`.
-
-    Args:
-        class_token: whether to prepend a learned class token.
-        position_embedding: `"learned"`, `"sincos"` (fixed sines and cosines; none for
-            the class token) or None.
-        position_interpolation: how to resize learned positions and patch kernels when
-            loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
-            in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
-        embedding_norm: whether to normalise embedded tokens, as in CLIP.
-        final_norm: whether to normalise the last block's tokens. If False, use a
-            classifier with `pooled_norm`.
-    """
+    """Arguments of `ViTBackbone`."""
 
     class_token: bool = True
     position_embedding: str | None = "learned"
@@ -59,8 +47,16 @@ class ViTBackbone(ImageBackbone):
     losses of the first (Keras 3.15). Concatenate the inputs instead.
 
     Args:
-        dtype: dtype policy; routing is always float32.
-        **kwargs: `name` and `trainable`.
+        class_token: whether to prepend a learned class token.
+        position_embedding: `"learned"`, `"sincos"` (fixed sines and cosines; none for
+            the class token) or None.
+        position_interpolation: how to resize learned positions and patch kernels when
+            loading weights: `"bilinear"`, as in Google's releases, or `"bicubic"`, as
+            in timm. See `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
+        embedding_norm: whether to normalise embedded tokens, as in CLIP.
+        final_norm: whether to normalise the last block's tokens. If False, use a
+            classifier with `pooled_norm`.
+        **kwargs: arguments of `ImageConfig`, `TransformerConfig` and `MoEBackbone`.
 
     Input shape: (B, height, width, channels), in [-1, 1].
 
@@ -85,8 +81,12 @@ class ViTBackbone(ImageBackbone):
 
     config_class = ViTConfig
 
+    @takes(ViTConfig)
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
     @classmethod
-    def tower(cls, config: ViTConfig, dtype: Any = None) -> Tower:
+    def tower(cls, config: ViTConfig, dtype: DType | None = None) -> Tower:
         return image_tower(
             config,
             dtype,

@@ -14,7 +14,8 @@ import keras
 from keras_moe._backends.tensorflow import is_iterator, peeked
 from keras_moe._compat import ONE_AT_A_TIME
 from keras_moe._processes import process_index
-from keras_moe.models.base._input_checks import check_batch
+from keras_moe._types import KerasModel
+from keras_moe.models.base._input_checks import check_batch, checking_labels
 
 # Shorter compilations are not announced.
 LEAST_SECONDS = 1.0
@@ -30,7 +31,9 @@ _VERBOSE = {"fit": 3, "evaluate": 2, "predict": 1}
 
 # Whether compilations are announced, and the steps whose first batch is looked at.
 # None outside `fit`, `evaluate` and `predict`.
-_call = contextvars.ContextVar("call", default=None)
+_call: contextvars.ContextVar[tuple[bool, set] | None] = contextvars.ContextVar(
+    "call", default=None
+)
 
 
 @contextlib.contextmanager
@@ -54,8 +57,8 @@ def announcing(
 
 
 def make_step(
-    model: keras.Model, name: str, make: Callable[[bool], Any], force: bool
-) -> Any:
+    model: KerasModel, name: str, make: Callable[[bool], Any], force: bool
+) -> object:
     """Creates a step whose first call is announced and looked at; later ones are not.
 
     The first batch is looked at where Keras hands it to the step, so that data of every
@@ -66,6 +69,9 @@ def make_step(
         made = make(force)
         function = getattr(model, name)
         is_new = function is not before
+        if is_new and name != "predict_function":
+            function = checking_labels(model, function)
+            setattr(model, name, function)
         # A call that ended before its first step left its wrapper.
         function = getattr(function, "inner", function)
         announced, looked_at = _call.get() or (False, set())

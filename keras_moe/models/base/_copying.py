@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_moe._compat import flatten_layers
+from keras_moe._types import KerasModel
 from keras_moe.models.loading._overrides import updated_moe
 from keras_moe.routers import TokenChoiceRouter
 from keras_moe.routers._pruned import checked_kept, columns_go
@@ -52,7 +53,7 @@ def copied(
     return new
 
 
-def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
+def config_with_router_arguments(model: KerasModel, arguments: dict) -> dict[str, Any]:
     config = model.get_config()
     towers = [x for x in _towers(config).values() if x["moe"] is not None]
     if not towers:
@@ -61,7 +62,8 @@ def config_with_router_arguments(model: Any, arguments: dict) -> dict[str, Any]:
             f"received: {type(model).__name__} without"
         )
     for tower in towers:
-        tower["moe"] = updated_moe(tower["moe"], arguments).to_dict()
+        moe = updated_moe(tower["moe"], arguments)
+        tower["moe"] = moe and moe.to_dict()
     return config
 
 
@@ -69,12 +71,12 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 
 
 def with_kept_experts(
-    model: Any, kept_experts: dict[str, Any], method: str, removed: bool
+    model: KerasModel, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
     """Returns a copy with some experts pruned."""
     config = model.get_config()
     towers = _towers(config)
-    layers = _moe_layers(getattr(model, "backbone", model), towers)
+    layers = _moe_layers(model.backbone, towers)
     if unknown := [name for name in kept_experts if name not in layers]:
         raise ValueError(
             "Expected kept_experts to be a dict from blocks to experts, with blocks "

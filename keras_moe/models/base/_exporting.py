@@ -3,21 +3,35 @@
 import contextlib
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_moe._checks import check_path
 from keras_moe._compat import flatten_layers
+from keras_moe._types import KerasModel
 from keras_moe.layers import MoEBlock
 from keras_moe.routers import SparseRouter, SparsityConstrainedAffinity
+
+if TYPE_CHECKING:
+
+    class Mixin(KerasModel):
+        """A class that stands before a model of KerasHub among the bases."""
+
+        def save_to_preset(self, preset_dir: str, **kwargs: object) -> None: ...
+
+else:
+    Mixin = object
 
 # Formats that are one file.
 _FILES = ("onnx", "torch")
 
 
 def export_signature(
-    model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
+    model: KerasModel,
+    format: str,
+    input_signature: object,
+    dynamic_shapes: object = None,
 ) -> Any:
     """Checks that a format supports a model, and returns Keras's signature."""
     if input_signature is not None:
@@ -153,7 +167,7 @@ def _version_of_programs(format):
     return readable_by_tensorflow()
 
 
-class Exportable:
+class Exportable(Mixin):
     """Mixin that overrides `keras.Model.export`."""
 
     def export(
@@ -161,7 +175,7 @@ class Exportable:
         filepath: str | os.PathLike,
         format: str = "tf_saved_model",
         verbose: bool | None = None,
-        input_signature: Any = None,
+        input_signature: object = None,
         **kwargs,
     ) -> None:
         """Exports the model for inference; see `keras.Model.export`."""

@@ -13,10 +13,11 @@ import numpy as np
 from keras import ops, tree
 
 from keras_moe._checks import check_class_labels, fits_shape, outer_stack_level
+from keras_moe._types import KerasModel
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
-def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
+def check_labels(labels: object, num_classes: int, loss: object) -> None:
     """Checks class indices or 0-1 targets, whichever the loss implies."""
     several, losses = tree.flatten(labels), tree.flatten(loss)
     if len(several) != 1 or len(losses) != 1:
@@ -50,14 +51,14 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
             )
 
 
-def checking_labels(
-    model: keras.Model, name: str, make: Callable[[bool], Any]
-) -> Callable[[bool], Any]:
-    """Makes a step that checks the labels of each batch, whatever it comes from.
+def checking_labels(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that checks the labels of each batch.
 
     JAX would give an unknown class no loss. TensorFlow reads batches in its graph, and
     raises an error of its own.
     """
+    if keras.backend.backend() == "tensorflow":
+        return step
 
     def checked(batch):
         _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -65,24 +66,16 @@ def checking_labels(
             model.check_labels(labels)
         return batch
 
-    def make_checking(force):
-        before = getattr(model, name)
-        made, step = make(force), getattr(model, name)
+    def checked_step(*args):
+        # PyTorch's step takes a list of batches, JAX's an iterator.
+        batches = map(checked, args[-1])
+        batches = [*batches] if isinstance(args[-1], list) else batches
+        return step(*args[:-1], batches)
 
-        def checked_step(*args):
-            # PyTorch's step takes a list of batches, JAX's an iterator.
-            batches = map(checked, args[-1])
-            batches = [*batches] if isinstance(args[-1], list) else batches
-            return step(*args[:-1], batches)
-
-        if step is not before and keras.backend.backend() != "tensorflow":
-            setattr(model, name, checked_step)
-        return made
-
-    return make_checking
+    return checked_step
 
 
-def array_values(value: Any) -> np.ndarray | None:
+def array_values(value: object) -> np.ndarray | None:
     """Returns an array or tensor as NumPy, or None if it has no values."""
     if isinstance(value, np.ndarray):
         return value
@@ -95,12 +88,12 @@ def array_values(value: Any) -> np.ndarray | None:
         return None
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether `value` is a NumPy array or a backend's tensor."""
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
-def check_inputs(model: keras.Model, inputs: Any) -> None:
+def check_inputs(model: KerasModel, inputs: object) -> None:
     """Checks the shapes of input arrays."""
     symbolic_inputs = tree.flatten(model.input)
     if not isinstance(inputs, dict):
@@ -110,7 +103,7 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
 
 
 def check_training(
-    model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
+    model: Any, inputs: object, labels: object, validation_data: object = None
 ) -> None:
     model._check_inputs(inputs, labels)
     if has_no_examples(inputs):
@@ -123,7 +116,7 @@ def check_training(
         model._check_inputs(*validation_data[:2])
 
 
-def check_prediction(model: keras.Model, inputs: Any) -> None:
+def check_prediction(model: Any, inputs: object) -> None:
     if inputs is None:
         raise ValueError("Expected images or a dataset of them; received: None")
     model._check_inputs(inputs)
@@ -135,7 +128,7 @@ def has_no_examples(inputs: Any) -> bool:
     return any(is_array(x) and tuple(x.shape)[:1] == (0,) for x in values)
 
 
-def outputs_of_none(model: keras.Model) -> Any:
+def outputs_of_none(model: KerasModel) -> Any:
     """Returns the outputs for an empty batch, as NumPy arrays."""
 
     def empty(symbolic):
@@ -158,7 +151,7 @@ def _check_shape(name, value, expected):
         )
 
 
-def check_batch(model: keras.Model, batch: Any) -> None:
+def check_batch(model: Any, batch: object) -> None:
     """Looks at the first batch of a call, whatever it comes from."""
     if batch is None:
         return
@@ -168,18 +161,16 @@ def check_batch(model: keras.Model, batch: Any) -> None:
         # Elsewhere `checking_labels` has those of every batch.
         model.check_labels(labels)
     token_ids = inputs.get("token_ids") if isinstance(inputs, dict) else None
-    vocabulary_size = getattr(
-        getattr(model, "backbone", model), "vocabulary_size", None
-    )
+    vocabulary_size = getattr(model.backbone, "vocabulary_size", None)
     if vocabulary_size is not None:
         _check_ids(array_values(token_ids), vocabulary_size)
     warn_of_raw_pixels(model, inputs)
 
 
-def warn_of_raw_pixels(model: keras.Model, inputs: Any) -> None:
+def warn_of_raw_pixels(model: KerasModel, inputs: Any) -> None:
     """Warns once of pixels from 0 to 255, where a model expects [-1, 1]."""
     names = [symbolic.name for symbolic in tree.flatten(model.input)]
-    images = inputs.get("images") if isinstance(inputs, dict) else inputs
+    images: Any = inputs.get("images") if isinstance(inputs, dict) else inputs
     if "images" not in names or (images is inputs and len(names) > 1):
         return
     if getattr(model, "_has_warned_of_pixels", False) or not is_array(images):
@@ -207,7 +198,7 @@ def warn_of_raw_pixels(model: keras.Model, inputs: Any) -> None:
 
 
 def check_texts(
-    inputs: Any,
+    inputs: object,
     vocabulary_size: int,
     max_length: int,
     names: tuple[str, ...] = ("token_ids", "padding_mask"),

@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 import keras_hub
 
+from keras_moe import _compat
 from keras_moe._compat import (
     ONE_AT_A_TIME,
-    TorchParameters,
     inject_functional_model_class,
     is_clone,
     is_jax_train_state,
@@ -22,6 +22,7 @@ from keras_moe._compat import (
     make_pure_predict_function,
     serving,
 )
+from keras_moe._types import Config, KerasModel
 from keras_moe.models import registry
 from keras_moe.models.base._compilation import announcing, make_step
 from keras_moe.models.base._copying import (
@@ -34,15 +35,13 @@ from keras_moe.models.base._input_checks import (
     check_inputs,
     check_prediction,
     check_training,
-    checking_labels,
     has_no_examples,
     is_array,
     outputs_of_none,
     warn_of_raw_pixels,
 )
 from keras_moe.models.base.model_card import ModelCard, write_card
-from keras_moe.models.description import Description
-from keras_moe.models.loading.blueprint import Blueprint, build
+from keras_moe.models.loading.blueprint import Blueprint, Description, build
 from keras_moe.models.saving._lora import TRAINING, apply_training
 from keras_moe.models.saving._preset_folder import staged
 from keras_moe.models.saving._weights_file import (
@@ -52,10 +51,39 @@ from keras_moe.models.saving._weights_file import (
     save_weights,
 )
 
+# What a checker knows of the classes that ours extend.
+if TYPE_CHECKING:
+
+    class TorchParameters(KerasModel):
+        pass
+
+    class Backbone(KerasModel):
+        pass
+
+    class Task(KerasModel):
+        backbone: Any
+        preprocessor: Any
+
+    class HubClassifier(Task):
+        pass
+
+    class HubCausalLM(Task):
+        sampler: Any
+        generate_function: Any
+
+        def make_generate_function(self) -> Any: ...
+
+else:
+    Backbone = keras_hub.models.Backbone
+    Task = keras_hub.models.Task
+    HubCausalLM = keras_hub.models.CausalLM
+    HubClassifier = keras_hub.models.ImageClassifier
+    TorchParameters = _compat.TorchParameters
+
 # Keras changes the bases of this shared class when it builds the first model, which
 # would break another thread building one. KerasHub does so per task: those are built
 # one at a time.
-inject_functional_model_class(keras_hub.models.Backbone)
+inject_functional_model_class(Backbone)
 
 
 # Locks of models whose variables Keras takes away, on JAX.
@@ -65,10 +93,10 @@ _IN_USE = weakref.WeakKeyDictionary()
 class ClassProperty:
     """A read-only property of a class."""
 
-    def __init__(self, function: Callable[[type], Any]):
+    def __init__(self, function: Callable[[Any], Any]):
         self.function = function
 
-    def __get__(self, _: Any, owner: type) -> Any:
+    def __get__(self, _: object, owner: type) -> Any:
         return self.function(owner)
 
 
@@ -79,7 +107,7 @@ class MoEModel(Exportable, TorchParameters):
     keeps_own_freezing = True
 
     @classmethod
-    def from_config(cls, config: dict) -> Any:
+    def from_config(cls, config: Config) -> Self:
         arguments = {k: v for k, v in config.items() if k not in TRAINING}
         model = super().from_config(arguments)
         apply_training(model, config)
@@ -113,7 +141,7 @@ class MoEModel(Exportable, TorchParameters):
         return labels
 
     def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> keras.callbacks.History:
         """Trains the model as `keras.Model.fit`; arrays are checked first."""
         validation = kwargs.get("validation_data")
@@ -125,13 +153,15 @@ class MoEModel(Exportable, TorchParameters):
         with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         check_training(self, x, y)
         y = self._labels(x, y, kwargs.get("sample_weight"))
         with state_kept(self), announcing("evaluate", (y, *args), kwargs):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, x: object, *args: object, **kwargs: object) -> Any:
         """Returns the outputs; see `keras.Model.predict`. Empty inputs are allowed."""
         check_prediction(self, x)
         if has_no_examples(x):
@@ -148,25 +178,25 @@ class MoEModel(Exportable, TorchParameters):
 
     # Announce the first step while it compiles.
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> object:
         keep_no_steps(self.optimizer)
-        name = "train_function"
-        make = checking_labels(self, name, super().make_train_function)
-        return make_step(self, name, make, force)
+        return make_step(self, "train_function", super().make_train_function, force)
 
-    def make_test_function(self, force: bool = False) -> Any:
-        name = "test_function"
-        make = checking_labels(self, name, super().make_test_function)
-        return make_step(self, name, make, force)
+    def make_test_function(self, force: bool = False) -> object:
+        return make_step(self, "test_function", super().make_test_function, force)
 
-    def make_predict_function(self, force: bool = False) -> Any:
+    def make_predict_function(self, force: bool = False) -> object:
         make = super().make_predict_function
         if keras.backend.backend() == "jax":
             make = functools.partial(make_pure_predict_function, self)
         return make_step(self, "predict_function", make, force)
 
     def train_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+        self,
+        x: object,
+        y: object = None,
+        sample_weight: object = None,
+        **kwargs: object,
     ) -> Any:
         check_training(self, x, y)
         y, method = self._labels(x, y, sample_weight), "train_on_batch"
@@ -174,14 +204,18 @@ class MoEModel(Exportable, TorchParameters):
             return self._training_method(method)(x, y, sample_weight, **kwargs)
 
     def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+        self,
+        x: object,
+        y: object = None,
+        sample_weight: object = None,
+        **kwargs: object,
     ) -> Any:
         check_training(self, x, y)
         y, method = self._labels(x, y, sample_weight), "test_on_batch"
         with state_kept(self):
             return self._training_method(method)(x, y, sample_weight, **kwargs)
 
-    def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict_on_batch(self, x: object, *args: object, **kwargs: object) -> Any:
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
@@ -189,17 +223,21 @@ class MoEModel(Exportable, TorchParameters):
         return super(MoEModel, serving(self)).predict_on_batch(x, *args, **kwargs)
 
     @ClassProperty
-    def presets(cls):
+    def presets(cls: Any):
         """The registered presets of this class."""
         return registry.presets_of(cls)
 
     @classmethod
-    def from_preset(cls, preset: Any, load_weights: bool = True, **kwargs) -> Any:
+    def from_preset(cls, preset: object, load_weights: bool = True, **kwargs) -> Self:
         """Creates a model from a preset; see `keras_moe.models.from_preset`."""
         return build(preset, kwargs, cls=cls, load_weights=load_weights)
 
     def save(
-        self, filepath: Any, overwrite: bool = True, zipped: Any = None, **kwargs: Any
+        self,
+        filepath: object,
+        overwrite: bool = True,
+        zipped: object = None,
+        **kwargs: object,
     ) -> None:
         """Atomically saves the whole model; see `keras.Model.save`."""
         registry.check_loadable(self)
@@ -245,7 +283,7 @@ class MoEModel(Exportable, TorchParameters):
         with checked_weights(filepath):
             super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
-    def copy(self) -> Any:
+    def copy(self) -> Self:
         """Returns a deep copy, compiled alike but with a fresh optimizer."""
         return copied(self, self.get_config())
 
@@ -253,7 +291,7 @@ class MoEModel(Exportable, TorchParameters):
         """Returns the costs of the model; see `keras_moe.models.describe`."""
         return Blueprint.of_model(self).describe()
 
-    def with_router_arguments(self, **arguments: Any) -> Any:
+    def with_router_arguments(self, **arguments: object) -> Self:
         """Copy with the same weights, other router arguments and a fresh optimizer."""
         return copied(self, config_with_router_arguments(self, arguments))
 
@@ -262,13 +300,13 @@ class MoEModel(Exportable, TorchParameters):
         kept_experts: dict[str, Any],
         method: str = "router_drop",
         removed: bool = True,
-    ) -> Any:
+    ) -> Self:
         """Copy without some experts; see `keras_moe.analysis.prune_experts`."""
         return with_kept_experts(self, kept_experts, method, removed)
 
 
 @contextlib.contextmanager
-def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
+def state_kept(model: KerasModel, training: bool = False) -> Iterator[None]:
     """Restores the last complete step on errors; JAX would leave variables empty.
 
     There, other threads wait that train or evaluate the same model.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import keras
 import keras_hub
 
 from keras_moe._checks import check_number, check_one_of
 from keras_moe._files import read_bytes, write_text
+from keras_moe._types import KerasModel
 from keras_moe.models import registry
 from keras_moe.models._remote import named_errors
 from keras_moe.models.loading.blueprint import Blueprint
@@ -107,7 +107,7 @@ class ModelCard:
         if self.picture is not None:
             check_one_of("picture", Path(self.picture).suffix.lower(), _PICTURES)
 
-    def write(self, model: keras.Model, folder: Path, name: str) -> None:
+    def write(self, model: KerasModel, folder: Path, name: str) -> None:
         """Writes the card and its picture into a preset folder."""
         picture = None
         if self.picture is not None:
@@ -119,7 +119,7 @@ class ModelCard:
 
     def text(
         self,
-        model: keras.Model,
+        model: KerasModel,
         name: str,
         picture: str | None = None,
         source: str | None = None,
@@ -152,7 +152,7 @@ class ModelCard:
         from huggingface_hub import EvalResult, ModelCardData
 
         kind = getattr(model, "pipeline_tag", None)
-        routing = getattr(getattr(model, "backbone", model), "routing", None)
+        routing = getattr(model.backbone, "routing", None)
         experts = ["mixture-of-experts"] if routing else []
         results = [
             EvalResult(
@@ -193,7 +193,7 @@ class ModelCard:
 
 
 def write_card(
-    model: keras.Model, folder: Path, target: Path, card: ModelCard | None
+    model: KerasModel, folder: Path, target: Path, card: ModelCard | None
 ) -> None:
     """Writes a preset's card, unless the user wrote one."""
     page = target / CARD
@@ -202,7 +202,7 @@ def write_card(
     (card or ModelCard()).write(model, folder, target.name)
 
 
-def _licence(name):
+def _licence(name) -> dict[str, Any]:
     """The entries of a licence, which the Hub may not have on its list."""
     if name not in _OTHER_LICENCES:
         return {"license": name}
@@ -220,7 +220,7 @@ def _usage(source):
 
 
 def _architecture(model):
-    backbone = getattr(model, "backbone", model)
+    backbone = model.backbone
     yield "class", type(model).__name__
     if backbone is not model:
         yield "backbone", type(backbone).__name__
@@ -244,7 +244,7 @@ def _arguments(config, prefix=""):
 
 def _costs(model):
     yield "parameters", f"{model.count_params():,}"
-    if not registry.is_registered(type(getattr(model, "backbone", model))):
+    if not registry.is_registered(type(model.backbone)):
         return
     costs = Blueprint.of_model(model).describe()
     yield "active parameters of a token", f"{costs.active_parameters:,}"

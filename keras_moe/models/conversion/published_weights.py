@@ -244,7 +244,7 @@ class PublishedWeights:
         file, spec, replaced = self.file, self.spec, self.new_weights
         weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
         # A backbone's own pooling does not belong to a head.
-        is_task = hasattr(model, "backbone")
+        is_task = model.backbone is not model
         steps, new, used = [], [], set()
         for weight in weights:
             if is_task and weight.path.startswith(replaced):

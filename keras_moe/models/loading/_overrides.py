@@ -1,17 +1,17 @@
-"""Assigns flat argument names to the backbone, its `moe` config or the router.
+"""Overrides: flat names, such as `num_experts=8`, that change a config.
 
-Presets, programs and recipes use flat names such as `num_experts=8`; a backbone's
-config nests `MoEConfig` fields in `moe` and router arguments in `moe.router`.
+A config is nested: a backbone's has `MoEConfig` fields in `moe` and router arguments in
+`moe.router`, and with several towers one config for each. Axes: N tokens, E experts.
 """
 
 from typing import Any
 
 from keras_moe._checks import argument_names, check_argument_names
-from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config
+from keras_moe.layers import MoEBlock, MoEConfig, MuMoEConfig, moe_config
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.registry import backbone_class
 from keras_moe.models.saving._lora import FROZEN, TRAINING
-from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router
+from keras_moe.routers import ROUTERS, PathwayAwareRouter, Router, SoftRouter
 from keras_moe.routers.names import router_class, split_router
 from keras_moe.routers.router import router_arguments
 
@@ -37,21 +37,89 @@ _OF_EVERY_ROUTER = (
     "num_modalities",
     "expert_pools",
 )
-
-
 # Mutually exclusive arguments.
 _EXCLUSIVE = (
     ("dropless", "capacity", "capacity_factor", "num_slots"),
     ("eval_capacity", "eval_capacity_factor"),
 )
+# What the weights of routers depend on.
+_ZERO_COMPUTATION = ("zero_experts", "copy_experts", "constant_experts")
+_SIZES = ("image_shape", "patch_size", "max_length")
 
 
-def moe_names() -> list[str]:
-    """Returns the flat names of MoE fields and of all registered routers' arguments."""
-    names = [*MoEConfig.field_names(), *MuMoEConfig.field_names()]
-    for cls in (PathwayAwareRouter, *(cls for cls, _ in ROUTERS.values())):
-        names += router_arguments(cls)
-    return list(dict.fromkeys(name for name in names if name != "seed"))
+def split_overrides(
+    backbone_cls: type,
+    task_cls: type | None,
+    config: dict[str, Any],
+    overrides: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits overrides into the backbone's and the task's (names of both included)."""
+    names = [*override_names(backbone_cls), *_MODEL_ARGUMENTS]
+    check_argument_names(config, names, backbone_cls.__name__)
+    own = [*_OUTERMOST]
+    if task_cls is not None:
+        own = [name for name in argument_names(task_cls) if name != "backbone"]
+        own += [*_OUTERMOST, "compile"]
+    known = [*own, FROZEN, *override_names(backbone_cls)]
+    check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
+    if task_cls is None:
+        return overrides, {}
+    of_task = {name: value for name, value in overrides.items() if name in own}
+    return {k: v for k, v in overrides.items() if k not in own}, of_task
+
+
+def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
+    """Returns a backbone's config with flat overrides."""
+    towers = tower_families(cls)
+    config = nested_config(cls, config)
+    if not towers:
+        return nested_config(cls, {**config, **overrides})
+    own = [*argument_names(cls), *_MODEL_ARGUMENTS]
+    with_experts = [name for name in towers if (config.get(name) or {}).get("moe")]
+    changed = {name: value for name, value in overrides.items() if name in own}
+    for name, family in towers.items():
+        names = {*override_names(family)} - {*own}
+        if with_experts and name not in with_experts:
+            names -= {*moe_names()}
+        fitting = {k: v for k, v in overrides.items() if k in names}
+        changed[name] = apply_overrides(family, config.get(name) or {}, fitting)
+        if name in overrides:
+            _check_tower(family, name, overrides[name])
+            changed[name] = apply_overrides(family, changed[name], overrides[name])
+    return {**config, **changed}
+
+
+def nested_config(cls: type, config: dict) -> dict:
+    """Moves flat `moe` fields of a config into `moe`."""
+    if towers := tower_families(cls):
+        given = {k: family for k, family in towers.items() if config.get(k) is not None}
+        return {
+            **config,
+            **{k: tower_config(x, k, config[k]) for k, x in given.items()},
+        }
+    own, of_moe = {*argument_names(cls), *_MODEL_ARGUMENTS}, moe_names()
+    fields = {k: v for k, v in config.items() if k not in own and k in of_moe}
+    if not fields:
+        return dict(config)
+    config = {k: v for k, v in config.items() if k not in fields}
+    moe = updated_moe(config.get("moe"), fields)
+    return {**config, "moe": moe and moe.to_dict()}
+
+
+def tower_config(cls: type, name: str, config: Any) -> dict:
+    """Returns the nested config of the tower `name`, checked."""
+    _check_tower(cls, name, config)
+    return nested_config(cls, config)
+
+
+def _check_tower(cls, name, config):
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
+            f"received: {name}={config!r}"
+        )
+    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
 
 
 def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
@@ -107,92 +175,49 @@ def _with_router(before, fields, router, arguments):
     return changed.replace(router={"name": name, **kept, **own, **given})
 
 
-def override_names(cls: type) -> list[str]:
-    """Returns the flat names that a backbone accepts as overrides."""
-    names = dict.fromkeys(argument_names(cls))
-    for family in tower_families(cls).values():
-        names.update(dict.fromkeys(override_names(family)))
-    if not tower_families(cls):
-        names.update(dict.fromkeys(moe_names()))
-    return list(names)
+def config_for_weights(cls: type, saved: dict, config: dict) -> dict:
+    """Adapts a config to saved weights: soft routers keep their slots."""
+    saved = nested_config(cls, saved)
+    if towers := tower_families(cls):
+        changed = {
+            name: config_for_weights(family, saved[name], config[name])
+            for name, family in towers.items()
+        }
+        return {**config, **changed}
+    before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
+    for name in _ZERO_COMPUTATION:
+        expected, received = getattr(before, name, 0), getattr(now, name, 0)
+        if received != expected:
+            raise ValueError(
+                f"Expected {name}={expected!r}, as in the saved weights; received: "
+                f"{name}={received!r}. Load with load_weights=False to start anew."
+            )
+    if not (isinstance(before, MoEConfig) and isinstance(now, MoEConfig)):
+        return config
+    if not (_is_soft(before) and _is_soft(now)):
+        return config
+    old, new = before.router_arguments, now.router_arguments
+    saved, wanted = cls.make_config(saved).to_dict(), cls.make_config(config).to_dict()
+    sizes = [name for name in _SIZES if name in saved]
+    is_resized = any(_listed(wanted[x]) != _listed(saved[x]) for x in sizes)
+    given = [x for x in ("num_selected_experts", "capacity_factor") if new[x] != old[x]]
+    if not is_resized or new["num_slots"] is not None or given:
+        return config
+    block = next(b for b in cls.unbuilt_blocks(**saved) if isinstance(b, MoEBlock))
+    num_tokens = sum(cls.sequence_lengths(**saved))
+    num_slots = block.feed_forward.router.group_capacity(num_tokens)
+    name, arguments = split_router(now.router)
+    arguments.pop("capacity_factor", None)
+    router = {"name": name, **arguments, "num_slots": num_slots}
+    return {**config, "moe": now.replace(router=router).to_dict()}
 
 
-def tower_families(cls: type) -> dict[str, type]:
-    """Returns the backbone class of each tower argument, if there are towers."""
-    towers = getattr(cls, "towers", {})
-    return {name: backbone_class(family) for name, family in towers.items()}
+def _is_soft(moe):
+    return moe.moe_layers is not None and issubclass(moe.router_class, SoftRouter)
 
 
-def tower_config(cls: type, name: str, config: Any) -> dict:
-    _check_dict(name, config, cls)
-    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
-    check_argument_names(config, names, cls.__name__)
-    return nested_config(cls, config)
-
-
-def _check_dict(name, config, cls):
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
-            f"received: {name}={config!r}"
-        )
-
-
-def nested_config(cls: type, config: dict) -> dict:
-    """Moves flat `moe` fields of a config into `moe`."""
-    towers = {
-        name: tower_config(family, name, config[name])
-        for name, family in tower_families(cls).items()
-        if config.get(name) is not None
-    }
-    if tower_families(cls):
-        return {**config, **towers}
-    own, of_moe = {*argument_names(cls), *_MODEL_ARGUMENTS}, moe_names()
-    fields = {k: v for k, v in config.items() if k not in own and k in of_moe}
-    if not fields:
-        return dict(config)
-    config = {k: v for k, v in config.items() if k not in fields}
-    moe = updated_moe(config.get("moe"), fields)
-    return {**config, "moe": moe and moe.to_dict()}
-
-
-def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
-    """Applies flat overrides to a backbone's config."""
-    own, towers = [*argument_names(cls), *_MODEL_ARGUMENTS], tower_families(cls)
-    names = [*override_names(cls), *_MODEL_ARGUMENTS]
-    check_argument_names({**config, **overrides}, names, cls.__name__)
-    config = nested_config(cls, config)
-    if not towers:
-        return nested_config(cls, {**config, **overrides})
-    with_experts = [name for name in towers if (config.get(name) or {}).get("moe")]
-    shared = {name: value for name, value in overrides.items() if name not in own}
-    changed = {name: value for name, value in overrides.items() if name in own}
-    for name, family in towers.items():
-        names = override_names(family)
-        if with_experts and name not in with_experts:
-            names = [each for each in names if each not in moe_names()]
-        fitting = {k: v for k, v in shared.items() if k in names}
-        changed[name] = apply_overrides(family, config.get(name) or {}, fitting)
-        if name in overrides:
-            _check_dict(name, overrides[name], family)
-            changed[name] = apply_overrides(family, changed[name], overrides[name])
-    return {**config, **changed}
-
-
-def split_overrides(
-    backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits overrides into the backbone's and the task's (names of both included)."""
-    own = [*_OUTERMOST]
-    if task_cls is not None:
-        own = [name for name in argument_names(task_cls) if name != "backbone"]
-        own += [*_OUTERMOST, "compile"]
-    known = [*own, FROZEN, *override_names(backbone_cls)]
-    check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
-    if task_cls is None:
-        return overrides, {}
-    of_task = {name: value for name, value in overrides.items() if name in own}
-    return {k: v for k, v in overrides.items() if k not in own}, of_task
+def _listed(size):
+    return list(size) if isinstance(size, (list, tuple)) else size
 
 
 def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
@@ -208,3 +233,26 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
                 f"{name}={value!r})"
             )
     check_argument_names(kwargs, [*_OUTERMOST], cls.__name__, own)
+
+
+def tower_families(cls: type) -> dict[str, type]:
+    """Returns the backbone class of each tower argument, if there are towers."""
+    towers = getattr(cls, "towers", {})
+    return {name: backbone_class(family) for name, family in towers.items()}
+
+
+def override_names(cls: type) -> list[str]:
+    """Returns the flat names that a backbone accepts as overrides."""
+    towers = tower_families(cls)
+    names = [*argument_names(cls), *([] if towers else moe_names())]
+    for family in towers.values():
+        names += override_names(family)
+    return list(dict.fromkeys(names))
+
+
+def moe_names() -> list[str]:
+    """Returns the flat names of MoE fields and of all registered routers' arguments."""
+    names = [*MoEConfig.field_names(), *MuMoEConfig.field_names()]
+    for cls in (PathwayAwareRouter, *(cls for cls, _ in ROUTERS.values())):
+        names += router_arguments(cls)
+    return list(dict.fromkeys(name for name in names if name != "seed"))

@@ -1,233 +1,125 @@
-"""Model sources, and the `Blueprint` that a source and overrides give.
-
-A source is a registered preset, a folder or handle written by `save_to_preset`,
-published weights, or a model.
-"""
+"""Blueprints: what a source and overrides give, before any weight is allocated."""
 
 import contextlib
-import copy
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
+from rich.console import Console
+from rich.table import Table
 
-from keras_moe._checks import argument_names, check_bool, check_one_of
+from keras_moe._checks import check_bool, check_one_of
 from keras_moe._compat import variables_without_values
+from keras_moe._types import KerasModel
 from keras_moe.models import registry
-from keras_moe.models._remote import check_file_exists, load_json
-from keras_moe.models.conversion import (
-    HEAD,
-    POOLING,
-    PublishedWeights,
-    is_convertible,
-    open_source,
-)
-from keras_moe.models.description import Description
+from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.loading._overrides import (
     apply_overrides,
-    nested_config,
+    config_for_weights,
     split_overrides,
     tower_families,
 )
+from keras_moe.models.loading._sources import (
+    BACKBONE,
+    TOWERS,
+    Weights,
+    open_model_source,
+    tower_of,
+)
 from keras_moe.models.saving._lora import FROZEN, TRAINABLE, TRAINING
-from keras_moe.models.saving._preset_folder import HUB_MODELS, check_preset, explained
-from keras_moe.models.saving._weights_file import SavedWeights
+from keras_moe.models.saving._preset_folder import HUB_MODELS
 from keras_moe.ops._initializers import skip_init
-
-TASK = "task.json"
-ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
-BACKBONE = "backbone"
-# Towers of image-text models, by the kinds of their inputs.
-TOWERS = ("image", "text")
-
-# Arguments of trained tasks that follow from the data.
-_OF_DATA = ("num_classes", "preprocessor", "image_preprocessor")
 
 _has_warned_of_random_weights = False
 
 
-Weights = SavedWeights | PublishedWeights
+class Part(NamedTuple):
+    """One part of a model.
 
+    Attributes:
+        name: name of the part.
+        kind: such as "dense".
+        parameters: number of parameters.
+        active_parameters: those used by one token.
+        flops: forward FLOPs of matmuls per image, 2 per multiply-add.
+    """
 
-class ModelSource:
-    """A model as described by its source, before overrides."""
-
-    kind: str
     name: str
-    backbone: type
-    config: dict[str, Any]
-    task: type | None
-    is_trained = False
-    must_fit = False
-    class_names = None
-
-    def _take_backbone(self, backbone, config):
-        """Sets the backbone, its arguments and its default task."""
-        self.backbone, self.config = backbone, config
-        self.task = registry.task_class(backbone)
-
-    def task_config(self) -> dict[str, Any]:
-        """Task arguments; "preprocessor" is included if set or explicitly None."""
-        return {}
-
-    def without_task(self) -> "ModelSource":
-        """Returns the same source without its own task."""
-        other = copy.copy(self)
-        other.task, other.is_trained, other.class_names = None, False, None
-        return other
-
-    def explained(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
-        return None
+    kind: str
+    parameters: int
+    active_parameters: int
+    flops: int
 
 
-class TaskConfig(NamedTuple):
-    """Task arguments without backbone, and path prefixes of weights to be left new."""
+class Description(NamedTuple):
+    """The costs of a model.
 
-    config: dict[str, Any]
-    new_weights: tuple[str, ...] = ()
+    Attributes:
+        name: name of the preset.
+        num_tokens: tokens per image, including the class token.
+        parts: parts in order.
+        hidden_dim: D, the size of a token.
+        example: kind of input, for tables.
+    """
 
+    name: str
+    num_tokens: int
+    parts: list[Part]
+    hidden_dim: int
+    example: str = "image"
 
-class _Architecture(ModelSource):
-    kind = ARCHITECTURE
+    @property
+    def parameters(self) -> int:
+        """Total number of parameters."""
+        return sum(part.parameters for part in self.parts)
 
-    def __init__(self, name, spec):
-        self.name, self._spec = name, spec
-        self._take_backbone(registry.backbone_class(spec["backbone"]), spec["config"])
-        if spec["task"] is not None:
-            self.task = registry.named_task_class(spec["task"])
-        self.class_names = spec["class_names"]
-        # The task of a trained preset is the same without its weights.
-        folder, self._saved = spec["weights"], None
-        if folder is not None and os.path.isdir(folder):
-            self._saved = _Saved(folder, False, name)
-            self.is_trained = self._saved.is_trained
-            self.task = self._saved.task or self.task
-        elif folder is not None and spec["task"] is not None:
-            # Missing weights, of a task that has no head to be known.
-            self.is_trained = not self.task.has_head
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters used by one token."""
+        return sum(part.active_parameters for part in self.parts)
 
-    def task_config(self):
-        if self.task is None:
-            return {}
-        saved = {} if self._saved is None else self._saved.task_config()
-        saved = {name: saved[name] for name in _OF_DATA if name in saved}
-        return {**saved, **self._spec["task_config"]}
+    @property
+    def gflops(self) -> float:
+        """Forward GFLOPs per image, 2 FLOPs per multiply-add."""
+        return sum(part.flops for part in self.parts) / 1e9
 
+    def to_dict(self) -> dict:
+        """Returns a JSON-serialisable dict."""
+        return {
+            "name": self.name,
+            "num_tokens": self.num_tokens,
+            "hidden_dim": self.hidden_dim,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "gflops": self.gflops,
+            "parts": [part._asdict() for part in self.parts],
+        }
 
-class _Saved(ModelSource):
-    kind = SAVED
-
-    def __init__(self, preset, load_weights, name=None):
-        self._path, self._load_weights = check_preset(preset), load_weights
-        self.name = os.fspath(preset) if name is None else name
-        self.must_fit = load_weights
-        with explained(self._path):
-            self._take_backbone(*self._saved_backbone())
-            task, self._saved_task = self._read_task()
-        self.is_trained = task is not None
-        self.task = task or self.task
-
-    def _saved_backbone(self):
-        content = load_json(self._path)
-        backbone = _registered_class(content)
-        if backbone is None or not registry.is_registered(backbone):
-            raise ValueError(
-                "Expected a preset of a registered backbone, one of "
-                f"{registry.backbone_names()}; received: "
-                f"{content.get('registered_name')!r} in {self._path}. {HUB_MODELS}"
+    def print(self, console: Console | None = None) -> None:
+        """Prints the parts and totals as a table."""
+        title = f"{self.name}: {self.num_tokens} tokens per {self.example}"
+        table = Table("part", "kind", title=title)
+        for column in ("parameters", "active per token", f"GFLOPs per {self.example}"):
+            table.add_column(column, justify="right")
+        for part in self.parts:
+            table.add_row(
+                part.name,
+                part.kind,
+                f"{part.parameters:,}",
+                f"{part.active_parameters:,}",
+                f"{part.flops / 1e9:.3f}",
             )
-        return backbone, content["config"]
-
-    def _read_task(self):
-        """Returns the class of the saved task, or None, and its arguments."""
-        if not check_file_exists(self._path, TASK):
-            return None, {}
-        content = load_json(self._path, TASK)
-        task = _registered_class(content)
-        if task is None:
-            raise ValueError(
-                "Expected a task that is registered with Keras; received: "
-                f"{content.get('registered_name')!r} in {self._path}/{TASK}"
-            )
-        # Other libraries' tasks have no blueprint.
-        return (task if registry.is_task(task) else None), content["config"]
-
-    def task_config(self):
-        if not self.is_trained:
-            return {}
-        config = {k: v for k, v in self._saved_task.items() if k != "backbone"}
-        for name in ("preprocessor", "image_preprocessor"):
-            if isinstance(config.get(name), dict):
-                preprocessor = keras.saving.deserialize_keras_object(config[name])
-                if hasattr(preprocessor, "load_preset_assets"):
-                    # Such as a tokenizer's vocabulary.
-                    preprocessor.load_preset_assets(self._path)
-                config[name] = preprocessor
-        return config
-
-    def explained(self):
-        return explained(self._path, self.name)
-
-    def weights(self, new_weights=()):
-        has_head = self.is_trained and not new_weights
-        return SavedWeights(self._path, has_head, self._load_weights, self.name)
-
-
-def _registered_class(content):
-    """Returns the class named in a preset's file, or None."""
-    return keras.saving.get_registered_object(str(content.get("registered_name")))
-
-
-class _Published(ModelSource):
-    kind = PUBLISHED
-    must_fit = True
-
-    def __init__(self, source, overrides, load_weights, tower):
-        file, spec = open_source(source, overrides, load_weights, tower)
-        self._file, self._spec, self._load_weights = file, spec, load_weights
-        is_path = isinstance(source, (str, os.PathLike))
-        self.name = os.fspath(source) if is_path else file.path
-        self._take_backbone(registry.backbone_class(spec.backbone), spec.arguments)
-        self.is_trained = spec.task_arguments is not None
-
-    def task_config(self):
-        config = (self._spec.task_arguments or {}) if self.task else {}
-        return {**config, **self._spec.preprocessors()}
-
-    def weights(self, new_weights=()):
-        return PublishedWeights(
-            self.name, self._file, self._spec, new_weights, self._load_weights
+        table.add_section()
+        table.add_row(
+            "total",
+            "",
+            f"{self.parameters:,}",
+            f"{self.active_parameters:,}",
+            f"{self.gflops:.3f}",
         )
-
-
-def open_model_source(
-    source: Any,
-    overrides: dict[str, Any],
-    load_weights: bool = True,
-    counts_only: bool = False,
-    tower: str | None = None,
-) -> ModelSource:
-    """Opens the source of a model."""
-    spec = registry.preset(source)
-    if spec is not None and spec["weights"] is not None and load_weights:
-        if spec["package"] is not None and not os.path.isdir(spec["weights"]):
-            raise ValueError(
-                f"Expected the package {spec['package']}, which has the weights of "
-                f"{source!r} under {spec['license']}; received: no such package. "
-                "load_weights=False makes the model with random weights"
-            )
-        return _Saved(spec["weights"], load_weights, source)
-    if spec is not None:
-        return _Architecture(source, spec)
-    if is_convertible(source):
-        return _Published(source, overrides, load_weights and not counts_only, tower)
-    return _Saved(source, load_weights)
+        (console or Console()).print(table)
 
 
 class UnbuiltTower(NamedTuple):
@@ -269,13 +161,13 @@ class Blueprint:
 
     backbone: type
     config: dict[str, Any]
-    task: type | None = None
+    task: Any = None
     task_config: dict[str, Any] = field(default_factory=dict)
     weights: Weights | None = None
     name: str = ""
 
     @classmethod
-    def of_model(cls, model: keras.Model) -> "Blueprint":
+    def of_model(cls, model: Any) -> "Blueprint":
         """Creates the blueprint of a backbone or task, without its weights."""
         backbone = getattr(model, "backbone", model)
         if not registry.is_registered(type(backbone)):
@@ -291,7 +183,7 @@ class Blueprint:
         return cls(type(backbone), config, type(model), task_config, None, model.name)
 
     def describe(self) -> Description:
-        with self._explained():
+        with _explained(self.weights):
             parts, num_tokens, dim = self.backbone.describe_parts(**self._sizes())
             if self.task is not None:
                 config = self.backbone.make_config(self.config).to_dict()
@@ -304,17 +196,15 @@ class Blueprint:
 
     def unbuilt_blocks(self) -> list[keras.layers.Layer]:
         """Creates the blocks of the backbone, unbuilt."""
-        with self._explained():
+        with _explained(self.weights):
             return self.backbone.unbuilt_blocks(**self._sizes())
 
     def unbuilt_towers(self) -> list[UnbuiltTower]:
         """Creates the towers of the backbone, unbuilt."""
         families = tower_families(self.backbone)
-        with self._explained():
+        with _explained(self.weights):
             config = self.backbone.make_config(self.config).to_dict()
-            towers = {"": (self.backbone, config)}
-            if families:
-                towers = {f"{k}/": (cls, config[k]) for k, cls in families.items()}
+            towers = {f"{k}/": (cls, config[k]) for k, cls in families.items()}
             return [
                 UnbuiltTower(
                     prefix,
@@ -322,10 +212,12 @@ class Blueprint:
                     cls.sequence_lengths(**config),
                     config["hidden_dim"],
                 )
-                for prefix, (cls, config) in towers.items()
+                for prefix, (cls, config) in (
+                    towers or {"": (self.backbone, config)}
+                ).items()
             ]
 
-    def build(self) -> keras.Model:
+    def build(self) -> KerasModel:
         """Creates the model and loads the source's weights, if requested."""
         return self.build_with_report()[0]
 
@@ -334,7 +226,7 @@ class Blueprint:
     ) -> tuple[keras.Model, Any]:
         """Creates the model; also returns a `ConversionReport` or None."""
         weights = self.weights
-        with self._explained():
+        with _explained(self.weights):
             with skip_init(weights is not None and weights.fills_backbone()):
                 model = self.backbone.from_config(self.config)
             if self.task is not None:
@@ -343,9 +235,9 @@ class Blueprint:
             report = None if weights is None else weights.load(model, progress)
         return model, report
 
-    def build_abstract(self, compiled_like: Any = None) -> keras.Model:
+    def build_abstract(self, compiled_like: Any = None) -> Any:
         """Creates the model with weights that have shapes, and no values."""
-        with self._explained(), variables_without_values(), skip_init():
+        with _explained(self.weights), variables_without_values(), skip_init():
             model = self.backbone.from_config(self.config)
             if self.task is not None:
                 model = self._task_of(model, compile=False)
@@ -368,11 +260,6 @@ class Blueprint:
         not_sizes = ("name", "dtype", *TRAINING)
         return {k: v for k, v in self.config.items() if k not in not_sizes}
 
-    def _explained(self):
-        if self.weights is None:
-            return contextlib.nullcontext()
-        return self.weights.explained()
-
     def close(self) -> None:
         """Closes the source; the blueprint cannot be built afterwards."""
         if self.weights is not None:
@@ -385,8 +272,12 @@ class Blueprint:
         self.close()
 
 
+def _explained(weights):
+    return contextlib.nullcontext() if weights is None else weights.explained()
+
+
 def resolve(
-    source: Any,
+    source: object,
     overrides: dict[str, Any] | None = None,
     *,
     task: str | None = None,
@@ -438,107 +329,40 @@ def resolve(
             )
         return Blueprint.of_model(source)
     check_one_of("tower", tower, (None, *TOWERS))
-    tower = tower or _tower_of(task, cls, "num_classes" in overrides)
+    has_classes = "num_classes" in overrides
+    tower = tower or tower_of(task, cls, has_classes)
     opened = open_model_source(source, overrides, load_weights, counts_only, tower)
+    weights, new_weights = opened.weights(), (*HEAD, *POOLING)
     try:
-        return _resolved(opened, overrides, task, cls, counts_only)
+        backbone, task_cls = opened.classes(task, cls, has_classes)
+        # Descriptions may have a task's arguments without the task.
+        owner = task_cls or (opened.task if counts_only else None)
+        of_backbone, of_task = split_overrides(
+            backbone, owner, opened.config, overrides
+        )
+        # What is frozen is given, or the source's.
+        replaced = {*TRAINING} if {TRAINABLE, FROZEN} & {*overrides} else set()
+        with _explained(weights):
+            config = {k: v for k, v in opened.config.items() if k not in replaced}
+            config = apply_overrides(backbone, config, of_backbone)
+            if opened.must_fit:
+                config = config_for_weights(backbone, opened.config, config)
+            task_config = {}
+            if task_cls is not None:
+                own = opened.for_task(task_cls)
+                task_config, new_weights = task_cls.config_from(own, of_task, config)
+                replaced -= {*of_task}
+        task_config = {k: v for k, v in task_config.items() if k not in replaced}
+        weights = opened.weights(new_weights)
     except BaseException:
-        if weights := opened.weights():
+        if weights is not None:
             weights.close()
         raise
-
-
-def _tower_of(task, cls, has_classes):
-    """Returns the tower that a class or a task implies, or None."""
-    backbone = cls
-    if cls is not None and registry.is_task(cls):
-        backbone, has_classes = cls.backbone_cls, has_classes or _takes_classes(cls)
-    if task not in (None, BACKBONE):
-        backbone = registry.first_task(task).backbone_cls
-    if has_classes:
-        return TOWERS[0]
-    if backbone is None or not registry.is_registered(backbone):
-        return None
-    return backbone.example if backbone.example in TOWERS else None
-
-
-def _resolved(source, overrides, task, cls, counts_only):
-    backbone = source.backbone if cls is None else _backbone_class(source, cls)
-    task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
-    owner = task_cls or (source.task if counts_only else None)
-    # These replace what is frozen in the source.
-    given = TRAINING if {TRAINABLE, FROZEN} & {*overrides} else ()
-    of_backbone, of_task = split_overrides(backbone, owner, overrides)
-    with source.explained():
-        config = {k: v for k, v in source.config.items() if k not in given}
-        config = apply_overrides(backbone, config, of_backbone)
-        if source.must_fit:
-            saved = nested_config(backbone, source.config)
-            config = backbone.config_for_weights(saved, config)
-        task_config, new_weights = {}, (*HEAD, *POOLING)
-        if task_cls is not None:
-            has_task = source.task and source.task.task_name == task_cls.task_name
-            own = source if has_task else source.without_task()
-            task_config, new_weights = task_cls.config_from(own, of_task, config)
-            replaced = {*given} - {*of_task}
-            task_config = {k: v for k, v in task_config.items() if k not in replaced}
-        weights = source.weights(new_weights)
-    return Blueprint(backbone, config, task_cls, task_config, weights, source.name)
-
-
-def _backbone_class(source, cls):
-    """Returns the backbone class that a required model class implies."""
-    wanted = cls.backbone_cls if registry.is_task(cls) else cls
-    if wanted is None or issubclass(source.backbone, wanted):
-        return source.backbone
-    if issubclass(wanted, source.backbone):
-        return wanted
-    raise ValueError(
-        f"Expected a source of a {wanted.__name__} for {cls.__name__}; received: "
-        f"{source.name!r} of a {source.backbone.__name__}"
-    )
-
-
-def _task_class(source, backbone, task, cls, has_classes):
-    """Returns the task class, or None for a backbone."""
-    if cls is not None:
-        return _closest_task(source, backbone, cls) if registry.is_task(cls) else None
-    if task == BACKBONE:
-        return None
-    if task is not None:
-        return _first_task(source, backbone, lambda x: x.task_name == task, task)
-    if has_classes:
-        return _first_task(source, backbone, _takes_classes, "num_classes")
-    return source.task if source.is_trained else None
-
-
-def _closest_task(source, backbone, cls):
-    """Returns the source's own task if it is a subclass of `cls`, else `cls`."""
-    if source.task is not None and issubclass(source.task, cls):
-        return source.task
-    if cls.backbone_cls is not None:
-        return cls
-    return _first_task(source, backbone, lambda x: issubclass(x, cls), cls.__name__)
-
-
-def _first_task(source, backbone, matches, label):
-    if source.task is not None and matches(source.task):
-        return source.task
-    task = registry.task_class(backbone, matches)
-    if task is None:
-        raise ValueError(
-            f"Expected a task that is registered for {backbone.__name__}; received: "
-            f"{label}"
-        )
-    return task
-
-
-def _takes_classes(cls):
-    return "num_classes" in argument_names(cls)
+    return Blueprint(backbone, config, task_cls, task_config, weights, opened.name)
 
 
 def build(
-    source: Any,
+    source: object,
     overrides: dict[str, Any] | None = None,
     load_weights: bool = True,
     **options,

@@ -103,7 +103,7 @@ class ImagePreprocessor:
         """Name in model summaries."""
         return "image_preprocessor"
 
-    def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
+    def __call__(self, images: object, max_value: float | None = None) -> np.ndarray:
         """Preprocesses images; converts grey to RGB and RGB to luminance as needed."""
         check_positive("max_value", max_value, optional=True)
         if isinstance(images, (list, tuple)):
@@ -188,10 +188,9 @@ class ImagePreprocessor:
                 f"received: image_shape={self.image_shape}"
             )
         names = self.class_names
-        if None not in (names, num_classes) and len(names) != num_classes:
+        if names is not None and num_classes not in (None, len(names)):
             raise ValueError(
-                f"Expected class_names of {num_classes} classes; received: "
-                f"{len(self.class_names)}"
+                f"Expected class_names of {num_classes} classes; received: {len(names)}"
             )
 
     def get_config(self) -> dict:
@@ -262,7 +261,9 @@ def _white(image, max_value):
     return white
 
 
-def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
+def checked_preprocessor(
+    preprocessor: object, backbone: Any
+) -> ImagePreprocessor | None:
     """Returns a model's preprocessor, if it fits the backbone."""
     if isinstance(preprocessor, dict):
         preprocessor = keras.saving.deserialize_keras_object(preprocessor)

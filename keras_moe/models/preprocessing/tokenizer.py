@@ -1,10 +1,10 @@
-"""Tokenizes captions into token ids and padding masks. Axes: B batch, N tokens."""
+"""Texts as token ids: tokenizers, and rows of ids. Axes: B batch, N tokens."""
 
 import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import sentencepiece
 from keras_moe._backends.tensorflow import call_on_strings, is_tensorflow
 from keras_moe._checks import argument_names, check_bool, check_integer
 from keras_moe._files import read_bytes, write_json
+from keras_moe._types import Tensor
 from keras_moe.models._remote import load_json
 from keras_moe.models.preprocessing._byte_pairs import (
     END_OF_WORD,
@@ -33,6 +34,8 @@ from keras_moe.models.saving._preset_folder import (
 GPT2_FILES = ("vocab.json", "merges.txt")
 # A lone UTF-16 surrogate, which cannot be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Ids are int32.
+_LARGEST = 2**31 - 1
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -93,7 +96,7 @@ class TextTokenizer:
         self.lower_case = check_bool("lower_case", lower_case)
         if self.has_vocabulary:
             self._check_special_ids()
-        self.num_captions = self.num_truncated = 0
+        self.num_truncated = 0
 
     def _check_special_ids(self):
         """Raises ValueError for special ids outside the vocabulary."""
@@ -224,7 +227,7 @@ class TextTokenizer:
         """Number of token ids."""
         return self.tokenizer.vocabulary_size()
 
-    def __call__(self, captions: Any) -> dict[str, Any]:
+    def __call__(self, captions: object) -> dict[str, Any]:
         """Tokenizes captions."""
         if is_tensorflow(captions):
             row = (self.max_length,)
@@ -251,17 +254,16 @@ class TextTokenizer:
                 "num_truncated counts further ones",
                 stacklevel=2,
             )
-        self.num_captions += len(captions)
         self.num_truncated += num_truncated
         return {"token_ids": token_ids, "padding_mask": mask}
 
-    def documents(self, texts: Any) -> list[list[int]]:
+    def documents(self, texts: object) -> list[list[int]]:
         """Returns the ids of whole texts with start and end tokens, for `pack`."""
         texts = _strings([texts] if isinstance(texts, str) else texts)
         start, end = ([] if x is None else [x] for x in (self.start_id, self.end_id))
         return [[*start, *ids, *end] for ids in self._tokenized(texts)]
 
-    def prompts(self, texts: Any) -> list[list[int]]:
+    def prompts(self, texts: object) -> list[list[int]]:
         """Returns the ids of texts with start tokens, for `CausalLM.generate`."""
         start = [] if self.start_id is None else [self.start_id]
         return [[*start, *ids] for ids in self._tokenized(_strings(texts))]
@@ -287,7 +289,7 @@ class TextTokenizer:
         lower = [x.lower() for x in texts] if self.lower_case else texts
         return self.tokenizer.tokenize(lower) if texts else []
 
-    def tokens(self, token_ids: Any) -> list[list[str]]:
+    def tokens(self, token_ids: Tensor) -> list[list[str]]:
         """Returns the readable string of each token id (B, N), as B lists.
 
         Example:
@@ -320,7 +322,7 @@ class TextTokenizer:
         left = self.max_length - len(start) - len(end)
         return [*start, *ids[:left], *end], len(ids) > left
 
-    def check_fits(self, backbone: Any) -> None:
+    def check_fits(self, backbone: object) -> None:
         """Raises ValueError if ids or rows are too large for a backbone."""
         for name in ("vocabulary_size", "max_length"):
             mine, largest = getattr(self, name), getattr(backbone, name)
@@ -401,3 +403,75 @@ def _strings(captions):
                 f"captions[{index}]={caption!r}"
             )
     return captions
+
+
+def pack(
+    documents: Iterable[Sequence[int]], length: int, padding_id: int = 0
+) -> dict[str, np.ndarray]:
+    """Packs documents one after another into rows, without padding between them.
+
+    A document that does not fit goes on in the next row. The last row is padded.
+
+    Args:
+        documents: token ids of each document.
+        length: N, tokens per row.
+        padding_id: id of padding.
+
+    Returns: `"token_ids"` (B, N), and `"padding_mask"` (B, N), the numbers 1, 2, ... of
+    the documents in a row, and 0 for padding.
+
+    Example:
+
+    >>> from keras_moe.models import pack
+    >>> rows = pack([[5, 6, 7], [8, 9]], length=4)
+    >>> rows["token_ids"].tolist(), rows["padding_mask"].tolist()
+    ([[5, 6, 7, 8], [9, 0, 0, 0]], [[1, 1, 1, 2], [1, 0, 0, 0]])
+    """
+    length = check_integer("length", length)
+    padding_id = check_integer("padding_id", padding_id, 0, _LARGEST)
+    rows = [_ids(document) for document in documents]
+    if not any(map(len, rows)):
+        raise ValueError("Expected documents with token ids; received: none")
+    ids = np.concatenate(rows)
+    number = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
+    padding = -len(ids) % length
+    ids = np.pad(ids, (0, padding), constant_values=padding_id).reshape(-1, length)
+    number = np.pad(number, (0, padding), constant_values=-1).reshape(-1, length)
+    # Documents are numbered from 1 in each row.
+    is_new = np.diff(number, axis=1, prepend=number[:, :1]) != 0
+    mask = np.where(number < 0, 0, 1 + np.cumsum(is_new, axis=1))
+    return {"token_ids": ids, "padding_mask": mask.astype("int32")}
+
+
+def _ids(document):
+    """A document's ids as int32, which would wrap larger numbers and cut fractions."""
+    ids = np.asarray(document)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"Expected a list of integers for each document; received: {document!r:.80}"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() <= _LARGEST:
+        raise ValueError(
+            f"Expected token ids from 0 to {_LARGEST}; received: {ids.min()} to "
+            f"{ids.max()}"
+        )
+    return ids.astype("int32")
+
+
+def padded_rows(
+    rows: Sequence[Sequence[int]], length: int, padding_id: int = 0
+) -> dict[str, np.ndarray]:
+    """Pads each row of ids on the right."""
+    token_ids = np.full((len(rows), length), padding_id, "int32")
+    mask = np.zeros((len(rows), length), "int32")
+    for row, ids in enumerate(rows):
+        token_ids[row, : len(ids)] = _ids(ids)
+        mask[row, : len(ids)] = 1
+    return {"token_ids": token_ids, "padding_mask": mask}
+
+
+def is_id_array(value: object) -> bool:
+    """Whether `value` is an array of integers (B, N)."""
+    return (
+        isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "iu"
+    )

@@ -12,6 +12,7 @@ from keras.dtype_policies import DTypePolicyMap
 from keras_moe._checks import check_bool
 from keras_moe._compat import flatten_layers, set_dtype_policy
 from keras_moe._freezing import FROZEN, freeze, frozen_paths, inner_layers
+from keras_moe._types import KerasModel
 from keras_moe.models.saving._weights_file import (
     checked_weights,
     merges_adapters,
@@ -23,9 +24,7 @@ from keras_moe.models.saving._weights_file import (
 TRAINING = (TRAINABLE, FROZEN, LORA) = ("trainable", FROZEN, "lora")
 
 
-def add_adapters(
-    backbone: keras_hub.models.Backbone, rank: int, names: list[str]
-) -> None:
+def add_adapters(backbone: Any, rank: int, names: list[str]) -> None:
     """Freezes a backbone, biases included, and adds trainable low-rank adapters."""
     layers = flatten_layers(backbone, include_self=False)
     able = {
@@ -47,9 +46,7 @@ def add_adapters(
                 weight.trainable = "lora" in weight.name
 
 
-def save_adapters(
-    backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
-) -> None:
+def save_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     adapters = adapter_weights(backbone)
     if not adapters or not str(filepath).endswith(".lora.h5"):
         raise ValueError(
@@ -65,16 +62,15 @@ def save_adapters(
             file[path] = keras.ops.convert_to_numpy(weight)
 
 
-def load_adapters(
-    backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
-) -> None:
+def load_adapters(backbone: Any, filepath: str | os.PathLike) -> None:
     """Loads adapters from a file of `save_adapters`, adding them if missing."""
     with checked_weights(filepath), h5py.File(filepath, "r") as file:
         if "rank" not in file.attrs:
             raise ValueError(
                 f"Expected a file of save_lora_weights; received: {filepath}"
             )
-        names, rank = list(file.attrs["target_layer_names"]), file.attrs["rank"]
+        attributes: Any = file.attrs
+        names, rank = list(attributes["target_layer_names"]), attributes["rank"]
         stored = plain_values(file)
     if not adapter_weights(backbone):
         backbone.enable_lora(int(rank), names)
@@ -106,7 +102,7 @@ def _adapted_layers(model):
     return {path: x for path, x in layers if getattr(x, "lora_enabled", False)}
 
 
-def training_config(model: keras.Model) -> dict[str, Any]:
+def training_config(model: KerasModel) -> dict[str, Any]:
     """Returns the parts of a model's config that say what is trained."""
     config = {} if model.trainable else {TRAINABLE: False}
     adapted = _adapted_layers(model)
@@ -121,7 +117,7 @@ def training_config(model: keras.Model) -> dict[str, Any]:
     return {**config, **{name: part for name, part in parts.items() if part}}
 
 
-def apply_training(model: keras.Model, config: dict[str, Any]) -> None:
+def apply_training(model: KerasModel, config: dict[str, Any]) -> None:
     """Adds adapters and freezes layers, as `training_config` says."""
     layers = dict(inner_layers(model))
     for path, settings in (config.get(LORA) or {}).items():
@@ -174,14 +170,14 @@ def quantized_policies(layers: list, policy: Any) -> Any:
     return DTypePolicyMap(policy.name, policies) if policies else policy
 
 
-def saved_policy(model: keras.Model) -> dict[str, Any]:
+def saved_policy(model: KerasModel) -> Any:
     """Returns the config of a model's policy, including quantised layers."""
     layers = flatten_layers(model, include_self=False)
     policy = quantized_policies(layers, model.dtype_policy)
     return keras.dtype_policies.serialize(policy)
 
 
-def settle_policies(model: Any) -> None:
+def settle_policies(model: KerasModel) -> None:
     """Gives each layer its own policy: Keras 3.15 cannot save quantised policy maps."""
     for layer in flatten_layers(model):
         policy = layer.dtype_policy

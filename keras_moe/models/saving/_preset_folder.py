@@ -171,7 +171,7 @@ def compare_preset(folder: str | os.PathLike) -> None:
 _NOT_JSON = object()
 
 
-def _read_json(path):
+def _read_json(path) -> Any:
     try:
         return json.loads(read_text(path))
     except (OSError, RecursionError, ValueError):
@@ -244,22 +244,18 @@ def _is_own(path):
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Checks that a local preset folder is complete and its JSON files are whole."""
-    folder = Path(folder)
-    names = sorted(path.name for path in folder.iterdir())
-    for name in PRESET_FILES:
-        path = folder / name
-        content = _read_json(path) if path.is_file() else {}
+    folder, contents = Path(folder), check_files(folder)
+    for name, content in contents.items():
         if not isinstance(content, dict):
             raise ValueError(
-                f"Expected a whole JSON object in {path}; received a file that is "
-                "truncated or of another kind"
+                f"Expected a whole JSON object in {folder / name}; received a file "
+                "that is truncated or of another kind"
             )
-        if name == INDEX and path.is_file():
-            shard_names(path, content)
+    names = sorted(os.listdir(folder))
     wanted = ["config.json", "model.weights.h5"]
     if "task.weights.h5" in names:
         wanted.append("task.json")
-    if (folder / "task.json").is_file() and _has_head(folder / "task.json"):
+    if _has_head(contents.get("task.json")):
         wanted.append("task.weights.h5")
     if any(x.startswith("model") and is_weights(Path(x)) for x in names):
         wanted.remove("model.weights.h5")
@@ -269,21 +265,26 @@ def check_folder(folder: str | os.PathLike) -> None:
         )
 
 
-def _has_head(path):
-    """Whether a task file has weights in addition to its backbone's."""
-    name = json.loads(read_text(path)).get("registered_name")
-    return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
+def _has_head(task):
+    """Whether a saved task has weights in addition to its backbone's."""
+    cls = keras.saving.get_registered_object(str((task or {}).get("registered_name")))
+    return task is not None and getattr(cls, "has_head", True)
 
 
-def check_files(folder: str | os.PathLike) -> None:
-    """Refuses pipes and links out of a preset's folder, where others open files."""
-    folder = Path(folder)
+def check_files(folder: str | os.PathLike) -> dict[str, Any]:
+    """Refuses pipes and links out of a preset's folder; returns its JSON by name."""
+    folder, contents = Path(folder), {}
     for path in [*folder.iterdir(), *folder.glob("assets/**/*")]:
         is_read = path.suffix in (".json", ".h5") or "assets" in path.parts
         if path.is_dir() and is_read:
             path_within(path, folder)
         elif path.exists() and not path.is_dir():
             regular_file(path, folder if is_read else None)
+            if path.parent == folder and path.name in PRESET_FILES:
+                contents[path.name] = None
+                with contextlib.suppress(OSError, RecursionError, ValueError):
+                    contents[path.name] = json.loads(read_text(path, folder))
+    return contents
 
 
 def check_preset(preset: str | os.PathLike) -> str:
@@ -301,7 +302,6 @@ def check_preset(preset: str | os.PathLike) -> str:
             f"received: preset={str(preset)!r} "
             f"({nearest(str(preset), list(registry.presets()))})"
         )
-    check_files(folder)
     check_folder(folder)
     return str(folder)
 

@@ -27,6 +27,7 @@ from keras_moe._files import (
     write_failed,
     write_json,
 )
+from keras_moe._types import KerasModel
 from keras_moe.models._remote import check_file_exists, get_file
 from keras_moe.models.saving._preset_folder import (
     CHECKSUMS,
@@ -34,6 +35,7 @@ from keras_moe.models.saving._preset_folder import (
     compare_checksums,
     compare_preset,
     explained,
+    shard_names,
 )
 
 # Advice if overrides do not fit the weights.
@@ -59,7 +61,7 @@ def merged_adapters() -> Iterator[None]:
 
 @merged_adapters()
 def save_weights(
-    model: keras.Model,
+    model: KerasModel,
     filepath: str | os.PathLike,
     overwrite: bool = True,
     max_shard_size: float | None = None,
@@ -83,7 +85,7 @@ def save_weights(
 
 
 def save_model(
-    model: keras.Model, save: Callable[[Any], None], filepath: Any, overwrite: bool
+    model: KerasModel, save: Callable[[Any], None], filepath: object, overwrite: bool
 ) -> None:
     """Saves a whole model atomically; `save` writes it to a path."""
     is_whole = str(filepath).endswith(".keras") and not hasattr(filepath, "write")
@@ -232,23 +234,20 @@ class SavedWeights:
         wanted = self.is_wanted and self.has_head
         return wanted and check_file_exists(self.path, "task.weights.h5")
 
-    def load(self, model: keras.Model, progress: Any = None) -> None:
+    def load(self, model: Any, progress: Any = None) -> None:
         if not self.is_wanted:
             return
-        backbone = getattr(model, "backbone", model)
         with explained(self.path, self.name, LOAD_ANEW):
             if self.fills_head():
                 model.load_task_weights(get_file(self.path, "task.weights.h5"))
-            backbone.load_weights(self._backbone_file())
+            model.backbone.load_weights(self._backbone_file())
 
     def _backbone_file(self):
         if check_file_exists(self.path, "model.weights.h5"):
             return get_file(self.path, "model.weights.h5")
         index = get_file(self.path, INDEX)
-        weight_map = json.loads(read_text(index))["weight_map"]
-        for files in weight_map.values():
-            for name in [files] if isinstance(files, str) else files:
-                get_file(self.path, name)
+        for name in shard_names(Path(index), json.loads(read_text(index))):
+            get_file(self.path, name)
         return index
 
     def check(self) -> None:

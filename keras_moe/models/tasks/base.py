@@ -3,20 +3,29 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import keras
 import keras_hub
 
-from keras_moe._checks import check_bool, check_concrete
+from keras_moe._checks import (
+    argument_names,
+    check_argument_names,
+    check_bool,
+    check_concrete,
+)
 from keras_moe._compat import ONE_AT_A_TIME, flatten_layers, init_task, order_layers
+from keras_moe._types import Config
 from keras_moe.models.base._input_checks import check_inputs
 from keras_moe.models.base._model import MoEModel
-from keras_moe.models.description import Part
-from keras_moe.models.loading.blueprint import ARCHITECTURE, ModelSource, TaskConfig
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.saving._lora import settle_policies, training_config
 from keras_moe.models.saving._weights_file import checked_weights, save_weights
+
+# Its methods are called past those of a task's other base classes.
+_HUB_TASK: Any = keras_hub.models.Task
 
 
 class MoETask(MoEModel):
@@ -49,6 +58,11 @@ class MoETask(MoEModel):
     """
 
     task_name: str
+    backbone: Any
+    preprocessor: Any
+    backbone_cls: type | None
+    _features: Any
+    _routing: dict[str, Any]
     # Whether the head has weights, which are saved in a separate file.
     has_head = True
     # Whether metrics compare outputs with labels.
@@ -56,7 +70,7 @@ class MoETask(MoEModel):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        parents, task = cls.__mro__, keras_hub.models.Task
+        parents, task = cls.__mro__, _HUB_TASK
         if task not in parents or parents.index(task) < parents.index(MoETask):
             raise TypeError(
                 f"Expected class {cls.__name__}(MoETask, keras_hub.models.Task); "
@@ -86,7 +100,7 @@ class MoETask(MoEModel):
             return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
+        self, inputs: object, outputs: Any, features: Any, routing: dict, **kwargs
     ):
         # Keras would set it before it knows the layers.
         trainable = check_bool("trainable", kwargs.pop("trainable", True))
@@ -112,10 +126,10 @@ class MoETask(MoEModel):
         return self._routing
 
     def get_config(self):
-        return {**keras_hub.models.Task.get_config(self), **training_config(self)}
+        return {**_HUB_TASK.get_config(self), **training_config(self)}
 
     @classmethod
-    def from_config(cls, config: dict) -> Any:
+    def from_config(cls, config: Config) -> Self:
         """Creates a task from the result of `get_config`."""
         config = dict(config)
         if isinstance(config.get("preprocessor"), dict):
@@ -127,10 +141,10 @@ class MoETask(MoEModel):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training, with defaults for this task.
@@ -151,7 +165,7 @@ class MoETask(MoEModel):
         if metrics is None and self.has_metrics:
             # With None Keras would keep the previous metrics.
             metrics = []
-        keras_hub.models.Task.compile(
+        _HUB_TASK.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
 
@@ -166,7 +180,7 @@ class MoETask(MoEModel):
         """Returns the loss for `compile(loss="auto")`; None by default."""
         return None
 
-    def default_metrics(self, loss: Any) -> list:
+    def default_metrics(self, loss: object) -> list:
         """Returns the metrics for `compile(metrics="auto")`."""
         return []
 
@@ -174,7 +188,7 @@ class MoETask(MoEModel):
         """Returns the symbolic labels of a batch; None for tasks without labels."""
         return None
 
-    def check_labels(self, labels: Any) -> None:
+    def check_labels(self, labels: object) -> None:
         """Raises ValueError if labels, of any type that `fit` accepts, do not fit."""
 
     def _check_inputs(self, inputs, labels=None):
@@ -190,15 +204,15 @@ class MoETask(MoEModel):
         # does not shuffle arrays. Use it only for KerasHub's preprocessors.
         owner = keras.Model
         if self._has_keras_hub_preprocessor():
-            owner = keras_hub.models.Task
+            owner = _HUB_TASK
         return functools.partial(getattr(owner, name), self)
 
     def preprocess_samples(
-        self, x: Any, y: Any = None, sample_weight: Any = None
+        self, x: object, y: object = None, sample_weight: object = None
     ) -> Any:
         """Applies a KerasHub preprocessor, if there is one."""
         if self._has_keras_hub_preprocessor():
-            return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+            return _HUB_TASK.preprocess_samples(self, x, y, sample_weight)
         return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def save_task_weights(self, filepath: str | os.PathLike) -> None:
@@ -231,20 +245,21 @@ class MoETask(MoEModel):
         return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
 
 
-def without_large_tokenizer(source: ModelSource, config: dict, sizes: dict) -> dict:
-    """The task's arguments, without a tokenizer that new weights are too small for."""
-    tokenizer, names = config.get("preprocessor"), ("vocabulary_size", "max_length")
-    if source.kind != ARCHITECTURE or not isinstance(tokenizer, TextTokenizer):
-        return config
-    fits = all(getattr(tokenizer, name) <= sizes[name] for name in names)
-    return config if fits else {**config, "preprocessor": None}
-
-
-def check_backbone(backbone: Any, backbone_cls: type) -> None:
-    if not isinstance(backbone, backbone_cls):
+def check_task(
+    task: MoETask,
+    owner: type,
+    backbone: object,
+    kwargs: dict,
+    family: type | None = None,
+) -> None:
+    """Checks the backbone and the names of further arguments of a constructor."""
+    names = ["name", "trainable", "compile"]
+    check_argument_names(kwargs, names, type(task).__name__, argument_names(owner))
+    wanted = task.backbone_cls or family
+    if wanted is not None and not isinstance(backbone, wanted):
         raise ValueError(
-            f"Expected backbone to be a {backbone_cls.__name__}; "
-            f"received: backbone={backbone!r}"
+            f"Expected backbone to be a {wanted.__name__}; received: "
+            f"backbone={backbone!r}"
         )
 
 

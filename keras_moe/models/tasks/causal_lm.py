@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -10,8 +11,9 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_moe._checks import argument_names, check_argument_names, check_integer
-from keras_moe._compat import ONE_AT_A_TIME, compiled_once, track_loss_by
+from keras_moe._checks import check_integer
+from keras_moe._compat import ONE_AT_A_TIME, compiled_once
+from keras_moe._types import DType, Tensor
 from keras_moe.losses import (
     logit_log_likelihoods,
     next_tokens,
@@ -23,12 +25,21 @@ from keras_moe.models.base._input_checks import (
     check_input_names,
     check_texts,
 )
-from keras_moe.models.loading.blueprint import ModelSource, TaskConfig
-from keras_moe.models.preprocessing.packing import is_id_array, pack, padded_rows
-from keras_moe.models.preprocessing.tokenizer import TextTokenizer
+from keras_moe.models.base._model import HubCausalLM
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
+from keras_moe.models.preprocessing.tokenizer import (
+    TextTokenizer,
+    is_id_array,
+    pack,
+    padded_rows,
+)
 from keras_moe.models.registry import register_task
-from keras_moe.models.tasks.base import MoETask, check_backbone, without_large_tokenizer
-from keras_moe.models.tasks.contrastive_metrics import WeightedLoss, check_metrics
+from keras_moe.models.tasks._labelless import (
+    LabellessTask,
+    check_tokenizer,
+    without_large_tokenizer,
+)
+from keras_moe.models.tasks.base import check_task
 
 TARGETS = "targets"
 
@@ -56,10 +67,12 @@ class Perplexity(keras.metrics.Mean):
     2.0
     """
 
-    def __init__(self, name: str = "perplexity", dtype: Any = None):
+    def __init__(self, name: str = "perplexity", dtype: DType | None = None):
         super().__init__(name, dtype)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(
+        self, y_true: object, y_pred: Tensor, sample_weight: object = None
+    ) -> None:
         super().update_state(-ops.convert_to_tensor(y_pred), sample_weight)
 
     def result(self) -> Any:
@@ -68,7 +81,7 @@ class Perplexity(keras.metrics.Mean):
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class CausalLM(MoETask, keras_hub.models.CausalLM):
+class CausalLM(LabellessTask, HubCausalLM):
     """A `DecoderBackbone` that is trained on next tokens and generates text.
 
     `fit` takes texts or lists of token ids, which it packs into rows of `max_length`
@@ -108,10 +121,8 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     task_name = "causal_lm"
     pipeline_tag = "text-generation"
-    has_head = False
-    has_metrics = False
     backbone_cls = DecoderBackbone
-    _language_metrics = ()  # until compiled
+    backbone: DecoderBackbone
 
     def __init__(
         self,
@@ -119,11 +130,8 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         preprocessor: TextTokenizer | None = None,
         **kwargs,
     ):
-        names, owner = ["name", "trainable", "compile"], type(self).__name__
-        check_argument_names(kwargs, names, owner, argument_names(CausalLM))
-        check_backbone(backbone, DecoderBackbone)
-        if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
-            preprocessor.check_fits(backbone)
+        check_task(self, CausalLM, backbone, kwargs)
+        check_tokenizer(preprocessor, backbone)
 
         # === Layers ===
         self.backbone = backbone
@@ -145,10 +153,10 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         sampler: Any = "top_k",
         **kwargs,
     ) -> None:
@@ -166,32 +174,24 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
                 "Expected loss='auto', the log-likelihood of next tokens; received: "
                 f"loss={loss!r}"
             )
-        if isinstance(metrics, str) and metrics == "auto":
-            metrics = [Perplexity()]
-        # All of them use weights.
-        weighted = kwargs.pop("weighted_metrics", None)
-        metrics = check_metrics(metrics) + check_metrics(weighted)
         sampler = _sampler(sampler)
-        # Bypass attribute tracking: metrics are not part of the weights.
-        object.__setattr__(self, "_language_metrics", tuple(metrics))
-        super().compile(optimizer, None, metrics=None, **kwargs)
-        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
-        track_loss_by(self, self._weighted_loss)
+        super().compile(optimizer, None, metrics=metrics, **kwargs)
         self.sampler = sampler
         self.generate_function = None
 
+    def default_metrics(self, loss: object) -> list:
+        """Returns `Perplexity`."""
+        return [Perplexity()]
+
     def get_compile_config(self) -> dict[str, Any]:
         config = super().get_compile_config()
-        if not config:
-            return {}
-        serialize = keras.saving.serialize_keras_object
-        metrics = [serialize(metric) for metric in self._language_metrics]
-        sampler = serialize(self.sampler)
-        return {**config, "metrics": metrics, "sampler": sampler}
+        if config:
+            config["sampler"] = keras.saving.serialize_keras_object(self.sampler)
+        return config
 
     # Training
 
-    def training_inputs(self, x: Any) -> Any:
+    def training_inputs(self, x: object) -> Any:
         """Returns the inputs that `fit` makes of texts, token ids or a dict.
 
         Args:
@@ -211,7 +211,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             return x
         return {**x, TARGETS: ops.convert_to_numpy(next_tokens(*arrays))}
 
-    def _ids(self, x):
+    def _ids(self, x) -> Any:
         """Ids of texts and of lists, as a list; tensors as arrays; others as given."""
         if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":
             x = x.tolist()
@@ -240,7 +240,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         return self.preprocessor
 
     def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
     ) -> keras.callbacks.History:
         validation = kwargs.get("validation_data")
         if isinstance(validation, tuple) and not any(
@@ -252,13 +252,19 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             kwargs["validation_data"] = self.training_inputs(validation)
         return super().fit(self.training_inputs(x), y, *args, **kwargs)
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, x: object = None, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().evaluate(self.training_inputs(x), y, *args, **kwargs)
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(
+        self, x: object, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().train_on_batch(self.training_inputs(x), y, *args, **kwargs)
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(
+        self, x: object, y: object = None, *args: object, **kwargs: object
+    ) -> Any:
         return super().test_on_batch(self.training_inputs(x), y, *args, **kwargs)
 
     def _labels(self, inputs, labels, sample_weight):
@@ -298,7 +304,9 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
                 f"{targets.max()}"
             )
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         if not isinstance(inputs, dict):
             raise ValueError(
                 "Expected a dict of token_ids and padding_mask; received: inputs of "
@@ -314,8 +322,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         kernel = self.backbone.token_embedding.logit_kernel()
         return token_log_likelihoods(tokens, kernel, targets)
 
-    def _targets(self, x, y_pred):
-        """Targets, log-likelihoods and weights of an output."""
+    def _weighed(self, x, y, y_pred, sample_weight):
         targets = x.get(TARGETS)
         if targets is None:
             targets = next_tokens(**_documents(x))
@@ -326,34 +333,21 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     def compute_loss(
         self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
+        x: object = None,
+        y: object = None,
+        y_pred: Tensor | None = None,
+        sample_weight: object = None,
         training: bool = True,
     ) -> Any:
         """Returns the mean loss of the targets plus auxiliary losses."""
-        _, log_likelihoods, weights = self._targets(x, y_pred)
+        _, log_likelihoods, weights = self._weighed(x, y, y_pred, sample_weight)
         total = ops.sum(weights * log_likelihoods)
         loss = -total / ops.maximum(ops.sum(weights), 1.0)
         return sum(self.losses, loss)
 
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        return [*super().metrics, *self._language_metrics]
-
-    def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
-    ) -> dict[str, Any]:
-        targets, log_likelihoods, weights = self._targets(x, y_pred)
-        self._weighted_loss.weigh(weights)
-        for metric in self._language_metrics:
-            metric.update_state(targets, log_likelihoods, weights)
-        return self.get_metrics_result()
-
     # Inference
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, x: object, *args: object, **kwargs: object) -> Any:
         """Returns the logits (B, N, V) of texts, ids or a dict; rows are not packed."""
         return super().predict(self._rows(x), *args, **kwargs)
 
@@ -366,7 +360,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
         return padded_rows(x, x.shape[1]) if is_id_array(x) else x
 
     def score(
-        self, inputs: Any, per_token: bool = False, batch_size: int = 32
+        self, inputs: object, per_token: bool = False, batch_size: int = 32
     ) -> np.ndarray:
         """Returns the log-likelihood of each sequence, given its first token.
 
@@ -386,7 +380,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
 
     def generate(
         self,
-        inputs: Any,
+        inputs: object,
         max_length: int | None = None,
         stop_token_ids: Any = "auto",
         strip_prompt: bool = False,
@@ -468,7 +462,7 @@ class CausalLM(MoETask, keras_hub.models.CausalLM):
             for name, x in prompts.items()
         }
 
-    def make_generate_function(self) -> Any:
+    def make_generate_function(self) -> Callable[..., dict]:
         with ONE_AT_A_TIME:
             if self.generate_function is None:
                 function = super().make_generate_function()

@@ -7,22 +7,19 @@ import operator
 from typing import Any
 
 import keras
-import keras_hub
 import numpy as np
+from keras import ops
 
-from keras_moe._checks import argument_names, check_argument_names, check_integer
-from keras_moe._compat import (
-    LossFunctionWrapper,
-    mark_loss_as_built,
-    serving,
-    track_loss_by,
-)
+from keras_moe._checks import check_integer
+from keras_moe._compat import LossFunctionWrapper, mark_loss_as_built, serving
 from keras_moe._processes import predict_batch
+from keras_moe._types import DType, Tensor
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
 )
+from keras_moe.losses._pairs import NEVER, Chunks, check_similarity, pairs_of, positives
 from keras_moe.losses.contrastive import IDS, mean_over_pairs
 from keras_moe.models.backbones._pairs import MODALITIES, PairBackbone
 from keras_moe.models.base._input_checks import (
@@ -30,25 +27,74 @@ from keras_moe.models.base._input_checks import (
     has_no_examples,
     outputs_of_none,
 )
-from keras_moe.models.loading.blueprint import ModelSource, TaskConfig
+from keras_moe.models.loading._sources import ModelSource, TaskConfig
 from keras_moe.models.preprocessing.images import (
     ImagePreprocessor,
     checked_preprocessor,
 )
 from keras_moe.models.preprocessing.tokenizer import TextTokenizer
 from keras_moe.models.registry import register_task
-from keras_moe.models.tasks.base import MoETask, check_backbone, without_large_tokenizer
-from keras_moe.models.tasks.contrastive_metrics import (
-    WeightedLoss,
-    check_metrics,
-    one_weight,
-    weighable_labels,
+from keras_moe.models.tasks._labelless import (
+    LabellessTask,
+    check_tokenizer,
+    without_large_tokenizer,
 )
+from keras_moe.models.tasks.base import check_task
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ContrastiveAccuracy(keras.metrics.Mean):
+    """Fraction of images and texts whose nearest counterpart is their own.
+
+    An image is correct if one of its own texts is nearer than all other texts of the
+    batch, and vice versa. Ties are wrong, so constant embeddings get 0 (unlike in
+    `keras_moe.evaluation.contrastive_accuracy`). Pairs with equal image or text ids, if
+    given, count as each other's own, and padding is ignored. Larger batches are harder:
+    compare results at the same batch size.
+
+    Args:
+        chunk_size: number of texts to compare at a time, to save memory; None for all.
+        name: name of the metric.
+        dtype: dtype of the metric's variables.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ContrastiveAccuracy
+    >>> metric = ContrastiveAccuracy()
+    >>> x = np.eye(4, dtype="float32")
+    >>> outputs = {"image_embeddings": x, "text_embeddings": x[[0, 1, 3, 2]]}
+    >>> metric.update_state(None, outputs)
+    >>> float(metric.result())
+    0.5
+    """
+
+    def __init__(
+        self,
+        chunk_size: int | None = None,
+        name: str = "contrastive_accuracy",
+        dtype: DType | None = None,
+    ):
+        super().__init__(name=name, dtype=dtype)
+        self.chunk_size = check_similarity("float32", chunk_size)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        # Metrics need no gradient.
+        images, texts = (
+            ops.stop_gradient(ops.convert_to_tensor(y_pred[f"{modality}_embeddings"]))
+            for modality in ("image", "text")
+        )
+        pairs = pairs_of(images, texts, **(y_true or {}), sample_weight=sample_weight)
+        of_images, of_texts = _hits(pairs, self.chunk_size)
+        return super().update_state(0.5 * (of_images + of_texts), pairs.weights)
+
+    def get_config(self):
+        return {**super().get_config(), "chunk_size": self.chunk_size}
 
 
 @register_task
 @keras.saving.register_keras_serializable("keras_moe")
-class ContrastiveModel(MoETask, keras_hub.models.Task):
+class ContrastiveModel(LabellessTask):
     """A contrastive image-text model on any image-text backbone.
 
     `fit` takes unlabelled pairs: a dict of `"images"`, `"token_ids"` and
@@ -90,10 +136,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     task_name = "contrastive"
     pipeline_tag = "zero-shot-image-classification"
-    has_head = False
-    has_metrics = False
-    _metrics_of_pairs, _weighted_loss = (), None  # until compiled
     backbone_cls = PairBackbone
+    backbone: PairBackbone
+    image_preprocessor: ImagePreprocessor | None
 
     def __init__(
         self,
@@ -102,11 +147,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         image_preprocessor: ImagePreprocessor | None = None,
         **kwargs,
     ):
-        names, owner = ["name", "trainable", "compile"], type(self).__name__
-        check_argument_names(kwargs, names, owner, argument_names(ContrastiveModel))
-        check_backbone(backbone, PairBackbone)
-        if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
-            preprocessor.check_fits(backbone)
+        check_task(self, ContrastiveModel, backbone, kwargs)
+        check_tokenizer(preprocessor, backbone)
         image_preprocessor = checked_preprocessor(image_preprocessor, backbone)
 
         # === Layers ===
@@ -146,10 +188,10 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training; see `MoETask.compile`.
@@ -181,17 +223,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 f"temperature='siglip'; received: {type(loss).__name__} for a model "
                 f"without {missing}"
             )
-        if isinstance(metrics, str) and metrics == "auto":
-            metrics = self.default_metrics(loss)
-        # Contrastive metrics all use sample weights, so both arguments mean the same.
-        weighted = kwargs.pop("weighted_metrics", None)
-        metrics = check_metrics(metrics) + check_metrics(weighted)
-        # Bypass attribute tracking: metrics are not part of the weights.
-        object.__setattr__(self, "_metrics_of_pairs", tuple(metrics))
-        super().compile(optimizer, loss, metrics=None, **kwargs)
+        super().compile(optimizer, loss, metrics=metrics, **kwargs)
         mark_loss_as_built(self)
-        object.__setattr__(self, "_weighted_loss", WeightedLoss(name="loss"))
-        track_loss_by(self, self._weighted_loss)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
@@ -204,9 +237,27 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             )
 
     def _labels(self, inputs, labels, sample_weight):
-        return weighable_labels(inputs, labels, sample_weight)
+        # Without labels Keras drops sample weights.
+        if sample_weight is None or not isinstance(inputs, dict):
+            return labels
+        number = len(next(iter(inputs.values())))
+        if len(sample_weight) != number:
+            raise ValueError(
+                f"Expected a sample_weight for each of {number} pairs; received: "
+                f"{len(sample_weight)}"
+            )
+        # A distinct image per pair is the default.
+        return {"image_ids": np.arange(number)} if labels is None else labels
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def _weighed(self, x, y, y_pred, sample_weight):
+        if isinstance(sample_weight, dict):
+            # Keras repeats them for each label.
+            sample_weight = next(iter(sample_weight.values()))
+        return y, y_pred, sample_weight
+
+    def call(
+        self, inputs: object, training: bool | None = None, mask: Tensor | None = None
+    ) -> Any:
         # The first place that sees batches of datasets.
         if isinstance(inputs, dict):
             check_input_names(inputs, tuple(self.input))
@@ -219,15 +270,15 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     def compute_loss(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: object = None,
+        y: object = None,
         y_pred: Any = None,
-        sample_weight: Any = None,
+        sample_weight: object = None,
         training: bool = True,
     ) -> Any:
         """Returns the contrastive loss of a batch plus auxiliary losses."""
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
-        weight = one_weight(sample_weight)
+        *_, weight = self._weighed(x, y, y_pred, sample_weight)
         if isinstance(self.loss, ContrastiveLoss):
             loss = self.loss(y, outputs, weight)
         else:
@@ -236,31 +287,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             loss = mean_over_pairs(function(y, outputs), weight)
         return sum(self.losses, loss)
 
-    @property
-    def metrics(self) -> list[keras.metrics.Metric]:
-        return [*super().metrics, *self._metrics_of_pairs]
-
-    def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
-    ) -> dict[str, Any]:
-        weights = one_weight(sample_weight)
-        self._weighted_loss.weigh(weights)
-        for metric in self._metrics_of_pairs:
-            metric.update_state(y, y_pred, weights)
-        return self.get_metrics_result()
-
-    def get_compile_config(self) -> dict[str, Any]:
-        config = super().get_compile_config()
-        if not config:
-            return {}
-        metrics = [
-            keras.saving.serialize_keras_object(x) for x in self._metrics_of_pairs
-        ]
-        # All of them use sample weights.
-        return {**config, "metrics": None, "weighted_metrics": metrics}
-
     def encode_images(
-        self, images: Any, batch_size: int = 32, verbose: Any = 0
+        self, images: Any, batch_size: int = 32, verbose: object = 0
     ) -> np.ndarray:
         """Embeds images as float32 unit vectors (B, P).
 
@@ -287,7 +315,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         return self._encode("image", images, batch_size, verbose)
 
     def encode_text(
-        self, texts: Any, batch_size: int = 32, verbose: Any = 0
+        self, texts: object, batch_size: int = 32, verbose: object = 0
     ) -> np.ndarray:
         """Embeds texts as float32 unit vectors (B, P).
 
@@ -309,7 +337,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         self.backbone.check_modality("text", texts)
         return self._encode("text", texts, batch_size, verbose)
 
-    def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
+    def similarity(
+        self, images: object, texts: object, batch_size: int = 32
+    ) -> np.ndarray:
         """Scaled similarities (B, C) of inputs or embeddings: the loss's logits."""
         if len(getattr(images, "shape", ())) != 2:
             images = self.encode_images(images, batch_size)
@@ -341,3 +371,44 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if preprocessor is not None:
             preprocessor = keras.saving.serialize_keras_object(preprocessor)
         return {**super().get_config(), "image_preprocessor": preprocessor}
+
+
+def _hits(pairs, chunk_size):
+    """Whether images and texts are correct, float32 (B,) each."""
+    images, by_text = pairs.images, [pairs.texts, pairs.counted, *pairs.keys]
+    none = ops.zeros_like(pairs.counted) + NEVER
+    if chunk_size is None:
+        own, other, of_texts = _compared(pairs, images, *by_text)
+        return ops.cast(own > other, "float32"), of_texts
+    chunks = Chunks(ops.shape(images)[0], chunk_size)
+    by_text = [chunks.pad(x) for x in by_text]
+
+    def step(number, carry):
+        own, other, of_texts = carry
+        part = (chunks.part(x, number) for x in by_text)
+        part_own, part_other, part_of_texts = _compared(pairs, images, *part)
+        return (
+            ops.maximum(own, part_own),
+            ops.maximum(other, part_other),
+            chunks.put(of_texts, number, part_of_texts),
+        )
+
+    own, other, of_texts = ops.fori_loop(
+        0, chunks.count, step, (none, none, chunks.zeros())
+    )
+    return ops.cast(own > other, "float32"), chunks.unpad(of_texts)
+
+
+def _compared(pairs, images, texts, counted, *keys):
+    """Returns the best own and other similarities, and which texts are correct."""
+    similarity = ops.matmul(images, ops.transpose(texts))
+    is_there = ops.logical_and(
+        ops.expand_dims(pairs.counted > 0, 1), ops.expand_dims(counted > 0, 0)
+    )
+    positive = positives(pairs.keys, keys)
+    own = ops.where(ops.logical_and(is_there, positive), similarity, NEVER)
+    other = ops.where(
+        ops.logical_and(is_there, ops.logical_not(positive)), similarity, NEVER
+    )
+    of_texts = ops.max(own, axis=0) > ops.max(other, axis=0)
+    return (ops.max(own, axis=1), ops.max(other, axis=1), ops.cast(of_texts, "float32"))

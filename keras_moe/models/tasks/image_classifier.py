@@ -1,6 +1,8 @@
 """Image classification with any image backbone. Axes: B batch, N tokens, D hidden."""
 
 import dataclasses
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import keras
@@ -9,39 +11,59 @@ import numpy as np
 
 from keras_moe._checks import (
     argument_names,
-    check_argument_names,
     check_bool,
     check_concrete,
     check_dropout,
     check_dtype,
     check_integer,
+    check_number,
     check_one_of,
 )
-from keras_moe.layers import LayerNorm
+from keras_moe._types import DType
+from keras_moe.layers import LayerNorm, MuMoE
+from keras_moe.layers._layer import layer_argument
 from keras_moe.layers.pooling import check_pooling, pooling_layer
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models import registry
 from keras_moe.models.backbones.base import ImageBackbone
 from keras_moe.models.backbones.mixer import MixerBackbone
+from keras_moe.models.backbones.tower import layer_cost
 from keras_moe.models.backbones.vit import ViTBackbone
 from keras_moe.models.base._copying import copied
 from keras_moe.models.base._input_checks import check_labels
+from keras_moe.models.base._model import HubClassifier
 from keras_moe.models.conversion import HEAD, POOLING
-from keras_moe.models.description import Part
-from keras_moe.models.loading.blueprint import PUBLISHED, SAVED, ModelSource, TaskConfig
+from keras_moe.models.loading._sources import PUBLISHED, SAVED, ModelSource, TaskConfig
+from keras_moe.models.loading.blueprint import Part
 from keras_moe.models.preprocessing.images import ImagePreprocessor
 from keras_moe.models.registry import register_task
 from keras_moe.models.saving._lora import TRAINING, new_head_dtype, quantized_head
-from keras_moe.models.tasks._head import (
-    loss_of_outputs,
-    mumoe_head,
-    predictions_layer,
-)
-from keras_moe.models.tasks.base import MoETask, check_backbone
-from keras_moe.ops import Cost, Routing
+from keras_moe.models.tasks.base import MoETask, check_task
+from keras_moe.ops import Routing
 from keras_moe.ops._initializers import PathInitializer, initial_values
 
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
+HEAD_POSITIONS = ("final", "penultimate")
+# Loss classes by function, for losses that read probabilities by default.
+_CROSSENTROPIES = {
+    keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
+    keras.losses.binary_focal_crossentropy: keras.losses.BinaryFocalCrossentropy,
+    keras.losses.categorical_crossentropy: keras.losses.CategoricalCrossentropy,
+    keras.losses.categorical_focal_crossentropy: (
+        keras.losses.CategoricalFocalCrossentropy
+    ),
+    keras.losses.sparse_categorical_crossentropy: (
+        keras.losses.SparseCategoricalCrossentropy
+    ),
+}
+# Kinds of the parts of a head, by the names of its layers.
+_KINDS = {
+    "pooler": "MAP",
+    "pooled_norm": "norm",
+    "pre_logits": "dense",
+    "head": "muMoE",
+    "predictions": "dense",
+}
 
 
 class ClassProbability(NamedTuple):
@@ -58,7 +80,7 @@ class ClassProbability(NamedTuple):
     index: int
 
 
-class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
+class ImageClassifier(MoETask, HubClassifier):
     """A backbone with pooling and a classification head.
 
     Base class of `ViTImageClassifier` and `MixerImageClassifier`, compiled for integer
@@ -112,6 +134,9 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """
 
     task_name = "image_classifier"
+    backbone: ImageBackbone
+    multi_label: bool
+    output_activation: str | None
     pipeline_tag = "image-classification"
 
     @classmethod
@@ -126,34 +151,32 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 "received: num_classes=None"
             )
         config, new_weights = dict(source.task_config()), ()
+        if is_new:
+            new_weights = _adapt_head(config, source, overrides, backbone_config)
         config["preprocessor"] = _preprocessor(
             source, config, overrides, backbone_config
         )
-        if is_new:
-            new_weights = _adapt_head(config, source, overrides, backbone_config)
         return TaskConfig({**config, **overrides}, new_weights)
 
     def __init__(
         self,
-        backbone: Any,
+        backbone: ImageBackbone,
         num_classes: int,
-        preprocessor: Any = None,
+        preprocessor: object = None,
         pooling: str | None = None,
         multi_label: bool = False,
         representation_dim: int | None = None,
         head_bias: Any = 0.0,
         output_activation: str | None = None,
         dropout: float = 0.0,
-        head_dtype: Any = None,
+        head_dtype: DType | None = None,
         pooled_norm: bool = False,
         head: Any = None,
         head_position: str = "final",
         pooling_query_key_norm: bool | None = None,
         **kwargs,
     ):
-        names, owner = ["name", "trainable", "compile"], type(self).__name__
-        check_argument_names(kwargs, names, owner, argument_names(ImageClassifier))
-        check_backbone(backbone, self.backbone_cls or ImageBackbone)
+        check_task(self, ImageClassifier, backbone, kwargs, ImageBackbone)
         if type(self) is ImageClassifier:
             found = registry.task_class(
                 type(backbone), lambda cls: issubclass(cls, ImageClassifier)
@@ -172,48 +195,37 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             preprocessor.check_model(backbone.image_shape, num_classes)
 
         # === Layers ===
-        config = backbone.arguments
+        config = backbone.config.to_dict()
+        layers = _layers(
+            config,
+            policy,
+            num_classes,
+            pooling,
+            representation_dim,
+            head_bias,
+            output_activation,
+            dropout,
+            pooled_norm,
+            head,
+            head_position,
+            pooling_query_key_norm,
+        )
         self.backbone = backbone
         self.preprocessor = preprocessor
-        self.pooler = pooling_layer(config, pooling, pooling_query_key_norm, policy)
-        self.pooled_normalization = None
-        if pooled_norm:
-            self.pooled_normalization = LayerNorm(
-                config["layer_norm_epsilon"], dtype=policy, name="pooled_norm"
-            )
-        seed = config["seed"]
-        self.output_dropout = keras.layers.Dropout(
-            dropout,
-            seed=None if seed is None else seed + 1,
-            dtype=policy,
-            name="output_dropout",
-        )
-        self.head = mumoe_head(head, head_position, num_classes, policy)
-        if self.head is not None and head_position == "final":
-            self.output_dense = keras.layers.Activation(
-                output_activation, dtype=policy, name="predictions"
-            )
-        else:
-            self.output_dense = predictions_layer(
-                num_classes, output_activation, head_bias, policy
-            )
+        self.pooler = layers["pooler"]
+        self.pooled_normalization = layers.get("pooled_norm")
+        self.output_dropout = layers["output_dropout"]
+        self.head = layers.get("head")
+        self.output_dense = layers["predictions"]
 
         # === Functional model ===
         inputs, routing = backbone.input, dict(backbone.routing)
-        with initial_values(seed, type(self).__name__):
+        with initial_values(config["seed"], type(self).__name__):
             features = self.pooler(backbone(inputs))
-            if pooled_norm:
+            if self.pooled_normalization is not None:
                 features = self.pooled_normalization(features)
             if representation_dim is not None:
-                self.representation = keras.layers.Dense(
-                    representation_dim,
-                    activation="tanh",
-                    kernel_initializer=PathInitializer(
-                        "lecun_normal", "pre_logits/kernel"
-                    ),
-                    dtype=policy,
-                    name="pre_logits",
-                )
+                self.representation = layers["pre_logits"]
                 features = self.representation(features)
             outputs = self.output_dropout(features)
             if self.head is not None:
@@ -248,7 +260,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return super().preprocessor
 
     @preprocessor.setter
-    def preprocessor(self, value: Any) -> None:
+    def preprocessor(self, value: object) -> None:
         if value is not None and not callable(value):
             raise ValueError(
                 "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
@@ -257,11 +269,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         # The constructor checks it before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)
-        keras_hub.models.Task.preprocessor.fset(self, value)
+        keras_hub.models.Task.preprocessor.fset(self, value)  # pyright: ignore
 
     def classify(
         self,
-        images: Any,
+        images: object,
         top: int = 5,
         batch_size: int = 32,
         max_value: float | None = None,
@@ -317,7 +329,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
         return outputs / outputs.sum(axis=-1, keepdims=True)
 
-    def outputs_from_head(self, head_outputs: Any) -> Any:
+    def outputs_from_head(self, head_outputs: object) -> Any:
         """Maps a muMoE head's outputs (B, units) to the model's, at inference."""
         if self.head_position == "penultimate":
             head_outputs = keras.ops.relu(head_outputs)
@@ -362,17 +374,17 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     def compile(
         self,
-        optimizer: Any = "auto",
-        loss: Any = "auto",
+        optimizer: str | keras.optimizers.Optimizer = "auto",
+        loss: object = "auto",
         *,
-        metrics: Any = "auto",
+        metrics: object = "auto",
         **kwargs,
     ) -> None:
         """Configures training; see `MoETask.compile` for `"auto"`.
 
         Crossentropies given by name read logits unless there is an output activation.
         """
-        loss = loss_of_outputs(loss, self.output_activation is None)
+        loss = _loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
     def default_loss(self) -> keras.losses.Loss:
@@ -380,7 +392,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         loss = SigmoidCrossentropy if self.multi_label else _SPARSE
         return loss(from_logits=self.output_activation is None)
 
-    def default_metrics(self, loss: Any) -> list:
+    def default_metrics(self, loss: object) -> list:
         """Returns accuracy, or area under precision-recall if `multi_label`."""
         from_logits = self.output_activation is None
         if any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss)):
@@ -400,7 +412,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             return keras.KerasTensor((None,), "int32")
         return keras.KerasTensor((None, self.num_classes), "float32")
 
-    def check_labels(self, labels: Any) -> None:
+    def check_labels(self, labels: object) -> None:
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
@@ -414,39 +426,15 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     @staticmethod
     def describe_parts(
-        backbone_config: dict,
-        num_tokens: int,
-        dim: int,
-        num_classes: int,
-        pooling: str | None = None,
-        representation_dim: int | None = None,
-        pooled_norm: bool = False,
-        head: Any = None,
-        head_position: str = "final",
-        pooling_query_key_norm: bool | None = None,
-        **_,
+        backbone_config: dict, num_tokens: int, dim: int, **config: Any
     ) -> list[Part]:
-        check_integer("num_classes", num_classes)
-        parts = []
-        pooler = pooling_layer(
-            backbone_config, pooling, pooling_query_key_norm, "float32"
-        )
-        cost = pooler.cost((num_tokens, dim))
-        if cost.parameters:
-            parts.append(Part("pooler", "MAP", *cost))
-        if pooled_norm:
-            parts.append(Part("pooled_norm", "norm", *LayerNorm().cost((1, dim))))
-        if representation_dim is not None:
-            cost = Cost.of_dense(dim, representation_dim)
-            parts.append(Part("pre_logits", "dense", *cost))
-            dim = representation_dim
-        head = mumoe_head(head, head_position, num_classes, "float32")
-        if head is not None:
-            parts.append(Part("head", "muMoE", *head.cost((1, dim))))
-            dim = head.units
-            if head_position == "final":
-                return parts
-        parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
+        check_integer("num_classes", config["num_classes"])
+        parts, shape = [], (num_tokens, dim)
+        for name, layer in _layers(backbone_config, "float32", **config).items():
+            cost = layer_cost(layer, shape)
+            if cost.parameters:
+                parts.append(Part(name, _KINDS[name], *cost))
+            shape = (1, getattr(layer, "units", shape[-1]))
         return parts
 
 
@@ -502,6 +490,125 @@ class MixerImageClassifier(ImageClassifier):
     """
 
     backbone_cls = MixerBackbone
+
+
+# Keras's signatures take names only.
+_initializer: Any = PathInitializer
+
+
+def _layers(
+    backbone_config,
+    policy,
+    num_classes,
+    pooling=None,
+    representation_dim=None,
+    head_bias=0.0,
+    output_activation=None,
+    dropout=0.0,
+    pooled_norm=False,
+    head=None,
+    head_position="final",
+    pooling_query_key_norm=None,
+    **_,
+):
+    """Returns the unbuilt layers from tokens to classes in order, by name."""
+    layers = [pooling_layer(backbone_config, pooling, pooling_query_key_norm, policy)]
+    if pooled_norm:
+        epsilon = backbone_config["layer_norm_epsilon"]
+        layers.append(LayerNorm(epsilon, dtype=policy, name="pooled_norm"))
+    if representation_dim is not None:
+        layers.append(
+            keras.layers.Dense(
+                representation_dim,
+                activation="tanh",
+                kernel_initializer=_initializer("lecun_normal", "pre_logits/kernel"),
+                dtype=policy,
+                name="pre_logits",
+            )
+        )
+    seed = backbone_config["seed"]
+    seed = None if seed is None else seed + 1
+    layers.append(
+        keras.layers.Dropout(dropout, seed=seed, dtype=policy, name="output_dropout")
+    )
+    mumoe = _mumoe_head(head, head_position, num_classes, policy)
+    layers += [] if mumoe is None else [mumoe]
+    if mumoe is not None and head_position == "final":
+        predictions = keras.layers.Activation(
+            output_activation, dtype=policy, name="predictions"
+        )
+    else:
+        if head_bias == "prior":
+            head_bias = -math.log(num_classes)
+        bias = keras.initializers.Constant(check_number("head_bias", head_bias))
+        predictions = keras.layers.Dense(
+            num_classes,
+            activation=output_activation,
+            kernel_initializer=_initializer("zeros"),
+            bias_initializer=_initializer(bias),
+            dtype=policy,
+            name="predictions",
+        )
+    return {layer.name: layer for layer in (*layers, predictions)}
+
+
+def _mumoe_head(head, head_position, num_classes, dtype):
+    """Creates the unbuilt muMoE head from a layer or its arguments; None for none."""
+    check_one_of("head_position", head_position, HEAD_POSITIONS)
+    if isinstance(head, dict) and "class_name" not in head:
+        head = MuMoE(**{"units": num_classes, **head})
+    elif head is not None:
+        head = layer_argument(head, "head")
+    if head is None and head_position == "final":
+        return None
+    if not isinstance(head, MuMoE):
+        raise ValueError(
+            "Expected head to be a MuMoE, or None with head_position='final'; "
+            f"received: head={head}, head_position={head_position!r}"
+        )
+    if head_position == "final" and head.units != num_classes:
+        raise ValueError(
+            "Expected a final head whose units are the classes; received: "
+            f"units={head.units}, num_classes={num_classes}"
+        )
+    return type(head).from_config({**head.get_config(), "name": "head", "dtype": dtype})
+
+
+def _loss_of_outputs(loss, from_logits):
+    """Returns a loss that reads logits or probabilities, whichever the outputs are.
+
+    Keras's crossentropies given by name or as functions would treat logits as
+    probabilities. Loss objects are kept, with a warning if they would do the same.
+    """
+    if isinstance(loss, (list, tuple, dict)):
+        return keras.tree.map_structure(
+            lambda each: _loss_of_outputs(each, from_logits), loss
+        )
+    crossentropy = _crossentropy(loss)
+    if crossentropy is not None:
+        return crossentropy(from_logits=from_logits)
+    reads_logits = getattr(loss, "from_logits", from_logits)
+    if isinstance(loss, keras.losses.Loss) and reads_logits != from_logits:
+        outputs = "logits" if from_logits else "probabilities"
+        warnings.warn(
+            f"The model's outputs are {outputs}: expected a loss with "
+            f"from_logits={from_logits}; received: {type(loss).__name__}"
+            f"(from_logits={reads_logits})",
+            stacklevel=4,
+        )
+    return loss
+
+
+def _crossentropy(loss) -> Any:
+    """Returns the class of a crossentropy given by name or function, or None."""
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            return None  # Other names are left to Keras.
+        if type(loss) in _CROSSENTROPIES.values():
+            return type(loss)
+    return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
 
 
 def _preprocessor(source, config, overrides, backbone_config):
