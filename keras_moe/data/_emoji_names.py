@@ -16,7 +16,8 @@ import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_moe.data._files import extra, held_out_split
+from keras_moe.data._files import held_out_split
+from keras_moe.data._packages import extra
 
 LANGUAGES = (
     *("ar", "de", "en", "es", "fa", "fr", "id"),

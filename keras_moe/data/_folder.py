@@ -41,6 +41,7 @@ from keras_moe.data._files import (
     leads_outside,
     read_json,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -73,8 +74,6 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
 
 def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
     """Opens a split with labels; images stay in their files."""
-    import tensorflow as tf
-
     root = Path(path)
     splits = _class_folders(root)
     _check_split(root, split, splits)
@@ -107,8 +106,6 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
     """Returns the images of all splits, and listed paths that are missing."""
-    import tensorflow as tf
-
     root, missing = Path(path), []
     splits = _class_folders(root).items()
     files = [
@@ -214,8 +211,6 @@ def _files_of(
 
 
 def _labelled_files(files, labels, classes) -> IndexedExamples:
-    import tensorflow as tf
-
     read, path_of = _file_reader(files)
     return IndexedExamples(
         len(files),
@@ -229,8 +224,6 @@ def _labelled_files(files, labels, classes) -> IndexedExamples:
 
 def _file_reader(files) -> tuple[Callable, Callable]:
     """Returns functions from an index to a file's content and to its path."""
-    import tensorflow as tf
-
     # Paths are bytes, because names need not be UTF-8.
     paths = tf.constant([os.fsencode(file) for file in files], "string")
 

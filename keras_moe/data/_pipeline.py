@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras_moe.data._examples import Examples, Share
+from keras_moe.data._packages import tf
 from keras_moe.data.augmentation import RandomResizedCrop, Step
 from keras_moe.data.reading import map_or_name
 
@@ -44,8 +45,6 @@ class BatchSettings(NamedTuple):
 
 def batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1]."""
-    import tensorflow as tf
-
     _check_count(examples, settings)
     # From the first step that mixes labels on, augmentation works on batches.
     first_mixer = [step.mixes_labels for step in settings.steps] + [True]
@@ -64,7 +63,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
         key = tf.stack([number_of_pass, position])
         features = examples.read(item)
         stored = features.pop("image")
-        pixels = _pixels(tf, examples, item, stored, key, crop, settings.image_shape)
+        pixels = _pixels(examples, item, stored, key, crop, settings.image_shape)
         targets = settings.targets(features, key)
         for number, step in at_once:
             pixels, targets = step.function(pixels, targets, key_seed(key, number))
@@ -83,12 +82,12 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
             "were: these batches differ from those of an uninterrupted run",
             stacklevel=3,
         )
-    dataset = _prepared(tf, examples, settings, prepare)
-    dataset = _augmented(tf, dataset, one_by_one)
+    dataset = _prepared(examples, settings, prepare)
+    dataset = _augmented(dataset, one_by_one)
     dataset = dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder
     )
-    dataset = _augmented(tf, dataset, per_batch)
+    dataset = _augmented(dataset, per_batch)
     if one_by_one or per_batch:
         dataset = dataset.map(
             lambda x, y, _: (scaled(x), y), num_parallel_calls=tf.data.AUTOTUNE
@@ -100,8 +99,6 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 
 def feature_batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches of features, without images."""
-    import tensorflow as tf
-
     _check_count(examples, settings)
     dataset = _prepared(
         tf, examples, settings, lambda element, _: examples.read(element[1])
@@ -126,13 +123,13 @@ def _check_count(examples: Examples, settings: BatchSettings) -> None:
         )
 
 
-def _pixels(tf, examples, item, stored, key, crop, image_shape):
+def _pixels(examples, item, stored, key, crop, image_shape):
     """Reads an image at the batch's size, after an optional crop."""
     height, width, channels = image_shape
 
     def whole():
         pixels = tf.cast(examples.decoded(item, stored), "float32")
-        return _to_channels(tf, pixels, channels)
+        return _to_channels(pixels, channels)
 
     if crop is None:
         return tf.image.resize(whole(), (height, width))
@@ -147,7 +144,7 @@ def _pixels(tf, examples, item, stored, key, crop, image_shape):
             return step.crop.decode(stored, examples.decode, stored_channels, seed)
 
         pixels = examples.decoded(item, stored, decode)
-        pixels = _to_channels(tf, pixels, channels)
+        pixels = _to_channels(pixels, channels)
     else:
         pixels, _ = step.function(whole(), None, seed)
     return tf.image.resize(pixels, (height, width))
@@ -209,13 +206,13 @@ class _Passes:
         order = seed if settings.shuffle else None
         dataset = self.examples.pass_over(settings.share, order, start, self.length)
         # Zipped, because a map here would not run in parallel.
-        number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
+        number_of_pass = tf.data.Dataset.from_tensors(_mixed(seed)).repeat()
         return tf.data.Dataset.zip((dataset, number_of_pass))
 
 
-def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable):
+def _prepared(examples: Examples, settings: BatchSettings, prepare: Callable):
     """Maps `prepare` over all elements, in parallel and in order."""
-    passes = _Passes(tf, examples, settings)
+    passes = _Passes(examples, settings)
 
     def elements(run):
         return passes.elements(run, tf.constant(0, "int64"))
@@ -233,7 +230,7 @@ def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable
     return dataset.apply(tf.data.experimental.assert_cardinality(passes.cardinality))
 
 
-def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
+def _augmented(dataset, steps: list[tuple[int, Step]]):
     """Applies numbered steps to images or to batches."""
     # One map per step, because only those without a random state may run in parallel.
     for number, step in steps:
@@ -250,17 +247,15 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
 
 def key_seed(key: Any, number: int) -> Any:
     """Derives the seed of a step from an image's key."""
-    import tensorflow as tf
-
-    return tf.stack([_mixed(tf, key, "int32"), number])
+    return tf.stack([_mixed(key, "int32"), number])
 
 
-def _mixed(tf, seed, dtype="int64"):
+def _mixed(seed, dtype="int64"):
     """Combines two random numbers into one."""
     return tf.random.stateless_uniform([], seed, None, None, dtype)
 
 
-def _to_channels(tf, pixels, channels: int):
+def _to_channels(pixels, channels: int):
     own = pixels.shape[-1]
     if own == channels:
         return pixels

@@ -24,6 +24,7 @@ from keras_moe.data._files import (
     globbed,
     held_out_split,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import read_or_name
 
 _PLAIN = (".md", ".py", ".rst", ".txt")
@@ -53,8 +54,6 @@ def record_texts(
     files: Sequence[RecordFile], parse: Callable[[Any], Any]
 ) -> Iterator[str]:
     """Yields the documents in record files; `parse` maps a record to its text."""
-    import tensorflow as tf
-
     def text(record):
         # Raises an error for texts that are not UTF-8.
         return tf.strings.unicode_transcode(parse(record), "UTF-8", "UTF-8", "strict")

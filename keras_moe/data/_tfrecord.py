@@ -36,6 +36,7 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
+from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
@@ -75,8 +76,6 @@ def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
 
 def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split with labels; images stay encoded until `decode`."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     classes = _classes(settings, pattern)
     files = _split_files(pattern, split, settings)
@@ -112,8 +111,6 @@ def open_captioned(
     pattern: str, split: str, options: CaptionOptions
 ) -> Examples | None:
     """Opens a split with captions or tokens; None if records have labels."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     if "classes" in settings:
         return None
@@ -147,8 +144,6 @@ def open_captioned(
 
 def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterator[str]:
     """Yields the texts of a split."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     files = _split_files(pattern, split, settings)
     name = {**FEATURES, **settings.get("features", {})}["text"]
@@ -161,8 +156,6 @@ def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterato
 
 def corrupt_files(pattern: str) -> list[str]:
     """Returns the files that cannot be read to the end."""
-    import tensorflow as tf
-
     corrupt = []
     for path in map(str, matching_files(f"tfrecord:{pattern}", _FILES)):
         try:
@@ -218,7 +211,6 @@ def _split_files(
 
 def _check_first(path: str, names: set[str]) -> None:
     """Checks that the first record has these features, as several labels need not."""
-    import tensorflow as tf
     from google.protobuf.message import DecodeError
 
     for record in tf.data.TFRecordDataset(path).take(1).ignore_errors():

@@ -2,8 +2,8 @@
 
 Members whose names agree up to the last dot form an example: `0007.jpg` with
 `0007.txt`, or with `0007.json`, which has a "caption". Beside these, `0007.mask.png` is
-a further field of the example, which is not read. Headers are read once and
-images at their offsets, so order, sharding and resumption work as for files.
+a further field of the example, which is not read. Headers are read once and images at
+their offsets, so order, sharding and resumption work as for files.
 """
 
 import functools
@@ -25,6 +25,7 @@ from keras_moe.data._files import (
     is_hidden,
     leads_outside,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import decode_image, read_or_name
 
 _TEXTS = (".txt", ".json")
@@ -48,8 +49,6 @@ class _Example(NamedTuple):
 
 def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Examples:
     """Opens a split with captions; images stay in their files."""
-    import tensorflow as tf
-
     files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
     file_of, examples, others = [], [], []
     for number, path in enumerate(files):

@@ -19,6 +19,7 @@ from keras_moe._compat import (
     replaced_seed_generator,
 )
 from keras_moe.data import _keras_layers as fast
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import needs_pillow
 
 # Layers of Keras and KerasCV that mix labels.
@@ -65,8 +66,6 @@ class RandAugment:
 
     def __call__(self, images: Any, seed: Any) -> Any:
         """Augments TensorFlow tensors, inside `tf.data` or a `tf.function`."""
-        import tensorflow as tf
-
         if len(images.shape) == 4:
             seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
             return tf.map_fn(
@@ -178,16 +177,14 @@ class RandomResizedCrop:
 
     def __call__(self, images: Any, seed: Any) -> Any:
         """Crops TensorFlow tensors."""
-        import tensorflow as tf
-
         channels = images.shape[-1]
         if len(images.shape) == 3:
-            window = self._draw(tf, tf.shape(images)[:2], [], seed)
-            return self._resized(tf, images, *window, channels)
+            window = self._draw(tf.shape(images)[:2], [], seed)
+            return self._resized(images, *window, channels)
         size = tf.shape(images)
         return tf.map_fn(
-            lambda drawn: self._resized(tf, *drawn, channels),
-            (images, *self._draw(tf, size[1:3], [size[0]], seed)),
+            lambda drawn: self._resized(*drawn, channels),
+            (images, *self._draw(size[1:3], [size[0]], seed)),
             fn_output_signature=tf.TensorSpec(
                 (self.height, self.width, channels), "float32"
             ),
@@ -205,12 +202,10 @@ class RandomResizedCrop:
             channels: number of channels that `decode` returns, 1 or 3.
             seed: (2,) integers, seed of `tf.random.stateless_uniform`.
         """
-        import tensorflow as tf
-
         def part_of_jpeg():
             # The header has the size, which a draw needs.
             size = tf.image.extract_jpeg_shape(encoded)[:2]
-            corner, sides = self._draw(tf, size, [], seed)
+            corner, sides = self._draw(size, [], seed)
             # One more pixel on each side is decoded: at the edge of the decoded part,
             # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(corner - 1, 0)
@@ -218,7 +213,7 @@ class RandomResizedCrop:
             pixels = tf.io.decode_and_crop_jpeg(
                 encoded, tf.concat([begin, end - begin], 0), channels=channels
             )
-            return self._resized(tf, pixels, corner - begin, sides, channels)
+            return self._resized(pixels, corner - begin, sides, channels)
 
         return tf.cond(
             tf.io.is_jpeg(encoded) & ~needs_pillow(encoded),
@@ -226,14 +221,14 @@ class RandomResizedCrop:
             lambda: self(decode(encoded), seed),
         )
 
-    def _resized(self, tf, image, corner, sides, channels):
+    def _resized(self, image, corner, sides, channels):
         """Resizes a part of an image to (height, width, channels)."""
         size = tf.pad(sides, [[0, 1]], constant_values=channels)
         part = tf.slice(image, tf.pad(corner, [[0, 1]]), size)
         part = tf.image.resize(part, (self.height, self.width))
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
-    def _draw(self, tf, size, shape, seed):
+    def _draw(self, size, shape, seed):
         """Draws corners and sides of crops of an image (2,): int32 (*shape, 2)."""
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
@@ -346,8 +341,6 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
         return item(data, seed=seed) if is_stateless else item(data)
 
     def function(images, labels, seed):
-        import tensorflow as tf
-
         if mixes_labels:
             mixed = apply({"images": images, "labels": labels}, seed)
             images, labels = mixed["images"], tf.cast(mixed["labels"], "float32")
@@ -392,8 +385,6 @@ class _ElementSeed(keras.random.SeedGenerator):
         self._seed, self._count = seed, 0
 
     def next(self, ordered: bool = True) -> Any:
-        import tensorflow as tf
-
         self._count += 1
         return tf.random.experimental.stateless_fold_in(self._seed, self._count)
 

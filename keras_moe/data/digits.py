@@ -4,7 +4,7 @@ import numpy as np
 
 from keras_moe._checks import check_image_shape, check_one_of
 from keras_moe.data._examples import IndexedExamples, in_memory
-from keras_moe.data._files import extra
+from keras_moe.data._packages import extra
 from keras_moe.data.labels import Classes
 
 CLASS_NAMES = tuple(map(str, range(10)))

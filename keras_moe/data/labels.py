@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_moe._files import write_json
 from keras_moe.data._files import read_json
+from keras_moe.data._packages import tf
 
 # The part of a hierarchy's file, or of `dataset.json`, that a hierarchy needs.
 _FILE = {"classes": [str], "parents": {str: [str]}}
@@ -146,8 +147,6 @@ def _convert(
     closure: np.ndarray | None = None,
 ) -> Any:
     """Labels of one of `count` classes, or up to `max_labels` with `closure`."""
-    import tensorflow as tf
-
     labels = features["label"]
     if max_labels is None:
         return tf.one_hot(labels, count) if dense else labels

@@ -23,7 +23,7 @@ from keras_moe.data._captions import (
     stored_captions,
 )
 from keras_moe.data._examples import Examples, Share
-from keras_moe.data._files import extra
+from keras_moe.data._packages import extra, tf
 from keras_moe.data._pipeline import BatchSettings, batches
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.labels import make_labels
@@ -382,8 +382,6 @@ def load_pairs(
 
 def _tokenized(dataset, tokenizer):
     """Returns (inputs, ids) of batches of images and texts."""
-    import tensorflow as tf
-
     if tokenizer is not None and "captions" not in dataset.element_spec[1]:
         raise ValueError(
             "Expected tokenizer=None with stored tokens; received: "

@@ -17,6 +17,7 @@ from keras_moe._files import write_json
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 
@@ -220,8 +221,6 @@ def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
 
 def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
     """Returns positions and locations of images that cannot be read or decoded."""
-    import tensorflow as tf
-
     if examples.location is None:
         return []
 
@@ -274,8 +273,6 @@ def image_hashes(
     >>> len(image_hashes("digits", "test").exact)
     450
     """
-    import tensorflow as tf
-
     examples = open_source(source, split, data_dir)
 
     def hashed(_, item):
@@ -283,7 +280,7 @@ def image_hashes(
         exact = tf.strings.to_hash_bucket_strong(
             tf.io.serialize_tensor(pixels), 2**63 - 1, key=[0, 0]
         )
-        return exact, *_perceptual(tf, tf.cast(pixels, "float32"))
+        return exact, *_perceptual(tf.cast(pixels, "float32"))
 
     parts = zip(*examples.scan(hashed, progress))
     exact, bits, deviation = (np.concatenate(columns) for columns in parts)
@@ -333,7 +330,7 @@ def find_duplicates(
     return np.flatnonzero(is_copy)
 
 
-def _perceptual(tf, pixels):
+def _perceptual(pixels):
     """Returns the 64-bit hash of an image, and its standard deviation."""
     if pixels.shape[-1] == 3:
         pixels = tf.image.rgb_to_grayscale(pixels)

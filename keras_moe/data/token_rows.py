@@ -8,6 +8,7 @@ import numpy as np
 from keras_moe._checks import LARGEST_SEED, check_bool, check_integer
 from keras_moe.data._captions import batch_sizes
 from keras_moe.data._examples import IndexedExamples
+from keras_moe.data._packages import tf
 from keras_moe.data._pipeline import BatchSettings, feature_batches
 from keras_moe.data.loading import LoadOptions
 
@@ -51,8 +52,6 @@ def load_rows(
     >>> [batch["token_ids"].tolist() for batch in batches.as_numpy_iterator()]
     [[[5, 6], [7, 8]], [[9, 5]]]
     """
-    import tensorflow as tf
-
     options = LoadOptions(repeat=repeat, start_batch=start_batch, shard=shard)
     check_integer("batch_size", batch_size)
     check_integer("seed", seed, 0, LARGEST_SEED)
@@ -89,8 +88,6 @@ def load_rows(
 
 
 def _in_memory(rows, name):
-    import tensorflow as tf
-
     arrays = {key: np.asarray(value) for key, value in rows.items()}
     if len({len(array) for array in arrays.values()}) != 1:
         raise ValueError(
