@@ -169,6 +169,7 @@ def captioned_records(
     every_caption: bool,
 ) -> Examples:
     """Examples from records; `parse` returns an image and captions or tokens."""
+
     def features(record):
         stored, several = parse(record)
         rows = next(iter(several.values()))
@@ -202,6 +203,7 @@ def captioned_records(
 
 def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
     """Counts each image's captions as at least 1: reading none is an error."""
+
     def of_record(record):
         return tf.shape(next(iter(parse(record)[1].values())))[0]
 
@@ -271,21 +273,26 @@ def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
 
 def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ...]]:
     """Reads the captions from records without decoding images."""
+
     def captions(item):
         return examples.read(item)["captions"]
 
-    def read(_, item):
+    def read(item):
         if skip_faults:
             return attempt(captions, item, lambda *_: tf.zeros([0], "string"))
         return captions(item)
 
-    dataset = examples.all_items()
-    dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+    found = _read_all(examples, read)
+    return [tuple(text.decode() for text in several) for several in found]
+
+
+def _read_all(examples: Examples, read: Callable) -> list[Any]:
+    """Returns `read(item)` of all examples as arrays, which may differ in shape."""
+    dataset = examples.all_items().map(
+        lambda _, item: read(item), num_parallel_calls=tf.data.AUTOTUNE
+    )
     with reading_errors():
-        return [
-            tuple(text.decode() for text in several)
-            for several in dataset.as_numpy_iterator()
-        ]
+        return list(dataset.as_numpy_iterator())
 
 
 def batch_sizes(

@@ -299,6 +299,7 @@ def record_offsets(path: Path) -> list[int]:
 
 def _record_at(path: Any, offset: Any) -> Any:
     """Reads the record at an offset and verifies its checksum."""
+
     def read(start):
         opened = tf.raw_ops.TFRecordDatasetV2(
             filenames=[start["path"]],

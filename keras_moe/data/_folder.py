@@ -33,10 +33,10 @@ from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
     IMAGE_SUFFIXES,
+    files_below,
     files_listed,
     folders_in,
     folders_with_images,
-    images_below,
     is_image,
     leads_outside,
     read_json,
@@ -164,7 +164,7 @@ def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[st
     """Returns the images of a split that is drawn from those of each class."""
     chosen = []
     for name in names:
-        files = images_below(root / name, root)
+        files = files_below(root / name, root, images=True)
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
         # By their names, so that further images move few of them to the other split.
         by_hash = sorted(files, key=lambda file: _hash(file.relative_to(root)))
@@ -189,7 +189,7 @@ def _files_of(
         return [
             (file, [name])
             for name in names
-            for file in images_below(root / split / name, root)
+            for file in files_below(root / split / name, root, images=True)
         ]
     path, found = root / split / LABELS, []
     listed = read_json(path, {str: [str]}, within=root)
@@ -284,7 +284,7 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
     for image in named:
         if folder / image not in there:
             faults[image] = f"{folder / image} is not there"
-    for file in images_below(folder, root):
+    for file in files_below(folder, root, images=True):
         captions.setdefault(file.relative_to(folder).as_posix(), [])
     images = list(captions)
     names = [str(folder / image) for image in images]

@@ -15,26 +15,18 @@ _EXAMPLES_OF_A_RUN = 20_000
 
 
 class BatchSettings(NamedTuple):
-    """How `batches` makes batches of examples.
+    """How `batches` makes batches of examples; see `load`."""
 
-    Attributes:
-        image_shape: (height, width, channels); None without images.
-        steps: augmentation.
-        targets: function from features and key to what accompanies the images.
-        share: the host's part.
-        shuffle: whether the order is random.
-        seed: seed of the order and the augmentation.
-        drop_remainder: whether to drop an incomplete last batch.
-        start_batch: first batch of endless passes; None for a single pass.
-    """
-
+    # None without images.
     image_shape: tuple[int, int, int] | None
     steps: list[Step]
+    # From features and key to what accompanies the images.
     targets: Callable[[dict[str, Any], Any], Any] | None
     share: Share
     shuffle: bool
     seed: int
     drop_remainder: bool
+    # First batch of endless passes; None for a single pass.
     start_batch: int | None
 
     @property
@@ -100,9 +92,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 def feature_batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches of features, without images."""
     _check_count(examples, settings)
-    dataset = _prepared(
-        tf, examples, settings, lambda element, _: examples.read(element[1])
-    )
+    dataset = _prepared(examples, settings, lambda item, _: examples.read(item[1]))
     return dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder
     ).prefetch(tf.data.AUTOTUNE)
@@ -153,8 +143,8 @@ def _pixels(examples, item, stored, key, crop, image_shape):
 class _Passes:
     """Passes over the examples; elements are ((position, item), pass number)."""
 
-    def __init__(self, tf: Any, examples: Examples, settings: BatchSettings):
-        self.tf, self.examples, self.settings = tf, examples, settings
+    def __init__(self, examples: Examples, settings: BatchSettings):
+        self.examples, self.settings = examples, settings
         share = settings.share
         per_pass, rest = divmod(examples.count, share.batch_size * share.count)
         self.length = per_pass * share.batch_size
@@ -190,18 +180,18 @@ class _Passes:
         start += self._skipped(run)
         begin = self.first + run * self.passes
         current = begin + start // self.length
-        numbers = self.tf.data.Dataset.range(current, begin + self.passes)
+        numbers = tf.data.Dataset.range(current, begin + self.passes)
         return numbers.flat_map(
             lambda number: self._one_pass(
-                number, self.tf.where(number == current, start % self.length, 0)
+                number, tf.where(number == current, start % self.length, 0)
             )
         )
 
     def _skipped(self, run):
-        return self.tf.where(run == 0, self.tf.constant(self.skipped, "int64"), 0)
+        return tf.where(run == 0, tf.constant(self.skipped, "int64"), 0)
 
     def _one_pass(self, number, start):
-        tf, settings = self.tf, self.settings
+        settings = self.settings
         seed = tf.stack([tf.constant(settings.seed, "int64"), number])
         order = seed if settings.shuffle else None
         dataset = self.examples.pass_over(settings.share, order, start, self.length)

@@ -125,6 +125,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
 def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
     """Returns the files of a split; downloads and prepares the dataset if missing."""
     import requests
+
     urls = [url for url in builder.url_infos or () if url.startswith("http")]
     if urls and not builder.is_prepared():
         # Tries a server once, before TensorFlow Datasets tries it many times.

@@ -202,6 +202,7 @@ class RandomResizedCrop:
             channels: number of channels that `decode` returns, 1 or 3.
             seed: (2,) integers, seed of `tf.random.stateless_uniform`.
         """
+
         def part_of_jpeg():
             # The header has the size, which a draw needs.
             size = tf.image.extract_jpeg_shape(encoded)[:2]

@@ -73,6 +73,7 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
     `count` must be finite, since all remaining elements are tried before an error;
     `again(number)` is a dataset that begins with this element.
     """
+
     def numbered(number, element):
         token = _with_names.set(False)
         try:

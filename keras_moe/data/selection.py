@@ -66,9 +66,7 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
     """Returns sorted indices of images that cannot be decoded, int64, by reading all.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
 
     Example:
 
@@ -115,11 +113,8 @@ def excluded_examples(
     """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
-        exclude: examples to leave out; see `LoadOptions`.
-        unreadable: how to treat unreadable images; see `LoadOptions`.
+        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
+        exclude: examples to leave out; see `LoadOptions`, also for `unreadable`.
 
     Example:
 
@@ -262,9 +257,7 @@ def image_hashes(
     """Reads and hashes all images of a split.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
         progress: called with the number of finished images and the total.
 
     Example:
@@ -302,7 +295,7 @@ def find_duplicates(
         max_distance: number of bits in which perceptual hashes of copies may differ, in
             [0, 32]; None finds identical pixels only. On handwritten digits, 3 finds
             99.5% of resized or JPEG copies, and confuses no two digits.
-        progress: called with the number of finished images and the total.
+        progress: see `image_hashes`.
 
     Example:
 
@@ -343,45 +336,3 @@ def _perceptual(pixels):
     # number, so that their median is one of them.
     others = tf.sort(low[1:])
     return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)
-
-
-def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
-    """Repeats a subpopulation's examples equally often until it has `count` of them.
-
-    Args:
-        members: boolean (N,), True for examples of the subpopulation.
-        count: desired size of the subpopulation, at least its number of members.
-        seed: seed of the order, and of the members that are repeated once more.
-
-    Returns:
-        int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
-        training data.
-
-    Reference: *Multilinear Mixture of Experts*, appendix J.
-
-    Example:
-
-    >>> from keras_moe.data import oversample
-    >>> indices = oversample([True, False, False, False], count=3)
-    >>> np.bincount(indices).tolist()
-    [3, 1, 1, 1]
-    """
-    members = np.asarray(members)
-    if members.ndim != 1 or members.dtype != bool:
-        raise ValueError(
-            "Expected booleans, one for each example; received: "
-            f"shape={members.shape}, dtype={members.dtype}"
-        )
-    examples = np.flatnonzero(members)
-    if not 0 < len(examples) <= count:
-        raise ValueError(
-            "Expected at least one member, and no more than count; received: "
-            f"{len(examples)} members, count={count}"
-        )
-    generator = np.random.default_rng(seed)
-    whole, rest = divmod(count, len(examples))
-    once_more = generator.choice(examples, rest, replace=False)
-    indices = np.concatenate(
-        [np.flatnonzero(~members), np.repeat(examples, whole), once_more]
-    )
-    return generator.permutation(indices)
