@@ -79,9 +79,6 @@ class StopOnNonFinite(ProgressCallback):
     # `fit` may call `on_train_batch_end` from another thread.
     async_safe = True
 
-    def __init__(self):
-        super().__init__()
-
     def on_train_batch_end(self, batch, logs=None):
         self._check(logs, self.progress.step_of(batch))
 
@@ -237,13 +234,14 @@ def _bad_gradient(model, x, y, finished):
         model.optimizer = optimizer
         model.train_function = None
     # Gradients flow from the last layer to the first.
-    for layer, path in reversed(finished):
-        if any(id(x) in bad for x in own_variables(layer, trainable=True)):
-            return NonFinite("gradient", path)
-    for variable in model.trainable_variables:
-        if id(variable) in bad:
-            return NonFinite("gradient", variable.path)
-    return None
+    owners = [
+        (path, own_variables(layer, trainable=True))
+        for layer, path in reversed(finished)
+    ]
+    owners += [(variable.path, [variable]) for variable in model.trainable_variables]
+    found = (path for path, own in owners if any(id(x) in bad for x in own))
+    path = next(found, None)
+    return None if path is None else NonFinite("gradient", path)
 
 
 def _is_finite(value):

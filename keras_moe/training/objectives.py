@@ -13,9 +13,15 @@ from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.registry import is_architecture
 from keras_moe.training.callbacks import MODES
-from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
-from keras_moe.training.sections import ModelConfig, Section, json_copy
+from keras_moe.training.sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    ModelConfig,
+    Section,
+    json_copy,
+)
 
 OBJECTIVES: dict[str, type] = {}
 

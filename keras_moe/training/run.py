@@ -23,7 +23,6 @@ from keras_moe._processes import (
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
-from keras_moe.training.data_sections import Datasets
 from keras_moe.training.non_finite import (
     NonFiniteLoss,
     StopOnNonFinite,
@@ -32,6 +31,7 @@ from keras_moe.training.non_finite import (
 from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
+from keras_moe.training.sections import Datasets
 
 # A run without checkpoints is repeated from its start to locate a non-finite value if
 # it has at most this many steps.
@@ -220,8 +220,9 @@ class _Run:
         self.model = None
         keras.utils.set_random_seed(recipe.seed)
         if self.own_datasets is None:
-            self.model = recipe.new_model(recipe.num_classes(self.data_dir))
-            recipe.prepare(self.model, self.data_dir, self.folder)
+            objective, *where = recipe.objective, recipe.data, self.data_dir
+            self.model = recipe.new_model(objective.num_classes(*where))
+            objective.prepare(self.model, *where, self.folder)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
             # The preset's names may belong to other data.
@@ -301,7 +302,7 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
-    callbacks = [*run.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
+    callbacks = [*run.recipe.callbacks(), *callbacks, StopOnNonFinite()]
     if run.best is not None:
         callbacks.append(run.best)
     if checkpoint is None:
@@ -309,7 +310,7 @@ def _fit(run, checkpoint, step, callbacks, verbose):
     else:
         if run.best is not None:
             # Unless the checkpoint has its state.
-            run.best.count_from(len(checkpoint.history.get("loss", ())))
+            run.best.epochs = len(checkpoint.history.get("loss", ()))
         callbacks = checkpoint.around(callbacks)
     if step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
         # Creates the metrics' variables, which are in the checkpoint and which other

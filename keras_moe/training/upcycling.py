@@ -183,15 +183,17 @@ def upcycle(
     _check_dense(dense_model, overrides)
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
     blocks = _new_blocks(dense_model, sparse_model, overrides)
-    copy_weights(dense_model, sparse_model, noise, noise_seed)
-    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
+    sources = copy_weights(dense_model, sparse_model, noise, noise_seed)
+    report = report_of(dense_model, sparse_model, blocks, images, noise)
     if getattr(dense_model, "compiled", False):
         _compile(dense_model, sparse_model)
-    slots = 0
+    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
     if carry_optimizer and dense_model.optimizer.built:
+        # After freezing, since only trainable weights have slots.
         sparse_model.optimizer.build(sparse_model.trainable_variables)
-        slots = carry_state(dense_model.optimizer, sparse_model.optimizer)
-    report = report_of(dense_model, sparse_model, blocks, images, noise, slots)
+        optimizers = dense_model.optimizer, sparse_model.optimizer
+        slots = carry_state(*optimizers, sources)
+        report = report._replace(slots=slots)
     return sparse_model, report
 
 
@@ -274,9 +276,6 @@ def _compile(dense_model, sparse_model):
     if hasattr(dense_model, "sampler"):
         config["sampler"] = dense_model.sampler
     sparse_model.compile(loss=dense_model.loss, **config)
-
-
-# Arguments
 
 
 def free_arguments() -> list[str]:

@@ -125,9 +125,6 @@ BAD_VALUES = {
     },
     "schedule": {"decay": ["stairs"]},
     "Adafactor": {
-        "min_dim_size_to_factor": [0],
-        "beta_2_exponent": [0.0],
-        "beta_2_cap": [1.0],
         "epsilon": [0.0],
         "momentum": [-0.1],
         "peak_learning_rate": [0.0],

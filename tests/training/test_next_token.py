@@ -52,7 +52,7 @@ def test_a_smaller_vocabulary_is_trained_by_the_run(source):
     settings = {"model.vocabulary_size": 530, "data.source": source}
     recipe = training.load_recipe("moepp_lm_python", **settings)
     model = recipe.new_model(None)
-    recipe.prepare(model)
+    recipe.objective.prepare(model, recipe.data)
     assert model.preprocessor.vocabulary_size <= 530
     with pytest.raises(ValueError, match=r"at most the 530.*vocabulary_size=1024"):
         models.from_preset("moepp_lm_python", vocabulary_size=530)
