@@ -39,7 +39,7 @@ from keras_moe.training.recipes import Recipe, list_recipes, load_recipe
 from keras_moe.training.router_health import RouterHealth, UsageRecorder
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
-from keras_moe.training.schedules import ScheduleConfig, WarmupCooldown, warmup_schedule
+from keras_moe.training.schedules import ScheduleConfig, WarmupCooldown
 from keras_moe.training.sections import (
     DataConfig,
     Datasets,
@@ -102,5 +102,4 @@ __all__ = [
     "save_checkpoint",
     "train",
     "upcycle",
-    "warmup_schedule",
 ]

@@ -16,11 +16,7 @@ from keras_moe import data
 from keras_moe._checks import check_bool, check_integer, check_one_of
 from keras_moe._files import path_within
 from keras_moe._processes import process_index, process_shard
-from keras_moe.losses import (
-    SigmoidContrastiveLoss,
-    SoftmaxContrastiveLoss,
-    next_tokens,
-)
+from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss, next_tokens
 from keras_moe.losses._pairs import check_similarity
 from keras_moe.models import (
     CausalLM,

@@ -58,8 +58,8 @@ class Most(training.Objective):
 MAKERS = {
     "recipe": recipe,
     "pairs": lambda **kw: pair_recipe("x", **kw),
-    "schedule": lambda **kw: training.warmup_schedule(
-        **{"peak": 0.1, "total_steps": 100, "warmup_steps": 10, **kw}
+    "schedule": lambda **kw: training.ScheduleConfig(
+        **{"learning_rate": 0.1, "steps": 100, "warmup_steps": 10, **kw}
     ),
     "branch": training.cooldown_branch,
     "Adafactor": training.ViTGAdafactor,
