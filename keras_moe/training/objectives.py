@@ -226,31 +226,34 @@ class LabelledImages(Objective):
         count = data.num_examples(config.source, config.train_split, data_dir, exclude)
         steps = config.steps_per_epoch(count, batch_size)
         common = {
-            "image_shape": tuple(model.backbone.image_shape),
             "batch_size": batch_size,
             "seed": seed,
             "data_dir": data_dir,
-            "shard": process_shard(),
             **self.label_options(config),
         }
-        train = data.load(
-            config.source,
-            config.train_split,
-            augment=config.augment,
-            shuffle=True,
-            repeat=True,
-            start_batch=start_step,
-            exclude=exclude,
-            **common,
-        )
-        test = data.load(
-            config.source,
-            config.test_split,
-            shuffle=False,
-            exclude=exclude_from_test,
-            **common,
+        train, test = train_and_test(
+            data.load,
+            config,
+            model,
+            {**common, "exclude": exclude, "start_batch": start_step},
+            {**common, "exclude": exclude_from_test},
         )
         return Datasets(train, test, self.num_classes(config, data_dir), steps)
+
+
+def train_and_test(
+    load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
+) -> tuple[Any, Any]:
+    """Loads endless batches of the training split, and those of the test split."""
+    common = {
+        "image_shape": tuple(model.backbone.image_shape),
+        "shard": process_shard(),
+    }
+    of_train = {**common, "augment": config.augment, "repeat": True, **of_train}
+    train = load(config.source, config.train_split, shuffle=True, **of_train)
+    of_test = {**common, **of_test}
+    test = load(config.evaluated_source, config.test_split, shuffle=False, **of_test)
+    return train, test
 
 
 @register_objective("classification")
@@ -286,18 +289,18 @@ class Classification(LabelledImages):
             return None
         shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
         splits = (config.train_split, config.test_split)
+        options = {"shuffle": False, "data_dir": data_dir}
+        train, test = (
+            data.load(config.source, x, shape, config.batch_size, exclude=y, **options)
+            for x, y in zip(splits, excluded)
+        )
         return evaluation.linear_probe_from_model(
             keras.Model(model.input, model.features),
-            *(
-                data.load(
-                    config.source, split, shape, config.batch_size,
-                    shuffle=False, exclude=exclude, data_dir=data_dir,
-                )
-                for split, exclude in zip(splits, excluded)
-            ),
+            train,
+            test,
             num_classes=self.num_classes(config, data_dir),
             verbose=0,
-        )  # fmt: skip
+        )
 
     def label_options(self, config):
         return {"one_hot": True}

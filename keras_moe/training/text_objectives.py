@@ -26,7 +26,12 @@ from keras_moe.models import (
     TextTokenizer,
     pack,
 )
-from keras_moe.training.objectives import Monitor, Objective, register_objective
+from keras_moe.training.objectives import (
+    Monitor,
+    Objective,
+    register_objective,
+    train_and_test,
+)
 from keras_moe.training.sections import Datasets, PairData, TextData
 
 _CLIP, _TRAINED = "clip", "trained"
@@ -187,32 +192,16 @@ class Contrastive(TokenizedObjective):
         )
         steps = config.steps_per_epoch(count, batch_size)
         common = {
-            "image_shape": tuple(model.backbone.image_shape),
             "tokenizer": model.preprocessor,
+            "batch_size": batch_size,
             "seed": seed,
             "data_dir": data_dir,
-            "shard": process_shard(),
         }
-        train = data.load_pairs(
-            config.source,
-            config.train_split,
-            batch_size=batch_size,
-            augment=config.augment,
-            shuffle=True,
-            repeat=True,
-            start_batch=start_step,
-            exclude=exclude,
-            **common,
-            **options,
-        )
-        test = data.load_pairs(
-            config.evaluated_source,
-            config.test_split,
-            batch_size=self.evaluation_batch_size or batch_size,
-            shuffle=False,
-            **common,
-            **config.test_pair_options(data_dir),
-        )
+        of_train = {**common, "exclude": exclude, "start_batch": start_step, **options}
+        of_test = {**common, **config.test_pair_options(data_dir)}
+        if self.evaluation_batch_size is not None:
+            of_test["batch_size"] = self.evaluation_batch_size
+        train, test = train_and_test(data.load_pairs, config, model, of_train, of_test)
         return Datasets(train, test, None, steps)
 
     def loss_and_metrics(self, model, config):
@@ -259,13 +248,14 @@ class NextToken(TokenizedObjective):
         return [text for texts in loaded for text in texts]
 
     def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
-        rows = self._rows(config, model, tuple(config.weights), data_dir)
+        sources, source = tuple(config.weights), config.evaluated_source
+        rows = self._rows(config, model, sources, config.train_split, data_dir)
         mixed = len(rows) > 1
         number = sum(len(x["token_ids"]) for x in rows.values())
         steps = config.steps_per_epoch(config.epoch_size or number, batch_size)
         shard = process_shard()
         train = data.load_rows(
-            rows if mixed else next(iter(rows.values())),
+            rows if mixed else rows[sources[0]],
             batch_size,
             config.weights if mixed else None,
             seed=seed,
@@ -273,25 +263,21 @@ class NextToken(TokenizedObjective):
             start_batch=start_step,
             shard=shard,
         )
-        test = _for_evaluation(self._rows(config, model, None, data_dir), batch_size)
+        test = self._rows(config, model, (source,), config.test_split, data_dir)
+        test = _for_evaluation(test[source], batch_size)
         test = data.load_rows(test, batch_size, shuffle=False, shard=shard)
         return Datasets(train, test, None, steps)
 
-    def _rows(self, config, model, sources, data_dir):
-        """Packed rows by training source, or for None those of the test split."""
-        tokenizer = model.preprocessor
-        key = (sources, data_dir)
+    def _rows(self, config, model, sources, split, data_dir):
+        """Returns the packed rows of a split by source."""
+        key = (sources, split, data_dir)
         # A run asks again when it resumes; another run may have another tokenizer.
         owner, rows = config.packed.get(key, (None, None))
-        if owner is not tokenizer:
-            rows = (
-                _packed(model, config.evaluated_source, config.test_split, data_dir)
-                if sources is None
-                else {
-                    x: _packed(model, x, config.train_split, data_dir) for x in sources
-                }
-            )
-            config.packed[key] = tokenizer, rows
+        if owner is not model.preprocessor:
+            rows = {
+                source: _packed(model, source, split, data_dir) for source in sources
+            }
+            config.packed[key] = model.preprocessor, rows
         return rows
 
     def loss_and_metrics(self, model, config):
@@ -300,9 +286,9 @@ class NextToken(TokenizedObjective):
     def taken_from_data(self, model, config):
         """Adds a digest of the packed rows, which another document would move."""
         digest = hashlib.sha256()
-        for (sources, _), (_, rows) in config.packed.items():
-            for source in sources or ():
-                digest.update(rows[source]["token_ids"])
+        for (_, split, _), (_, rows) in config.packed.items():
+            for own in rows.values() if split == config.train_split else ():
+                digest.update(own["token_ids"])
         found = super().taken_from_data(model, config)
         return {**found, "rows_sha256": digest.hexdigest()}
 
