@@ -20,7 +20,6 @@ from keras_moe.data.reading import reading_errors
 from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
 from keras_moe.data.selection import (
     ImageHashes,
-    excluded_examples,
     find_corrupt_files,
     find_duplicates,
     find_unreadable,
@@ -40,7 +39,6 @@ __all__ = [
     "RandomResizedCrop",
     "class_names",
     "credit",
-    "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",
     "find_unreadable",

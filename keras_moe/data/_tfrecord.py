@@ -79,8 +79,7 @@ def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamp
     settings = _settings(pattern)
     classes = _classes(settings, pattern)
     files = _split_files(pattern, split, settings)
-    names = {**FEATURES, **settings.get("features", {})}
-    image, label = names["image"], names["label"]
+    image, label = (settings["features"][name] for name in ("image", "label"))
     _check_first(files[0].path, {image, label})
     first_label = settings.get("first_label", 0)
     several = classes.max_labels is not None
@@ -114,7 +113,7 @@ def open_captioned(
     settings = _settings(pattern)
     if "classes" in settings:
         return None
-    names = {**FEATURES, **settings.get("features", {})}
+    names = settings["features"]
     length = settings.get("max_length")
     # For examples without captions the feature is missing or empty.
     kinds = (
@@ -146,7 +145,7 @@ def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterato
     """Yields the texts of a split."""
     settings = _settings(pattern)
     files = _split_files(pattern, split, settings)
-    name = {**FEATURES, **settings.get("features", {})}["text"]
+    name = settings["features"]["text"]
     _check_first(files[0].path, {name})
     features = {name: tf.io.FixedLenFeature([], "string")}
     return record_texts(
@@ -167,7 +166,10 @@ def corrupt_files(pattern: str) -> list[str]:
 
 
 def _settings(pattern: str) -> dict[str, Any]:
-    return read_settings(matching_files(f"tfrecord:{pattern}", _FILES)[0].parent)
+    """Returns the content of `dataset.json`, with the names of all features."""
+    folder = matching_files(f"tfrecord:{pattern}", _FILES)[0].parent
+    settings = read_settings(folder)
+    return {**settings, "features": {**FEATURES, **settings.get("features", {})}}
 
 
 def _classes(settings: dict[str, Any], pattern: str) -> Classes:

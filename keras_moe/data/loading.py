@@ -242,8 +242,7 @@ def load(
             Steps before the first one that mixes labels see single images, the others
             batches. KerasCV layers and functions without `seed` use their own random
             state, and run sequentially.
-        shuffle: whether the order is random; None means only for splits that begin with
-            "train".
+        shuffle: whether the order is random; None for splits that begin with "train".
         seed: seed of order and augmentation, but not of the splits.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             always true if labels are mixed.

@@ -104,26 +104,10 @@ def find_corrupt_files(source: str) -> list[str]:
 
 
 def excluded_examples(
-    source: str,
-    split: str,
-    data_dir: str | None = None,
-    exclude: Any = (),
-    unreadable: str = "raise",
+    source: str, split: str, data_dir: str | None, exclude: Any, unreadable: str
 ) -> np.ndarray:
-    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
-
-    Args:
-        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
-        exclude: examples to leave out; see `LoadOptions`, also for `unreadable`.
-
-    Example:
-
-    >>> from keras_moe.data import excluded_examples
-    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
-    [3, 7]
-    """
-    examples = open_source(source, split, data_dir)
-    return left_out(examples, split, exclude, unreadable)
+    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`."""
+    return left_out(open_source(source, split, data_dir), split, exclude, unreadable)
 
 
 def left_out(

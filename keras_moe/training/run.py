@@ -103,8 +103,7 @@ def train(
         verbose: see `fit`.
         checkpoint_dir: folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None saves after each epoch.
-        keep_checkpoints: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step.
+        keep_checkpoints: `keep` of `RunCheckpoint`; see there for `keep_every`, too.
         resume: whether to resume from existing checkpoints; otherwise they are deleted.
         branch_from: checkpoint of another run to start from; see `RunCheckpoint` and
             `cooldown_branch`.

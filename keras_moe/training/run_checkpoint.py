@@ -42,8 +42,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         steps_per_epoch: number of steps in an epoch.
         every: steps between checkpoints; None saves after each epoch. The end of the
             run is always saved.
-        keep: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step.
+        keep: see `save_checkpoint`, also for `keep_every`.
         settings: JSON data such as a recipe's `settings()`. Checkpoints with other
             settings are rejected.
         restart: whether to delete existing checkpoints and start over.
@@ -106,18 +105,14 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.branch_from = branch_from
         # One step count for all callbacks of the run.
         self.progress = Progress()
-        self.finished = False
-        self.history = {}
-        self.last = None
+        self.finished, self.history, self.last = False, {}, None
         self.best = best
         # Step of the best epoch's checkpoint, and its row in the history.
         self.best_step, self.best_row = None, None
-        self.may_differ = may_differ
-        self.endless = endless
+        self.may_differ, self.endless = may_differ, endless
         # Old values of the settings that changed.
         self.changed = {}
-        self._restored = None
-        self._begins_metrics = False
+        self._restored, self._begins_metrics = None, False
         # Random states for the first batch.
         self._random = None
         self._callbacks = []

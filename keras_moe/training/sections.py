@@ -17,6 +17,7 @@ from keras_moe._checks import (
     check_positive,
 )
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.data.selection import excluded_examples
 from keras_moe.data.sources import has_captions
 
 
@@ -242,7 +243,7 @@ class ImageData(DataConfig):
         """
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
-                data.excluded_examples(
+                excluded_examples(
                     self.source, split, data_dir, exclude, self.unreadable or "raise"
                 )
                 for split, exclude in (
