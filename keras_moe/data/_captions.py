@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_moe._checks import check_positive
 from keras_moe._templates import PLACE, fill, read_templates
+from keras_moe._types import Tensor
 from keras_moe.data._examples import (
     CaptionInfo,
     Examples,
@@ -42,7 +43,7 @@ class CaptionOptions(NamedTuple):
     data_dir: str | None = None
 
 
-def random_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+def random_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
     """Draws one of the captions of an image by the image's key."""
     count = tf.shape(texts["text_ids"])[0]
     seed = key_seed(key, _DRAW)
@@ -50,12 +51,14 @@ def random_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
     return select_caption(texts, which)
 
 
-def first_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+def first_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
     """Chooses the first of the captions of an image."""
     return select_caption(texts, 0)
 
 
-def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
+def select_caption(
+    texts: dict[str, Any], which: Tensor | slice | int
+) -> dict[str, Any]:
     """Indexes the caption axis K of all text features."""
     return {
         name: value if name in ("image", "image_ids") else value[which]
@@ -103,7 +106,7 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
     return (tuple(texts), None) if texts else (("",), "no caption")
 
 
-def _equal_ids(contents: Any) -> Any:
+def _equal_ids(contents: Tensor) -> Tensor:
     """int32 hashes of contents; different ones collide with probability 2 ** -31."""
     if contents.dtype != tf.string:
         texts = tf.strings.as_string(contents)

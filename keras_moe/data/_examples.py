@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import open_regular
+from keras_moe._types import Structure, Tensor
 from keras_moe.data._packages import tf
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
@@ -72,7 +73,9 @@ class Examples:
     # Indices of the examples that are left; None for all.
     kept: np.ndarray | None = None
 
-    def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
+    def decoded(
+        self, item: Structure, stored: Tensor, decode: Callable | None = None
+    ) -> Tensor:
         """Decodes a stored image; errors name its file."""
         decode = decode or self.decode
         if self.location is None:
@@ -107,7 +110,9 @@ class Examples:
                 if progress is not None:
                     progress(done, self.count)
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         """Dataset of (position, item): one pass of the host `share`.
 
         A `seed` of None keeps the source's order; `length` is None for all examples.
@@ -122,7 +127,9 @@ class IndexedExamples(Examples):
     so batches do not depend on the number of hosts.
     """
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         common = share.batch_size * share.count
         batches, rest = divmod(self.count, common)
         first, last = share.bounds(rest)
@@ -194,7 +201,9 @@ class RecordExamples(Examples):
             **known,
         )
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         first, last = share.bounds(self.count)
         begin, end, is_kept = first, last, None
         if self.kept is not None:
@@ -273,7 +282,7 @@ class RecordExamples(Examples):
         )
 
 
-def _record_location(path: Any, number: Any) -> Any:
+def _record_location(path: Tensor, number: Tensor) -> Tensor:
     """Returns the path and number of a record for errors, as a string tensor."""
     return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
 
@@ -297,7 +306,7 @@ def record_offsets(path: Path) -> list[int]:
     return offsets
 
 
-def _record_at(path: Any, offset: Any) -> Any:
+def _record_at(path: Tensor, offset: Tensor) -> Tensor:
     """Reads the record at an offset and verifies its checksum."""
 
     def read(start):

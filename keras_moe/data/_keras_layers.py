@@ -5,17 +5,16 @@ than at arithmetic. For the same seed, images equal those of Keras's layers in t
 Remove a class when Keras's layer is as fast.
 """
 
-from typing import Any
-
 import keras
 
+from keras_moe._types import Tensor
 from keras_moe.data._packages import tf
 
 
 class RandomFlip:
     """`keras.layers.RandomFlip("horizontal")` that reverses only the flipped images."""
 
-    def __call__(self, images: Any, seed: Any) -> Any:
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         seed = tf.random.experimental.stateless_fold_in(seed, 1)
         if len(images.shape) == 3:
             is_flipped = tf.random.stateless_uniform([], seed) <= 0.5

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from keras_moe._types import Tensor
 from keras_moe.data._examples import Examples, Share
 from keras_moe.data._packages import tf
 from keras_moe.data.augmentation import RandomResizedCrop, Step
@@ -167,13 +168,13 @@ class _Passes:
         ).take(1)
         self.cardinality = self.length
 
-    def count(self, run: Any) -> Any:
+    def count(self, run: Tensor) -> Tensor | int:
         """Returns the number of elements of a run."""
         if not self.endless:
             return self.length
         return self.passes * self.length - self._skipped(run)
 
-    def elements(self, run: Any, start: Any) -> Any:
+    def elements(self, run: Tensor, start: Tensor) -> Any:
         """Returns the elements of a run from index `start` on."""
         if not self.endless:
             return self._one_pass(run, start)
@@ -235,7 +236,7 @@ def _augmented(dataset, steps: list[tuple[int, Step]]):
     return dataset
 
 
-def key_seed(key: Any, number: int) -> Any:
+def key_seed(key: Tensor, number: int) -> Tensor:
     """Derives the seed of a step from an image's key."""
     return tf.stack([_mixed(key, "int32"), number])
 

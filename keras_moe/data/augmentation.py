@@ -18,6 +18,7 @@ from keras_moe._compat import (
     has_seed_generator,
     replaced_seed_generator,
 )
+from keras_moe._types import Structure, Tensor
 from keras_moe.data import _keras_layers as fast
 from keras_moe.data._packages import tf
 from keras_moe.data.reading import needs_pillow
@@ -64,7 +65,7 @@ class RandAugment:
         # The graph of a pipeline cannot create the layers' variables.
         self._layers = _rand_augment_layers(magnitude)
 
-    def __call__(self, images: Any, seed: Any) -> Any:
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Augments TensorFlow tensors, inside `tf.data` or a `tf.function`."""
         if len(images.shape) == 4:
             seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
@@ -175,7 +176,7 @@ class RandomResizedCrop:
         self.height, self.width = int(height), int(width)
         self.scale, self.ratio = tuple(scale), tuple(ratio)
 
-    def __call__(self, images: Any, seed: Any) -> Any:
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Crops TensorFlow tensors."""
         channels = images.shape[-1]
         if len(images.shape) == 3:
@@ -190,7 +191,9 @@ class RandomResizedCrop:
             ),
         )
 
-    def decode(self, encoded: Any, decode: Any, channels: int, seed: Any) -> Any:
+    def decode(
+        self, encoded: Tensor, decode: Callable, channels: int, seed: Tensor
+    ) -> Tensor:
         """Crops an image file and decodes only the part that is needed.
 
         Equals `self(decode(encoded), seed)`, float32 (height, width, channels), bit for
@@ -354,7 +357,7 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     return Step(function, crop, mixes_labels, is_stateless, keeps_range)
 
 
-def _mixes_labels(item: Any) -> bool:
+def _mixes_labels(item: object) -> bool:
     kinds = {kind.__name__ for kind in type(item).__mro__}
     if getattr(item, "mixes_labels", False) or kinds & LABEL_MIXERS:
         return True
@@ -363,7 +366,9 @@ def _mixes_labels(item: Any) -> bool:
     return isinstance(layers, (list, tuple)) and any(map(_mixes_labels, layers))
 
 
-def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
+def call_with_seed(
+    layer: keras.layers.Layer, data: Structure, seed: Tensor | None
+) -> Any:
     """Calls a Keras layer in training mode with randomness from a seed tensor.
 
     The layer's own generator is a variable that every call advances, so results would
@@ -381,11 +386,11 @@ def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
 class _ElementSeed(keras.random.SeedGenerator):
     """A stateless generator: its seeds follow from a tensor and a count."""
 
-    def __init__(self, seed: Any):
+    def __init__(self, seed: Tensor):
         # super().__init__ would create a variable.
         self._seed, self._count = seed, 0
 
-    def next(self, ordered: bool = True) -> Any:
+    def next(self, ordered: bool = True) -> Tensor:
         self._count += 1
         return tf.random.experimental.stateless_fold_in(self._seed, self._count)
 

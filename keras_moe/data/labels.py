@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import write_json
+from keras_moe._types import Tensor
 from keras_moe.data._files import read_json
 from keras_moe.data._packages import tf
 
@@ -101,14 +102,16 @@ class LabelHierarchy:
         except ValueError as error:
             raise ValueError(f"In {path}: {error}") from error
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         same_kind = isinstance(other, LabelHierarchy)
         return same_kind and self.to_dict() == other.to_dict()
 
     __hash__ = None
 
 
-def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
+def as_hierarchy(
+    hierarchy: LabelHierarchy | dict | str | os.PathLike[str],
+) -> LabelHierarchy:
     """Returns a hierarchy given as object, dict or path of a file."""
     if isinstance(hierarchy, LabelHierarchy):
         return hierarchy
@@ -117,7 +120,7 @@ def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
     return LabelHierarchy.load(hierarchy)
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
+def _names(name: str, value: object) -> tuple[str, ...]:
     is_list = isinstance(value, (list, tuple)) and len(value)
     if not is_list or not all(isinstance(item, str) for item in value):
         raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
@@ -140,12 +143,12 @@ class Classes(NamedTuple):
 
 def _convert(
     features: dict[str, Any],
-    key: Any,
+    key: Tensor,
     count: int,
     max_labels: int | None = None,
     dense: bool = False,
     closure: np.ndarray | None = None,
-) -> Any:
+) -> Tensor:
     """Labels of one of `count` classes, or up to `max_labels` with `closure`."""
     labels = features["label"]
     if max_labels is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe._types import Structure, Tensor
 from keras_moe.data._packages import extra, tf
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -33,7 +34,7 @@ _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 _with_names = contextvars.ContextVar("with_names", default=True)
 
 
-def decode_image(encoded: Any) -> Any:
+def decode_image(encoded: Tensor) -> Tensor:
     """Decodes an image file to uint8 (height, width, 3): upright, and of several frames
     the first, as Pillow shows it."""
     with extra("data"):
@@ -46,7 +47,7 @@ def decode_image(encoded: Any) -> Any:
     return tf.ensure_shape(image, (None, None, 3))
 
 
-def needs_pillow(encoded: Any) -> Any:
+def needs_pillow(encoded: Tensor) -> Tensor:
     """Whether TensorFlow would read another image than Pillow, or may not read it."""
     return tf.strings.regex_full_match(tf.strings.substr(encoded, 0, _HEAD), _ODD)
 
@@ -59,7 +60,7 @@ def _decode_with_pillow(encoded: bytes) -> np.ndarray:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
+def attempt(function: Callable, item: Structure, otherwise: Callable) -> Any:
     """Returns `function(item)`, or `otherwise(item, specs)` if TensorFlow fails."""
     one = tf.data.Dataset.from_tensors({"item": item})
     done = one.map(lambda x: function(x["item"]))
@@ -67,7 +68,9 @@ def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
     return done.ignore_errors().concatenate(other).take(1).get_single_element()
 
 
-def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -> Any:
+def map_or_name(
+    dataset: Any, count: Tensor | int, function: Callable, again: Callable
+) -> Any:
     """`dataset.map(function)`, parallel and in order, with errors that name files.
 
     `count` must be finite, since all remaining elements are tried before an error;
@@ -107,14 +110,16 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
     return tf.data.Dataset.zip((tf.data.Dataset.range(count), done)).map(check)
 
 
-def read_or_name(function: Callable, item: Any, expected: str, location: Any) -> Any:
+def read_or_name(
+    function: Callable, item: Structure, expected: str, location: Tensor
+) -> Any:
     """Returns `function(item)`, or raises an error that names the location."""
     if not _with_names.get():
         return function(item)
     return attempt(function, item, lambda _, specs: _fail(specs, expected, location))
 
 
-def records_or_name(records: Any, path: Any, count: Any) -> Any:
+def records_or_name(records: Any, path: Tensor, count: Tensor) -> Any:
     """Returns the first `count` records; names a file that has fewer."""
     expected = "a TFRecord file with all its records, none of them corrupt"
     failure = tf.data.Dataset.from_tensors(path).map(

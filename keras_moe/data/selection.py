@@ -6,7 +6,7 @@ bits say which low frequencies of the grey image are above their median.
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ def write_exclusion(
     source: str,
     split: str,
     count: int,
-    indices: Any,
+    indices: Sequence[int] | np.ndarray,
     **notes: Any,
 ) -> None:
     """Writes a file of examples to leave out, for `exclude` of `keras_moe.data.load`.

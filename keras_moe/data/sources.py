@@ -163,7 +163,7 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     return find_classes(name, data_dir).names
 
 
-def credit(source: Any) -> str | None:
+def credit(source: object) -> str | None:
     """Returns who owns a source's pictures, to show with them; None if unknown.
 
     Args:
