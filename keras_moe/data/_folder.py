@@ -167,14 +167,11 @@ def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[st
         files = files_below(root / name, root, images=True)
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
         # By their names, so that further images move few of them to the other split.
-        by_hash = sorted(files, key=lambda file: _hash(file.relative_to(root)))
+        paths = {x: os.fsencode(x.relative_to(root).as_posix()) for x in files}
+        by_hash = sorted(files, key=lambda x: hashlib.sha256(paths[x]).digest())
         tests = set(by_hash[:number])
         chosen += [(x, [name]) for x in files if (x in tests) == (split == "test")]
     return chosen
-
-
-def _hash(path: Path) -> bytes:
-    return hashlib.sha256(os.fsencode(path.as_posix())).digest()
 
 
 def _files_of(

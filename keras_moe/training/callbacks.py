@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,17 @@ class PeriodicCallback(ProgressCallback):
         self.every = check_integer("every", every)
         self.unit = check_one_of("unit", unit, UNITS)
         self.records = []
+        self._probed, self._probe = None, None
 
     def measure(self) -> dict[str, float]:
         """Returns metrics of `self.model` in its current state."""
         raise NotImplementedError
+
+    def probe(self, make: Callable[[], Any]) -> Any:
+        """Returns `make()`, made and compiled once for each model."""
+        if self._probed is not self.model:
+            self._probed, self._probe = self.model, make()
+        return self._probe
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch, logs)

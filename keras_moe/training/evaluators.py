@@ -137,9 +137,8 @@ class FewShot:
         if self._of is not model:
             # Compiled once, not at each evaluation.
             self._of, self._features = model, _feature_model(model)
-        result = few_shot_from_model(
-            self._features, self.train_data, self.test_data, verbose=0, **self.options
-        )
+        pools = self.train_data, self.test_data
+        result = few_shot_from_model(self._features, *pools, verbose=0, **self.options)
         return {f"{k}_shot": float(x) for k, x in zip(result.shots, result.mean)}
 
 

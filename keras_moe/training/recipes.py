@@ -209,9 +209,8 @@ class Recipe:
 
         `keras_moe.distribution.compiled_costs` compiles its step for other devices.
         """
-        model = self.objective.new_model(
-            self.model, num_classes, self.seed, models.abstract
-        )
+        make = models.abstract
+        model = self.objective.new_model(self.model, num_classes, self.seed, make)
         # Learning rates follow from the length of an epoch, and costs do not.
         self.compile(model, steps_per_epoch=10**6)
         return model

@@ -126,12 +126,10 @@ class RouterHealth(PeriodicCallback):
         self._events = None
         # Rows not yet written to TensorBoard.
         self._unwritten = []
-        self._of, self._probe = None, None
 
     def measure(self):
-        if self._of is not self.model:
-            self._of, self._probe = self.model, _RoutingProbe(self.model, self.training)
-        self._rows = rows = self._probe.rows(self.images)
+        probe = self.probe(lambda: _RoutingProbe(self.model, self.training))
+        self._rows = rows = probe.rows(self.images)
         dropped = [(row["dropped_choices"], row["dropped_tokens"]) for row in rows]
         return {
             "router/entropy": min(row["load_entropy"] for row in rows),
@@ -327,7 +325,6 @@ class UsageRecorder(PeriodicCallback):
         self.contributions = check_bool("contributions", contributions)
         self._counts = collections.deque(maxlen=last // self.every)
         self._next = 0
-        self._of, self._probe = None, None
 
     @property
     def usage(self) -> ExpertUsage:
@@ -335,17 +332,15 @@ class UsageRecorder(PeriodicCallback):
         return merged_usage(self._counts)
 
     def measure(self):
-        if self._of is not self.model:
-            self._of = self.model
-            self._probe = UsageProbe(self.model, self.contributions, self.training)
+        probe = self.probe(
+            lambda: UsageProbe(self.model, self.contributions, self.training)
+        )
         # Wraps around, so that all batches have one size.
         rows = (self._next + np.arange(self.batch_size)) % self.num_examples
         self._next = int(rows[-1] + 1) % self.num_examples
         batch = keras.tree.map_structure(lambda array: array[rows], self.inputs)
         groups = None if self.groups is None else self.groups[rows]
-        self._counts.append(
-            self._probe.count(batch, groups, self.group_names, self.mask)
-        )
+        self._counts.append(probe.count(batch, groups, self.group_names, self.mask))
         curves = coverage_curves(self._counts[-1]).values()
         needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
         return {"usage/experts": float(statistics.fmean(needed))}

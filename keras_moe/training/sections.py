@@ -187,8 +187,9 @@ class DataConfig(Section):
     def replace(self, **changes: Any) -> "DataConfig":
         """Returns a copy with changed settings; a new `source` resets the splits."""
         if changes.get("source", self.source) != self.source:
-            splits = ("train_split", "test_split")
-            changes = {**{x: getattr(type(self), x) for x in splits}, **changes}
+            names = ("train_split", "test_split", "test_source")
+            of_class = {x: getattr(type(self), x) for x in names if hasattr(self, x)}
+            changes = {**of_class, **changes}
         return super().replace(**changes)
 
     @property
@@ -273,12 +274,6 @@ class MixedData(DataConfig):
         check_integer("epoch_size", self.epoch_size, optional=True)
         super().__post_init__()
 
-    def replace(self, **changes: Any) -> "MixedData":
-        """Returns a changed copy; a new `source` resets splits and test source."""
-        if changes.get("source", self.source) != self.source:
-            changes = {"test_source": None, **changes}
-        return super().replace(**changes)
-
     @property
     def weights(self) -> dict[str, float]:
         """The weights of all sources, which may be mixed."""
@@ -326,8 +321,8 @@ class PairData(MixedData):
     def pair_options(self) -> dict[str, Any]:
         """Returns the given options as arguments of `keras_moe.data.load_pairs`."""
         names = ("captions", "templates", "unreadable")
-        options = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in options.items() if value is not None}
+        given = [name for name in names if getattr(self, name) is not None]
+        return {name: getattr(self, name) for name in given}
 
     def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
         """Returns `keras_moe.data.load_pairs` options for the test pairs.
