@@ -219,7 +219,7 @@ def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
 def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples:
     """Turns class names into captions by templates (LIMoE, appendix A.3)."""
     classes = examples.classes
-    if classes.max_labels is not None or classes.names is None:
+    if classes is None or classes.max_labels is not None or classes.names is None:
         raise ValueError(
             "Expected one class of each image, with a name that becomes the caption; "
             f"received: source={examples.name!r} with several, or without names"
@@ -253,7 +253,7 @@ def _with_features(examples: Examples, function: Callable) -> Examples:
 def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
     """Returns one example per caption of the images that are not excluded."""
     kept = np.delete(np.arange(examples.count), excluded)
-    counts = examples.captions.counts[kept]
+    counts = np.asarray(examples.captions.counts)[kept]
     rows = np.repeat(np.arange(len(kept)), counts)
     which = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
     image_of = tf.constant(kept[rows], "int64")

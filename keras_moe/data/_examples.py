@@ -61,9 +61,9 @@ class Examples:
     # From an item of `pass_over` to the features of an example.
     read: Callable
     # From a stored image to pixels (height, width, channels).
-    decode: Callable | None
+    decode: Callable
     classes: Classes | None = None
-    captions: CaptionInfo | None = None
+    captions: CaptionInfo = dataclasses.field(default_factory=CaptionInfo)
     # Channels of the pixels, if images are stored as files.
     encoded_channels: int | None = None
     # From an item to its file and position; None in memory.
@@ -157,6 +157,11 @@ class IndexedExamples(Examples):
         return tf.data.Dataset.range(start, length).map(positioned)
 
 
+def as_stored(stored: Any) -> Any:
+    """Decodes nothing."""
+    return stored
+
+
 def in_memory(
     images: np.ndarray, labels: np.ndarray, classes: Classes
 ) -> IndexedExamples:
@@ -165,7 +170,7 @@ def in_memory(
     return IndexedExamples(
         len(labels),
         lambda index: {"image": images[index], "label": labels[index]},
-        decode=lambda stored: stored,
+        decode=as_stored,
         classes=classes,
     )
 
@@ -189,7 +194,7 @@ class RecordExamples(Examples):
         self,
         files: Sequence[RecordFile],
         read: Callable,
-        decode: Callable | None,
+        decode: Callable,
         **known: Any,
     ):
         self.files = list(files)
@@ -208,9 +213,9 @@ class RecordExamples(Examples):
         begin, end, is_kept = first, last, None
         if self.kept is not None:
             begin, end = int(self.kept[first]), int(self.kept[last - 1]) + 1
-            is_kept = np.zeros(end - begin, bool)
-            is_kept[self.kept[first:last] - begin] = True
-            is_kept = tf.constant(is_kept)
+            mask = np.zeros(end - begin, bool)
+            mask[self.kept[first:last] - begin] = True
+            is_kept = tf.constant(mask)
         files = _between(self.files, begin, end)
         paths = tf.constant([file.path for file in files])
         skip = tf.constant([file.skip for file in files], "int64")
@@ -232,8 +237,8 @@ class RecordExamples(Examples):
             numbers = tf.data.Dataset.range(skip[file], tf.int64.max)
             opened = tf.data.Dataset.zip((opened, path, numbers))
             if is_kept is not None:
-                first_kept = before[file] - skip[file]
-                opened = opened.filter(lambda _, __, i: is_kept[first_kept + i])
+                kept, first_kept = is_kept, before[file] - skip[file]
+                opened = opened.filter(lambda _, __, i: kept[first_kept + i])
             return opened
 
         dataset = tf.data.Dataset.from_tensor_slices(indices)

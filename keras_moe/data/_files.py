@@ -160,7 +160,7 @@ def kept_arrays(
                 return kept
             made = make()
             with new_file(path) as file:
-                np.savez_compressed(file, **made)
+                np.savez_compressed(file, **made)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         warnings.warn(f"Pictures in {path} are not kept: {error}", stacklevel=4)
     return make() if made is None else made
@@ -200,7 +200,7 @@ def held_out_split(name: bytes) -> str:
 
 def read_json(
     path: Path,
-    schema: dict[str, Any],
+    schema: dict,
     required: Collection[str] = (),
     others: bool = False,
     within: Path | None = None,
@@ -228,7 +228,7 @@ def _check(value, schema, where):
     if schema is str:
         _expect(isinstance(value, str) and value, "a string", value, where)
     elif schema is int or isinstance(schema, range):
-        allowed = range(2**63) if schema is int else schema
+        allowed = schema if isinstance(schema, range) else range(2**63)
         fits = type(value) is int and value in allowed
         _expect(fits, f"an integer from {allowed.start} on", value, where)
     elif isinstance(schema, tuple):

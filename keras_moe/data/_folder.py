@@ -64,7 +64,7 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     root = Path(path)
     splits = _class_folders(root)
     if None not in splits.values():
-        names = {name for own in splits.values() for name in own}
+        names = {name for own in splits.values() for name in own or ()}
         return Classes(len(names), tuple(sorted(names)))
     labels = [names for split in splits for _, names in _files_of(root, split)]
     names = {name for several in labels for name in several}
@@ -78,9 +78,10 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
     splits = _class_folders(root)
     _check_split(root, split, splits)
     classes = find_classes(path)
+    names = classes.names or ()
     several = classes.max_labels is not None
     if "" in splits:
-        files = _drawn(root, split, splits[""])
+        files = _drawn(root, split, splits[""] or [])
         where = f"PATH/class/, a fifth of each class for {split!r}, of"
     else:
         files = _files_of(root, split, splits[split])
@@ -89,10 +90,10 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
         raise ValueError(
             f"Expected at least two classes, and images ({', '.join(IMAGE_SUFFIXES)})"
             f" in {where} folder:{path}; received: {len(files)} images, classes "
-            f"{[*classes.names]}"
+            f"{[*names]}"
         )
     _report_others(root)
-    number = {name: index for index, name in enumerate(classes.names)}
+    number = {name: index for index, name in enumerate(names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
         classes = classes._replace(max_labels=most)
@@ -327,7 +328,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
     # Otherwise an unclosed quote would swallow the rest of the file.
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        columns = list(rows.fieldnames or ())
+        columns: list[str | None] = list(rows.fieldnames or ())
         names = [*map(_first(columns), (_IMAGE_NAMES, CAPTION_NAMES))]
         if any(columns.count(name) != 1 for name in names):
             raise ValueError(

@@ -5,6 +5,8 @@ than at arithmetic. For the same seed, images equal those of Keras's layers in t
 Remove a class when Keras's layer is as fast.
 """
 
+from typing import Any
+
 import keras
 
 from keras_moe._types import Tensor
@@ -37,7 +39,7 @@ class CutMix(keras.layers.CutMix):
     def _generate_batch_mask(self, images_shape, box_corners):
         return super()._generate_batch_mask((*images_shape[:3], 1), box_corners)
 
-    def transform_images(self, images, transformation=None, training=True):
+    def transform_images(self, images, transformation: Any = None, training=True):
         images = tf.cast(images, self.compute_dtype)
         channels = tf.shape(images)[-1]
         others = tf.gather(images, transformation["permutation_order"])
@@ -70,7 +72,7 @@ class ScaledSolarization(keras.layers.Solarization):
         self.magnitude = magnitude
 
     def get_random_transformation(self, data, training=True, seed=None):
-        drawn = super().get_random_transformation(data, training, seed)
+        drawn: Any = super().get_random_transformation(data, training, seed)
         thresholds = 256 - self.magnitude * (256 - drawn["thresholds"])
         return {**drawn, "thresholds": thresholds}
 

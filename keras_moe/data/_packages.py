@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -21,13 +21,9 @@ class _Lazy:
     def __init__(self, module: str):
         self.module = module
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         with extra("data"):
             return getattr(importlib.import_module(self.module), name)
 
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-    import tensorflow_datasets as tfds
-else:
-    tf, tfds = _Lazy("tensorflow"), _Lazy("tensorflow_datasets")
+tf, tfds = _Lazy("tensorflow"), _Lazy("tensorflow_datasets")

@@ -22,7 +22,7 @@ class BatchSettings(NamedTuple):
     image_shape: tuple[int, int, int] | None
     steps: list[Step]
     # From features and key to what accompanies the images.
-    targets: Callable[[dict[str, Any], Any], Any] | None
+    targets: Callable[[dict[str, Any], Any], Any]
     share: Share
     shuffle: bool
     seed: int
@@ -99,6 +99,10 @@ def feature_batches(examples: Examples, settings: BatchSettings) -> Any:
     ).prefetch(tf.data.AUTOTUNE)
 
 
+def no_targets(features: dict[str, Any], key: Tensor) -> None:
+    """Returns nothing that accompanies the images."""
+
+
 def _check_count(examples: Examples, settings: BatchSettings) -> None:
     """Validates that the examples fill a batch on all hosts."""
     share = settings.share
@@ -150,7 +154,7 @@ class _Passes:
         per_pass, rest = divmod(examples.count, share.batch_size * share.count)
         self.length = per_pass * share.batch_size
         self.endless = settings.start_batch is not None
-        if self.endless:
+        if settings.start_batch is not None:
             first, batches_before = divmod(settings.start_batch, per_pass)
             self.first, self.skipped = first, batches_before * share.batch_size
             # Reading from memory cannot fail, so a single run is enough.

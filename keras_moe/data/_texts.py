@@ -25,7 +25,7 @@ from typing import Any
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import read_text
-from keras_moe.data._examples import RecordExamples, RecordFile
+from keras_moe.data._examples import RecordExamples, RecordFile, as_stored
 from keras_moe.data._files import (
     SPLITS,
     files_below,
@@ -77,7 +77,7 @@ def record_texts(
     def read(record, location):
         return read_or_name(text, record, "an example with text in UTF-8", location)
 
-    examples = RecordExamples(files, read, decode=None)
+    examples = RecordExamples(files, read, as_stored)
     for (texts,) in examples.scan(lambda _, item: (examples.read(item),)):
         yield from (x.decode() for x in texts if x.strip())
 

@@ -62,7 +62,7 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
     if found is None:
         return None
     key, inner = found
-    image = features.get("image")
+    image: Any = features.get("image")
     if not _is_image(image):
         raise ValueError(
             f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) besides "
@@ -169,12 +169,10 @@ def _classes(labels: Any) -> Classes:
 def _features(name: str, info: Any) -> tuple[str, str]:
     """Returns the keys of image and label, or raises an error with all features."""
     features, keys = dict(info.features.items()), info.supervised_keys
+    image, labels = "image", ("label", "attributes", "labels")
+    label = next((key for key in labels if key in features), "label")
     if isinstance(keys, tuple) and len(keys) == 2:
         image, label = keys
-    else:
-        image = "image"
-        labels = ("label", "attributes", "labels")
-        label = next((key for key in labels if key in features), None)
     if _is_image(features.get(image)) and _are_labels(features.get(label)):
         return image, label
     raise ValueError(

@@ -91,7 +91,7 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
 def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
     """Reads the bytes of a member."""
     offset, size = (int(bound) for bound in bounds)
-    with open_regular(path, buffering=0) as file:
+    with open_regular(os.fsdecode(path), buffering=0) as file:
         file.seek(offset)
         content = file.read(size)
     if len(content) != size:

@@ -109,13 +109,15 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
     # Fills pixels from outside the image with grey, as in the released code.
     geometric = {**PLAIN, "fill_mode": "constant", "fill_value": 128.0}
     colour = {**PLAIN, "value_range": (0, 255)}
-    shear, shift, blend = 0.3 * magnitude, 100 / 224 * magnitude, 0.9 * magnitude
+    # Keras takes a pair of numbers, too.
+    shear: Any = (0.0, 0.3 * magnitude)
+    shift, blend = 100 / 224 * magnitude, 0.9 * magnitude
     bits = 8 - round(4 * magnitude)
     # Pairs, because a single number has another meaning in each layer. Keras also draws
     # the sign of a shear; contrast is in [1 - first, 1 + second].
     return [
-        layers.RandomShear(x_factor=(0.0, shear), y_factor=0.0, **geometric),
-        layers.RandomShear(x_factor=0.0, y_factor=(0.0, shear), **geometric),
+        layers.RandomShear(x_factor=shear, y_factor=0.0, **geometric),
+        layers.RandomShear(x_factor=0.0, y_factor=shear, **geometric),
         layers.RandomTranslation(height_factor=0.0, width_factor=shift, **geometric),
         layers.RandomTranslation(height_factor=shift, width_factor=0.0, **geometric),
         layers.RandomRotation(factor=30 / 360 * magnitude, **geometric),
@@ -180,11 +182,11 @@ class RandomResizedCrop:
         """Crops TensorFlow tensors."""
         channels = images.shape[-1]
         if len(images.shape) == 3:
-            window = self._draw(tf.shape(images)[:2], [], seed)
-            return self._resized(images, *window, channels)
+            corner, sides = self._draw(tf.shape(images)[:2], [], seed)
+            return self._resized(images, corner, sides, channels)
         size = tf.shape(images)
         return tf.map_fn(
-            lambda drawn: self._resized(*drawn, channels),
+            lambda x: self._resized(x[0], x[1], x[2], channels),
             (images, *self._draw(size[1:3], [size[0]], seed)),
             fn_output_signature=tf.TensorSpec(
                 (self.height, self.width, channels), "float32"
@@ -257,7 +259,7 @@ class RandomResizedCrop:
         highest = tf.pad(limits, [[0, 2]], constant_values=1.0)
         fits = tf.reduce_all((draws >= [1.0, 1.0, 0.0, 0.0]) & (draws <= highest), -1)
         # Decreasing numbers, since argmax guarantees nothing about ties.
-        order = np.arange(self._NUM_DRAWS + 1, 0, -1, "int32")
+        order = np.arange(self._NUM_DRAWS + 1, 0, -1, dtype="int32")
         first = tf.argmax(tf.where(fits, order, 0), axis=-1)
         axis = len(shape)
         chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
@@ -339,8 +341,8 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     mixes_labels = _mixes_labels(item)
     is_stateless = takes_seeds(item) if is_layer else has_argument(item, "seed")
 
-    def apply(data, seed):
-        if is_layer:
+    def apply(data, seed) -> Any:
+        if isinstance(item, keras.layers.Layer):
             return call_with_seed(item, data, seed if is_stateless else None)
         return item(data, seed=seed) if is_stateless else item(data)
 

@@ -106,7 +106,7 @@ class LabelHierarchy:
         same_kind = isinstance(other, LabelHierarchy)
         return same_kind and self.to_dict() == other.to_dict()
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def as_hierarchy(
@@ -120,11 +120,11 @@ def as_hierarchy(
     return LabelHierarchy.load(hierarchy)
 
 
-def _names(name: str, value: object) -> tuple[str, ...]:
-    is_list = isinstance(value, (list, tuple)) and len(value)
-    if not is_list or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
-    return tuple(value)
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, (list, tuple)) and value
+    if is_list and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
 
 
 class Classes(NamedTuple):

@@ -22,11 +22,16 @@ from keras_moe.data._captions import (
     random_caption,
     stored_captions,
 )
-from keras_moe.data._examples import Examples, IndexedExamples, Share
+from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
 from keras_moe.data._packages import tf
-from keras_moe.data._pipeline import BatchSettings, batches, feature_batches
+from keras_moe.data._pipeline import (
+    BatchSettings,
+    batches,
+    feature_batches,
+    no_targets,
+)
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.labels import make_labels
+from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
 
@@ -165,8 +170,8 @@ def _settings(
     check_bool("drop_remainder", drop_remainder)
     return BatchSettings(
         image_shape=image_shape,
-        steps=build_steps(augment, image_shape, seed),
-        targets=None,
+        steps=build_steps(augment, image_shape, seed) if image_shape else [],
+        targets=no_targets,
         share=options.share_of(batch_size),
         shuffle=check_bool("shuffle", shuffle),
         seed=int(seed),
@@ -264,15 +269,15 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    options = LoadOptions(**options)
+    chosen = LoadOptions(**options)
     shuffle = _is_shuffled(shuffle, split)
     settings = _settings(
-        options, batch_size, shuffle, seed, drop_remainder, image_shape, augment
+        chosen, batch_size, shuffle, seed, drop_remainder, image_shape, augment
     )
     examples = open_source(source, split, data_dir)
     dense = check_bool("one_hot", one_hot) or settings.mixes_labels
-    labels = make_labels(examples.classes, source, options, dense)
-    excluded = left_out(examples, split, options.exclude, options.unreadable)
+    labels = make_labels(examples.classes or Classes(0), source, chosen, dense)
+    excluded = left_out(examples, split, chosen.exclude, chosen.unreadable)
     return batches(examples.without(excluded), settings._replace(targets=labels))
 
 
@@ -343,10 +348,10 @@ def load_pairs(
     >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
     ([b'a cat', b'a dog'], [0, 1])
     """
-    options = PairOptions(**options)
+    chosen = PairOptions(**options)
     shuffle = _is_shuffled(shuffle, split)
     settings = _settings(
-        options, batch_size, shuffle, seed, drop_remainder, image_shape, augment
+        chosen, batch_size, shuffle, seed, drop_remainder, image_shape, augment
     )
     if settings.mixes_labels:
         raise ValueError(
@@ -354,7 +359,7 @@ def load_pairs(
             f"received: augment={augment!r}"
         )
     is_mixture = isinstance(source, Mapping)
-    if is_mixture and not options.repeat:
+    if is_mixture and not chosen.repeat:
         raise ValueError(
             "Expected repeat=True with a mixture, whose sources end at different "
             f"batches; received: repeat=False, source={dict(source)}"
@@ -362,15 +367,15 @@ def load_pairs(
     sizes = [batch_size]
     if is_mixture:
         sizes = list(batch_sizes(source, batch_size, settings.share.count).values())
-    choice = random_caption if options.captions == "random" else first_caption
+    choice = random_caption if chosen.captions == "random" else first_caption
     datasets = []
-    opened = _open_pairs(source, split, options, data_dir, settings.image_shape)
+    opened = _open_pairs(source, split, chosen, data_dir, settings.image_shape)
     for number, (examples, size) in enumerate(zip(opened, sizes)):
         # Sources of equal length in a mixture have different orders.
         own = settings._replace(
-            targets=choice, share=options.share_of(size), seed=settings.seed + number
+            targets=choice, share=chosen.share_of(size), seed=settings.seed + number
         )
-        datasets.append(batches(_pairs(examples, source, split, options), own))
+        datasets.append(batches(_pairs(examples, source, split, chosen), own))
     return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)
 
 
@@ -431,9 +436,9 @@ def num_pairs(
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
     (2, 3)
     """
-    options = PairOptions(**options)
-    opened = _open_pairs(source, split, options, data_dir)
-    return sum(_pairs(examples, source, split, options).count for examples in opened)
+    chosen = PairOptions(**options)
+    opened = _open_pairs(source, split, chosen, data_dir)
+    return sum(_pairs(examples, source, split, chosen).count for examples in opened)
 
 
 def load_captions(
@@ -452,19 +457,20 @@ def load_captions(
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
     ('a cat', 'a dog', 'a puppy')
     """
-    options = PairOptions(**options)
+    chosen = PairOptions(**options)
     captions: list[tuple[str, ...]] = []
-    for examples in _open_pairs(source, split, options, data_dir):
-        exclude = options.exclude_of(examples.name, source)
-        excluded = without_captions(examples, split, exclude, options.unreadable)
+    for examples in _open_pairs(source, split, chosen, data_dir):
+        exclude = chosen.exclude_of(examples.name, source)
+        excluded = without_captions(examples, split, exclude, chosen.unreadable)
         texts = examples.captions.texts
         if texts is None:
-            skip = options.unreadable == "exclude"
+            skip = chosen.unreadable == "exclude"
             captions += stored_captions(examples.without(excluded), skip)
         elif examples.captions.of_classes:
             captions += texts
         else:
-            captions += [texts[i] for i in np.delete(np.arange(len(texts)), excluded)]
+            kept = np.delete(np.arange(len(texts)), excluded)
+            captions += [texts[i] for i in kept.tolist()]
     return tuple(caption for several in captions for caption in several)
 
 
@@ -572,6 +578,6 @@ def _in_memory_rows(rows, name):
         lambda index: {
             key: tf.cast(tensor[index], "int32") for key, tensor in tensors.items()
         },
-        decode=None,
+        decode=as_stored,
         name=name or "the rows",
     )

@@ -50,7 +50,8 @@ def padded(
     >>> images.shape, labels.tolist(), weights.round(2).tolist()
     ((4, 2, 2, 3), [4, 4, 4, 4], [1.600000023841858, 0.0, 0.0, 0.0])
     """
-    metrics = model and model.get_compile_config().get("metrics")
+    config: Any = model.get_compile_config() if model else {}
+    metrics = config.get("metrics")
     if metrics:
         raise ValueError(
             "Expected a model compiled with weighted_metrics=... instead of "

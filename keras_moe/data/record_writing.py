@@ -56,13 +56,15 @@ def write_tfrecords(
     """
     folder = Path(folder)
     count = classes if isinstance(classes, int) else len(classes)
-    settings = {
+    settings: dict[str, Any] = {
         "features": _LABELLED,
         "first_label": 0,
         "classes": classes if isinstance(classes, int) else list(classes),
     }
     if parents is not None:
-        settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
+        settings["parents"] = LabelHierarchy(settings["classes"], parents).to_dict()[
+            "parents"
+        ]
     before = read_settings(folder)
     if "max_labels" in before:
         settings["max_labels"] = before["max_labels"]
@@ -73,7 +75,8 @@ def write_tfrecords(
                 settings["max_labels"] = 1
             is_list = "max_labels" in settings
             try:
-                values = [*map(operator.index, labels if is_list else [labels])]
+                several: Any = labels if is_list else [labels]
+                values = [*map(operator.index, several)]
             except TypeError:  # A list among numbers, or a number among lists.
                 values = [-1]
             if not all(0 <= x < count for x in values):

@@ -142,7 +142,7 @@ def without_captions(
     source, count = examples.name, examples.count
     indices = excluded_indices(exclude, source, split, count)
     info = examples.captions
-    faults = sorted({*info.faults} - {*indices.tolist()}) if info else []
+    faults = sorted({*info.faults} - {*indices.tolist()})
     if not faults:
         return indices
     message = (
@@ -168,7 +168,7 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
     indices = np.asarray(exclude)
     if not indices.size:
         return np.zeros(0, "int64")
-    unique = np.unique(indices) if indices.dtype.kind in "iu" else ()
+    unique = np.unique(indices if indices.dtype.kind in "iu" else [])
     if (
         indices.ndim != 1
         or not 0 < len(unique) < count
@@ -200,7 +200,8 @@ def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
 
 def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
     """Returns positions and locations of images that cannot be read or decoded."""
-    if examples.location is None:
+    location = examples.location
+    if location is None:
         return []
 
     def checked(position, item):
@@ -209,12 +210,12 @@ def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
             return tf.size(examples.decode(examples.read(item)["image"])) > 0
 
         is_good = attempt(readable, item, lambda *_: tf.constant(False))
-        return position, examples.location(item), is_good
+        return position, location(item), is_good
 
     bad = []
     for columns in examples.scan(checked):
         rows = zip(*columns)
-        bad += [(int(index), location) for index, location, good in rows if not good]
+        bad += [(int(index), where) for index, where, good in rows if not good]
     return bad
 
 

@@ -322,7 +322,9 @@ def _results(model, inputs):
         last = {name.partition("/")[0]: name for name in features if "/" in name}
         embeddings = {name: features[f"{name}_embeddings"] for name in MODALITIES}
         tokens = {name: features[last[name]] for name in MODALITIES}
-        both = keras.Model(backbone.input, {"outputs": embeddings, "tokens": tokens})
+        both: Any = keras.Model(
+            backbone.input, {"outputs": embeddings, "tokens": tokens}
+        )
         results = both.predict(inputs, verbose=0)
         results["tokens"]["text"] = results["tokens"]["text"][real]
     else:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops
@@ -24,6 +24,17 @@ from keras_moe._processes import process_index
 
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
+
+if TYPE_CHECKING:
+
+    class Callback(keras.callbacks.Callback):
+        """Keras sets these before it calls anything else."""
+
+        model: Any
+        params: dict
+
+else:
+    Callback = keras.callbacks.Callback
 
 
 class Progress:
@@ -52,7 +63,7 @@ class Progress:
                 callback.progress = self
 
 
-class ProgressCallback(keras.callbacks.Callback):
+class ProgressCallback(Callback):
     """Base class of callbacks that count steps; overrides call `super()` first."""
 
     def __init__(self):
@@ -92,7 +103,8 @@ class PeriodicCallback(ProgressCallback):
         self.every = check_integer("every", every)
         self.unit = check_one_of("unit", unit, UNITS)
         self.records = []
-        self._probed, self._probe = None, None
+        self._probed: Any = None
+        self._probe: Any = None
 
     def measure(self) -> dict[str, float]:
         """Returns metrics of `self.model` in its current state."""
@@ -242,7 +254,7 @@ class ScalarLog(ProgressCallback):
             self._events = events
 
 
-class EvaluateAverages(keras.callbacks.Callback):
+class EvaluateAverages(Callback):
     """Evaluates `fit`'s validation data with the moving average of the weights.
 
     The optimizer keeps the average with `use_ema=True`. Unlike
@@ -285,7 +297,7 @@ def averages_in_place(model: keras.Model) -> Iterator[None]:
         _exchange(model)
 
 
-def _keeper(model):
+def _keeper(model) -> Any:
     optimizer = getattr(model, "optimizer", None)
     # `LossScaleOptimizer` wraps the optimizer.
     return getattr(optimizer, "inner_optimizer", optimizer)
@@ -304,7 +316,7 @@ def _exchange(model):
         average.assign(value)
 
 
-class BestEpoch(keras.callbacks.Callback):
+class BestEpoch(Callback):
     """Finds the best epoch and stops a run that no longer improves.
 
     Unlike `keras.callbacks.EarlyStopping` its state is saved by `RunCheckpoint`: a

@@ -216,10 +216,10 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    folder = formats.reached_path(folder)
-    if not folder.exists():
+    parent = formats.reached_path(folder)
+    if not parent.exists():
         return []
-    paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    paths = [path for path in parent.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(paths, key=_step_of)
 
 

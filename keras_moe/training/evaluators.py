@@ -191,7 +191,7 @@ class ZeroShot:
         # Fails here rather than after an epoch.
         names = read_class_names(class_names)
         is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
-        self.options = {
+        self.options: dict[str, Any] = {
             # Published names may have duplicates, custom ones may not.
             "class_names": class_names if is_published else names,
             "templates": read_templates(templates),

@@ -100,7 +100,7 @@ def _greedy_soup(average, replacement, max_ingredients):
         }
         if not candidates or max(candidates.values()) <= scores[-1]:
             break
-        best = max(candidates, key=candidates.get)
+        best = max(candidates, key=lambda index: candidates[index])
         average.add(best)
         scores.append(candidates[best])
     average.assign()
@@ -175,7 +175,7 @@ def _load_weights(model, checkpoint):
     else:
         # These have several weight files, or include an optimizer.
         is_folder = os.path.isdir(checkpoint)
-        load = models.from_preset if is_folder else keras.saving.load_model
+        load: Any = models.from_preset if is_folder else keras.saving.load_model
         checkpoint = checkpoint if is_folder else regular_file(checkpoint)
         values = load(os.fspath(checkpoint), compile=False).weights
     for variable, value in zip(model.weights, values, strict=True):

@@ -35,7 +35,7 @@ class Monitor(NamedTuple):
     """
 
     metric: str
-    mode: str = "max"
+    mode: str | None = "max"
 
 
 class Objective(Section):
@@ -73,7 +73,9 @@ class Objective(Section):
     monitor: ClassVar[Monitor]
     data_section: ClassVar[type] = ImageData
 
-    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+    def num_classes(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> int | None:
         """Returns the number of classes of the data, or None."""
         return None
 
@@ -204,7 +206,7 @@ class LabelledImages(Objective):
         """Returns the class names if the settings determine them, or None."""
         return None
 
-    def label_options(self, config: DataConfig) -> dict[str, Any]:
+    def label_options(self, config: ImageData) -> dict[str, Any]:
         """Returns the arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
@@ -221,7 +223,9 @@ class LabelledImages(Objective):
     def model_arguments(self, num_classes):
         return {"num_classes": num_classes}
 
-    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+    def datasets(
+        self, config: ImageData, model, batch_size, seed, data_dir=None, start_step=0
+    ):
         exclude, exclude_from_test = config.left_out(data_dir)
         count = data.num_examples(config.source, config.train_split, data_dir, exclude)
         steps = config.steps_per_epoch(count, batch_size)
@@ -284,7 +288,7 @@ class Classification(LabelledImages):
         super().__post_init__()
         check_bool("linear_probe", self.linear_probe)
 
-    def probe(self, model, config, data_dir=None):
+    def probe(self, model, config: ImageData, data_dir=None):
         if not self.linear_probe:
             return None
         shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
@@ -356,7 +360,7 @@ class MultiLabel(LabelledImages):
     def model_arguments(self, num_classes):
         return {**super().model_arguments(num_classes), "multi_label": True}
 
-    def loss_and_metrics(self, model, config):
+    def loss_and_metrics(self, model: Any, config: ImageData):
         numbers = not config.mixes_labels
         from_logits = model.output_activation is None
         loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
     """Returns the factors of each weight."""
     factors: list[Factors | None] = [None] * len(paths)
     for group in groups:
-        match = group["match"]
+        match: str = group["match"]
         pattern = re.compile(NAMED_GROUPS.get(match, match))
         matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
         new = [i for i in matched if factors[i] is None]
@@ -112,7 +112,13 @@ def layer_factors(decay: float, paths: Sequence[str]) -> list[float]:
     return [decay ** distance(path) for path in paths]
 
 
-class ParameterGroups:
+if TYPE_CHECKING:
+    _Optimizer: TypeAlias = keras.optimizers.Optimizer
+else:
+    _Optimizer = object
+
+
+class ParameterGroups(_Optimizer):
     """Mixin that adds parameter groups to a Keras optimizer; must be the first base."""
 
     def __init__(
@@ -358,7 +364,7 @@ def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     return tuple(1 if i == axis else size for i, size in enumerate(shape))
 
 
-def _grouped(base: type) -> type:
+def _grouped(base: Any) -> type:
     # On PyTorch, Keras replaces classes of `keras.optimizers` by other ones, which
     # update all weights together.
     implementation = type(base.__new__(base))

@@ -311,13 +311,13 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     return recipe.replace(**overrides)
 
 
-def _read(path):
+def _read(path: Path) -> dict[str, Any]:
     text = read_text(path)
     is_json = path.suffix == ".json"
     return json.loads(text) if is_json else _with_none(tomllib.loads(text))
 
 
-def _with_none(value):
+def _with_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_none(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -149,7 +149,7 @@ class RouterHealth(PeriodicCallback):
         self._write_csv()
         if self.tensorboard is not None:
             self._unwritten += rows
-            self._write_events()
+            self._write_events(self.tensorboard)
 
     def get_state(self):
         return {**super().get_state(), "layers": list(self.layers)}
@@ -188,11 +188,11 @@ class RouterHealth(PeriodicCallback):
         with written_if_possible(self.csv_path):
             write_text(self.csv_path, text.getvalue())
 
-    def _write_events(self):
+    def _write_events(self, folder):
         events, self._events = self._events, None
-        with written_if_possible(self.tensorboard):
+        with written_if_possible(folder):
             # After a failure, a new file hides what the last one has of these steps.
-            events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
+            events = events or EventFile(folder, self._unwritten[0]["step"])
             for row in self._unwritten:
                 scalars = {name: row[name] for name in COLUMNS[3:-1]}
                 loads = enumerate(row["expert_shares"])
@@ -214,7 +214,7 @@ class _RoutingProbe(Hooked):
                 f"received: {type(model).__name__}"
             )
         super().__init__(keras.Model(model.input, routing), training=training)
-        backbone = getattr(model, "backbone", model)
+        backbone: Any = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
         self.selected = dict.fromkeys(routing)
         for name in routing:

@@ -195,12 +195,13 @@ class _Run:
         self.new_model()
         self.linear_probe = self._probe() if datasets is None else None
 
-    def _probe(self):
+    def _probe(self) -> Any:
         path = self.folder and self.folder / _PROBE
 
         def earlier():
-            is_there = path and path.is_file()
-            return json.loads(read_text(path, self.folder)) if is_there else None
+            if path and path.is_file():
+                return json.loads(read_text(path, self.folder))
+            return None
 
         # Hosts may share no folder, and all of them probe together or none does.
         accuracy = broadcast_from_primary(earlier)
@@ -299,9 +300,8 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         # Each batch is split over the devices.
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         test = data.padded(x, y, weight, model=model)
-    if callable(callbacks):
-        callbacks = callbacks(model, images)
-    callbacks = [*run.recipe.callbacks(), *callbacks, StopOnNonFinite()]
+    given: Any = callbacks(model, images) if callable(callbacks) else callbacks
+    callbacks = [*run.recipe.callbacks(), *given, StopOnNonFinite()]
     if run.best is not None:
         callbacks.append(run.best)
     if checkpoint is None:

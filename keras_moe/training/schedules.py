@@ -1,7 +1,7 @@
 """Learning rate schedules with warm-up and decay, and the `schedule` section."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import keras
 from keras import ops
@@ -193,7 +193,7 @@ class ScheduleConfig(Section):
             )
         super().__post_init__()
 
-    def replace(self, **changes: Any) -> "ScheduleConfig":
+    def replace(self, **changes: Any) -> Self:
         """Returns a changed copy; `epochs` and `steps` replace each other."""
         for name, other in (("epochs", "steps"), ("steps", "epochs")):
             if changes.get(name) is not None:
@@ -202,15 +202,15 @@ class ScheduleConfig(Section):
 
     def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of weight updates, each of `accumulated` batches."""
-        if self.steps is not None:
-            return self.steps
+        if self.epochs is None:
+            return self.steps or 0
         return self.epochs * steps_per_epoch // accumulated
 
     def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of epochs for `fit`; the last may end early."""
         if self.epochs is not None:
             return self.epochs
-        return -(-self.steps * accumulated // steps_per_epoch)
+        return -(-(self.steps or 0) * accumulated // steps_per_epoch)
 
     def new_schedule(
         self, steps_per_epoch: int, accumulated: int = 1

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe.data import selection
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.data.selection import excluded_examples
 from keras_moe.data.sources import has_captions
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     """Base class of a recipe's sections: frozen dataclasses with JSON values."""
 
@@ -39,17 +40,19 @@ class Section:
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Builds a section from the settings of a file."""
         names = [field.name for field in dataclasses.fields(cls)]
-        check_argument_names(settings, names, f"the section {cls.title!r} of a recipe")
+        check_argument_names(
+            {**settings}, names, f"the section {cls.title!r} of a recipe"
+        )
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all settings as JSON data for `from_settings`."""
         return dataclasses.asdict(self)
 
-    def replace(self, **changes: Any) -> "Section":
+    def replace(self, **changes: Any) -> Self:
         """Returns a copy with changed settings."""
         return type(self).from_settings({**self.to_dict(), **changes})
 
@@ -106,7 +109,7 @@ class ModelConfig(Section):
                 )
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Builds the section from a file's settings; unknown names are overrides."""
         own = {
             name: settings[name]
@@ -116,7 +119,7 @@ class ModelConfig(Section):
         overrides = {name: x for name, x in settings.items() if name not in own}
         return super().from_settings({**own, "overrides": overrides})
 
-    def replace(self, **changes: Any) -> "ModelConfig":
+    def replace(self, **changes: Any) -> Self:
         """Returns a changed copy; a new `preset` loads its weights by default."""
         if changes.get("preset", self.preset) != self.preset:
             changes = {"load_weights": True, **changes}
@@ -184,7 +187,7 @@ class DataConfig(Section):
             check_one_of("unreadable", self.unreadable, ("exclude",))
         super().__post_init__()
 
-    def replace(self, **changes: Any) -> "DataConfig":
+    def replace(self, **changes: Any) -> Self:
         """Returns a copy with changed settings; a new `source` resets the splits."""
         if changes.get("source", self.source) != self.source:
             names = ("train_split", "test_split", "test_source")
@@ -226,9 +229,11 @@ class ImageData(DataConfig):
     Example: see `DataConfig`.
     """
 
+    # Results of `left_out` by `data_dir`.
+    _left_out: ClassVar[dict]
+
     def __post_init__(self):
         super().__post_init__()
-        # Results of `left_out` by `data_dir`.
         object.__setattr__(self, "_left_out", {})
 
     @property
@@ -244,7 +249,7 @@ class ImageData(DataConfig):
         """
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
-                excluded_examples(
+                selection.excluded_examples(
                     self.source, split, data_dir, exclude, self.unreadable or "raise"
                 )
                 for split, exclude in (

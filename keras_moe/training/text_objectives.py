@@ -176,7 +176,7 @@ class Contrastive(TokenizedObjective):
     def model_arguments(self, num_classes):
         return {"task": ContrastiveModel.task_name}
 
-    def texts(self, config, data_dir):
+    def texts(self, config: PairData, data_dir):
         return data.load_captions(
             config.source,
             config.train_split,
@@ -185,7 +185,9 @@ class Contrastive(TokenizedObjective):
             **config.pair_options(),
         )
 
-    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+    def datasets(
+        self, config: PairData, model, batch_size, seed, data_dir=None, start_step=0
+    ):
         options, exclude = config.pair_options(), config.exclude or ()
         count = config.epoch_size or data.num_pairs(
             config.source, config.train_split, data_dir, exclude=exclude, **options
@@ -242,12 +244,14 @@ class NextToken(TokenizedObjective):
     def model_arguments(self, num_classes):
         return {"task": CausalLM.task_name}
 
-    def texts(self, config, data_dir):
+    def texts(self, config: TextData, data_dir):
         sources = config.weights
         loaded = (data.load_texts(x, config.train_split, data_dir) for x in sources)
         return [text for texts in loaded for text in texts]
 
-    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+    def datasets(
+        self, config: TextData, model, batch_size, seed, data_dir=None, start_step=0
+    ):
         sources, source = tuple(config.weights), config.evaluated_source
         rows = self._rows(config, model, sources, config.train_split, data_dir)
         mixed = len(rows) > 1
