@@ -20,6 +20,7 @@ from keras_moe.data.reading import reading_errors
 from keras_moe.data.record_writing import write_pair_tfrecords, write_tfrecords
 from keras_moe.data.selection import (
     ImageHashes,
+    excluded_examples,
     find_corrupt_files,
     find_duplicates,
     find_unreadable,
@@ -39,6 +40,7 @@ __all__ = [
     "RandomResizedCrop",
     "class_names",
     "credit",
+    "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",
     "find_unreadable",

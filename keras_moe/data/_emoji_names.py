@@ -14,7 +14,8 @@ import json
 import re
 import unicodedata
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from keras_moe.data._files import held_out_split
 from keras_moe.data._packages import extra
@@ -181,7 +182,7 @@ def captions(language: str) -> dict[str, str]:
     }
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     with extra("emoji"):
         import emoji
     return emoji

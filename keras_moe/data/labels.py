@@ -120,7 +120,7 @@ def as_hierarchy(
     return LabelHierarchy.load(hierarchy)
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
+def _names(name: str, value: Sequence[str]) -> tuple[str, ...]:
     is_list = isinstance(value, (list, tuple)) and value
     if is_list and all(isinstance(item, str) for item in value):
         return tuple(value)

@@ -104,9 +104,23 @@ def find_corrupt_files(source: str) -> list[str]:
 
 
 def excluded_examples(
-    source: str, split: str, data_dir: str | None, exclude: Any, unreadable: str
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    exclude: Any = (),
+    unreadable: str = "raise",
 ) -> np.ndarray:
-    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`."""
+    """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
+
+    Args:
+        source: see `load` and `LoadOptions` for this and the other arguments.
+
+    Example:
+
+    >>> from keras_moe.data import excluded_examples
+    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
+    [3, 7]
+    """
     return left_out(open_source(source, split, data_dir), split, exclude, unreadable)
 
 

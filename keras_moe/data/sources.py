@@ -48,7 +48,7 @@ _NAMED = {
 }
 
 
-def _find(source: Any, function: str) -> tuple[Callable, str]:
+def _find(source: object, function: str) -> tuple[Callable, str]:
     """Returns a function of the source's module and the source's name."""
     kind, colon, name = str(source).partition(":")
     kinds = _NAMED if name else {} if colon else _ALONE

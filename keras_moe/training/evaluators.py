@@ -115,8 +115,8 @@ class FewShot:
 
     def __init__(
         self,
-        train_data: Any,
-        test_data: Any,
+        train_data: object,
+        test_data: object,
         shots: Sequence[int] = (5, 10),
         l2s: Sequence[float] = L2S,
         seeds: Sequence[int] = SEEDS,
@@ -181,8 +181,8 @@ class ZeroShot:
 
     def __init__(
         self,
-        data: Any,
-        class_names: Any,
+        data: object,
+        class_names: str | Sequence[str],
         templates: Any = "ours",
         ks: Sequence[int] | None = None,
         batch_size: int = 64,
@@ -227,7 +227,7 @@ class Retrieval:
 
     def __init__(
         self,
-        pairs: Any,
+        pairs: object,
         ks: Sequence[int] | None = None,
         contrastive_batch_size: int | None = None,
         batch_size: int = 64,

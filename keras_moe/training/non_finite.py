@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -14,6 +14,7 @@ from keras_moe._compat import (
     own_variables,
     restored,
 )
+from keras_moe._types import Structure
 from keras_moe.training.callbacks import ProgressCallback
 
 _MARGIN = 4
@@ -97,7 +98,7 @@ class StopOnNonFinite(ProgressCallback):
 
 
 def locate_non_finite(
-    model: keras.Model, x: Any, y: Any, gradients: bool = True
+    model: keras.Model, x: Structure, y: Structure | None, gradients: bool = True
 ) -> NonFinite | None:
     """Finds where a training step first produces NaN or Inf.
 

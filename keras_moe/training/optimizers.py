@@ -56,7 +56,7 @@ class Factors(NamedTuple):
     weight_decay: float = 1.0
 
 
-def check_groups(groups: Any) -> list[dict]:
+def check_groups(groups: Sequence[dict]) -> list[dict]:
     """Validates parameter groups and returns them as a list of dicts."""
     for group in groups:
         try:
@@ -261,7 +261,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 1e-3,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 1e-3,
         epsilon: float = 1e-30,
         momentum: float = 0.9,
         momentum_dtype: str = "bfloat16",
@@ -475,7 +475,7 @@ class OptimizerConfig(Section):
         learning_rate: keras.optimizers.schedules.LearningRateSchedule,
         peak: float,
         paths: Sequence[str],
-    ) -> Any:
+    ) -> keras.optimizers.Optimizer:
         """Builds the optimizer of weights with these paths; `peak` is the peak rate."""
         # Fails here rather than after the first batch.
         group_factors(self.groups, paths)

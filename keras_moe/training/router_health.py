@@ -18,6 +18,7 @@ from keras import ops
 from keras_moe._checks import check_bool, check_integer
 from keras_moe._files import write_text
 from keras_moe._processes import batch_devices, predict_batch, process_index
+from keras_moe._types import Structure
 from keras_moe.analysis._hooks import Hooked
 from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.routing import (
@@ -299,7 +300,7 @@ class UsageRecorder(PeriodicCallback):
 
     def __init__(
         self,
-        inputs: Any,
+        inputs: Structure,
         groups: Any = None,
         group_names: list[str] | None = None,
         mask: Any = None,

@@ -73,7 +73,7 @@ def train(
     datasets: Datasets | Callable[[int], Datasets] | None = None,
     data_dir: str | None = None,
     callbacks: Sequence[keras.callbacks.Callback] | Callable = (),
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     checkpoint_dir: str | os.PathLike | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 3,
@@ -247,7 +247,7 @@ class _Run:
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-                yield *keras.tree.map_structure(_to_numpy, (x, y)), weight
+                yield _to_numpy(x), _to_numpy(y), weight
 
     def settings(self) -> dict[str, Any]:
         """Returns all that a run depends on, images left out as unreadable included."""
@@ -389,5 +389,7 @@ def _result(run, checkpoint, history):
     return Training(run.model, history, score, run.linear_probe)
 
 
-def _to_numpy(value):
-    return None if value is None else ops.convert_to_numpy(value)
+def _to_numpy(values):
+    return keras.tree.map_structure(
+        lambda x: None if x is None else ops.convert_to_numpy(x), values
+    )

@@ -16,7 +16,6 @@ from keras_moe._checks import (
     check_one_of,
     check_positive,
 )
-from keras_moe.data import selection
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.data.sources import has_captions
 
@@ -249,7 +248,7 @@ class ImageData(DataConfig):
         """
         if data_dir not in self._left_out:
             self._left_out[data_dir] = tuple(
-                selection.excluded_examples(
+                data.excluded_examples(
                     self.source, split, data_dir, exclude, self.unreadable or "raise"
                 )
                 for split, exclude in (

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from keras import ops
@@ -32,7 +32,7 @@ from keras_moe.training.objectives import (
     register_objective,
     train_and_test,
 )
-from keras_moe.training.sections import Datasets, PairData, TextData
+from keras_moe.training.sections import DataConfig, Datasets, PairData, TextData
 
 _CLIP, _TRAINED = "clip", "trained"
 # Tokenizer file in a preset folder.
@@ -58,7 +58,7 @@ class TokenizedObjective(Objective):
         if self.tokenizer not in (None, _TRAINED):
             self._check_no_size(f"tokenizer={self.tokenizer!r}")
 
-    def texts(self, config: Any, data_dir: str | None) -> Sequence[str]:
+    def texts(self, config: DataConfig, data_dir: str | None) -> Sequence[str]:
         """Returns the texts to train a tokenizer on."""
         raise NotImplementedError
 

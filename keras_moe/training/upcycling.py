@@ -5,6 +5,7 @@ Axes: B batch, N tokens, E experts, K selected experts.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from keras_moe._checks import (
 )
 from keras_moe._compat import flatten_layers
 from keras_moe._freezing import copy_freezing
+from keras_moe._types import Structure
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
@@ -88,16 +90,16 @@ _OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset"
 
 def upcycle(
     dense_model: Any,
-    num_experts: Any = 8,
-    moe_layers: Any = "every_2",
+    num_experts: int | Sequence[int] = 8,
+    moe_layers: str | int | Sequence[int] = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
     normalize_gates: bool | str | None = None,
     preset: str | None = None,
     carry_optimizer: bool = False,
-    images: Any = None,
+    images: Structure | None = None,
     noise_seed: int = 0,
-    towers: Any = None,
+    towers: Sequence[str] | dict[str, dict] | None = None,
     **moe_arguments,
 ) -> tuple[Any, UpcyclingReport]:
     """Turns a dense model into a mixture of experts.
