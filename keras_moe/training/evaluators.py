@@ -187,7 +187,7 @@ class ZeroShot:
         ks: Sequence[int] | None = None,
         batch_size: int = 64,
     ):
-        self.data = data if isinstance(data, tuple) else (data, None)
+        self.data: Any = data if isinstance(data, tuple) else (data, None)
         # Fails here rather than after an epoch.
         names = read_class_names(class_names)
         is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
