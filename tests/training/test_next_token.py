@@ -61,7 +61,7 @@ def test_a_smaller_vocabulary_is_trained_by_the_run(source):
 def test_rows_are_packed_documents(source):
     mine = text_recipe(source)
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     datasets = mine.datasets(model)
     train_rows = models.pack(
         model.preprocessor.documents(data.load_texts(source, "train")), 16
@@ -91,7 +91,7 @@ def test_sources_are_mixed_by_weight(source, tmp_path):
     mine = text_recipe({source: 3, other: 1})
     assert mine.data.evaluated_source == source
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     batch = next(iter(mine.datasets(model).train))
     own = {
         tuple(row)
