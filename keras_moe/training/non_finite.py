@@ -98,7 +98,7 @@ class StopOnNonFinite(ProgressCallback):
 
 
 def locate_non_finite(
-    model: keras.Model, x: Structure, y: Structure | None, gradients: bool = True
+    model: keras.Model, x: Structure, y: "Structure | None", gradients: bool = True
 ) -> NonFinite | None:
     """Finds where a training step first produces NaN or Inf.
 

@@ -97,7 +97,7 @@ def upcycle(
     normalize_gates: bool | str | None = None,
     preset: str | None = None,
     carry_optimizer: bool = False,
-    images: Structure | None = None,
+    images: "Structure | None" = None,
     noise_seed: int = 0,
     towers: Sequence[str] | dict[str, dict] | None = None,
     **moe_arguments,
