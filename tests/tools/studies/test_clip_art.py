@@ -107,10 +107,11 @@ def test_series_and_pictures_that_are_alike_have_one_split(root, tmp_path):
 
 def test_categories_are_classes(root, tmp_path):
     for number in range(40):
-        write(root, f"b/{number}", f"bull {number}", seed=number)
-        write(root, f"a/{number}", f"arrow {number}", seed=number)
-        write(root, f"unsorted/{number}", f"thing {number}", seed=number)
-    write(root, "c/1", "one", seed=1)
+        # Titles of different words, so that they are no series.
+        word = "".join("abcdefghij"[int(digit)] for digit in f"{number:02}")
+        for kind, name in enumerate(("b", "a", "unsorted")):
+            write(root, f"{name}/{number}", f"{name}{word}", seed=number + 100 * kind)
+    write(root, "c/1", "one", seed=999)
     write_folders(root, tmp_path / "new" / "out")
     source, pairs = (f"folder:{tmp_path}/new/out/{x}" for x in ("classes", "pairs"))
     splits = ("train", "validation", "test")
