@@ -274,7 +274,7 @@ READERS = {
     "data/_emoji_names.py": "a file of the package",
     "data/_examples.py": "records that `globbed` has checked",
     "data/_folder.py": "images that `files_below` or `files_listed` has checked",
-    "data/_python_docs.py": "Python's own library",
+    "data/_texts.py": "Python's own library",
     "data/_tfrecord.py": "records that `globbed` has checked",
     "data/reading.py": "the content of a file that was read",
     "_backends/jax_compilation.py": "files of the package, and what XLA wrote",

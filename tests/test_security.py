@@ -138,12 +138,6 @@ def captions(folder):
     (folder / "test" / "labels.json").write_text('{"deep/a.png": ["a", "b"]}')
 
 
-def clip_art(folder):
-    for kind, content in (("png", PNG), ("svg", b"<svg/>")):
-        (folder / kind / "a").mkdir(parents=True)
-        (folder / kind / "a" / f"1.{kind}").write_bytes(content)
-
-
 def tokenizer(folder):
     made = models.TextTokenizer.trained(["a cat", "two cats"], 518, max_length=6)
     made.save_to_preset(folder)
@@ -185,8 +179,6 @@ def transformers(folder):
         ),
         (captions, "test/deep", lambda x: data.num_pairs(f"folder:{x}", "test")),
         (captions, "test/deep", lambda x: data.num_examples(f"folder:{x}", "test")),
-        (clip_art, "png/a/1.png", lambda x: data.num_pairs(f"openclipart:{x}", "all")),
-        (clip_art, "svg/a/1.svg", lambda x: data.num_pairs(f"openclipart:{x}", "all")),
         (tokenizer, "text_tokenizer.json", models.TextTokenizer.from_preset),
         (tokenizer, "assets/tokenizer/merges.txt", models.TextTokenizer.from_preset),
         (tokenizer, "merges.txt", models.TextTokenizer.clip),

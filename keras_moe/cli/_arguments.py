@@ -135,8 +135,8 @@ def add_preset(parser: Any, name: str = "preset", **kwargs: Any) -> None:
 def add_data(parser: Any, more: str = "", **kwargs: Any) -> None:
     """Adds `--data` and `--data-dir`, as `keras_moe.data.load` takes them."""
     what = (
-        "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH "
-        "or openclipart:PATH."
+        "The data: digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB or "
+        "folder:PATH."
     )
     parser.add_argument("--data", metavar="SOURCE", help=what + more, **kwargs)
     parser.add_argument(

@@ -189,7 +189,7 @@ def take_recipe(args: argparse.Namespace) -> Any:
         args.batch_size = recipe.data.batch_size // parts
     if args.num_classes is None:
         try:
-            args.num_classes = recipe.num_classes()
+            args.num_classes = recipe.objective.num_classes(recipe.data)
         except OSError as error:
             raise ValueError(
                 "Expected --num-classes with a recipe whose data is not here; "

@@ -342,7 +342,7 @@ def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...
         # They have English names.
         if re.search("language=(?!en)", examples.source) and not args.class_names:
             possible = default = OF_CAPTIONS
-    elif kind != "openclipart":
+    else:
         try:
             several = examples.has_several_labels()
         except ValueError:
@@ -351,7 +351,7 @@ def pair_metrics(examples: Examples, args: argparse.Namespace) -> tuple[str, ...
             # Captions are the names of classes, each of many images.
             default = () if several else OF_CLASSES
             possible = ("contrastive_accuracy", *default)
-    if kind in ("emoji", "openclipart") and examples.hierarchy is not None:
+    if kind == "emoji" and examples.hierarchy is not None:
         # An image then has several labels.
         possible = default = OF_CAPTIONS
     return chosen_metrics(args, possible, default)

@@ -11,6 +11,7 @@ from keras_moe.data.loading import (
     load,
     load_captions,
     load_pairs,
+    load_rows,
     num_examples,
     num_pairs,
 )
@@ -24,11 +25,9 @@ from keras_moe.data.selection import (
     find_duplicates,
     find_unreadable,
     image_hashes,
-    oversample,
     write_exclusion,
 )
 from keras_moe.data.sources import class_names, credit, load_texts, num_classes
-from keras_moe.data.token_rows import load_rows
 
 __all__ = [
     "EMOJI_CREDIT",
@@ -56,7 +55,6 @@ __all__ = [
     "num_classes",
     "num_examples",
     "num_pairs",
-    "oversample",
     "padded",
     "predictions",
     "process_shard",

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_moe._checks import check_positive
 from keras_moe._templates import PLACE, fill, read_templates
+from keras_moe._types import Tensor
 from keras_moe.data._examples import (
     CaptionInfo,
     Examples,
@@ -21,6 +22,7 @@ from keras_moe.data._examples import (
     RecordExamples,
     RecordFile,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data._pipeline import key_seed
 from keras_moe.data.reading import attempt, read_or_name, reading_errors
 
@@ -32,37 +34,31 @@ _EXPECTED = "an example with an image, and with captions in UTF-8, none of them 
 
 
 class CaptionOptions(NamedTuple):
-    """Options of a source with captions.
-
-    Attributes:
-        image_shape: shape of the images in the batches.
-        every_caption: whether each caption becomes a pair.
-        templates: caption templates for a source of classes, or None.
-        data_dir: folder of TensorFlow Datasets.
-    """
+    """Options of a source with captions; see `load_pairs`."""
 
     image_shape: tuple[int, int, int] = (32, 32, 3)
+    # Whether each caption becomes a pair.
     every_caption: bool = False
     templates: Any = None
     data_dir: str | None = None
 
 
-def random_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+def random_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
     """Draws one of the captions of an image by the image's key."""
-    import tensorflow as tf
-
     count = tf.shape(texts["text_ids"])[0]
     seed = key_seed(key, _DRAW)
     which = tf.random.stateless_uniform([], seed, 0, count, "int32")
     return select_caption(texts, which)
 
 
-def first_caption(texts: dict[str, Any], key: Any) -> dict[str, Any]:
+def first_caption(texts: dict[str, Any], key: Tensor) -> dict[str, Any]:
     """Chooses the first of the captions of an image."""
     return select_caption(texts, 0)
 
 
-def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
+def select_caption(
+    texts: dict[str, Any], which: Tensor | slice | int
+) -> dict[str, Any]:
     """Indexes the caption axis K of all text features."""
     return {
         name: value if name in ("image", "image_ids") else value[which]
@@ -72,8 +68,6 @@ def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
 
 def _caption_table(captions: Iterable[tuple[str, ...]]) -> tuple[Callable, np.ndarray]:
     """Returns (row, image id) -> caption features, and the captions per row."""
-    import tensorflow as tf
-
     captions = list(captions)
     counts = np.array([len(several) for several in captions], "int64")
     flat = [caption for several in captions for caption in several]
@@ -112,10 +106,8 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
     return (tuple(texts), None) if texts else (("",), "no caption")
 
 
-def _equal_ids(contents: Any) -> Any:
+def _equal_ids(contents: Tensor) -> Tensor:
     """int32 hashes of contents; different ones collide with probability 2 ** -31."""
-    import tensorflow as tf
-
     if contents.dtype != tf.string:
         texts = tf.strings.as_string(contents)
         contents = tf.strings.reduce_join(texts, axis=-1, separator=",")
@@ -155,8 +147,6 @@ def captioned(
 
 def captioned_arrays(images: Any, captions: Sequence[Any]) -> IndexedExamples:
     """Examples from an array of images with one or more captions each."""
-    import tensorflow as tf
-
     images = np.asarray(images)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
         raise ValueError(
@@ -182,7 +172,6 @@ def captioned_records(
     every_caption: bool,
 ) -> Examples:
     """Examples from records; `parse` returns an image and captions or tokens."""
-    import tensorflow as tf
 
     def features(record):
         stored, several = parse(record)
@@ -217,24 +206,20 @@ def captioned_records(
 
 def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
     """Counts each image's captions as at least 1: reading none is an error."""
-    import tensorflow as tf
 
-    def count(_, item):
-        def of_record(record):
-            return tf.shape(next(iter(parse(record)[1].values())))[0]
+    def of_record(record):
+        return tf.shape(next(iter(parse(record)[1].values())))[0]
 
+    def count(item):
         return tf.maximum(attempt(of_record, item[0], lambda *_: tf.constant(1)), 1)
 
-    dataset = examples.all_items()
-    dataset = dataset.map(count, num_parallel_calls=tf.data.AUTOTUNE)
-    with reading_errors():
-        return np.array(list(dataset.as_numpy_iterator()), "int64")
+    return np.array(_read_all(examples, count), "int64")
 
 
 def captions_of_classes(examples: Examples, options: CaptionOptions) -> Examples:
     """Turns class names into captions by templates (LIMoE, appendix A.3)."""
     classes = examples.classes
-    if classes.max_labels is not None or classes.names is None:
+    if classes is None or classes.max_labels is not None or classes.names is None:
         raise ValueError(
             "Expected one class of each image, with a name that becomes the caption; "
             f"received: source={examples.name!r} with several, or without names"
@@ -267,10 +252,8 @@ def _with_features(examples: Examples, function: Callable) -> Examples:
 
 def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
     """Returns one example per caption of the images that are not excluded."""
-    import tensorflow as tf
-
     kept = np.delete(np.arange(examples.count), excluded)
-    counts = examples.captions.counts[kept]
+    counts = np.asarray(examples.captions.counts)[kept]
     rows = np.repeat(np.arange(len(kept)), counts)
     which = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
     image_of = tf.constant(kept[rows], "int64")
@@ -281,36 +264,38 @@ def every_caption(examples: Examples, excluded: np.ndarray) -> IndexedExamples:
         return select_caption(features, slice(which[pair], which[pair] + 1))
 
     location = examples.location
-    pairs = IndexedExamples(
+    return IndexedExamples(
         len(rows),
         read,
         examples.decode,
         encoded_channels=examples.encoded_channels,
         location=None if location is None else lambda pair: location(image_of[pair]),
+        name=examples.name,
     )
-    pairs.name = examples.name
-    return pairs
 
 
 def stored_captions(examples: Examples, skip_faults: bool) -> list[tuple[str, ...]]:
     """Reads the captions from records without decoding images."""
-    import tensorflow as tf
 
     def captions(item):
         return examples.read(item)["captions"]
 
-    def read(_, item):
+    def read(item):
         if skip_faults:
             return attempt(captions, item, lambda *_: tf.zeros([0], "string"))
         return captions(item)
 
-    dataset = examples.all_items()
-    dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+    found = _read_all(examples, read)
+    return [tuple(text.decode() for text in several) for several in found]
+
+
+def _read_all(examples: Examples, read: Callable) -> list[Any]:
+    """Returns `read(item)` of all examples as arrays, which may differ in shape."""
+    dataset = examples.all_items().map(
+        lambda _, item: read(item), num_parallel_calls=tf.data.AUTOTUNE
+    )
     with reading_errors():
-        return [
-            tuple(text.decode() for text in several)
-            for several in dataset.as_numpy_iterator()
-        ]
+        return list(dataset.as_numpy_iterator())
 
 
 def batch_sizes(
@@ -342,8 +327,6 @@ def batch_sizes(
 
 def mixed(datasets: list) -> Any:
     """Concatenates batches of several sources, in the order of the sources."""
-    import tensorflow as tf
-
     keys = {tuple(sorted(dataset.element_spec[1])) for dataset in datasets}
     if len(keys) > 1:
         raise ValueError(

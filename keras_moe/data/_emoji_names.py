@@ -14,9 +14,11 @@ import json
 import re
 import unicodedata
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
-from keras_moe.data._files import extra, held_out_split
+from keras_moe.data._files import held_out_split
+from keras_moe.data._packages import extra
 
 LANGUAGES = (
     *("ar", "de", "en", "es", "fa", "fr", "id"),
@@ -180,7 +182,7 @@ def captions(language: str) -> dict[str, str]:
     }
 
 
-def _package() -> Any:
+def _package() -> ModuleType:
     with extra("emoji"):
         import emoji
     return emoji

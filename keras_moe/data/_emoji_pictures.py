@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import sha256_of
-from keras_moe.data._files import cache_folder, extra, kept_arrays, with_progress
+from keras_moe.data._files import cache_folder, kept_arrays, with_progress
+from keras_moe.data._packages import extra
 
 _NOTO_PACKAGE = "fonts-noto-color-emoji"
 # Paths on Debian and on other systems.

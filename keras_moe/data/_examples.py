@@ -1,6 +1,7 @@
 """The examples of a split in an order set by seeds; a pass can start anywhere."""
 
 import copy
+import dataclasses
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import open_regular
+from keras_moe._types import Structure, Tensor
+from keras_moe.data._packages import tf
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, reading_errors, records_or_name
 
@@ -33,58 +36,46 @@ class Share(NamedTuple):
 
 
 class CaptionInfo(NamedTuple):
-    """What is known about a split's captions before its images are read.
+    """What is known about a split's captions before its images are read."""
 
-    Attributes:
-        texts: captions of each image or class; None if the records have them.
-        counts: number of captions of each image, or None.
-        faults: descriptions of unusable images or captions, by image index.
-        of_classes: whether captions are made from class names.
-    """
-
+    # Of each image or class; None if the records have them.
     texts: Sequence[tuple[str, ...]] | None = None
+    # Number of captions of each image.
     counts: np.ndarray | None = None
+    # Descriptions of unusable images or captions, by image index.
     faults: dict[int, str] = {}
+    # Whether captions are made from class names.
     of_classes: bool = False
 
 
+@dataclasses.dataclass
 class Examples:
     """The examples of a split: how to read each, and which are left.
 
     An example is a dict of features: "image" as stored, with "label", or with
     "captions" or stored tokens and ids (see `_captions.py`). Subclasses define the
     order.
-
-    Args:
-        count: number of examples.
-        read: function from an item of `pass_over` to the features of an example.
-        decode: function from a stored image to pixels (height, width, channels).
-        classes: classes of the labels, if there are labels.
-        captions: what is known about the captions, if there are captions.
-        encoded_channels: channels of the pixels, if images are stored as files.
-        location: function from an item to its file and position; None in memory.
     """
 
+    count: int
+    # From an item of `pass_over` to the features of an example.
+    read: Callable
+    # From a stored image to pixels (height, width, channels).
+    decode: Callable
+    classes: Classes | None = None
+    captions: CaptionInfo = dataclasses.field(default_factory=CaptionInfo)
+    # Channels of the pixels, if images are stored as files.
+    encoded_channels: int | None = None
+    # From an item to its file and position; None in memory.
+    location: Callable | None = None
     # Name of the source, for errors.
-    name = ""
+    name: str = ""
+    # Indices of the examples that are left; None for all.
+    kept: np.ndarray | None = None
 
-    def __init__(
-        self,
-        count: int,
-        read: Callable,
-        decode: Callable,
-        classes: Classes | None = None,
-        captions: CaptionInfo | None = None,
-        encoded_channels: int | None = None,
-        location: Callable | None = None,
-    ):
-        self.count, self.read, self.decode = count, read, decode
-        self.classes, self.captions = classes, captions
-        self.encoded_channels, self.location = encoded_channels, location
-        # Indices of the examples that are left; None for all.
-        self.kept = None
-
-    def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
+    def decoded(
+        self, item: Structure, stored: Tensor, decode: Callable | None = None
+    ) -> Tensor:
         """Decodes a stored image; errors name its file."""
         decode = decode or self.decode
         if self.location is None:
@@ -110,8 +101,6 @@ class Examples:
         self, function: Callable, progress: Callable[[int, int], Any] | None = None
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields batches of `function(position, item)` of all examples, as arrays."""
-        import tensorflow as tf
-
         dataset = self.all_items().map(function, num_parallel_calls=tf.data.AUTOTUNE)
         done = 0
         with reading_errors():
@@ -121,7 +110,9 @@ class Examples:
                 if progress is not None:
                     progress(done, self.count)
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         """Dataset of (position, item): one pass of the host `share`.
 
         A `seed` of None keeps the source's order; `length` is None for all examples.
@@ -136,9 +127,9 @@ class IndexedExamples(Examples):
     so batches do not depend on the number of hosts.
     """
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        import tensorflow as tf
-
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         common = share.batch_size * share.count
         batches, rest = divmod(self.count, common)
         first, last = share.bounds(rest)
@@ -166,17 +157,20 @@ class IndexedExamples(Examples):
         return tf.data.Dataset.range(start, length).map(positioned)
 
 
+def as_stored(stored: Any) -> Any:
+    """Decodes nothing."""
+    return stored
+
+
 def in_memory(
     images: np.ndarray, labels: np.ndarray, classes: Classes
 ) -> IndexedExamples:
     """Examples from decoded images in memory and their labels."""
-    import tensorflow as tf
-
     images, labels = tf.constant(images), tf.constant(labels)
     return IndexedExamples(
         len(labels),
         lambda index: {"image": images[index], "label": labels[index]},
-        decode=lambda stored: stored,
+        decode=as_stored,
         classes=classes,
     )
 
@@ -201,31 +195,27 @@ class RecordExamples(Examples):
         files: Sequence[RecordFile],
         read: Callable,
         decode: Callable,
-        classes: Classes | None = None,
-        captions: CaptionInfo | None = None,
-        encoded_channels: int | None = None,
+        **known: Any,
     ):
         self.files = list(files)
         super().__init__(
             sum(file.take for file in self.files),
             lambda item: read(item[0], _record_location(*item[1:])),
             decode,
-            classes,
-            captions,
-            encoded_channels,
             location=lambda item: _record_location(*item[1:]),
+            **known,
         )
 
-    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        import tensorflow as tf
-
+    def pass_over(
+        self, share: Share, seed: Tensor | None, start: Tensor | int, length: int | None
+    ) -> Any:
         first, last = share.bounds(self.count)
         begin, end, is_kept = first, last, None
         if self.kept is not None:
             begin, end = int(self.kept[first]), int(self.kept[last - 1]) + 1
-            is_kept = np.zeros(end - begin, bool)
-            is_kept[self.kept[first:last] - begin] = True
-            is_kept = tf.constant(is_kept)
+            mask = np.zeros(end - begin, bool)
+            mask[self.kept[first:last] - begin] = True
+            is_kept = tf.constant(mask)
         files = _between(self.files, begin, end)
         paths = tf.constant([file.path for file in files])
         skip = tf.constant([file.skip for file in files], "int64")
@@ -247,8 +237,8 @@ class RecordExamples(Examples):
             numbers = tf.data.Dataset.range(skip[file], tf.int64.max)
             opened = tf.data.Dataset.zip((opened, path, numbers))
             if is_kept is not None:
-                first_kept = before[file] - skip[file]
-                opened = opened.filter(lambda _, __, i: is_kept[first_kept + i])
+                kept, first_kept = is_kept, before[file] - skip[file]
+                opened = opened.filter(lambda _, __, i: kept[first_kept + i])
             return opened
 
         dataset = tf.data.Dataset.from_tensor_slices(indices)
@@ -271,8 +261,6 @@ class RecordExamples(Examples):
 
     def indexed(self) -> IndexedExamples:
         """Returns the same examples with random access, by record offset."""
-        import tensorflow as tf
-
         paths = tf.constant([file.path for file in self.files])
         file_of, numbers, offsets = [], [], []
         for index, file in enumerate(self.files):
@@ -299,10 +287,8 @@ class RecordExamples(Examples):
         )
 
 
-def _record_location(path: Any, number: Any) -> Any:
+def _record_location(path: Tensor, number: Tensor) -> Tensor:
     """Returns the path and number of a record for errors, as a string tensor."""
-    import tensorflow as tf
-
     return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
 
 
@@ -325,9 +311,8 @@ def record_offsets(path: Path) -> list[int]:
     return offsets
 
 
-def _record_at(path: Any, offset: Any) -> Any:
+def _record_at(path: Tensor, offset: Tensor) -> Tensor:
     """Reads the record at an offset and verifies its checksum."""
-    import tensorflow as tf
 
     def read(start):
         opened = tf.raw_ops.TFRecordDatasetV2(

@@ -27,7 +27,6 @@ _CLASSES = Classes(len(CLASS_NAMES), CLASS_NAMES)
 
 
 def find_classes(name: str, data_dir: str | None) -> Classes:
-    """Returns the classes, which are known without the files."""
     return _CLASSES
 
 

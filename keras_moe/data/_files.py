@@ -1,6 +1,5 @@
 """Files of sources, confined to their folder; JSON; cached arrays; splits by name."""
 
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -29,15 +28,6 @@ _PATIENCE = 600
 # Splits drawn from the names of examples, and the shares of validation and test.
 SPLITS = ("train", "validation", "test", "all")
 _HELD_OUT_FRACTION = 0.1
-
-
-@contextlib.contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Imports within name the extra of keras-moe that has the package."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f'{error}: pip install "keras-moe[{name}]"') from error
 
 
 def matching_files(source: str, names: str) -> list[Path]:
@@ -107,20 +97,15 @@ def is_image(path: str | Path) -> bool:
     return str(path).lower().endswith(IMAGE_SUFFIXES)
 
 
-def images_below(folder: Path, root: Path) -> list[Path]:
-    """Returns the images among `files_below`."""
-    return sorted(x for x in _walk(folder, root) if is_image(x))
-
-
 def folders_with_images(folder: Path, root: Path) -> list[str]:
     """Returns the folders in a folder that hold images, also further below."""
     names = folders_in(folder)
     return [name for name in names if any(map(is_image, _walk(folder / name, root)))]
 
 
-def files_below(folder: Path, root: Path) -> list[Path]:
-    """Returns all regular files below a folder, sorted, without hidden ones."""
-    return sorted(_walk(folder, root))
+def files_below(folder: Path, root: Path, images: bool = False) -> list[Path]:
+    """Returns the files, or images, below a folder, sorted, without hidden ones."""
+    return sorted(x for x in _walk(folder, root) if is_image(x) or not images)
 
 
 def _walk(folder: Path, root: Path) -> Iterator[Path]:
@@ -175,7 +160,7 @@ def kept_arrays(
                 return kept
             made = make()
             with new_file(path) as file:
-                np.savez_compressed(file, **made)
+                np.savez_compressed(file, **made)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         warnings.warn(f"Pictures in {path} are not kept: {error}", stacklevel=4)
     return make() if made is None else made
@@ -215,7 +200,7 @@ def held_out_split(name: bytes) -> str:
 
 def read_json(
     path: Path,
-    schema: dict[str, Any],
+    schema: dict,
     required: Collection[str] = (),
     others: bool = False,
     within: Path | None = None,
@@ -243,7 +228,7 @@ def _check(value, schema, where):
     if schema is str:
         _expect(isinstance(value, str) and value, "a string", value, where)
     elif schema is int or isinstance(schema, range):
-        allowed = range(2**63) if schema is int else schema
+        allowed = schema if isinstance(schema, range) else range(2**63)
         fits = type(value) is int and value in allowed
         _expect(fits, f"an integer from {allowed.start} on", value, where)
     elif isinstance(schema, tuple):

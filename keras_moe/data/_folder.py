@@ -33,14 +33,15 @@ from keras_moe.data._captions import CAPTION_NAMES, CaptionOptions, captioned
 from keras_moe.data._examples import Examples, IndexedExamples
 from keras_moe.data._files import (
     IMAGE_SUFFIXES,
+    files_below,
     files_listed,
     folders_in,
     folders_with_images,
-    images_below,
     is_image,
     leads_outside,
     read_json,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -63,7 +64,7 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
     root = Path(path)
     splits = _class_folders(root)
     if None not in splits.values():
-        names = {name for own in splits.values() for name in own}
+        names = {name for own in splits.values() for name in own or ()}
         return Classes(len(names), tuple(sorted(names)))
     labels = [names for split in splits for _, names in _files_of(root, split)]
     names = {name for several in labels for name in several}
@@ -73,15 +74,14 @@ def find_classes(path: str, data_dir: str | None = None) -> Classes:
 
 def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExamples:
     """Opens a split with labels; images stay in their files."""
-    import tensorflow as tf
-
     root = Path(path)
     splits = _class_folders(root)
     _check_split(root, split, splits)
     classes = find_classes(path)
+    names = classes.names or ()
     several = classes.max_labels is not None
     if "" in splits:
-        files = _drawn(root, split, splits[""])
+        files = _drawn(root, split, splits[""] or [])
         where = f"PATH/class/, a fifth of each class for {split!r}, of"
     else:
         files = _files_of(root, split, splits[split])
@@ -90,10 +90,10 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
         raise ValueError(
             f"Expected at least two classes, and images ({', '.join(IMAGE_SUFFIXES)})"
             f" in {where} folder:{path}; received: {len(files)} images, classes "
-            f"{[*classes.names]}"
+            f"{[*names]}"
         )
     _report_others(root)
-    number = {name: index for index, name in enumerate(classes.names)}
+    number = {name: index for index, name in enumerate(names)}
     most = max(1, *(len(names) for _, names in files))
     if several:
         classes = classes._replace(max_labels=most)
@@ -107,8 +107,6 @@ def open_labelled(path: str, split: str, data_dir: str | None) -> IndexedExample
 
 def read_files(path: str) -> tuple[IndexedExamples, list[str]]:
     """Returns the images of all splits, and listed paths that are missing."""
-    import tensorflow as tf
-
     root, missing = Path(path), []
     splits = _class_folders(root).items()
     files = [
@@ -167,17 +165,14 @@ def _drawn(root: Path, split: str, names: list[str]) -> list[tuple[Path, list[st
     """Returns the images of a split that is drawn from those of each class."""
     chosen = []
     for name in names:
-        files = images_below(root / name, root)
+        files = files_below(root / name, root, images=True)
         number = max(round(TEST_SHARE * len(files)), int(len(files) > 1))
         # By their names, so that further images move few of them to the other split.
-        by_hash = sorted(files, key=lambda file: _hash(file.relative_to(root)))
+        paths = {x: os.fsencode(x.relative_to(root).as_posix()) for x in files}
+        by_hash = sorted(files, key=lambda x: hashlib.sha256(paths[x]).digest())
         tests = set(by_hash[:number])
         chosen += [(x, [name]) for x in files if (x in tests) == (split == "test")]
     return chosen
-
-
-def _hash(path: Path) -> bytes:
-    return hashlib.sha256(os.fsencode(path.as_posix())).digest()
 
 
 def _files_of(
@@ -192,7 +187,7 @@ def _files_of(
         return [
             (file, [name])
             for name in names
-            for file in images_below(root / split / name, root)
+            for file in files_below(root / split / name, root, images=True)
         ]
     path, found = root / split / LABELS, []
     listed = read_json(path, {str: [str]}, within=root)
@@ -214,8 +209,6 @@ def _files_of(
 
 
 def _labelled_files(files, labels, classes) -> IndexedExamples:
-    import tensorflow as tf
-
     read, path_of = _file_reader(files)
     return IndexedExamples(
         len(files),
@@ -229,8 +222,6 @@ def _labelled_files(files, labels, classes) -> IndexedExamples:
 
 def _file_reader(files) -> tuple[Callable, Callable]:
     """Returns functions from an index to a file's content and to its path."""
-    import tensorflow as tf
-
     # Paths are bytes, because names need not be UTF-8.
     paths = tf.constant([os.fsencode(file) for file in files], "string")
 
@@ -291,7 +282,7 @@ def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples |
     for image in named:
         if folder / image not in there:
             faults[image] = f"{folder / image} is not there"
-    for file in images_below(folder, root):
+    for file in files_below(folder, root, images=True):
         captions.setdefault(file.relative_to(folder).as_posix(), [])
     images = list(captions)
     names = [str(folder / image) for image in images]
@@ -337,7 +328,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
     # Otherwise an unclosed quote would swallow the rest of the file.
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        columns = list(rows.fieldnames or ())
+        columns: list[str | None] = list(rows.fieldnames or ())
         names = [*map(_first(columns), (_IMAGE_NAMES, CAPTION_NAMES))]
         if any(columns.count(name) != 1 for name in names):
             raise ValueError(

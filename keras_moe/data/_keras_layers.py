@@ -9,13 +9,14 @@ from typing import Any
 
 import keras
 
+from keras_moe._types import Tensor
+from keras_moe.data._packages import tf
+
 
 class RandomFlip:
     """`keras.layers.RandomFlip("horizontal")` that reverses only the flipped images."""
 
-    def __call__(self, images: Any, seed: Any) -> Any:
-        import tensorflow as tf
-
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         seed = tf.random.experimental.stateless_fold_in(seed, 1)
         if len(images.shape) == 3:
             is_flipped = tf.random.stateless_uniform([], seed) <= 0.5
@@ -38,9 +39,7 @@ class CutMix(keras.layers.CutMix):
     def _generate_batch_mask(self, images_shape, box_corners):
         return super()._generate_batch_mask((*images_shape[:3], 1), box_corners)
 
-    def transform_images(self, images, transformation=None, training=True):
-        import tensorflow as tf
-
+    def transform_images(self, images, transformation: Any = None, training=True):
         images = tf.cast(images, self.compute_dtype)
         channels = tf.shape(images)[-1]
         others = tf.gather(images, transformation["permutation_order"])
@@ -57,13 +56,11 @@ class Contrast(keras.layers.RandomContrast):
     """`keras.layers.RandomContrast` for pixels in [0, 255], in whole rows."""
 
     def transform_images(self, images, transformation, training=True):
-        import tensorflow as tf
-
         factor = transformation["contrast_factor"]
         mean = tf.reduce_mean(images, axis=-3, keepdims=True)
         mean = tf.reduce_mean(mean, axis=-2, keepdims=True)
-        mean = _rows(tf, mean, images)
-        faded = (_rows(tf, images) - mean) * factor + mean
+        mean = _rows(mean, images)
+        faded = (_rows(images) - mean) * factor + mean
         return tf.reshape(tf.clip_by_value(faded, 0.0, 255.0), tf.shape(images))
 
 
@@ -75,13 +72,11 @@ class ScaledSolarization(keras.layers.Solarization):
         self.magnitude = magnitude
 
     def get_random_transformation(self, data, training=True, seed=None):
-        drawn = super().get_random_transformation(data, training, seed)
+        drawn: Any = super().get_random_transformation(data, training, seed)
         thresholds = 256 - self.magnitude * (256 - drawn["thresholds"])
         return {**drawn, "thresholds": thresholds}
 
     def transform_images(self, images, transformation, training=True):
-        import tensorflow as tf
-
         images = tf.clip_by_value(images + transformation["additions"], 0.0, 255.0)
         is_dark = images < transformation["thresholds"]
         return tf.raw_ops.Select(condition=is_dark, x=images, y=255 - images)
@@ -91,9 +86,7 @@ class AutoContrast(keras.layers.AutoContrast):
     """`keras.layers.AutoContrast` in [0, 255], without NaN for flat channels."""
 
     def transform_images(self, images, transformation=None, training=True):
-        import tensorflow as tf
-
-        rows = _rows(tf, images)
+        rows = _rows(images)
 
         def extreme(reduce):
             of_columns = tf.reshape(reduce(rows, axis=-3), tf.shape(images[:, 0]))
@@ -104,7 +97,7 @@ class AutoContrast(keras.layers.AutoContrast):
         offset = -low * scale
         varies = tf.math.is_finite(scale)
         scale, offset = tf.where(varies, scale, 1.0), tf.where(varies, offset, 0.0)
-        results = rows * _rows(tf, scale, images) + _rows(tf, offset, images)
+        results = rows * _rows(scale, images) + _rows(offset, images)
         return tf.reshape(tf.clip_by_value(results, 0.0, 255.0), tf.shape(images))
 
 
@@ -112,8 +105,6 @@ class Equalization(keras.layers.Equalization):
     """`keras.layers.Equalization` in [0, 255], by TensorFlow on every backend."""
 
     def transform_images(self, images, transformation, training=True):
-        import tensorflow as tf
-
         # (channels, pixels). Levels are truncated to integers, as in Keras.
         pixels = tf.transpose(tf.reshape(images, [-1, tf.shape(images)[-1]]))
         last = self.bins - 1
@@ -138,7 +129,7 @@ class Equalization(keras.layers.Equalization):
         return tf.reshape(tf.transpose(equalized), tf.shape(images))
 
 
-def _rows(tf, values, like=None):
+def _rows(values, like=None):
     """Reshapes (..., height, width, channels) to (..., height, 1, width * channels)."""
     shape = tf.shape(values if like is None else like)
     width, channels = shape[-2], shape[-1]

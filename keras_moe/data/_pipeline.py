@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from keras_moe._types import Tensor
 from keras_moe.data._examples import Examples, Share
+from keras_moe.data._packages import tf
 from keras_moe.data.augmentation import RandomResizedCrop, Step
 from keras_moe.data.reading import map_or_name
 
@@ -14,26 +16,18 @@ _EXAMPLES_OF_A_RUN = 20_000
 
 
 class BatchSettings(NamedTuple):
-    """How `batches` makes batches of examples.
+    """How `batches` makes batches of examples; see `load`."""
 
-    Attributes:
-        image_shape: (height, width, channels); None without images.
-        steps: augmentation.
-        targets: function from features and key to what accompanies the images.
-        share: the host's part.
-        shuffle: whether the order is random.
-        seed: seed of the order and the augmentation.
-        drop_remainder: whether to drop an incomplete last batch.
-        start_batch: first batch of endless passes; None for a single pass.
-    """
-
+    # None without images.
     image_shape: tuple[int, int, int] | None
     steps: list[Step]
-    targets: Callable[[dict[str, Any], Any], Any] | None
+    # From features and key to what accompanies the images.
+    targets: Callable[[dict[str, Any], Any], Any]
     share: Share
     shuffle: bool
     seed: int
     drop_remainder: bool
+    # First batch of endless passes; None for a single pass.
     start_batch: int | None
 
     @property
@@ -44,8 +38,6 @@ class BatchSettings(NamedTuple):
 
 def batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches (images, targets), images in [-1, 1]."""
-    import tensorflow as tf
-
     _check_count(examples, settings)
     # From the first step that mixes labels on, augmentation works on batches.
     first_mixer = [step.mixes_labels for step in settings.steps] + [True]
@@ -64,7 +56,7 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
         key = tf.stack([number_of_pass, position])
         features = examples.read(item)
         stored = features.pop("image")
-        pixels = _pixels(tf, examples, item, stored, key, crop, settings.image_shape)
+        pixels = _pixels(examples, item, stored, key, crop, settings.image_shape)
         targets = settings.targets(features, key)
         for number, step in at_once:
             pixels, targets = step.function(pixels, targets, key_seed(key, number))
@@ -83,12 +75,12 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
             "were: these batches differ from those of an uninterrupted run",
             stacklevel=3,
         )
-    dataset = _prepared(tf, examples, settings, prepare)
-    dataset = _augmented(tf, dataset, one_by_one)
+    dataset = _prepared(examples, settings, prepare)
+    dataset = _augmented(dataset, one_by_one)
     dataset = dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder
     )
-    dataset = _augmented(tf, dataset, per_batch)
+    dataset = _augmented(dataset, per_batch)
     if one_by_one or per_batch:
         dataset = dataset.map(
             lambda x, y, _: (scaled(x), y), num_parallel_calls=tf.data.AUTOTUNE
@@ -100,15 +92,15 @@ def batches(examples: Examples, settings: BatchSettings) -> Any:
 
 def feature_batches(examples: Examples, settings: BatchSettings) -> Any:
     """Returns a `tf.data.Dataset` of batches of features, without images."""
-    import tensorflow as tf
-
     _check_count(examples, settings)
-    dataset = _prepared(
-        tf, examples, settings, lambda element, _: examples.read(element[1])
-    )
+    dataset = _prepared(examples, settings, lambda item, _: examples.read(item[1]))
     return dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder
     ).prefetch(tf.data.AUTOTUNE)
+
+
+def no_targets(features: dict[str, Any], key: Tensor) -> None:
+    """Returns nothing that accompanies the images."""
 
 
 def _check_count(examples: Examples, settings: BatchSettings) -> None:
@@ -126,13 +118,13 @@ def _check_count(examples: Examples, settings: BatchSettings) -> None:
         )
 
 
-def _pixels(tf, examples, item, stored, key, crop, image_shape):
+def _pixels(examples, item, stored, key, crop, image_shape):
     """Reads an image at the batch's size, after an optional crop."""
     height, width, channels = image_shape
 
     def whole():
         pixels = tf.cast(examples.decoded(item, stored), "float32")
-        return _to_channels(tf, pixels, channels)
+        return _to_channels(pixels, channels)
 
     if crop is None:
         return tf.image.resize(whole(), (height, width))
@@ -147,7 +139,7 @@ def _pixels(tf, examples, item, stored, key, crop, image_shape):
             return step.crop.decode(stored, examples.decode, stored_channels, seed)
 
         pixels = examples.decoded(item, stored, decode)
-        pixels = _to_channels(tf, pixels, channels)
+        pixels = _to_channels(pixels, channels)
     else:
         pixels, _ = step.function(whole(), None, seed)
     return tf.image.resize(pixels, (height, width))
@@ -156,13 +148,13 @@ def _pixels(tf, examples, item, stored, key, crop, image_shape):
 class _Passes:
     """Passes over the examples; elements are ((position, item), pass number)."""
 
-    def __init__(self, tf: Any, examples: Examples, settings: BatchSettings):
-        self.tf, self.examples, self.settings = tf, examples, settings
+    def __init__(self, examples: Examples, settings: BatchSettings):
+        self.examples, self.settings = examples, settings
         share = settings.share
         per_pass, rest = divmod(examples.count, share.batch_size * share.count)
         self.length = per_pass * share.batch_size
         self.endless = settings.start_batch is not None
-        if self.endless:
+        if settings.start_batch is not None:
             first, batches_before = divmod(settings.start_batch, per_pass)
             self.first, self.skipped = first, batches_before * share.batch_size
             # Reading from memory cannot fail, so a single run is enough.
@@ -180,42 +172,42 @@ class _Passes:
         ).take(1)
         self.cardinality = self.length
 
-    def count(self, run: Any) -> Any:
+    def count(self, run: Tensor) -> Tensor | int:
         """Returns the number of elements of a run."""
         if not self.endless:
             return self.length
         return self.passes * self.length - self._skipped(run)
 
-    def elements(self, run: Any, start: Any) -> Any:
+    def elements(self, run: Tensor, start: Tensor) -> Any:
         """Returns the elements of a run from index `start` on."""
         if not self.endless:
             return self._one_pass(run, start)
         start += self._skipped(run)
         begin = self.first + run * self.passes
         current = begin + start // self.length
-        numbers = self.tf.data.Dataset.range(current, begin + self.passes)
+        numbers = tf.data.Dataset.range(current, begin + self.passes)
         return numbers.flat_map(
             lambda number: self._one_pass(
-                number, self.tf.where(number == current, start % self.length, 0)
+                number, tf.where(number == current, start % self.length, 0)
             )
         )
 
     def _skipped(self, run):
-        return self.tf.where(run == 0, self.tf.constant(self.skipped, "int64"), 0)
+        return tf.where(run == 0, tf.constant(self.skipped, "int64"), 0)
 
     def _one_pass(self, number, start):
-        tf, settings = self.tf, self.settings
+        settings = self.settings
         seed = tf.stack([tf.constant(settings.seed, "int64"), number])
         order = seed if settings.shuffle else None
         dataset = self.examples.pass_over(settings.share, order, start, self.length)
         # Zipped, because a map here would not run in parallel.
-        number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
+        number_of_pass = tf.data.Dataset.from_tensors(_mixed(seed)).repeat()
         return tf.data.Dataset.zip((dataset, number_of_pass))
 
 
-def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable):
+def _prepared(examples: Examples, settings: BatchSettings, prepare: Callable):
     """Maps `prepare` over all elements, in parallel and in order."""
-    passes = _Passes(tf, examples, settings)
+    passes = _Passes(examples, settings)
 
     def elements(run):
         return passes.elements(run, tf.constant(0, "int64"))
@@ -233,7 +225,7 @@ def _prepared(tf, examples: Examples, settings: BatchSettings, prepare: Callable
     return dataset.apply(tf.data.experimental.assert_cardinality(passes.cardinality))
 
 
-def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
+def _augmented(dataset, steps: list[tuple[int, Step]]):
     """Applies numbered steps to images or to batches."""
     # One map per step, because only those without a random state may run in parallel.
     for number, step in steps:
@@ -248,19 +240,17 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
     return dataset
 
 
-def key_seed(key: Any, number: int) -> Any:
+def key_seed(key: Tensor, number: int) -> Tensor:
     """Derives the seed of a step from an image's key."""
-    import tensorflow as tf
-
-    return tf.stack([_mixed(tf, key, "int32"), number])
+    return tf.stack([_mixed(key, "int32"), number])
 
 
-def _mixed(tf, seed, dtype="int64"):
+def _mixed(seed, dtype="int64"):
     """Combines two random numbers into one."""
     return tf.random.stateless_uniform([], seed, None, None, dtype)
 
 
-def _to_channels(tf, pixels, channels: int):
+def _to_channels(pixels, channels: int):
     own = pixels.shape[-1]
     if own == channels:
         return pixels

@@ -1,4 +1,4 @@
-"""Folders and files of texts.
+"""Folders and files of texts, and the documentation of Python's standard library.
 
 PATH/**/name.txt            a document per file; also .md, .rst and .py
 PATH/**/name.jsonl          {"text": "..."}: a document per line
@@ -6,9 +6,18 @@ PATH/split/...              the same with splits, if PATH has a folder "train"
 
 Without such folders, a tenth of the documents, drawn by their contents, is the split
 "validation", and another tenth "test". PATH may also be a file or a glob.
+
+A document of Python's is the docstrings of a module, or a topic of `help()`, which is a
+page of the language reference. Splits are drawn by package, since modules of a package
+share sentences. Copyright Python Software Foundation, PSF-2.0.
 """
 
+import ast
+import functools
+import importlib
 import json
+import os
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +25,7 @@ from typing import Any
 
 from keras_moe._checks import check_one_of
 from keras_moe._files import read_text
-from keras_moe.data._examples import RecordExamples, RecordFile
+from keras_moe.data._examples import RecordExamples, RecordFile, as_stored
 from keras_moe.data._files import (
     SPLITS,
     files_below,
@@ -24,14 +33,21 @@ from keras_moe.data._files import (
     globbed,
     held_out_split,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import read_or_name
 
 _PLAIN = (".md", ".py", ".rst", ".txt")
 _LINES = ".jsonl"
+# Folders that are no documentation: tests, and what others installed.
+_OTHERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+_DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def open_texts(path: str, split: str, data_dir: str | None = None) -> Iterator[str]:
     """Yields the documents of a split, in the order of their paths."""
+    if not path:
+        yield from of_split(python_documents(), split)
+        return
     root = Path(path)
     if root.is_dir() and "train" in folders_in(root):
         check_one_of("split", split, folders_in(root))
@@ -53,7 +69,6 @@ def record_texts(
     files: Sequence[RecordFile], parse: Callable[[Any], Any]
 ) -> Iterator[str]:
     """Yields the documents in record files; `parse` maps a record to its text."""
-    import tensorflow as tf
 
     def text(record):
         # Raises an error for texts that are not UTF-8.
@@ -62,7 +77,7 @@ def record_texts(
     def read(record, location):
         return read_or_name(text, record, "an example with text in UTF-8", location)
 
-    examples = RecordExamples(files, read, decode=None)
+    examples = RecordExamples(files, read, as_stored)
     for (texts,) in examples.scan(lambda _, item: (examples.read(item),)):
         yield from (x.decode() for x in texts if x.strip())
 
@@ -116,3 +131,34 @@ def _lines(file):
                 f"line {number}: {line[:80]!r}"
             ) from error
         yield text
+
+
+@functools.cache
+def python_documents():
+    """Names of packages and texts, which are kept: parsing takes seconds."""
+    documents = []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in _sources(root):
+        name = file.relative_to(root)
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+        texts = [text for text in map(ast.get_docstring, nodes) if text]
+        if texts:
+            documents.append(
+                (f"lib/{name.with_suffix('').parts[0]}", "\n\n".join(texts))
+            )
+    topics = importlib.import_module("pydoc_data.topics").topics
+    # Topics repeat parts of each other.
+    return documents + [("lib/pydoc_data", topics[x]) for x in sorted(topics)]
+
+
+def _sources(root):
+    """The library's own modules; distributions link others into its folder."""
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [x for x in folders if x not in _OTHERS and not x.startswith(".")]
+        paths += [Path(folder, x) for x in files if x.endswith(".py")]
+    return sorted(path for path in paths if not path.is_symlink())

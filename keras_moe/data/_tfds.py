@@ -13,7 +13,7 @@ import numpy as np
 from keras_moe._files import regular_file
 from keras_moe.data._captions import CaptionOptions, captioned_records
 from keras_moe.data._examples import Examples, RecordExamples, RecordFile
-from keras_moe.data._files import extra
+from keras_moe.data._packages import tf, tfds
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image
@@ -31,11 +31,7 @@ def find_classes(name: str, data_dir: str | None) -> Classes:
 
 def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split with labels; images stay encoded until `decode`."""
-    import tensorflow as tf
-
     builder = _open_builder(name, data_dir)
-    import tensorflow_datasets as tfds
-
     info = builder.info
     image, label = _features(name, info)
 
@@ -60,17 +56,13 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> RecordExamples
 
 def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples | None:
     """Opens a split with captions; None if it only has labels."""
-    import tensorflow as tf
-
     builder = _open_builder(name, options.data_dir)
-    import tensorflow_datasets as tfds
-
     features = dict(builder.info.features.items())
     found = _captions(features)
     if found is None:
         return None
     key, inner = found
-    image = features.get("image")
+    image: Any = features.get("image")
     if not _is_image(image):
         raise ValueError(
             f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) besides "
@@ -98,8 +90,6 @@ def open_captioned(name: str, split: str, options: CaptionOptions) -> Examples |
 def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
     """Yields the texts of a split."""
     builder = _open_builder(name, data_dir)
-    import tensorflow_datasets as tfds
-
     features = dict(builder.info.features.items())
     if getattr(features.get("text"), "tf_dtype", None) != "string":
         raise ValueError(
@@ -115,8 +105,6 @@ def open_texts(name: str, split: str, data_dir: str | None) -> Iterator[str]:
 
 def _open_builder(name: str, data_dir: str | None) -> Any:
     """Returns the builder of a dataset, which may still have to be prepared."""
-    with extra("data"):
-        import tensorflow_datasets as tfds
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
@@ -137,7 +125,6 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
 def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
     """Returns the files of a split; downloads and prepares the dataset if missing."""
     import requests
-    import tensorflow_datasets as tfds
 
     urls = [url for url in builder.url_infos or () if url.startswith("http")]
     if urls and not builder.is_prepared():
@@ -170,8 +157,6 @@ def _record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
 
 def _classes(labels: Any) -> Classes:
     """Classes of a `ClassLabel`, a sequence of them, or sorted attributes."""
-    import tensorflow_datasets as tfds
-
     if isinstance(labels, tfds.features.FeaturesDict):
         names = tuple(sorted(labels))
         return Classes(len(names), names, max_labels=len(names))
@@ -184,12 +169,10 @@ def _classes(labels: Any) -> Classes:
 def _features(name: str, info: Any) -> tuple[str, str]:
     """Returns the keys of image and label, or raises an error with all features."""
     features, keys = dict(info.features.items()), info.supervised_keys
+    image, labels = "image", ("label", "attributes", "labels")
+    label = next((key for key in labels if key in features), "label")
     if isinstance(keys, tuple) and len(keys) == 2:
         image, label = keys
-    else:
-        image = "image"
-        labels = ("label", "attributes", "labels")
-        label = next((key for key in labels if key in features), None)
     if _is_image(features.get(image)) and _are_labels(features.get(label)):
         return image, label
     raise ValueError(
@@ -205,8 +188,6 @@ def _decode(feature: Any) -> Callable:
 
 
 def _is_image(feature: Any) -> bool:
-    import tensorflow_datasets as tfds
-
     return (
         isinstance(feature, tfds.features.Image)
         and feature.shape[-1] in (1, 3)
@@ -216,8 +197,6 @@ def _is_image(feature: Any) -> bool:
 
 def _are_labels(feature: Any) -> bool:
     """Whether a feature is a class, a sequence of classes, or a dict of booleans."""
-    import tensorflow_datasets as tfds
-
     if isinstance(feature, tfds.features.FeaturesDict):
         of_one = [(one.shape, np.dtype(one.np_dtype)) for one in feature.values()]
         return {*of_one} == {((), np.dtype(bool))}
@@ -228,8 +207,6 @@ def _are_labels(feature: Any) -> bool:
 
 def _captions(features: dict[str, Any]) -> tuple[str, str | None] | None:
     """Returns the key of the captions and of the text in each, or None."""
-    import tensorflow_datasets as tfds
-
     for key in filter(features.__contains__, _CAPTIONS):
         feature = features[key]
         if isinstance(feature, tfds.features.Sequence):

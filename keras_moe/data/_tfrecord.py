@@ -36,6 +36,7 @@ from keras_moe.data._examples import (
     record_offsets,
 )
 from keras_moe.data._files import files_of_split, matching_files, read_json
+from keras_moe.data._packages import tf
 from keras_moe.data._texts import record_texts
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
@@ -75,13 +76,10 @@ def find_classes(pattern: str, data_dir: str | None = None) -> Classes:
 
 def open_labelled(pattern: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split with labels; images stay encoded until `decode`."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     classes = _classes(settings, pattern)
     files = _split_files(pattern, split, settings)
-    names = {**FEATURES, **settings.get("features", {})}
-    image, label = names["image"], names["label"]
+    image, label = (settings["features"][name] for name in ("image", "label"))
     _check_first(files[0].path, {image, label})
     first_label = settings.get("first_label", 0)
     several = classes.max_labels is not None
@@ -112,12 +110,10 @@ def open_captioned(
     pattern: str, split: str, options: CaptionOptions
 ) -> Examples | None:
     """Opens a split with captions or tokens; None if records have labels."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     if "classes" in settings:
         return None
-    names = {**FEATURES, **settings.get("features", {})}
+    names = settings["features"]
     length = settings.get("max_length")
     # For examples without captions the feature is missing or empty.
     kinds = (
@@ -147,11 +143,9 @@ def open_captioned(
 
 def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterator[str]:
     """Yields the texts of a split."""
-    import tensorflow as tf
-
     settings = _settings(pattern)
     files = _split_files(pattern, split, settings)
-    name = {**FEATURES, **settings.get("features", {})}["text"]
+    name = settings["features"]["text"]
     _check_first(files[0].path, {name})
     features = {name: tf.io.FixedLenFeature([], "string")}
     return record_texts(
@@ -161,8 +155,6 @@ def open_texts(pattern: str, split: str, data_dir: str | None = None) -> Iterato
 
 def corrupt_files(pattern: str) -> list[str]:
     """Returns the files that cannot be read to the end."""
-    import tensorflow as tf
-
     corrupt = []
     for path in map(str, matching_files(f"tfrecord:{pattern}", _FILES)):
         try:
@@ -174,7 +166,10 @@ def corrupt_files(pattern: str) -> list[str]:
 
 
 def _settings(pattern: str) -> dict[str, Any]:
-    return read_settings(matching_files(f"tfrecord:{pattern}", _FILES)[0].parent)
+    """Returns the content of `dataset.json`, with the names of all features."""
+    folder = matching_files(f"tfrecord:{pattern}", _FILES)[0].parent
+    settings = read_settings(folder)
+    return {**settings, "features": {**FEATURES, **settings.get("features", {})}}
 
 
 def _classes(settings: dict[str, Any], pattern: str) -> Classes:
@@ -218,7 +213,6 @@ def _split_files(
 
 def _check_first(path: str, names: set[str]) -> None:
     """Checks that the first record has these features, as several labels need not."""
-    import tensorflow as tf
     from google.protobuf.message import DecodeError
 
     for record in tf.data.TFRecordDataset(path).take(1).ignore_errors():

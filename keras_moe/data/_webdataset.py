@@ -2,15 +2,14 @@
 
 Members whose names agree up to the last dot form an example: `0007.jpg` with
 `0007.txt`, or with `0007.json`, which has a "caption". Beside these, `0007.mask.png` is
-a further field of the example, which is not read. Headers are read once and
-images at their offsets, so order, sharding and resumption work as for files.
+a further field of the example, which is not read. Headers are read once and images at
+their offsets, so order, sharding and resumption work as for files.
 """
 
 import functools
 import json
 import os
 import tarfile
-import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,13 +24,14 @@ from keras_moe.data._files import (
     is_hidden,
     leads_outside,
 )
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import decode_image, read_or_name
 
 _TEXTS = (".txt", ".json")
 
 
 class _Member(NamedTuple):
-    """The position of a member's content in its tar file."""
+    """Position of a member's content in its tar file."""
 
     offset: int
     size: int
@@ -48,27 +48,17 @@ class _Example(NamedTuple):
 
 def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Examples:
     """Opens a split with captions; images stay in their files."""
-    import tensorflow as tf
-
     files = files_of_split(f"webdataset:{pattern}", "*.tar", split)
-    file_of, examples, others = [], [], []
+    file_of, examples = [], []
     for number, path in enumerate(files):
         about = path.stat()
-        own, fields = _read_index(path, about.st_size, about.st_mtime_ns)
+        own = _read_index(path, about.st_size, about.st_mtime_ns)
         examples += own
-        others += fields
         file_of += [number] * len(own)
     if not examples:
         raise ValueError(
             f"Expected images with captions in webdataset:{pattern}; "
             f"received: split={split!r} without any"
-        )
-    if others:
-        # From one place, so that Python shows it once, whoever opens the files again.
-        warnings.warn(
-            f"{len(others)} images of webdataset:{pattern} are further fields of "
-            f"examples and not read, such as {others[0]}",
-            stacklevel=1,
         )
     paths = tf.constant([os.fsencode(path) for path in files])
     file_of = tf.constant(file_of, "int64")
@@ -101,7 +91,7 @@ def open_captioned(pattern: str, split: str, options: CaptionOptions) -> Example
 def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
     """Reads the bytes of a member."""
     offset, size = (int(bound) for bound in bounds)
-    with open_regular(path, buffering=0) as file:
+    with open_regular(os.fsdecode(path), buffering=0) as file:
         file.seek(offset)
         content = file.read(size)
     if len(content) != size:
@@ -111,10 +101,8 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 
 # Captions, the number of pairs and batches all need the same headers.
 @functools.lru_cache(maxsize=4096)
-def _read_index(
-    path: Path, size: int, changed: int
-) -> tuple[list[_Example], list[str]]:
-    """Returns examples, one with a fault if the file is cut off, and unread images."""
+def _read_index(path: Path, size: int, changed: int) -> list[_Example]:
+    """Returns the examples, one with a fault if the file is cut off."""
     members: dict[str, dict[str, list[_Member]]] = {}
     faults, last, bad = [], "", None
     with open_regular(path) as file:
@@ -132,8 +120,10 @@ def _read_index(
                         raise tarfile.ReadError("unexpected end of data")
                     hidden = any(map(is_hidden, PurePosixPath(member.name).parts))
                     if member.isreg() and not hidden:
-                        key, suffix = _key_of(member.name)
-                        same = members.setdefault(key, {}).setdefault(suffix, [])
+                        # The last dot separates example and suffix.
+                        name = PurePosixPath(member.name)
+                        parts = members.setdefault(name.with_suffix("").as_posix(), {})
+                        same = parts.setdefault(name.suffix.lower(), [])
                         same.append(_Member(member.offset_data, member.size))
                         last = f" after {member.name}"
             # Only the zeros at the end tell that an archive is whole.
@@ -153,14 +143,12 @@ def _read_index(
                 "Expected plain files with paths inside the archive; received: "
                 f"{bad!r} in {path}"
             )
-        fields = [key for key in members if _is_field(key, members)]
-        others = [
-            f"{key}{x} in {path}"
-            for key in fields
-            for x in {*members.pop(key)} & {*IMAGE_SUFFIXES}
+        examples = [
+            _example(path, file, key, parts)
+            for key, parts in members.items()
+            if not _is_field(key, members)
         ]
-        examples = [_example(path, file, *item) for item in members.items()]
-    return [example for example in examples if example is not None] + faults, others
+    return [example for example in examples if example is not None] + faults
 
 
 def _example(
@@ -191,12 +179,6 @@ def _captions(file: Any, member: _Member, suffix: str) -> Any:
         return next((entry[name] for name in CAPTION_NAMES if name in entry), None)
     except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _key_of(name: str) -> tuple[str, str]:
-    """Splits a member's name at the last dot into example and suffix."""
-    path = PurePosixPath(name)
-    return path.with_suffix("").as_posix(), path.suffix.lower()
 
 
 def _is_field(key: str, members: dict[str, dict]) -> bool:

@@ -18,7 +18,9 @@ from keras_moe._compat import (
     has_seed_generator,
     replaced_seed_generator,
 )
+from keras_moe._types import Structure, Tensor
 from keras_moe.data import _keras_layers as fast
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import needs_pillow
 
 # Layers of Keras and KerasCV that mix labels.
@@ -63,10 +65,8 @@ class RandAugment:
         # The graph of a pipeline cannot create the layers' variables.
         self._layers = _rand_augment_layers(magnitude)
 
-    def __call__(self, images: Any, seed: Any) -> Any:
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Augments TensorFlow tensors, inside `tf.data` or a `tf.function`."""
-        import tensorflow as tf
-
         if len(images.shape) == 4:
             seeds = tf.random.experimental.stateless_split(seed, tf.shape(images)[0])
             return tf.map_fn(
@@ -109,13 +109,15 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
     # Fills pixels from outside the image with grey, as in the released code.
     geometric = {**PLAIN, "fill_mode": "constant", "fill_value": 128.0}
     colour = {**PLAIN, "value_range": (0, 255)}
-    shear, shift, blend = 0.3 * magnitude, 100 / 224 * magnitude, 0.9 * magnitude
+    # Keras takes a pair of numbers, too.
+    shear: Any = (0.0, 0.3 * magnitude)
+    shift, blend = 100 / 224 * magnitude, 0.9 * magnitude
     bits = 8 - round(4 * magnitude)
     # Pairs, because a single number has another meaning in each layer. Keras also draws
     # the sign of a shear; contrast is in [1 - first, 1 + second].
     return [
-        layers.RandomShear(x_factor=(0.0, shear), y_factor=0.0, **geometric),
-        layers.RandomShear(x_factor=0.0, y_factor=(0.0, shear), **geometric),
+        layers.RandomShear(x_factor=shear, y_factor=0.0, **geometric),
+        layers.RandomShear(x_factor=0.0, y_factor=shear, **geometric),
         layers.RandomTranslation(height_factor=0.0, width_factor=shift, **geometric),
         layers.RandomTranslation(height_factor=shift, width_factor=0.0, **geometric),
         layers.RandomRotation(factor=30 / 360 * magnitude, **geometric),
@@ -176,24 +178,24 @@ class RandomResizedCrop:
         self.height, self.width = int(height), int(width)
         self.scale, self.ratio = tuple(scale), tuple(ratio)
 
-    def __call__(self, images: Any, seed: Any) -> Any:
+    def __call__(self, images: Tensor, seed: Tensor) -> Tensor:
         """Crops TensorFlow tensors."""
-        import tensorflow as tf
-
         channels = images.shape[-1]
         if len(images.shape) == 3:
-            window = self._draw(tf, tf.shape(images)[:2], [], seed)
-            return self._resized(tf, images, *window, channels)
+            corner, sides = self._draw(tf.shape(images)[:2], [], seed)
+            return self._resized(images, corner, sides, channels)
         size = tf.shape(images)
         return tf.map_fn(
-            lambda drawn: self._resized(tf, *drawn, channels),
-            (images, *self._draw(tf, size[1:3], [size[0]], seed)),
+            lambda x: self._resized(x[0], x[1], x[2], channels),
+            (images, *self._draw(size[1:3], [size[0]], seed)),
             fn_output_signature=tf.TensorSpec(
                 (self.height, self.width, channels), "float32"
             ),
         )
 
-    def decode(self, encoded: Any, decode: Any, channels: int, seed: Any) -> Any:
+    def decode(
+        self, encoded: Tensor, decode: Callable, channels: int, seed: Tensor
+    ) -> Tensor:
         """Crops an image file and decodes only the part that is needed.
 
         Equals `self(decode(encoded), seed)`, float32 (height, width, channels), bit for
@@ -205,12 +207,11 @@ class RandomResizedCrop:
             channels: number of channels that `decode` returns, 1 or 3.
             seed: (2,) integers, seed of `tf.random.stateless_uniform`.
         """
-        import tensorflow as tf
 
         def part_of_jpeg():
             # The header has the size, which a draw needs.
             size = tf.image.extract_jpeg_shape(encoded)[:2]
-            corner, sides = self._draw(tf, size, [], seed)
+            corner, sides = self._draw(size, [], seed)
             # One more pixel on each side is decoded: at the edge of the decoded part,
             # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(corner - 1, 0)
@@ -218,7 +219,7 @@ class RandomResizedCrop:
             pixels = tf.io.decode_and_crop_jpeg(
                 encoded, tf.concat([begin, end - begin], 0), channels=channels
             )
-            return self._resized(tf, pixels, corner - begin, sides, channels)
+            return self._resized(pixels, corner - begin, sides, channels)
 
         return tf.cond(
             tf.io.is_jpeg(encoded) & ~needs_pillow(encoded),
@@ -226,14 +227,14 @@ class RandomResizedCrop:
             lambda: self(decode(encoded), seed),
         )
 
-    def _resized(self, tf, image, corner, sides, channels):
+    def _resized(self, image, corner, sides, channels):
         """Resizes a part of an image to (height, width, channels)."""
         size = tf.pad(sides, [[0, 1]], constant_values=channels)
         part = tf.slice(image, tf.pad(corner, [[0, 1]]), size)
         part = tf.image.resize(part, (self.height, self.width))
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
-    def _draw(self, tf, size, shape, seed):
+    def _draw(self, size, shape, seed):
         """Draws corners and sides of crops of an image (2,): int32 (*shape, 2)."""
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
@@ -258,7 +259,7 @@ class RandomResizedCrop:
         highest = tf.pad(limits, [[0, 2]], constant_values=1.0)
         fits = tf.reduce_all((draws >= [1.0, 1.0, 0.0, 0.0]) & (draws <= highest), -1)
         # Decreasing numbers, since argmax guarantees nothing about ties.
-        order = np.arange(self._NUM_DRAWS + 1, 0, -1, "int32")
+        order = np.arange(self._NUM_DRAWS + 1, 0, -1, dtype="int32")
         first = tf.argmax(tf.where(fits, order, 0), axis=-1)
         axis = len(shape)
         chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
@@ -340,14 +341,12 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     mixes_labels = _mixes_labels(item)
     is_stateless = takes_seeds(item) if is_layer else has_argument(item, "seed")
 
-    def apply(data, seed):
-        if is_layer:
+    def apply(data, seed) -> Any:
+        if isinstance(item, keras.layers.Layer):
             return call_with_seed(item, data, seed if is_stateless else None)
         return item(data, seed=seed) if is_stateless else item(data)
 
     def function(images, labels, seed):
-        import tensorflow as tf
-
         if mixes_labels:
             mixed = apply({"images": images, "labels": labels}, seed)
             images, labels = mixed["images"], tf.cast(mixed["labels"], "float32")
@@ -360,7 +359,7 @@ def _build_step(item: Any, image_shape: tuple[int, int, int], seed: int) -> Step
     return Step(function, crop, mixes_labels, is_stateless, keeps_range)
 
 
-def _mixes_labels(item: Any) -> bool:
+def _mixes_labels(item: object) -> bool:
     kinds = {kind.__name__ for kind in type(item).__mro__}
     if getattr(item, "mixes_labels", False) or kinds & LABEL_MIXERS:
         return True
@@ -369,7 +368,9 @@ def _mixes_labels(item: Any) -> bool:
     return isinstance(layers, (list, tuple)) and any(map(_mixes_labels, layers))
 
 
-def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
+def call_with_seed(
+    layer: keras.layers.Layer, data: Structure, seed: Tensor | None
+) -> Any:
     """Calls a Keras layer in training mode with randomness from a seed tensor.
 
     The layer's own generator is a variable that every call advances, so results would
@@ -387,13 +388,11 @@ def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
 class _ElementSeed(keras.random.SeedGenerator):
     """A stateless generator: its seeds follow from a tensor and a count."""
 
-    def __init__(self, seed: Any):
+    def __init__(self, seed: Tensor):
         # super().__init__ would create a variable.
         self._seed, self._count = seed, 0
 
-    def next(self, ordered: bool = True) -> Any:
-        import tensorflow as tf
-
+    def next(self, ordered: bool = True) -> Tensor:
         self._count += 1
         return tf.random.experimental.stateless_fold_in(self._seed, self._count)
 

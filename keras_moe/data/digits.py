@@ -1,10 +1,12 @@
 """The 1,797 handwritten digits (8x8, 10 classes) that ship with scikit-learn."""
 
+from typing import Any
+
 import numpy as np
 
 from keras_moe._checks import check_image_shape, check_one_of
 from keras_moe.data._examples import IndexedExamples, in_memory
-from keras_moe.data._files import extra
+from keras_moe.data._packages import extra
 from keras_moe.data.labels import Classes
 
 CLASS_NAMES = tuple(map(str, range(10)))
@@ -45,7 +47,7 @@ def read_pixels(split: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     check_one_of("split", split, SPLITS)
     with extra("digits"):
         from sklearn import datasets, model_selection
-    digits = datasets.load_digits()
+    digits: Any = datasets.load_digits()
     # Pixels count ink from 0 to 16.
     pixels = (digits.images * (255.0 / 16.0)).astype("float32")[..., None]
     labels = digits.target.astype("int32")

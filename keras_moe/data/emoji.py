@@ -87,15 +87,15 @@ def load_emoji(
     check_one_of("split", split, SPLITS)
     check_one_of("style", style, STYLES)
     check_one_of("language", language, LANGUAGES)
-    check_image_shape(image_shape)
-    if image_shape[-1] != 3:
+    shape = check_image_shape(image_shape)
+    if shape[-1] != 3:
         raise ValueError(
-            f"Expected 3 channels for emoji; received: image_shape={tuple(image_shape)}"
+            f"Expected 3 channels for emoji; received: image_shape={shape}"
         )
     names = captions(language)
     # Of emoji drawn alike the first is kept.
     by_modifiers = sorted(all_emoji(), key=lambda one: len(one.parts.modifiers))
-    drawn = pictures(style, [one.text for one in by_modifiers], tuple(image_shape))
+    drawn = pictures(style, [one.text for one in by_modifiers], shape)
     rows = {by_modifiers[i].text: row for row, i in enumerate(drawn["indices"])}
     chosen = [
         one
@@ -126,7 +126,7 @@ def open_labelled(name: str, split: str, data_dir: str | None) -> IndexedExample
     side = options.get("size", _SIDE)
     pairs = load_emoji(split, (side, side, 3), options.get("style", STYLES[0]))
     classes = find_classes(name)
-    number = {subgroup: index for index, subgroup in enumerate(classes.names)}
+    number = {subgroup: index for index, subgroup in enumerate(subgroups())}
     labels = np.asarray([number[subgroup] for subgroup in pairs.subgroups], "int32")
     return in_memory(pairs.images, labels, classes)
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe._files import write_json
+from keras_moe._types import Tensor
 from keras_moe.data._files import read_json
+from keras_moe.data._packages import tf
 
 # The part of a hierarchy's file, or of `dataset.json`, that a hierarchy needs.
 _FILE = {"classes": [str], "parents": {str: [str]}}
@@ -100,14 +102,16 @@ class LabelHierarchy:
         except ValueError as error:
             raise ValueError(f"In {path}: {error}") from error
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         same_kind = isinstance(other, LabelHierarchy)
         return same_kind and self.to_dict() == other.to_dict()
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
+def as_hierarchy(
+    hierarchy: LabelHierarchy | dict | str | os.PathLike[str],
+) -> LabelHierarchy:
     """Returns a hierarchy given as object, dict or path of a file."""
     if isinstance(hierarchy, LabelHierarchy):
         return hierarchy
@@ -116,11 +120,11 @@ def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
     return LabelHierarchy.load(hierarchy)
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, (list, tuple)) and len(value)
-    if not is_list or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
-    return tuple(value)
+def _names(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    is_list = isinstance(value, (list, tuple)) and value
+    if is_list and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError(f"Expected a list of names; received: {name}={value!r:.100}")
 
 
 class Classes(NamedTuple):
@@ -139,15 +143,13 @@ class Classes(NamedTuple):
 
 def _convert(
     features: dict[str, Any],
-    key: Any,
+    key: Tensor,
     count: int,
     max_labels: int | None = None,
     dense: bool = False,
     closure: np.ndarray | None = None,
-) -> Any:
+) -> Tensor:
     """Labels of one of `count` classes, or up to `max_labels` with `closure`."""
-    import tensorflow as tf
-
     labels = features["label"]
     if max_labels is None:
         return tf.one_hot(labels, count) if dense else labels

@@ -1,4 +1,4 @@
-"""Batches of images with labels or captions, from the name of a dataset."""
+"""Batches: images with labels or captions by the name of a dataset, rows of tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,11 +22,16 @@ from keras_moe.data._captions import (
     random_caption,
     stored_captions,
 )
-from keras_moe.data._examples import Examples, Share
-from keras_moe.data._files import extra
-from keras_moe.data._pipeline import BatchSettings, batches
+from keras_moe.data._examples import Examples, IndexedExamples, Share, as_stored
+from keras_moe.data._packages import tf
+from keras_moe.data._pipeline import (
+    BatchSettings,
+    batches,
+    feature_batches,
+    no_targets,
+)
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.labels import make_labels
+from keras_moe.data.labels import Classes, make_labels
 from keras_moe.data.selection import UNREADABLE, left_out, without_captions
 from keras_moe.data.sources import open_captioned, open_source
 
@@ -111,9 +116,7 @@ class PairOptions(_Options):
     """Options of `load_pairs`.
 
     Args:
-        repeat: whether to repeat the data endlessly; see `LoadOptions`.
-        start_batch: number of the first batch, with `repeat`.
-        shard: (index, count) of this host; see `LoadOptions`.
+        repeat: see `LoadOptions`, also for `start_batch` and `shard`.
         exclude: images to leave out with all their captions, as in `LoadOptions`; for a
             mixture, a dict by source.
         unreadable: how to treat unreadable images, and captions that are missing, empty
@@ -151,33 +154,34 @@ class PairOptions(_Options):
 
 
 def _settings(
-    options: LoadOptions | PairOptions,
-    split: str,
-    image_shape: tuple[int, int, int],
+    options: _Options,
     batch_size: int,
-    augment: Any,
-    shuffle: bool | None,
+    shuffle: bool,
     seed: int,
     drop_remainder: bool,
+    image_shape: tuple[int, int, int] | None = None,
+    augment: Any = None,
 ) -> BatchSettings:
-    """Checks the arguments that `load` and `load_pairs` share."""
-    _check_tensorflow()
-    image_shape = check_image_shape(image_shape)
+    """Checks the arguments that all functions for batches share."""
+    if image_shape is not None:
+        image_shape = check_image_shape(image_shape)
     check_integer("batch_size", batch_size)
     check_integer("seed", seed, 0, LARGEST_SEED)
     check_bool("drop_remainder", drop_remainder)
-    if shuffle is None:
-        shuffle = split.startswith("train")
     return BatchSettings(
         image_shape=image_shape,
-        steps=build_steps(augment, image_shape, seed),
-        targets=None,
+        steps=build_steps(augment, image_shape, seed) if image_shape else [],
+        targets=no_targets,
         share=options.share_of(batch_size),
         shuffle=check_bool("shuffle", shuffle),
         seed=int(seed),
         drop_remainder=drop_remainder or options.repeat,
         start_batch=int(options.start_batch) if options.repeat else None,
     )
+
+
+def _is_shuffled(shuffle: bool | None, split: str) -> bool:
+    return split.startswith("train") if shuffle is None else shuffle
 
 
 def load(
@@ -211,8 +215,6 @@ def load(
               Unicode's subgroups; see `load_emoji`.
             - `"fashion_mnist"`: from `data_dir`, the Debian package
               `dataset-fashion-mnist`, or TensorFlow Datasets.
-            - `"openclipart:PATH"`: the drawings of the Debian packages
-              `openclipart-png` and `openclipart-svg` in their categories.
             - `"tfds:NAME"`: a classification dataset of TensorFlow Datasets, downloaded
               if it is not in `data_dir`.
             - `"tfrecord:GLOB"`: TFRecord files, or a folder of them, with a
@@ -245,8 +247,7 @@ def load(
             Steps before the first one that mixes labels see single images, the others
             batches. KerasCV layers and functions without `seed` use their own random
             state, and run sequentially.
-        shuffle: whether the order is random; None means only for splits that begin with
-            "train".
+        shuffle: whether the order is random; None for splits that begin with "train".
         seed: seed of order and augmentation, but not of the splits.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             always true if labels are mixed.
@@ -268,14 +269,15 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    options = LoadOptions(**options)
+    chosen = LoadOptions(**options)
+    shuffle = _is_shuffled(shuffle, split)
     settings = _settings(
-        options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
+        chosen, batch_size, shuffle, seed, drop_remainder, image_shape, augment
     )
     examples = open_source(source, split, data_dir)
     dense = check_bool("one_hot", one_hot) or settings.mixes_labels
-    labels = make_labels(examples.classes, source, options, dense)
-    excluded = left_out(examples, split, options.exclude, options.unreadable)
+    labels = make_labels(examples.classes or Classes(0), source, chosen, dense)
+    excluded = left_out(examples, split, chosen.exclude, chosen.unreadable)
     return batches(examples.without(excluded), settings._replace(targets=labels))
 
 
@@ -302,7 +304,6 @@ def load_pairs(
             - `"emoji"`, or `"emoji:noto,language=de,size=72"`: pictures and names of
               emoji, see `load_emoji`; by default OpenMoji, English, and the size of the
               images.
-            - `"openclipart:PATH"`: drawings captioned by title and keywords.
             - `"folder:PATH"`: images in `PATH/split`, with captions in `captions.csv`
               (columns "image" and "caption") or `captions.jsonl` (an object
               `{"image": "a.png", "caption": "a cat"}` per line).
@@ -326,11 +327,8 @@ def load_pairs(
             captions as strings.
         augment: see `load`; must not mix labels. Captions do not change, so a flip
             makes "left" and "right" wrong.
-        shuffle: whether the order is random; None means only for splits that begin with
-            "train".
+        shuffle: see `load`, also for `drop_remainder` and `data_dir`.
         seed: seed of order, captions and augmentation.
-        drop_remainder: whether to drop an incomplete last batch.
-        data_dir: folder of TensorFlow Datasets.
         **options: fields of `PairOptions`: `repeat`, `start_batch`, `shard`, `exclude`,
             `unreadable`, `captions`, `templates`.
 
@@ -350,9 +348,10 @@ def load_pairs(
     >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
     ([b'a cat', b'a dog'], [0, 1])
     """
-    options = PairOptions(**options)
+    chosen = PairOptions(**options)
+    shuffle = _is_shuffled(shuffle, split)
     settings = _settings(
-        options, split, image_shape, batch_size, augment, shuffle, seed, drop_remainder
+        chosen, batch_size, shuffle, seed, drop_remainder, image_shape, augment
     )
     if settings.mixes_labels:
         raise ValueError(
@@ -360,7 +359,7 @@ def load_pairs(
             f"received: augment={augment!r}"
         )
     is_mixture = isinstance(source, Mapping)
-    if is_mixture and not options.repeat:
+    if is_mixture and not chosen.repeat:
         raise ValueError(
             "Expected repeat=True with a mixture, whose sources end at different "
             f"batches; received: repeat=False, source={dict(source)}"
@@ -368,22 +367,20 @@ def load_pairs(
     sizes = [batch_size]
     if is_mixture:
         sizes = list(batch_sizes(source, batch_size, settings.share.count).values())
-    choice = random_caption if options.captions == "random" else first_caption
+    choice = random_caption if chosen.captions == "random" else first_caption
     datasets = []
-    opened = _open_pairs(source, split, options, data_dir, settings.image_shape)
+    opened = _open_pairs(source, split, chosen, data_dir, settings.image_shape)
     for number, (examples, size) in enumerate(zip(opened, sizes)):
         # Sources of equal length in a mixture have different orders.
         own = settings._replace(
-            targets=choice, share=options.share_of(size), seed=settings.seed + number
+            targets=choice, share=chosen.share_of(size), seed=settings.seed + number
         )
-        datasets.append(batches(_pairs(examples, source, split, options), own))
+        datasets.append(batches(_pairs(examples, source, split, chosen), own))
     return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)
 
 
 def _tokenized(dataset, tokenizer):
     """Returns (inputs, ids) of batches of images and texts."""
-    import tensorflow as tf
-
     if tokenizer is not None and "captions" not in dataset.element_spec[1]:
         raise ValueError(
             "Expected tokenizer=None with stored tokens; received: "
@@ -411,11 +408,8 @@ def num_examples(
     """Counts the examples in a split of a source of `load`.
 
     Args:
-        source: a source of `load`.
-        split: a split of `load`.
-        data_dir: folder of TensorFlow Datasets.
-        exclude: examples not to count; see `LoadOptions`.
-        unreadable: how to treat unreadable images; see `LoadOptions`.
+        source: a source of `load`, see there for `split` and `data_dir`.
+        exclude: examples not to count; see `LoadOptions`, also for `unreadable`.
 
     Example:
 
@@ -423,7 +417,6 @@ def num_examples(
     >>> num_examples("digits", "test")
     450
     """
-    _check_tensorflow()
     examples = open_source(source, split, data_dir)
     return examples.count - len(left_out(examples, split, exclude, unreadable))
 
@@ -434,10 +427,7 @@ def num_pairs(
     """Counts the images (or captions, with `captions="all"`) in a pass of `load_pairs`.
 
     Args:
-        source: a source of `load_pairs`.
-        split: split of the source.
-        data_dir: folder of TensorFlow Datasets.
-        **options: fields of `PairOptions`.
+        source: see `load_pairs` for this and the other arguments.
 
     Example:
 
@@ -446,9 +436,9 @@ def num_pairs(
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
     (2, 3)
     """
-    options = PairOptions(**options)
-    opened = _open_pairs(source, split, options, data_dir)
-    return sum(_pairs(examples, source, split, options).count for examples in opened)
+    chosen = PairOptions(**options)
+    opened = _open_pairs(source, split, chosen, data_dir)
+    return sum(_pairs(examples, source, split, chosen).count for examples in opened)
 
 
 def load_captions(
@@ -457,10 +447,8 @@ def load_captions(
     """Loads all captions of a source in order, without images, e.g. for a tokenizer.
 
     Args:
-        source: a source of `load_pairs`.
-        split: split of the source.
-        data_dir: folder of TensorFlow Datasets.
-        **options: fields of `PairOptions`. Captions of unreadable images are included.
+        source: see `load_pairs` for this and the other arguments. Captions of
+            unreadable images are included.
 
     Example:
 
@@ -469,19 +457,20 @@ def load_captions(
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
     ('a cat', 'a dog', 'a puppy')
     """
-    options = PairOptions(**options)
+    chosen = PairOptions(**options)
     captions: list[tuple[str, ...]] = []
-    for examples in _open_pairs(source, split, options, data_dir):
-        exclude = options.exclude_of(examples.name, source)
-        excluded = without_captions(examples, split, exclude, options.unreadable)
+    for examples in _open_pairs(source, split, chosen, data_dir):
+        exclude = chosen.exclude_of(examples.name, source)
+        excluded = without_captions(examples, split, exclude, chosen.unreadable)
         texts = examples.captions.texts
         if texts is None:
-            skip = options.unreadable == "exclude"
+            skip = chosen.unreadable == "exclude"
             captions += stored_captions(examples.without(excluded), skip)
         elif examples.captions.of_classes:
             captions += texts
         else:
-            captions += [texts[i] for i in np.delete(np.arange(len(texts)), excluded)]
+            kept = np.delete(np.arange(len(texts)), excluded)
+            captions += [texts[i] for i in kept.tolist()]
     return tuple(caption for several in captions for caption in several)
 
 
@@ -489,7 +478,6 @@ def _open_pairs(
     source, split, options, data_dir, image_shape=(32, 32, 3)
 ) -> list[Examples]:
     """Opens the sources of pairs; counts and captions need no image size."""
-    _check_tensorflow()
     asked = CaptionOptions(
         image_shape, options.captions == "all", options.templates, data_dir
     )
@@ -505,6 +493,91 @@ def _pairs(examples, source, split, options) -> Examples:
     return examples.without(excluded)
 
 
-def _check_tensorflow() -> None:
-    with extra("data"):
-        import tensorflow  # noqa: F401
+def load_rows(
+    rows: Mapping[str, Any],
+    batch_size: int,
+    weights: Mapping[str, float] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    repeat: bool = False,
+    start_batch: int = 0,
+    shard: tuple[int, int] = (0, 1),
+) -> Any:
+    """Makes batches of rows in memory, as a `tf.data.Dataset`, for any backend.
+
+    Args:
+        rows: dict of integer arrays of one length, such as `keras_moe.models.pack`
+            returns; or with `weights`, a dict of these by source.
+        batch_size: number of rows in a batch, over all shards.
+        weights: weight of each source of a mixture: with `{"books": 3, "code": 1}` each
+            batch has 3 rows of the books for each row of the code. Needs `repeat`.
+        shuffle: whether the order is random, another one in each pass.
+        seed: seed of the order.
+        drop_remainder: whether to drop an incomplete last batch.
+        repeat: see `LoadOptions`, also for `start_batch` and `shard`.
+
+    Returns: A `tf.data.Dataset` of dicts of int32 (B, ...).
+
+    Example:
+
+    >>> from keras_moe.data import load_rows
+    >>> rows = {"token_ids": np.array([[5, 6], [7, 8], [9, 5]])}
+    >>> batches = load_rows(rows, batch_size=2, shuffle=False)
+    >>> [batch["token_ids"].tolist() for batch in batches.as_numpy_iterator()]
+    [[[5, 6], [7, 8]], [[9, 5]]]
+    """
+    options = LoadOptions(repeat=repeat, start_batch=start_batch, shard=shard)
+    settings = _settings(options, batch_size, shuffle, seed, drop_remainder)
+    sizes, sources = {"": batch_size}, {"": rows}
+    if weights is not None:
+        if not repeat or {*weights} != {*rows}:
+            raise ValueError(
+                "Expected repeat=True with a mixture, and a weight for each source; "
+                f"received: repeat={repeat}, weights={dict(weights)}, rows of {[*rows]}"
+            )
+        sizes, sources = batch_sizes(weights, batch_size, shard[1]), rows
+    datasets = [
+        feature_batches(
+            _in_memory_rows(sources[name], name),
+            # Sources of equal length have different orders.
+            settings._replace(
+                share=options.share_of(size), seed=settings.seed + number
+            ),
+        )
+        for number, (name, size) in enumerate(sizes.items())
+    ]
+    if len(datasets) == 1:
+        return datasets[0]
+    # Rows of one batch in the order of the sources.
+    return tf.data.Dataset.zip(tuple(datasets)).map(
+        lambda *batches: tf.nest.map_structure(
+            lambda *parts: tf.concat(parts, axis=0), *batches
+        )
+    )
+
+
+def _in_memory_rows(rows, name):
+    arrays = {key: np.asarray(value) for key, value in rows.items()}
+    if len({len(array) for array in arrays.values()}) != 1:
+        raise ValueError(
+            "Expected rows as a dict of arrays of one length; received: "
+            f"{ {key: array.shape for key, array in arrays.items()} }"
+        )
+    for key, array in arrays.items():
+        if array.dtype.kind not in "biu" or (
+            array.size and not -(2**31) <= array.min() <= array.max() < 2**31
+        ):
+            raise ValueError(
+                f"Expected {key} to be integers of 32 bits; received: "
+                f"dtype={array.dtype}, up to {array.max(initial=0)}"
+            )
+    tensors = {key: tf.constant(array) for key, array in arrays.items()}
+    return IndexedExamples(
+        len(next(iter(arrays.values()))),
+        lambda index: {
+            key: tf.cast(tensor[index], "int32") for key, tensor in tensors.items()
+        },
+        decode=as_stored,
+        name=name or "the rows",
+    )

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_moe._checks import check_integer
 from keras_moe._processes import batch_devices, checked_all_gather, process_count
+from keras_moe.data._packages import tf
 
 
 def padded(
@@ -49,7 +50,8 @@ def padded(
     >>> images.shape, labels.tolist(), weights.round(2).tolist()
     ((4, 2, 2, 3), [4, 4, 4, 4], [1.600000023841858, 0.0, 0.0, 0.0])
     """
-    metrics = model and model.get_compile_config().get("metrics")
+    config: Any = model.get_compile_config() if model else {}
+    metrics = config.get("metrics")
     if metrics:
         raise ValueError(
             "Expected a model compiled with weighted_metrics=... instead of "
@@ -94,8 +96,6 @@ def predictions(
 
 def _padded(x, y, sample_weight, batch_size, num_examples):
     """Returns full batches, with padding after all examples, and N."""
-    import tensorflow as tf
-
     if isinstance(x, tf.data.Dataset):
         if y is not None or sample_weight is not None:
             raise ValueError(
@@ -106,7 +106,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
                 "Expected a dataset with an end; received: one that repeats"
             )
         if num_examples is None:
-            sizes = x.map(lambda *batch: _size(tf, batch))
+            sizes = x.map(lambda *batch: _size(batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
     else:
         if y is None and sample_weight is not None:
@@ -117,17 +117,17 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
     # Each process gives the batches of its own devices.
     devices = max(batch_devices() // process_count(), 1)
     if batch_size is None:
-        batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
+        batch_size = next(int(size) for size in x.map(lambda *b: _size(b)))
         batch_size = -(-batch_size // devices) * devices
     if check_integer("batch_size", batch_size) % devices:
         raise ValueError(
             f"Expected a multiple of the {devices} devices that share a batch; "
             f"received: batch_size={batch_size}"
         )
-    return _filled(tf, x, int(batch_size), num_examples), num_examples
+    return _filled(x, int(batch_size), num_examples), num_examples
 
 
-def _filled(tf, dataset, batch_size, num_examples):
+def _filled(dataset, batch_size, num_examples):
     own_batches = -(-num_examples // batch_size)
     counts = checked_all_gather(lambda: [own_batches, num_examples])
     # Each process makes as many steps as the one with the most batches.
@@ -137,7 +137,7 @@ def _filled(tf, dataset, batch_size, num_examples):
 
     def fill_batch(*batch):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        size = _size(tf, batch)
+        size = _size(batch)
 
         def fill(array):
             padding = tf.repeat(array[-1:], batch_size - size, axis=0)
@@ -165,5 +165,5 @@ def _filled(tf, dataset, batch_size, num_examples):
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
-def _size(tf, batch):
+def _size(batch):
     return tf.shape(keras.tree.flatten(batch)[0], out_type=tf.int64)[0]

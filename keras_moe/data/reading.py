@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.data._files import extra
+from keras_moe._types import Structure, Tensor
+from keras_moe.data._packages import extra, tf
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 # What TensorFlow reads otherwise than Pillow: BMP, GIF and WebP; photos not upright, by
@@ -33,11 +34,9 @@ _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 _with_names = contextvars.ContextVar("with_names", default=True)
 
 
-def decode_image(encoded: Any) -> Any:
+def decode_image(encoded: Tensor) -> Tensor:
     """Decodes an image file to uint8 (height, width, 3): upright, and of several frames
     the first, as Pillow shows it."""
-    import tensorflow as tf
-
     with extra("data"):
         import PIL.Image  # noqa: F401
     image = tf.cond(
@@ -48,10 +47,8 @@ def decode_image(encoded: Any) -> Any:
     return tf.ensure_shape(image, (None, None, 3))
 
 
-def needs_pillow(encoded: Any) -> Any:
+def needs_pillow(encoded: Tensor) -> Tensor:
     """Whether TensorFlow would read another image than Pillow, or may not read it."""
-    import tensorflow as tf
-
     return tf.strings.regex_full_match(tf.strings.substr(encoded, 0, _HEAD), _ODD)
 
 
@@ -63,23 +60,22 @@ def _decode_with_pillow(encoded: bytes) -> np.ndarray:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
-def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
+def attempt(function: Callable, item: Structure, otherwise: Callable) -> Any:
     """Returns `function(item)`, or `otherwise(item, specs)` if TensorFlow fails."""
-    import tensorflow as tf
-
     one = tf.data.Dataset.from_tensors({"item": item})
     done = one.map(lambda x: function(x["item"]))
     other = one.map(lambda x: otherwise(x["item"], done.element_spec))
     return done.ignore_errors().concatenate(other).take(1).get_single_element()
 
 
-def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -> Any:
+def map_or_name(
+    dataset: Any, count: Tensor | int, function: Callable, again: Callable
+) -> Any:
     """`dataset.map(function)`, parallel and in order, with errors that name files.
 
     `count` must be finite, since all remaining elements are tried before an error;
     `again(number)` is a dataset that begins with this element.
     """
-    import tensorflow as tf
 
     def numbered(number, element):
         token = _with_names.set(False)
@@ -114,17 +110,17 @@ def map_or_name(dataset: Any, count: Any, function: Callable, again: Callable) -
     return tf.data.Dataset.zip((tf.data.Dataset.range(count), done)).map(check)
 
 
-def read_or_name(function: Callable, item: Any, expected: str, location: Any) -> Any:
+def read_or_name(
+    function: Callable, item: Structure, expected: str, location: Tensor
+) -> Any:
     """Returns `function(item)`, or raises an error that names the location."""
     if not _with_names.get():
         return function(item)
     return attempt(function, item, lambda _, specs: _fail(specs, expected, location))
 
 
-def records_or_name(records: Any, path: Any, count: Any) -> Any:
+def records_or_name(records: Any, path: Tensor, count: Tensor) -> Any:
     """Returns the first `count` records; names a file that has fewer."""
-    import tensorflow as tf
-
     expected = "a TFRecord file with all its records, none of them corrupt"
     failure = tf.data.Dataset.from_tensors(path).map(
         lambda path: _fail(records.element_spec, expected, path)
@@ -156,8 +152,6 @@ def reading_errors() -> Iterator[None]:
 
 def _fail(specs, expected, location):
     """Raises an error in an element of the given structure."""
-    import tensorflow as tf
-
     about = [f"Expected {expected}; received:", location]
     with tf.control_dependencies([tf.debugging.Assert(False, about)]):
         return _zeros(specs)
@@ -165,8 +159,6 @@ def _fail(specs, expected, location):
 
 def _zeros(specs):
     """Returns a structure of zeros; unknown sizes are 0."""
-    import tensorflow as tf
-
     return tf.nest.map_structure(
         lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype), specs
     )

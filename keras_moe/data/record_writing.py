@@ -13,6 +13,7 @@ import numpy as np
 from keras_moe._checks import check_integer
 from keras_moe._files import new_file, write_json
 from keras_moe.data._captions import checked_captions
+from keras_moe.data._packages import tf
 from keras_moe.data._tfrecord import FEATURES, SIDECAR, read_settings
 from keras_moe.data.labels import LabelHierarchy
 
@@ -55,13 +56,15 @@ def write_tfrecords(
     """
     folder = Path(folder)
     count = classes if isinstance(classes, int) else len(classes)
-    settings = {
+    settings: dict[str, Any] = {
         "features": _LABELLED,
         "first_label": 0,
         "classes": classes if isinstance(classes, int) else list(classes),
     }
     if parents is not None:
-        settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
+        settings["parents"] = LabelHierarchy(settings["classes"], parents).to_dict()[
+            "parents"
+        ]
     before = read_settings(folder)
     if "max_labels" in before:
         settings["max_labels"] = before["max_labels"]
@@ -72,7 +75,8 @@ def write_tfrecords(
                 settings["max_labels"] = 1
             is_list = "max_labels" in settings
             try:
-                values = [*map(operator.index, labels if is_list else [labels])]
+                several: Any = labels if is_list else [labels]
+                values = [*map(operator.index, several)]
             except TypeError:  # A list among numbers, or a number among lists.
                 values = [-1]
             if not all(0 <= x < count for x in values):
@@ -201,13 +205,11 @@ def _write_split(
 
 def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
     """Writes records to files in turn, and returns the number in each."""
-    import tensorflow as tf
-
     counts = [0] * len(parts)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(tf.io.TFRecordWriter(part)) for part in parts]
         for number, values in enumerate(records):
-            features = {name: _feature(tf, value) for name, value in values.items()}
+            features = {name: _feature(value) for name, value in values.items()}
             example = tf.train.Example(features=tf.train.Features(feature=features))
             writers[number % len(parts)].write(example.SerializeToString())
             counts[number % len(parts)] += 1
@@ -218,8 +220,6 @@ def _write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list
 
 def _encoded_image(image: Any, number: int) -> bytes:
     """Returns encoded bytes as they are, and encodes arrays as PNG."""
-    import tensorflow as tf
-
     if isinstance(image, bytes) and _IMAGE_FILE.match(image):
         return image
     pixels = np.asarray(image)
@@ -232,7 +232,7 @@ def _encoded_image(image: Any, number: int) -> bytes:
     return tf.io.encode_png(pixels).numpy()
 
 
-def _feature(tf, values):
+def _feature(values):
     if values and isinstance(values[0], bytes):
         return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
     return tf.train.Feature(int64_list=tf.train.Int64List(value=values))

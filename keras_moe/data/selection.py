@@ -6,7 +6,7 @@ bits say which low frequencies of the grey image are above their median.
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from keras_moe._files import write_json
 from keras_moe.data import _folder, _tfrecord
 from keras_moe.data._examples import Examples
 from keras_moe.data._files import read_json
+from keras_moe.data._packages import tf
 from keras_moe.data.reading import attempt
 from keras_moe.data.sources import open_source
 
@@ -36,7 +37,7 @@ def write_exclusion(
     source: str,
     split: str,
     count: int,
-    indices: Any,
+    indices: Sequence[int] | np.ndarray,
     **notes: Any,
 ) -> None:
     """Writes a file of examples to leave out, for `exclude` of `keras_moe.data.load`.
@@ -65,9 +66,7 @@ def find_unreadable(source: str, split: str, data_dir: str | None = None) -> np.
     """Returns sorted indices of images that cannot be decoded, int64, by reading all.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
 
     Example:
 
@@ -114,11 +113,7 @@ def excluded_examples(
     """Returns the sorted indices that `load` leaves out, to pass as its `exclude`.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
-        exclude: examples to leave out; see `LoadOptions`.
-        unreadable: how to treat unreadable images; see `LoadOptions`.
+        source: see `load` and `LoadOptions` for this and the other arguments.
 
     Example:
 
@@ -126,8 +121,7 @@ def excluded_examples(
     >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
     [3, 7]
     """
-    examples = open_source(source, split, data_dir)
-    return left_out(examples, split, exclude, unreadable)
+    return left_out(open_source(source, split, data_dir), split, exclude, unreadable)
 
 
 def left_out(
@@ -162,7 +156,7 @@ def without_captions(
     source, count = examples.name, examples.count
     indices = excluded_indices(exclude, source, split, count)
     info = examples.captions
-    faults = sorted({*info.faults} - {*indices.tolist()}) if info else []
+    faults = sorted({*info.faults} - {*indices.tolist()})
     if not faults:
         return indices
     message = (
@@ -188,7 +182,7 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
     indices = np.asarray(exclude)
     if not indices.size:
         return np.zeros(0, "int64")
-    unique = np.unique(indices) if indices.dtype.kind in "iu" else ()
+    unique = np.unique(indices if indices.dtype.kind in "iu" else [])
     if (
         indices.ndim != 1
         or not 0 < len(unique) < count
@@ -220,9 +214,8 @@ def _read_indices(path: Path, source: str, split: str, count: int) -> list[int]:
 
 def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
     """Returns positions and locations of images that cannot be read or decoded."""
-    import tensorflow as tf
-
-    if examples.location is None:
+    location = examples.location
+    if location is None:
         return []
 
     def checked(position, item):
@@ -231,12 +224,12 @@ def _unreadable(examples: Examples) -> list[tuple[int, bytes]]:
             return tf.size(examples.decode(examples.read(item)["image"])) > 0
 
         is_good = attempt(readable, item, lambda *_: tf.constant(False))
-        return position, examples.location(item), is_good
+        return position, location(item), is_good
 
     bad = []
     for columns in examples.scan(checked):
         rows = zip(*columns)
-        bad += [(int(index), location) for index, location, good in rows if not good]
+        bad += [(int(index), where) for index, where, good in rows if not good]
     return bad
 
 
@@ -263,9 +256,7 @@ def image_hashes(
     """Reads and hashes all images of a split.
 
     Args:
-        source: a source of `keras_moe.data.load`.
-        split: a split of the source.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `keras_moe.data.load`, also for `split` and `data_dir`.
         progress: called with the number of finished images and the total.
 
     Example:
@@ -274,8 +265,6 @@ def image_hashes(
     >>> len(image_hashes("digits", "test").exact)
     450
     """
-    import tensorflow as tf
-
     examples = open_source(source, split, data_dir)
 
     def hashed(_, item):
@@ -283,7 +272,7 @@ def image_hashes(
         exact = tf.strings.to_hash_bucket_strong(
             tf.io.serialize_tensor(pixels), 2**63 - 1, key=[0, 0]
         )
-        return exact, *_perceptual(tf, tf.cast(pixels, "float32"))
+        return exact, *_perceptual(tf.cast(pixels, "float32"))
 
     parts = zip(*examples.scan(hashed, progress))
     exact, bits, deviation = (np.concatenate(columns) for columns in parts)
@@ -305,7 +294,7 @@ def find_duplicates(
         max_distance: number of bits in which perceptual hashes of copies may differ, in
             [0, 32]; None finds identical pixels only. On handwritten digits, 3 finds
             99.5% of resized or JPEG copies, and confuses no two digits.
-        progress: called with the number of finished images and the total.
+        progress: see `image_hashes`.
 
     Example:
 
@@ -333,7 +322,7 @@ def find_duplicates(
     return np.flatnonzero(is_copy)
 
 
-def _perceptual(tf, pixels):
+def _perceptual(pixels):
     """Returns the 64-bit hash of an image, and its standard deviation."""
     if pixels.shape[-1] == 3:
         pixels = tf.image.rgb_to_grayscale(pixels)
@@ -346,45 +335,3 @@ def _perceptual(tf, pixels):
     # number, so that their median is one of them.
     others = tf.sort(low[1:])
     return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)
-
-
-def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
-    """Repeats a subpopulation's examples equally often until it has `count` of them.
-
-    Args:
-        members: boolean (N,), True for examples of the subpopulation.
-        count: desired size of the subpopulation, at least its number of members.
-        seed: seed of the order, and of the members that are repeated once more.
-
-    Returns:
-        int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
-        training data.
-
-    Reference: *Multilinear Mixture of Experts*, appendix J.
-
-    Example:
-
-    >>> from keras_moe.data import oversample
-    >>> indices = oversample([True, False, False, False], count=3)
-    >>> np.bincount(indices).tolist()
-    [3, 1, 1, 1]
-    """
-    members = np.asarray(members)
-    if members.ndim != 1 or members.dtype != bool:
-        raise ValueError(
-            "Expected booleans, one for each example; received: "
-            f"shape={members.shape}, dtype={members.dtype}"
-        )
-    examples = np.flatnonzero(members)
-    if not 0 < len(examples) <= count:
-        raise ValueError(
-            "Expected at least one member, and no more than count; received: "
-            f"{len(examples)} members, count={count}"
-        )
-    generator = np.random.default_rng(seed)
-    whole, rest = divmod(count, len(examples))
-    once_more = generator.choice(examples, rest, replace=False)
-    indices = np.concatenate(
-        [np.flatnonzero(~members), np.repeat(examples, whole), once_more]
-    )
-    return generator.permutation(indices)

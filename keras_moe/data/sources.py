@@ -17,8 +17,6 @@ from keras_moe._checks import nearest
 from keras_moe.data import (
     _fashion_mnist,
     _folder,
-    _openclipart,
-    _python_docs,
     _texts,
     _tfds,
     _tfrecord,
@@ -38,12 +36,11 @@ _ALONE = {
     "digits": digits,
     "emoji": emoji,
     "fashion_mnist": _fashion_mnist,
-    "python_docs": _python_docs,
+    "python_docs": _texts,
 }
 _NAMED = {
     "emoji": emoji,
     "folder": _folder,
-    "openclipart": _openclipart,
     "text": _texts,
     "tfds": _tfds,
     "tfrecord": _tfrecord,
@@ -51,16 +48,15 @@ _NAMED = {
 }
 
 
-def _find(source: Any, function: str) -> tuple[Callable, str]:
+def _find(source: object, function: str) -> tuple[Callable, str]:
     """Returns a function of the source's module and the source's name."""
     kind, colon, name = str(source).partition(":")
     kinds = _NAMED if name else {} if colon else _ALONE
     if kind not in kinds:
         raise ValueError(
             "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
-            "'tfrecord:GLOB', 'folder:PATH', 'openclipart:PATH', for captions "
-            "'webdataset:GLOB', or for texts 'text:PATH' or 'python_docs'; received: "
-            f"source={source!r} "
+            "'tfrecord:GLOB', 'folder:PATH', for captions 'webdataset:GLOB', or for "
+            f"texts 'text:PATH' or 'python_docs'; received: source={source!r} "
             f"({nearest(kind, {**_ALONE, **_NAMED})})"
         )
     module = kinds[kind]
@@ -155,8 +151,7 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     """Returns the class names of a source of `load` by label, or None if it has none.
 
     Args:
-        source: a source of `load`.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `load`, also for `data_dir`.
 
     Example:
 
@@ -168,7 +163,7 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     return find_classes(name, data_dir).names
 
 
-def credit(source: Any) -> str | None:
+def credit(source: object) -> str | None:
     """Returns who owns a source's pictures, to show with them; None if unknown.
 
     Args:
@@ -193,8 +188,7 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     """Returns the number of classes of a source of `load`, without a download.
 
     Args:
-        source: a source of `load`.
-        data_dir: folder of TensorFlow Datasets.
+        source: see `load`, also for `data_dir`.
 
     Example:
 

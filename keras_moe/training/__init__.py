@@ -9,14 +9,6 @@ from keras_moe.training.checkpoints import (
     run_lock,
     save_checkpoint,
 )
-from keras_moe.training.contrastive import Contrastive
-from keras_moe.training.data_sections import (
-    DataConfig,
-    Datasets,
-    ImageData,
-    PairData,
-    TextData,
-)
 from keras_moe.training.evaluators import (
     FewShot,
     PeriodicEvaluation,
@@ -25,7 +17,6 @@ from keras_moe.training.evaluators import (
 )
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.model_soups import Soup, cooldown_branch, greedy_soup
-from keras_moe.training.next_token import NextToken
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -48,8 +39,16 @@ from keras_moe.training.recipes import Recipe, list_recipes, load_recipe
 from keras_moe.training.router_health import RouterHealth, UsageRecorder
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
-from keras_moe.training.schedules import ScheduleConfig, WarmupCooldown, warmup_schedule
-from keras_moe.training.sections import ModelConfig
+from keras_moe.training.schedules import ScheduleConfig, WarmupCooldown
+from keras_moe.training.sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    ModelConfig,
+    PairData,
+    TextData,
+)
+from keras_moe.training.text_objectives import Contrastive, NextToken
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
@@ -103,5 +102,4 @@ __all__ = [
     "save_checkpoint",
     "train",
     "upcycle",
-    "warmup_schedule",
 ]

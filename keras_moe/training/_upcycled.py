@@ -40,21 +40,26 @@ def _source_of(path: str, dense: dict) -> tuple[str | None, bool]:
 
 def copy_weights(
     dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
-) -> None:
-    """Copies a dense model's weights; each MLP becomes every expert of its block."""
+) -> dict[str, tuple[str, bool]]:
+    """Copies a dense model's weights; each MLP becomes every expert of its block.
+
+    Returns the dense path of each sparse one, and whether the weight is tiled.
+    """
     dense = {weight.path: weight for weight in dense_model.weights}
-    generator = np.random.default_rng(seed)
+    generator, sources = np.random.default_rng(seed), {}
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)
     for weight in sparse_model.weights:
         source, is_tiled = _source_of(weight.path, dense)
         if source is None:
             continue
+        sources[weight.path] = source, is_tiled
         # Copied: on JAX both models would otherwise share, and donate, one buffer.
         value = keras.ops.convert_to_numpy(dense[source])
         if is_tiled:
             _assign_tiled(weight, value.astype("float32"), noise, generator)
         else:
             weight.assign(value)
+    return sources
 
 
 def _assign_tiled(weight, value, noise, generator):
@@ -68,9 +73,7 @@ def _assign_tiled(weight, value, noise, generator):
 
 
 def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
-    dense, sparse = (
-        getattr(model, "backbone", model) for model in (dense_model, sparse_model)
-    )
+    dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
     # Shared blocks have one name per modality.
     blocks = {id(sparse.get_layer(name)): name for name in sparse.routing}
     for name in blocks.values():
@@ -91,11 +94,11 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
                 factor.assign(value)
 
 
-def carry_state(dense: Any, sparse: Any) -> int:
-    """Copies the optimizer state; slots of MLPs are tiled over the experts."""
+def carry_state(dense: Any, sparse: Any, sources: dict[str, tuple[str, bool]]) -> int:
+    """Copies the optimizer state by `sources` of `copy_weights`."""
     carried = 0
     if hasattr(dense, "inner_optimizer"):
-        carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer)
+        carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer, sources)
     dense_paths = [weight.path for weight in own_variables(dense, trainable=True)]
     sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
     indices = {path: index for index, path in enumerate(dense_paths)}
@@ -112,7 +115,7 @@ def carry_state(dense: Any, sparse: Any) -> int:
         if not all(isinstance(slot, keras.Variable) for slot in slots):
             continue
         for path, slot in zip(sparse_paths, getattr(sparse, name)):
-            source, is_tiled = _source_of(path, indices)
+            source, is_tiled = sources.get(path, (None, False))
             if source in indices:
                 value = keras.ops.convert_to_numpy(slots[indices[source]])
                 slot.assign(np.broadcast_to(value, slot.shape) if is_tiled else value)
@@ -146,8 +149,7 @@ def _factors_of_dense(kernel, bias, experts, noise, generator):
         fill = {"cp": _fill_cp, "tr": _fill_tr}.get(experts.factorization, _fill_tucker)
         fill(factors[:levels], factors[levels:], component)
     if noise:
-        # Noise goes to non-zero expert factors (CP), or to each matrix of a tensor
-        # train.
+        # To non-zero expert factors (CP), or to each matrix of a tensor train.
         draw = generator.normal(scale=noise, size=factors[0].shape)
         factors[0] = factors[0] * (1.0 + draw)
     return [factor.astype("float32") for factor in factors]
@@ -187,14 +189,7 @@ def _fill_tucker(of_experts, others, component):
 
 
 class ModalityReport(NamedTuple):
-    """The result of upcycling for one modality of an image-text model.
-
-    Attributes:
-        blocks: names of the modality's blocks that became mixtures of experts.
-        largest_difference: largest change of the embeddings, at inference.
-        largest_token_difference: the same for the last block's tokens, without padding.
-        preserved: whether the modality's function is the same in theory.
-    """
+    """The same as in `UpcyclingReport`, for the embeddings of one modality."""
 
     blocks: tuple[str, ...]
     largest_difference: float
@@ -225,7 +220,7 @@ class UpcyclingReport(NamedTuple):
     largest_difference: float
     largest_token_difference: float
     preserved: bool
-    slots: int
+    slots: int = 0
     modalities: dict[str, ModalityReport] = {}
 
     def to_dict(self) -> dict:
@@ -235,29 +230,30 @@ class UpcyclingReport(NamedTuple):
 
     def print(self, console: Console | None = None) -> None:
         """Prints the report as a table."""
-        table = Table("sparse upcycling", "")
-        table.add_row("blocks with experts", ", ".join(self.blocks))
-        table.add_row("parameters before", f"{self.dense_parameters:,}")
-        table.add_row("parameters after", f"{self.parameters:,}")
-        table.add_row("active per token", f"{self.active_parameters:,}")
-        table.add_row("largest difference of outputs", f"{self.largest_difference:.2e}")
-        tokens = f"{self.largest_token_difference:.2e}"
-        table.add_row("largest difference of tokens", tokens)
-        for name, each in self.modalities.items():
-            table.add_row(
-                f"largest difference, {name}",
-                f"{each.largest_difference:.2e} "
-                f"(tokens {each.largest_token_difference:.2e})",
-            )
         theory = {True: "the same", False: "not the same"}
-        table.add_row("the function, in theory", theory[self.preserved])
+        rows = {
+            "blocks with experts": ", ".join(self.blocks),
+            "parameters before": f"{self.dense_parameters:,}",
+            "parameters after": f"{self.parameters:,}",
+            "active per token": f"{self.active_parameters:,}",
+            "largest difference of outputs": f"{self.largest_difference:.2e}",
+            "largest difference of tokens": f"{self.largest_token_difference:.2e}",
+            "the function, in theory": theory[self.preserved],
+        }
         for name, each in self.modalities.items():
-            table.add_row(f"the function, {name}", theory[each.preserved])
-        table.add_row("optimizer variables carried over", str(self.slots))
+            rows[f"largest difference, {name}"] = (
+                f"{each.largest_difference:.2e} "
+                f"(tokens {each.largest_token_difference:.2e})"
+            )
+            rows[f"the function, {name}"] = theory[each.preserved]
+        rows["optimizer variables carried over"] = str(self.slots)
+        table = Table("sparse upcycling", "")
+        for row in rows.items():
+            table.add_row(*row)
         (console or Console()).print(table)
 
 
-def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
+def report_of(dense_model, sparse_model, blocks, inputs, noise):
     """Compares a sparse model with its dense original on the same inputs."""
     description = describe(sparse_model)
     backbone = getattr(sparse_model, "backbone", sparse_model)
@@ -285,7 +281,6 @@ def report_of(dense_model, sparse_model, blocks, inputs, noise, slots):
         largest_difference=max(outputs.values()),
         largest_token_difference=max(tokens.values()),
         preserved=_preserves(layers.values(), noise),
-        slots=slots,
         modalities=modalities,
     )
 
@@ -318,34 +313,27 @@ def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
 def _results(model, inputs):
     """Returns float arrays of outputs and of tokens, by modality."""
     backbone = getattr(model, "backbone", model)
-    if not isinstance(backbone, PairBackbone):
-        results = {
-            "outputs": {"": model.predict(inputs, verbose=0)},
-            "tokens": {"": backbone.predict(inputs, verbose=0)},
-        }
-        if isinstance(backbone.input, dict):
-            # Vectors of padding tokens are meaningless.
-            real = np.asarray(inputs["padding_mask"], bool)
-            outputs, tokens = (results[x][""] for x in ("outputs", "tokens"))
-            if isinstance(tokens, dict):
-                outputs, tokens = outputs["pooled"], tokens["tokens"]
-            else:
-                outputs = outputs[real]
-            results = {"outputs": {"": outputs}, "tokens": {"": tokens[real]}}
-    else:
+    # Vectors of padding tokens are meaningless.
+    real = None
+    if isinstance(backbone.input, dict):
+        real = np.asarray(inputs["padding_mask"], bool)
+    if isinstance(backbone, PairBackbone):
         features = backbone.features
         last = {name.partition("/")[0]: name for name in features if "/" in name}
-        results = keras.Model(
-            backbone.input,
-            {
-                "outputs": {
-                    name: features[f"{name}_embeddings"] for name in MODALITIES
-                },
-                "tokens": {name: features[last[name]] for name in MODALITIES},
-            },
-        ).predict(inputs, verbose=0)
-        mask = np.asarray(inputs["padding_mask"], bool)
-        results["tokens"]["text"] = results["tokens"]["text"][mask]
+        embeddings = {name: features[f"{name}_embeddings"] for name in MODALITIES}
+        tokens = {name: features[last[name]] for name in MODALITIES}
+        both: Any = keras.Model(
+            backbone.input, {"outputs": embeddings, "tokens": tokens}
+        )
+        results = both.predict(inputs, verbose=0)
+        results["tokens"]["text"] = results["tokens"]["text"][real]
+    else:
+        outputs, tokens = (x.predict(inputs, verbose=0) for x in (model, backbone))
+        if isinstance(tokens, dict):
+            outputs, tokens = outputs["pooled"], tokens["tokens"][real]
+        elif real is not None:
+            outputs, tokens = outputs[real], tokens[real]
+        results = {"outputs": {"": outputs}, "tokens": {"": tokens}}
     return {
         part: {name: value.astype("float32") for name, value in values.items()}
         for part, values in results.items()

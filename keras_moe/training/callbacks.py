@@ -6,9 +6,9 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 from keras import ops
@@ -25,14 +25,23 @@ from keras_moe._processes import process_index
 UNITS = ("epochs", "steps")
 MODES = ("max", "min")
 
+if TYPE_CHECKING:
+
+    class Callback(keras.callbacks.Callback):
+        """Keras sets these before it calls anything else."""
+
+        model: Any
+        params: dict
+
+else:
+    Callback = keras.callbacks.Callback
+
 
 class Progress:
     """Step and epoch of a run, shared by its callbacks, which report batches to it."""
 
-    def __init__(self, step: int = 0):
-        self.step = step
-        self.epoch = 0
-        self._before_epoch = step
+    def __init__(self):
+        self.step = self.epoch = self._before_epoch = 0
 
     def begin_epoch(self, epoch: int) -> None:
         """Called when an epoch begins; its first batch is number 0."""
@@ -54,12 +63,12 @@ class Progress:
                 callback.progress = self
 
 
-class ProgressCallback(keras.callbacks.Callback):
+class ProgressCallback(Callback):
     """Base class of callbacks that count steps; overrides call `super()` first."""
 
-    def __init__(self, step: int = 0):
+    def __init__(self):
         super().__init__()
-        self.progress = Progress(step)
+        self.progress = Progress()
 
     def on_epoch_begin(self, epoch, logs=None):
         self.progress.begin_epoch(epoch)
@@ -72,8 +81,8 @@ class ProgressCallback(keras.callbacks.Callback):
 class StopAfterBatches(ProgressCallback):
     """Ends `fit` after a given number of batches of the run."""
 
-    def __init__(self, batches: int, step: int = 0):
-        super().__init__(step)
+    def __init__(self, batches: int):
+        super().__init__()
         self.batches = batches
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -94,12 +103,18 @@ class PeriodicCallback(ProgressCallback):
         self.every = check_integer("every", every)
         self.unit = check_one_of("unit", unit, UNITS)
         self.records = []
-        # Step of the newest record.
-        self._measured = 0
+        self._probed: Any = None
+        self._probe: Any = None
 
     def measure(self) -> dict[str, float]:
         """Returns metrics of `self.model` in its current state."""
         raise NotImplementedError
+
+    def probe(self, make: Callable[[], Any]) -> Any:
+        """Returns `make()`, made and compiled once for each model."""
+        if self._probed is not self.model:
+            self._probed, self._probe = self.model, make()
+        return self._probe
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch, logs)
@@ -120,21 +135,20 @@ class PeriodicCallback(ProgressCallback):
 
     def get_state(self) -> dict:
         """Returns the state to keep in a checkpoint, as JSON data."""
-        return {"measured": self._measured, "records": list(self.records)}
+        return {"records": list(self.records)}
 
     def set_state(self, state: dict) -> None:
         """Restores the state from a checkpoint."""
-        self._measured = state["measured"]
         self.records = list(state["records"])
 
     def _measure_if_due(self, step):
-        if step and step % self.every == 0 and step != self._measured:
+        last = self.records[-1]["step"] if self.records else 0
+        if step and step % self.every == 0 and step != last:
             self._measure(step)
 
     def _measure(self, step):
         with unchanged(self.model):
             metrics = self.measure()
-        self._measured = step
         record = {"epoch": self.progress.epoch + 1, "step": step, **metrics}
         self.records.append(record)
         self.measured(record)
@@ -240,7 +254,7 @@ class ScalarLog(ProgressCallback):
             self._events = events
 
 
-class EvaluateAverages(keras.callbacks.Callback):
+class EvaluateAverages(Callback):
     """Evaluates `fit`'s validation data with the moving average of the weights.
 
     The optimizer keeps the average with `use_ema=True`. Unlike
@@ -283,7 +297,7 @@ def averages_in_place(model: keras.Model) -> Iterator[None]:
         _exchange(model)
 
 
-def _keeper(model):
+def _keeper(model) -> Any:
     optimizer = getattr(model, "optimizer", None)
     # `LossScaleOptimizer` wraps the optimizer.
     return getattr(optimizer, "inner_optimizer", optimizer)
@@ -302,7 +316,7 @@ def _exchange(model):
         average.assign(value)
 
 
-class BestEpoch(keras.callbacks.Callback):
+class BestEpoch(Callback):
     """Finds the best epoch and stops a run that no longer improves.
 
     Unlike `keras.callbacks.EarlyStopping` its state is saved by `RunCheckpoint`: a
@@ -342,18 +356,15 @@ class BestEpoch(keras.callbacks.Callback):
         self.patience = patience
         self.value, self.row = None, None
         self.improved = False
-        self._epochs = 0
-        self._wait = 0
-
-    def count_from(self, rows: int) -> None:
-        """Sets the number of past epochs of a run that began without this callback."""
-        self._epochs = rows
+        # Past epochs, also of a run that began without this callback.
+        self.epochs = 0
+        self.wait = 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self.improved = False
 
     def on_epoch_end(self, epoch, logs=None):
-        row, self._epochs = self._epochs, self._epochs + 1
+        row, self.epochs = self.epochs, self.epochs + 1
         value = (logs or {}).get(self.monitor)
         if value is None:
             if "/" not in self.monitor:
@@ -365,14 +376,14 @@ class BestEpoch(keras.callbacks.Callback):
         value = float(value)
         if self._is_better(value):
             self.value, self.row, self.improved = value, row, True
-            self._wait = 0
+            self.wait = 0
             return
-        self._wait += 1
-        if self.patience is not None and self._wait >= self.patience:
+        self.wait += 1
+        if self.patience is not None and self.wait >= self.patience:
             self.model.stop_training = True
 
     def on_train_end(self, logs=None):
-        if self.value is not None or not self._epochs:
+        if self.value is not None or not self.epochs:
             return
         warnings.warn(
             "No epoch is the best, since none has a number for "
@@ -387,14 +398,9 @@ class BestEpoch(keras.callbacks.Callback):
 
     def get_state(self) -> dict:
         """Returns the state to keep in a checkpoint, as JSON data."""
-        return {
-            "value": self.value,
-            "row": self.row,
-            "epochs": self._epochs,
-            "wait": self._wait,
-        }
+        names = ("value", "row", "epochs", "wait")
+        return {name: getattr(self, name) for name in names}
 
     def set_state(self, state: dict) -> None:
         """Restores the state from a checkpoint."""
-        self.value, self.row = state["value"], state["row"]
-        self._epochs, self._wait = state["epochs"], state["wait"]
+        vars(self).update(state)

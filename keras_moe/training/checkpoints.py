@@ -216,10 +216,10 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    folder = formats.reached_path(folder)
-    if not folder.exists():
+    parent = formats.reached_path(folder)
+    if not parent.exists():
         return []
-    paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    paths = [path for path in parent.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(paths, key=_step_of)
 
 
@@ -325,13 +325,11 @@ def _remove_older(newest, keep, keep_every, keep_steps):
 def _check_finite(step, groups):
     for group, variables in groups.items():
         for variable in variables:
-            if not keras.backend.is_float_dtype(variable.dtype):
-                continue
-            if not bool(ops.all(ops.isfinite(variable.value))):
+            is_float = keras.backend.is_float_dtype(variable.dtype)
+            if is_float and not bool(ops.all(ops.isfinite(variable.value))):
+                where = f"{group}/{variable.path}"
                 raise NonFiniteLoss(
-                    step,
-                    "Expected finite values; received: NaN or Inf in "
-                    f"{group}/{variable.path}",
+                    step, f"Expected finite values; received: NaN or Inf in {where}"
                 )
 
 

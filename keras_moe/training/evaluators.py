@@ -115,8 +115,8 @@ class FewShot:
 
     def __init__(
         self,
-        train_data: Any,
-        test_data: Any,
+        train_data: object,
+        test_data: object,
         shots: Sequence[int] = (5, 10),
         l2s: Sequence[float] = L2S,
         seeds: Sequence[int] = SEEDS,
@@ -137,9 +137,8 @@ class FewShot:
         if self._of is not model:
             # Compiled once, not at each evaluation.
             self._of, self._features = model, _feature_model(model)
-        result = few_shot_from_model(
-            self._features, self.train_data, self.test_data, verbose=0, **self.options
-        )
+        pools = self.train_data, self.test_data
+        result = few_shot_from_model(self._features, *pools, verbose=0, **self.options)
         return {f"{k}_shot": float(x) for k, x in zip(result.shots, result.mean)}
 
 
@@ -182,17 +181,17 @@ class ZeroShot:
 
     def __init__(
         self,
-        data: Any,
-        class_names: Any,
+        data: object,
+        class_names: str | Sequence[str],
         templates: Any = "ours",
         ks: Sequence[int] | None = None,
         batch_size: int = 64,
     ):
-        self.data = data if isinstance(data, tuple) else (data, None)
+        self.data: Any = data if isinstance(data, tuple) else (data, None)
         # Fails here rather than after an epoch.
         names = read_class_names(class_names)
         is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
-        self.options = {
+        self.options: dict[str, Any] = {
             # Published names may have duplicates, custom ones may not.
             "class_names": class_names if is_published else names,
             "templates": read_templates(templates),
@@ -228,7 +227,7 @@ class Retrieval:
 
     def __init__(
         self,
-        pairs: Any,
+        pairs: object,
         ks: Sequence[int] | None = None,
         contrastive_batch_size: int | None = None,
         batch_size: int = 64,

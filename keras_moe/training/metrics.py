@@ -3,8 +3,6 @@
 Axes: B batch, C classes, L labels of an example.
 """
 
-from typing import Any
-
 import keras
 from keras import ops
 
@@ -15,6 +13,7 @@ from keras_moe._checks import (
     check_integer,
     check_positive,
 )
+from keras_moe._types import DType
 from keras_moe.losses.classification import counted
 
 
@@ -45,7 +44,7 @@ class PrecisionAt1(keras.metrics.Mean):
         self,
         sparse_labels: bool = False,
         name: str = "precision_at_1",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(name=name, dtype=dtype)
         self.sparse_labels = check_bool("sparse_labels", sparse_labels)
@@ -102,7 +101,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         from_logits: bool = True,
         sparse_labels: bool = False,
         name: str = "mean_average_precision",
-        dtype: Any = None,
+        dtype: DType | None = None,
     ):
         super().__init__(name=name, dtype=dtype)
         self.num_classes = check_integer("num_classes", num_classes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_moe import models
 from keras_moe._checks import check_bool, check_integer
+from keras_moe._compat import restored
 from keras_moe._files import regular_file
 from keras_moe.models.saving._weights_file import checked_weights
 from keras_moe.training.checkpoints import is_checkpoint, open_checkpoint
@@ -43,7 +44,7 @@ def greedy_soup(
     average and keeps the one with the highest metric, until none improves it.
 
     Only floats are averaged: integers come from the best checkpoint, and seeds stay
-    the model's. In addition to the model, two sets of weights are in memory.
+    the model's. In addition to the model, three sets of weights are in memory.
 
     Args:
         model: a model of the checkpoints' shapes, which gets the soup's weights. Its
@@ -72,23 +73,17 @@ def greedy_soup(
         raise ValueError("Expected at least one checkpoint; received: none")
     check_bool("replacement", replacement)
     check_integer("max_ingredients", max_ingredients)
-    for variable in model.weights:
-        if variable.dtype in ("int8", "uint8"):
-            raise ValueError(
-                "Expected a model whose weights are floats, made before it is "
-                f"quantised; received: {variable.path} of {variable.dtype}"
-            )
-    before = [keras.ops.convert_to_numpy(x) for x in model.variables]
-    weights = {id(x) for x in model.weights}
-    done = False
-    try:
+    quantised = [x for x in model.weights if x.dtype in ("int8", "uint8")]
+    if quantised:
+        raise ValueError(
+            "Expected a model whose weights are floats, made before it is quantised; "
+            f"received: {quantised[0].path} of {quantised[0].dtype}"
+        )
+    with restored(model.variables):
         average = _Average(model, checkpoints, metric)
         soup = _greedy_soup(average, replacement, max_ingredients)
-        done = True
-    finally:
-        for variable, value in zip(model.variables, before, strict=True):
-            if not done or id(variable) not in weights:
-                variable.assign(value)
+        weights = model.get_weights()
+    model.set_weights(weights)
     return soup
 
 
@@ -105,7 +100,7 @@ def _greedy_soup(average, replacement, max_ingredients):
         }
         if not candidates or max(candidates.values()) <= scores[-1]:
             break
-        best = max(candidates, key=candidates.get)
+        best = max(candidates, key=lambda index: candidates[index])
         average.add(best)
         scores.append(candidates[best])
     average.assign()
@@ -180,7 +175,7 @@ def _load_weights(model, checkpoint):
     else:
         # These have several weight files, or include an optimizer.
         is_folder = os.path.isdir(checkpoint)
-        load = models.from_preset if is_folder else keras.saving.load_model
+        load: Any = models.from_preset if is_folder else keras.saving.load_model
         checkpoint = checkpoint if is_folder else regular_file(checkpoint)
         values = load(os.fspath(checkpoint), compile=False).weights
     for variable, value in zip(model.weights, values, strict=True):

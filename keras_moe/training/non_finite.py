@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -14,6 +14,7 @@ from keras_moe._compat import (
     own_variables,
     restored,
 )
+from keras_moe._types import Structure
 from keras_moe.training.callbacks import ProgressCallback
 
 _MARGIN = 4
@@ -79,9 +80,6 @@ class StopOnNonFinite(ProgressCallback):
     # `fit` may call `on_train_batch_end` from another thread.
     async_safe = True
 
-    def __init__(self):
-        super().__init__()
-
     def on_train_batch_end(self, batch, logs=None):
         self._check(logs, self.progress.step_of(batch))
 
@@ -100,7 +98,7 @@ class StopOnNonFinite(ProgressCallback):
 
 
 def locate_non_finite(
-    model: keras.Model, x: Any, y: Any, gradients: bool = True
+    model: keras.Model, x: Structure, y: "Structure | None", gradients: bool = True
 ) -> NonFinite | None:
     """Finds where a training step first produces NaN or Inf.
 
@@ -237,13 +235,14 @@ def _bad_gradient(model, x, y, finished):
         model.optimizer = optimizer
         model.train_function = None
     # Gradients flow from the last layer to the first.
-    for layer, path in reversed(finished):
-        if any(id(x) in bad for x in own_variables(layer, trainable=True)):
-            return NonFinite("gradient", path)
-    for variable in model.trainable_variables:
-        if id(variable) in bad:
-            return NonFinite("gradient", variable.path)
-    return None
+    owners = [
+        (path, own_variables(layer, trainable=True))
+        for layer, path in reversed(finished)
+    ]
+    owners += [(variable.path, [variable]) for variable in model.trainable_variables]
+    found = (path for path, own in owners if any(id(x) in bad for x in own))
+    path = next(found, None)
+    return None if path is None else NonFinite("gradient", path)
 
 
 def _is_finite(value):

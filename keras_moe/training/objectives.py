@@ -13,9 +13,15 @@ from keras_moe._processes import process_shard
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.registry import is_architecture
 from keras_moe.training.callbacks import MODES
-from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
-from keras_moe.training.sections import ModelConfig, Section, json_copy
+from keras_moe.training.sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    ModelConfig,
+    Section,
+    json_copy,
+)
 
 OBJECTIVES: dict[str, type] = {}
 
@@ -29,7 +35,7 @@ class Monitor(NamedTuple):
     """
 
     metric: str
-    mode: str = "max"
+    mode: str | None = "max"
 
 
 class Objective(Section):
@@ -67,7 +73,9 @@ class Objective(Section):
     monitor: ClassVar[Monitor]
     data_section: ClassVar[type] = ImageData
 
-    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+    def num_classes(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> int | None:
         """Returns the number of classes of the data, or None."""
         return None
 
@@ -198,7 +206,7 @@ class LabelledImages(Objective):
         """Returns the class names if the settings determine them, or None."""
         return None
 
-    def label_options(self, config: DataConfig) -> dict[str, Any]:
+    def label_options(self, config: ImageData) -> dict[str, Any]:
         """Returns the arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
@@ -215,36 +223,41 @@ class LabelledImages(Objective):
     def model_arguments(self, num_classes):
         return {"num_classes": num_classes}
 
-    def datasets(self, config, model, batch_size, seed, data_dir=None, start_step=0):
+    def datasets(
+        self, config: ImageData, model, batch_size, seed, data_dir=None, start_step=0
+    ):
         exclude, exclude_from_test = config.left_out(data_dir)
         count = data.num_examples(config.source, config.train_split, data_dir, exclude)
         steps = config.steps_per_epoch(count, batch_size)
         common = {
-            "image_shape": tuple(model.backbone.image_shape),
             "batch_size": batch_size,
             "seed": seed,
             "data_dir": data_dir,
-            "shard": process_shard(),
             **self.label_options(config),
         }
-        train = data.load(
-            config.source,
-            config.train_split,
-            augment=config.augment,
-            shuffle=True,
-            repeat=True,
-            start_batch=start_step,
-            exclude=exclude,
-            **common,
-        )
-        test = data.load(
-            config.source,
-            config.test_split,
-            shuffle=False,
-            exclude=exclude_from_test,
-            **common,
+        train, test = train_and_test(
+            data.load,
+            config,
+            model,
+            {**common, "exclude": exclude, "start_batch": start_step},
+            {**common, "exclude": exclude_from_test},
         )
         return Datasets(train, test, self.num_classes(config, data_dir), steps)
+
+
+def train_and_test(
+    load: Callable, config: DataConfig, model: Any, of_train: dict, of_test: dict
+) -> tuple[Any, Any]:
+    """Loads endless batches of the training split, and those of the test split."""
+    common = {
+        "image_shape": tuple(model.backbone.image_shape),
+        "shard": process_shard(),
+    }
+    of_train = {**common, "augment": config.augment, "repeat": True, **of_train}
+    train = load(config.source, config.train_split, shuffle=True, **of_train)
+    of_test = {**common, **of_test}
+    test = load(config.evaluated_source, config.test_split, shuffle=False, **of_test)
+    return train, test
 
 
 @register_objective("classification")
@@ -275,23 +288,23 @@ class Classification(LabelledImages):
         super().__post_init__()
         check_bool("linear_probe", self.linear_probe)
 
-    def probe(self, model, config, data_dir=None):
+    def probe(self, model, config: ImageData, data_dir=None):
         if not self.linear_probe:
             return None
         shape, excluded = model.backbone.image_shape, config.left_out(data_dir)
         splits = (config.train_split, config.test_split)
+        options = {"shuffle": False, "data_dir": data_dir}
+        train, test = (
+            data.load(config.source, x, shape, config.batch_size, exclude=y, **options)
+            for x, y in zip(splits, excluded)
+        )
         return evaluation.linear_probe_from_model(
             keras.Model(model.input, model.features),
-            *(
-                data.load(
-                    config.source, split, shape, config.batch_size,
-                    shuffle=False, exclude=exclude, data_dir=data_dir,
-                )
-                for split, exclude in zip(splits, excluded)
-            ),
+            train,
+            test,
             num_classes=self.num_classes(config, data_dir),
             verbose=0,
-        )  # fmt: skip
+        )
 
     def label_options(self, config):
         return {"one_hot": True}
@@ -347,7 +360,7 @@ class MultiLabel(LabelledImages):
     def model_arguments(self, num_classes):
         return {**super().model_arguments(num_classes), "multi_label": True}
 
-    def loss_and_metrics(self, model, config):
+    def loss_and_metrics(self, model: Any, config: ImageData):
         numbers = not config.mixes_labels
         from_logits = model.output_activation is None
         loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy

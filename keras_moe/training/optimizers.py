@@ -5,14 +5,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_moe._checks import (
-    argument_names,
     check_argument_names,
     check_dropout,
     check_integer,
@@ -46,6 +45,10 @@ _EMBEDDING = re.compile(
 )
 
 
+# Weights whose second longest axis is shorter have a second moment per element.
+_SHORTEST_FACTORED = 32
+
+
 class Factors(NamedTuple):
     """Multipliers of a weight's learning rate and weight decay."""
 
@@ -53,7 +56,7 @@ class Factors(NamedTuple):
     weight_decay: float = 1.0
 
 
-def check_groups(groups: Any) -> list[dict]:
+def check_groups(groups: Sequence[dict]) -> list[dict]:
     """Validates parameter groups and returns them as a list of dicts."""
     for group in groups:
         try:
@@ -74,7 +77,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
     """Returns the factors of each weight."""
     factors: list[Factors | None] = [None] * len(paths)
     for group in groups:
-        match = group["match"]
+        match: str = group["match"]
         pattern = re.compile(NAMED_GROUPS.get(match, match))
         matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
         new = [i for i in matched if factors[i] is None]
@@ -109,7 +112,13 @@ def layer_factors(decay: float, paths: Sequence[str]) -> list[float]:
     return [decay ** distance(path) for path in paths]
 
 
-class ParameterGroups:
+if TYPE_CHECKING:
+    _Optimizer: TypeAlias = keras.optimizers.Optimizer
+else:
+    _Optimizer = object
+
+
+class ParameterGroups(_Optimizer):
     """Mixin that adds parameter groups to a Keras optimizer; must be the first base."""
 
     def __init__(
@@ -226,20 +235,14 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
 
     Rows and columns are the two longest axes of a weight, the last ones if lengths are
     equal; matrices along the other axes, such as attention heads, are factored
-    separately. Weights whose second longest axis is shorter than
-    `min_dim_size_to_factor` have a second moment per element.
+    separately, and the axis of experts never is. Weights whose second longest axis is
+    shorter than 32 have a second moment per element.
 
     Args:
         learning_rate: a number or a schedule.
-        min_dim_size_to_factor: length of the shortest axis that is factored.
-        beta_2_exponent: 0.8 in the formula.
-        beta_2_cap: 0.999 in the formula.
         epsilon: added to the squared gradients.
         momentum: 0.9 in the formula; 0 disables the first moment.
         momentum_dtype: dtype in which the first moment is stored.
-        per_expert: regular expression for the full paths of weights (E, I, O) or (E, O)
-            whose first axis is never factored.
-        weight_decay: decoupled weight decay.
         **kwargs: `groups`, `layer_decay` and `peak_learning_rate`, see
             `optimizer_class`, and the arguments of all Keras optimizers.
 
@@ -258,28 +261,17 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 1e-3,
-        min_dim_size_to_factor: int = 32,
-        beta_2_exponent: float = 0.8,
-        beta_2_cap: float = 0.999,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 1e-3,
         epsilon: float = 1e-30,
         momentum: float = 0.9,
         momentum_dtype: str = "bfloat16",
-        per_expert: str = "(.*/)?experts/.*",
-        weight_decay: float | None = None,
         name: str = "vitg_adafactor",
         **kwargs: Any,
     ):
-        super().__init__(learning_rate, weight_decay=weight_decay, name=name, **kwargs)
-        self.min_dim_size_to_factor = check_integer(
-            "min_dim_size_to_factor", min_dim_size_to_factor
-        )
-        self.beta_2_exponent = check_positive("beta_2_exponent", beta_2_exponent)
+        super().__init__(learning_rate, name=name, **kwargs)
         self.epsilon = check_positive("epsilon", epsilon)
-        self.beta_2_cap = check_dropout("beta_2_cap", beta_2_cap)
         self.momentum = check_dropout("momentum", momentum)
         self.momentum_dtype = keras.backend.standardize_dtype(momentum_dtype)
-        self.per_expert = per_expert
 
     def build(self, variables):
         if self.built:
@@ -319,13 +311,13 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
 
     def _axes_of(self, variable) -> tuple[int, int] | None:
         """Returns the second longest and the longest axis, or None if not factored."""
-        first = 1 if re.fullmatch(self.per_expert, variable.path) else 0
+        first = 1 if re.fullmatch("(.*/)?experts/.*", variable.path) else 0
         sizes = tuple(variable.shape)[first:]
         if len(sizes) < 2:
             return None
         # The last of several equal axes, as in optax.
         rows, columns = np.argsort(sizes, kind="stable")[-2:]
-        if sizes[rows] < self.min_dim_size_to_factor:
+        if sizes[rows] < _SHORTEST_FACTORED:
             return None
         return first + int(rows), first + int(columns)
 
@@ -334,7 +326,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         gradient = ops.cast(gradient, "float32")
         step = ops.cast(self.iterations + 1, "float32")
         # b = min(1 - t^-0.8, 0.999)
-        beta = ops.minimum(1 - step**-self.beta_2_exponent, self.beta_2_cap)
+        beta = ops.minimum(1 - step**-0.8, 0.999)
         squares = ops.square(gradient) + self.epsilon
 
         def moved(state, new):
@@ -363,17 +355,16 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         self.assign_sub(variable, ops.cast(change, variable.dtype))
 
     def get_config(self):
-        # Without the learning rate, which may be a schedule.
-        names = argument_names(ViTGAdafactor)[1:]
+        names = ("epsilon", "momentum", "momentum_dtype")
         own = {name: getattr(self, name) for name in names}
-        return {**own, **super().get_config()}
+        return {**super().get_config(), **own}
 
 
 def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     return tuple(1 if i == axis else size for i, size in enumerate(shape))
 
 
-def _grouped(base: type) -> type:
+def _grouped(base: Any) -> type:
     # On PyTorch, Keras replaces classes of `keras.optimizers` by other ones, which
     # update all weights together.
     implementation = type(base.__new__(base))
@@ -484,7 +475,7 @@ class OptimizerConfig(Section):
         learning_rate: keras.optimizers.schedules.LearningRateSchedule,
         peak: float,
         paths: Sequence[str],
-    ) -> Any:
+    ) -> keras.optimizers.Optimizer:
         """Builds the optimizer of weights with these paths; `peak` is the peak rate."""
         # Fails here rather than after the first batch.
         group_factors(self.groups, paths)

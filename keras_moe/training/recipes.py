@@ -15,13 +15,6 @@ from keras_moe import models
 from keras_moe._checks import LARGEST_SEED, check_integer, check_string, nearest
 from keras_moe._files import read_text, shipped_files, write_json
 from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
-from keras_moe.training.data_sections import (
-    DataConfig,
-    Datasets,
-    ImageData,
-    PairData,
-    TextData,
-)
 from keras_moe.training.objectives import (
     OBJECTIVES,
     Classification,
@@ -31,7 +24,16 @@ from keras_moe.training.objectives import (
 )
 from keras_moe.training.optimizers import OptimizerConfig
 from keras_moe.training.schedules import ScheduleConfig
-from keras_moe.training.sections import ModelConfig, Section, json_copy
+from keras_moe.training.sections import (
+    DataConfig,
+    Datasets,
+    ImageData,
+    ModelConfig,
+    PairData,
+    Section,
+    TextData,
+    json_copy,
+)
 
 SECTIONS = ("data", "model", "optimizer", "schedule", "objective")
 # TOML has no null.
@@ -207,21 +209,11 @@ class Recipe:
 
         `keras_moe.distribution.compiled_costs` compiles its step for other devices.
         """
-        model = self.objective.new_model(
-            self.model, num_classes, self.seed, models.abstract
-        )
+        make = models.abstract
+        model = self.objective.new_model(self.model, num_classes, self.seed, make)
         # Learning rates follow from the length of an epoch, and costs do not.
         self.compile(model, steps_per_epoch=10**6)
         return model
-
-    def prepare(
-        self,
-        model: keras.Model,
-        data_dir: str | None = None,
-        run_folder: Path | None = None,
-    ) -> None:
-        """Gives a new model its class names or tokenizer, see `Objective.prepare`."""
-        self.objective.prepare(model, self.data, data_dir, run_folder)
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
         """Compiles a model with the recipe's optimizer, loss and metrics."""
@@ -236,12 +228,12 @@ class Recipe:
             optimizer=optimizer, loss=loss, metrics=None, weighted_metrics=metrics
         )
 
-    def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
+    def callbacks(self) -> list[keras.callbacks.Callback]:
         """Returns the callbacks for `steps` and `ema_momentum`; put them first."""
         callbacks: list[keras.callbacks.Callback] = []
         if self.schedule.steps is not None:
             batches = self.schedule.steps * self._accumulated
-            callbacks.append(StopAfterBatches(batches, start_step))
+            callbacks.append(StopAfterBatches(batches))
         if self.optimizer.ema_momentum is not None:
             callbacks.append(EvaluateAverages())
         return callbacks
@@ -268,14 +260,6 @@ class Recipe:
             data_dir,
             start_step,
         )
-
-    def num_classes(self, data_dir: str | None = None) -> int | None:
-        """Returns the number of classes, or None if the objective has none."""
-        return self.objective.num_classes(self.data, data_dir)
-
-    def class_names(self, data_dir: str | None = None) -> tuple[str, ...] | None:
-        """Returns the class names in the order of the labels, or None if unknown."""
-        return self.objective.class_names(self.data, data_dir)
 
 
 _TOP_LEVEL = tuple(field.name for field in dataclasses.fields(Recipe))
@@ -327,14 +311,13 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     return recipe.replace(**overrides)
 
 
-def _read(path):
+def _read(path: Path) -> dict[str, Any]:
     text = read_text(path)
-    return (
-        json.loads(text) if path.suffix == ".json" else _with_none(tomllib.loads(text))
-    )
+    is_json = path.suffix == ".json"
+    return json.loads(text) if is_json else _with_none(tomllib.loads(text))
 
 
-def _with_none(value):
+def _with_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_none(item) for key, item in value.items()}
     if isinstance(value, list):

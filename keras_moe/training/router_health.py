@@ -18,6 +18,7 @@ from keras import ops
 from keras_moe._checks import check_bool, check_integer
 from keras_moe._files import write_text
 from keras_moe._processes import batch_devices, predict_batch, process_index
+from keras_moe._types import Structure
 from keras_moe.analysis._hooks import Hooked
 from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.routing import (
@@ -107,7 +108,7 @@ class RouterHealth(PeriodicCallback):
         max_dead: float = MAX_DEAD,
     ):
         super().__init__(every, unit)
-        self.images, number = _arrays(images)
+        images, number = _arrays(images)
         # The same number on each device.
         number -= number % batch_devices()
         if not number:
@@ -115,7 +116,7 @@ class RouterHealth(PeriodicCallback):
                 f"Expected at least as many images as the {batch_devices()} devices "
                 "that share a batch; received fewer"
             )
-        self.images = keras.tree.map_structure(lambda x: x[:number], self.images)
+        self.images = keras.tree.map_structure(lambda x: x[:number], images)
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         if tensorboard is not None:
@@ -126,22 +127,15 @@ class RouterHealth(PeriodicCallback):
         self._events = None
         # Rows not yet written to TensorBoard.
         self._unwritten = []
-        self._of, self._probe = None, None
 
     def measure(self):
-        if self._of is not self.model:
-            self._of, self._probe = self.model, _RoutingProbe(self.model, self.training)
-        self._rows = rows = self._probe.rows(self.images)
-        dropped = [
-            row["dropped_tokens"]
-            if row["dropped_choices"] is None
-            else row["dropped_choices"]
-            for row in rows
-        ]
+        probe = self.probe(lambda: _RoutingProbe(self.model, self.training))
+        self._rows = rows = probe.rows(self.images)
+        dropped = [(row["dropped_choices"], row["dropped_tokens"]) for row in rows]
         return {
             "router/entropy": min(row["load_entropy"] for row in rows),
             "router/dead": max(row["dead_experts"] for row in rows),
-            "router/dropped": max(dropped),
+            "router/dropped": max(x if y is None else y for y, x in dropped),
             "router/max_gate": statistics.fmean(row["mean_max_gate"] for row in rows),
         }
 
@@ -154,8 +148,9 @@ class RouterHealth(PeriodicCallback):
         for row in rows:
             self._warn(row)
         self._write_csv()
-        self._unwritten += rows
-        self._write_events()
+        if self.tensorboard is not None:
+            self._unwritten += rows
+            self._write_events(self.tensorboard)
 
     def get_state(self):
         return {**super().get_state(), "layers": list(self.layers)}
@@ -194,21 +189,18 @@ class RouterHealth(PeriodicCallback):
         with written_if_possible(self.csv_path):
             write_text(self.csv_path, text.getvalue())
 
-    def _write_events(self):
-        if self.tensorboard is None or not self._unwritten:
-            return
+    def _write_events(self, folder):
         events, self._events = self._events, None
-        with written_if_possible(self.tensorboard):
+        with written_if_possible(folder):
             # After a failure, a new file hides what the last one has of these steps.
-            events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
+            events = events or EventFile(folder, self._unwritten[0]["step"])
             for row in self._unwritten:
-                name = f"router/{row['layer']}"
-                scalars = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
-                for expert, share in enumerate(row["expert_shares"]):
-                    scalars[f"{name}/load/{expert}"] = share
-                events.write(
-                    row["step"], {k: x for k, x in scalars.items() if x is not None}
-                )
+                scalars = {name: row[name] for name in COLUMNS[3:-1]}
+                loads = enumerate(row["expert_shares"])
+                scalars |= {f"load/{expert}": share for expert, share in loads}
+                tag = f"router/{row['layer']}"
+                given = {f"{tag}/{x}": y for x, y in scalars.items() if y is not None}
+                events.write(row["step"], given)
             self._events, self._unwritten = events, []
 
 
@@ -223,7 +215,7 @@ class _RoutingProbe(Hooked):
                 f"received: {type(model).__name__}"
             )
         super().__init__(keras.Model(model.input, routing), training=training)
-        backbone = getattr(model, "backbone", model)
+        backbone: Any = getattr(model, "backbone", model)
         # Plain numbers, so that Keras does not track them.
         self.selected = dict.fromkeys(routing)
         for name in routing:
@@ -245,25 +237,18 @@ class _RoutingProbe(Hooked):
                 mask = np.asarray(inputs["padding_mask"], bool)
             figures = routing_statistics(records[name], selected, mask)
             shares = figures.expert_shares
-            rows.append(
-                {
-                    "layer": name,
-                    "load_entropy": figures.load_entropy,
-                    "largest_share": float(shares.max()),
-                    "dead_experts": float((shares < DEAD / len(shares)).mean()),
-                    "dropped_tokens": figures.dropped_tokens,
-                    "dropped_choices": figures.dropped_choices,
-                    "mean_max_gate": figures.mean_max_gate,
-                    "expert_shares": [float(share) for share in shares],
-                }
-            )
+            row = {"layer": name, **figures.to_dict()}
+            del row["affinity_imbalance"]
+            row["largest_share"] = float(shares.max())
+            row["dead_experts"] = float((shares < DEAD / len(shares)).mean())
+            rows.append(row)
         return rows
 
 
-def _arrays(inputs, *others):
+def _arrays(inputs, *length):
     """Returns an array or a dict of arrays, and their number of examples."""
     arrays = keras.tree.map_structure(np.asarray, inputs)
-    lengths = {len(x) for x in [*keras.tree.flatten(arrays), *others]}
+    lengths = {*length, *map(len, keras.tree.flatten(arrays))}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
             "Expected arrays of one length, at least 1; "
@@ -295,7 +280,6 @@ class UsageRecorder(PeriodicCallback):
             to measure at the training capacity.
         training: see `RouterHealth`.
         contributions: see `keras_moe.analysis.expert_usage`.
-        path: JSON file for `ExpertUsage.load`, written when training ends, or None.
 
     Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
 
@@ -316,7 +300,7 @@ class UsageRecorder(PeriodicCallback):
 
     def __init__(
         self,
-        inputs: Any,
+        inputs: Structure,
         groups: Any = None,
         group_names: list[str] | None = None,
         mask: Any = None,
@@ -326,26 +310,22 @@ class UsageRecorder(PeriodicCallback):
         batch_size: int = 32,
         training: bool = True,
         contributions: bool = False,
-        path: str | os.PathLike | None = None,
     ):
         super().__init__(every, unit)
         if check_integer("last", last) < self.every:
             raise ValueError(
                 f"Expected last to be at least every={every}; received: last={last}"
             )
-        groups = None if groups is None else np.asarray(groups)
-        others = [] if groups is None else [groups]
-        self.inputs, self.num_examples = _arrays(inputs, *others)
-        if group_names is None and groups is not None:
-            group_names = [str(number) for number in range(int(groups.max()) + 1)]
+        self.inputs, self.num_examples = _arrays(inputs)
+        if groups is not None:
+            groups, _ = _arrays(groups, self.num_examples)
+            group_names = group_names or [*map(str, range(int(groups.max()) + 1))]
         self.groups, self.group_names, self.mask = groups, group_names, mask
         self.batch_size = check_integer("batch_size", batch_size)
         self.training = check_bool("training", training)
         self.contributions = check_bool("contributions", contributions)
-        self.path = path
         self._counts = collections.deque(maxlen=last // self.every)
         self._next = 0
-        self._of, self._probe = None, None
 
     @property
     def usage(self) -> ExpertUsage:
@@ -353,26 +333,18 @@ class UsageRecorder(PeriodicCallback):
         return merged_usage(self._counts)
 
     def measure(self):
-        if self._of is not self.model:
-            self._of = self.model
-            self._probe = UsageProbe(self.model, self.contributions, self.training)
+        probe = self.probe(
+            lambda: UsageProbe(self.model, self.contributions, self.training)
+        )
         # Wraps around, so that all batches have one size.
         rows = (self._next + np.arange(self.batch_size)) % self.num_examples
         self._next = int(rows[-1] + 1) % self.num_examples
         batch = keras.tree.map_structure(lambda array: array[rows], self.inputs)
         groups = None if self.groups is None else self.groups[rows]
-        self._counts.append(
-            self._probe.count(batch, groups, self.group_names, self.mask)
-        )
+        self._counts.append(probe.count(batch, groups, self.group_names, self.mask))
         curves = coverage_curves(self._counts[-1]).values()
         needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
         return {"usage/experts": float(statistics.fmean(needed))}
-
-    def on_train_end(self, logs=None):
-        super().on_train_end(logs)
-        if self.path is not None and self._counts:
-            with written_if_possible(self.path):
-                self.usage.save(self.path)
 
     def get_state(self):
         counts = [usage.to_dict() for usage in self._counts]

@@ -23,7 +23,6 @@ from keras_moe._processes import (
 from keras_moe.training._checkpoint_files import is_remote
 from keras_moe.training.callbacks import Progress
 from keras_moe.training.checkpoints import list_checkpoints, run_lock
-from keras_moe.training.data_sections import Datasets
 from keras_moe.training.non_finite import (
     NonFiniteLoss,
     StopOnNonFinite,
@@ -32,6 +31,7 @@ from keras_moe.training.non_finite import (
 from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
+from keras_moe.training.sections import Datasets
 
 # A run without checkpoints is repeated from its start to locate a non-finite value if
 # it has at most this many steps.
@@ -73,7 +73,7 @@ def train(
     datasets: Datasets | Callable[[int], Datasets] | None = None,
     data_dir: str | None = None,
     callbacks: Sequence[keras.callbacks.Callback] | Callable = (),
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     checkpoint_dir: str | os.PathLike | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 3,
@@ -103,8 +103,7 @@ def train(
         verbose: see `fit`.
         checkpoint_dir: folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None saves after each epoch.
-        keep_checkpoints: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step.
+        keep_checkpoints: `keep` of `RunCheckpoint`; see there for `keep_every`, too.
         resume: whether to resume from existing checkpoints; otherwise they are deleted.
         branch_from: checkpoint of another run to start from; see `RunCheckpoint` and
             `cooldown_branch`.
@@ -196,12 +195,13 @@ class _Run:
         self.new_model()
         self.linear_probe = self._probe() if datasets is None else None
 
-    def _probe(self):
+    def _probe(self) -> Any:
         path = self.folder and self.folder / _PROBE
 
         def earlier():
-            is_there = path and path.is_file()
-            return json.loads(read_text(path, self.folder)) if is_there else None
+            if path and path.is_file():
+                return json.loads(read_text(path, self.folder))
+            return None
 
         # Hosts may share no folder, and all of them probe together or none does.
         accuracy = broadcast_from_primary(earlier)
@@ -220,8 +220,9 @@ class _Run:
         self.model = None
         keras.utils.set_random_seed(recipe.seed)
         if self.own_datasets is None:
-            self.model = recipe.new_model(recipe.num_classes(self.data_dir))
-            recipe.prepare(self.model, self.data_dir, self.folder)
+            objective, *where = recipe.objective, recipe.data, self.data_dir
+            self.model = recipe.new_model(objective.num_classes(*where))
+            objective.prepare(self.model, *where, self.folder)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
             # The preset's names may belong to other data.
@@ -246,7 +247,7 @@ class _Run:
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-                yield *keras.tree.map_structure(_to_numpy, (x, y)), weight
+                yield _to_numpy(x), _to_numpy(y), weight
 
     def settings(self) -> dict[str, Any]:
         """Returns all that a run depends on, images left out as unreadable included."""
@@ -299,9 +300,8 @@ def _fit(run, checkpoint, step, callbacks, verbose):
         # Each batch is split over the devices.
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         test = data.padded(x, y, weight, model=model)
-    if callable(callbacks):
-        callbacks = callbacks(model, images)
-    callbacks = [*run.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
+    given: Any = callbacks(model, images) if callable(callbacks) else callbacks
+    callbacks = [*run.recipe.callbacks(), *given, StopOnNonFinite()]
     if run.best is not None:
         callbacks.append(run.best)
     if checkpoint is None:
@@ -309,7 +309,7 @@ def _fit(run, checkpoint, step, callbacks, verbose):
     else:
         if run.best is not None:
             # Unless the checkpoint has its state.
-            run.best.count_from(len(checkpoint.history.get("loss", ())))
+            run.best.epochs = len(checkpoint.history.get("loss", ()))
         callbacks = checkpoint.around(callbacks)
     if step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
         # Creates the metrics' variables, which are in the checkpoint and which other
@@ -389,5 +389,7 @@ def _result(run, checkpoint, history):
     return Training(run.model, history, score, run.linear_probe)
 
 
-def _to_numpy(value):
-    return None if value is None else ops.convert_to_numpy(value)
+def _to_numpy(values):
+    return keras.tree.map_structure(
+        lambda x: None if x is None else ops.convert_to_numpy(x), values
+    )

@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ import numpy as np
 from keras_moe._checks import check_integer
 from keras_moe._compat import random_states, set_backend_states, set_random_states
 from keras_moe._version import __version__
-from keras_moe.training.callbacks import BestEpoch, Progress
+from keras_moe.training.callbacks import BestEpoch, Callback, Progress
 from keras_moe.training.checkpoints import (
     Checkpoint,
     clean_folder,
@@ -25,7 +25,7 @@ from keras_moe.training.checkpoints import (
 )
 
 
-class RunCheckpoint(keras.callbacks.Callback):
+class RunCheckpoint(Callback):
     """Saves a run after each epoch, or every few steps, and resumes it.
 
     A checkpoint also holds random states, running metrics, the history, and the state
@@ -42,8 +42,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         steps_per_epoch: number of steps in an epoch.
         every: steps between checkpoints; None saves after each epoch. The end of the
             run is always saved.
-        keep: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at multiples of this step.
+        keep: see `save_checkpoint`, also for `keep_every`.
         settings: JSON data such as a recipe's `settings()`. Checkpoints with other
             settings are rejected.
         restart: whether to delete existing checkpoints and start over.
@@ -106,18 +105,14 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.branch_from = branch_from
         # One step count for all callbacks of the run.
         self.progress = Progress()
-        self.finished = False
-        self.history = {}
-        self.last = None
+        self.finished, self.history, self.last = False, {}, None
         self.best = best
         # Step of the best epoch's checkpoint, and its row in the history.
         self.best_step, self.best_row = None, None
-        self.may_differ = may_differ
-        self.endless = endless
+        self.may_differ, self.endless = may_differ, endless
         # Old values of the settings that changed.
         self.changed = {}
-        self._restored = None
-        self._begins_metrics = False
+        self._restored, self._begins_metrics = None, False
         # Random states for the first batch.
         self._random = None
         self._callbacks = []
@@ -137,9 +132,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         checkpoint = None if self.restart else find_checkpoint(self.folder)
         # Only once: restoring again keeps the run's checkpoints.
         self.restart = False
-        if checkpoint is None and self.branch_from is None:
-            return 0
         if checkpoint is None:
+            if self.branch_from is None:
+                return 0
             checkpoint = open_checkpoint(self.branch_from)
             _check_random_states(checkpoint)
             # Drops the other run's measurements and position within its epoch.
@@ -241,7 +236,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         step = self.progress.step
         if self.is_within_epoch:
             groups["metrics"] = model.metrics_variables
-        best = (self.best_step, self.best_row)
+        best: tuple = (self.best_step, self.best_row)
         if self.best is not None and self.best.improved:
             best = (step, self.best.row)
         state = {
@@ -255,9 +250,8 @@ class RunCheckpoint(keras.callbacks.Callback):
             "versions": versions(),
         }
         try:
-            path = save_checkpoint(
-                self.folder, step, groups, state, self.keep, self.keep_every, best[:1]
-            )
+            keep = self.keep, self.keep_every, [x for x in best[:1] if x is not None]
+            path = save_checkpoint(self.folder, step, groups, state, *keep)
         except OSError as error:
             message = (
                 f"The checkpoint of step {step} could not be written: {error}; the "
@@ -299,7 +293,7 @@ class RunCheckpoint(keras.callbacks.Callback):
                 stacklevel=3,
             )
 
-    def _with_state(self):
+    def _with_state(self) -> Iterator[tuple[str, Any]]:
         counts = {}
         for callback in self._callbacks:
             if hasattr(callback, "get_state"):
@@ -308,7 +302,7 @@ class RunCheckpoint(keras.callbacks.Callback):
                 yield f"{name} {counts[name]}", callback
 
 
-class _First(keras.callbacks.Callback):
+class _First(Callback):
     """Runs first: saves within an epoch, and ends a resumed run's partial first epoch.
 
     `fit` itself goes on; for it all epochs have the same number of steps.
@@ -356,7 +350,7 @@ def _check_random_states(checkpoint):
         )
 
 
-def _groups(model) -> dict[str, list[Any]]:
+def _groups(model) -> dict[str, Sequence[keras.Variable]]:
     return {
         # Together with the states of seeds.
         "model": [*model.trainable_variables, *model.non_trainable_variables],

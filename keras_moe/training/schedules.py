@@ -1,7 +1,7 @@
 """Learning rate schedules with warm-up and decay, and the `schedule` section."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import keras
 from keras import ops
@@ -94,55 +94,6 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         return {name: getattr(self, name) for name in argument_names(type(self))}
 
 
-def warmup_schedule(
-    decay: str,
-    peak: float,
-    total_steps: int,
-    warmup_steps: int = 0,
-    final: float = 0.0,
-    timescale: int = 10_000,
-    cooldown_steps: int = 0,
-) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Returns a schedule with a linear warm-up from 0 and a decay.
-
-    Args:
-        decay: `"cosine"` or `"linear"` to `final` at the last step, `"rsqrt"`
-            (reciprocal square root) or `"constant"`.
-        peak: learning rate at the end of the warm-up.
-        total_steps: number of steps in the run.
-        warmup_steps: number of warm-up steps.
-        final: learning rate after the last step, or after the cooldown.
-        timescale: see `WarmupCooldown`, for `"rsqrt"`.
-        cooldown_steps: length of the cooldown of `"rsqrt"` and `"constant"`.
-
-    Example:
-
-    >>> from keras_moe.training import warmup_schedule
-    >>> schedule = warmup_schedule("cosine", 0.5, total_steps=30, warmup_steps=10)
-    >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 20, 30)]
-    [0.0, 0.25, 0.5, 0.25, 0.0]
-    """
-    _check_decay(decay, cooldown_steps, final)
-    check_positive("peak", peak)
-    check_not_negative("final", final)
-    if decay in OPEN_ENDED:
-        timescale = timescale if decay == "rsqrt" else None
-        return WarmupCooldown(
-            peak, total_steps, warmup_steps, timescale, cooldown_steps, final
-        )
-    if decay == "linear":
-        falling = total_steps - warmup_steps
-        return WarmupCooldown(peak, total_steps, warmup_steps, None, falling, final)
-    # Keras counts the decay steps from the end of the warm-up.
-    return keras.optimizers.schedules.CosineDecay(
-        0.0 if _check_warmup(warmup_steps, total_steps) else peak,
-        total_steps - warmup_steps,
-        alpha=final / peak,
-        warmup_target=peak if warmup_steps else None,
-        warmup_steps=warmup_steps,
-    )
-
-
 def _check_warmup(warmup_steps, total_steps):
     """Returns `warmup_steps` if steps remain for the decay."""
     if check_integer("warmup_steps", warmup_steps, minimum=0) >= total_steps:
@@ -151,22 +102,6 @@ def _check_warmup(warmup_steps, total_steps):
             f"recipe a share such as 0.1; received: warmup_steps={warmup_steps}"
         )
     return warmup_steps
-
-
-def _check_decay(decay, cooldown_steps, final):
-    """Validates that a decay allows this cooldown and final rate."""
-    check_one_of("decay", decay, DECAYS)
-    if cooldown_steps and decay not in OPEN_ENDED:
-        raise ValueError(
-            f"Expected cooldown_steps=0 with a decay to the last step; received: "
-            f"cooldown_steps={cooldown_steps}, decay={decay!r}"
-        )
-    if final and decay in OPEN_ENDED and not cooldown_steps:
-        raise ValueError(
-            f"Expected cooldown_steps >= 1 for the final learning rate of "
-            f"decay={decay!r}; received: cooldown_steps=0, "
-            f"final_learning_rate={final!r}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +116,8 @@ class ScheduleConfig(Section):
         steps: number of steps, instead of `epochs`.
         warmup_steps: number of steps in which the learning rate rises linearly from 0;
             below 1, their share of the schedule.
-        decay: `"cosine"`, `"linear"`, `"rsqrt"` or `"constant"`; see `warmup_schedule`.
+        decay: `"cosine"` or `"linear"` to `final_learning_rate`, `"rsqrt"` (reciprocal
+            square root) or `"constant"`; see `WarmupCooldown`.
         timescale: steps after the warm-up until `"rsqrt"` is at 0.71 of its peak.
         cooldown_steps: number of last steps in which `"rsqrt"` or `"constant"` falls
             linearly to `final_learning_rate`; below 1, their share of the schedule.
@@ -224,31 +160,40 @@ class ScheduleConfig(Section):
                 "Expected either epochs or steps; "
                 f"received: epochs={self.epochs!r}, steps={self.steps!r}"
             )
-        length = "steps" if self.epochs is None else "epochs"
-        for name in ("timescale", length):
-            check_integer(name, getattr(self, name))
+        for name in ("epochs", "steps", "schedule_steps", "patience"):
+            check_integer(name, getattr(self, name), optional=True)
+        check_integer("timescale", self.timescale)
         for name in ("warmup_steps", "cooldown_steps"):
             if not 0 < check_not_negative(name, getattr(self, name)) < 1:
                 check_integer(name, getattr(self, name), minimum=0)
         check_not_negative("final_learning_rate", self.final_learning_rate)
         check_positive("learning_rate", self.learning_rate)
-        _check_decay(self.decay, self.cooldown_steps, self.final_learning_rate)
-        if self.schedule_steps is not None:
-            check_integer("schedule_steps", self.schedule_steps)
+        check_one_of("decay", self.decay, DECAYS)
+        is_open = self.decay in OPEN_ENDED
+        if self.cooldown_steps and not is_open:
+            raise ValueError(
+                f"Expected cooldown_steps=0 with a decay to the last step; received: "
+                f"cooldown_steps={self.cooldown_steps}, decay={self.decay!r}"
+            )
+        if self.final_learning_rate and is_open and not self.cooldown_steps:
+            raise ValueError(
+                f"Expected cooldown_steps >= 1 for the final learning rate of "
+                f"decay={self.decay!r}; received: cooldown_steps=0, "
+                f"final_learning_rate={self.final_learning_rate!r}"
+            )
         check_one_of("best", self.best, (None, "keep", "restore"))
         if self.monitor is not None:
             check_string("monitor", self.monitor)
         check_one_of("monitor_mode", self.monitor_mode, (None, *MODES))
-        if self.patience is not None:
-            check_integer("patience", self.patience)
-        elif self.best is None and (self.monitor or self.monitor_mode):
+        compares = self.patience is not None or self.best is not None
+        if not compares and (self.monitor or self.monitor_mode):
             raise ValueError(
                 "Expected patience or best with monitor and monitor_mode; received: "
                 f"monitor={self.monitor!r}, monitor_mode={self.monitor_mode!r}"
             )
         super().__post_init__()
 
-    def replace(self, **changes: Any) -> "ScheduleConfig":
+    def replace(self, **changes: Any) -> Self:
         """Returns a changed copy; `epochs` and `steps` replace each other."""
         for name, other in (("epochs", "steps"), ("steps", "epochs")):
             if changes.get(name) is not None:
@@ -257,15 +202,15 @@ class ScheduleConfig(Section):
 
     def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of weight updates, each of `accumulated` batches."""
-        if self.steps is not None:
-            return self.steps
+        if self.epochs is None:
+            return self.steps or 0
         return self.epochs * steps_per_epoch // accumulated
 
     def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
         """Returns the number of epochs for `fit`; the last may end early."""
         if self.epochs is not None:
             return self.epochs
-        return -(-self.steps * accumulated // steps_per_epoch)
+        return -(-(self.steps or 0) * accumulated // steps_per_epoch)
 
     def new_schedule(
         self, steps_per_epoch: int, accumulated: int = 1
@@ -280,14 +225,21 @@ class ScheduleConfig(Section):
                 f"run after its schedule; received: schedule_steps={steps}, "
                 f"final_learning_rate={self.final_learning_rate!r}"
             )
-        return warmup_schedule(
-            self.decay,
-            self.learning_rate,
-            steps,
-            self.number_of_steps("warmup_steps", steps),
-            self.final_learning_rate,
-            self.timescale,
-            self.number_of_steps("cooldown_steps", steps),
+        peak, final = self.learning_rate, self.final_learning_rate
+        warmup = _check_warmup(self.number_of_steps("warmup_steps", steps), steps)
+        if self.decay != "cosine":
+            falling = steps - warmup
+            if self.decay in OPEN_ENDED:
+                falling = self.number_of_steps("cooldown_steps", steps)
+            timescale = self.timescale if self.decay == "rsqrt" else None
+            return WarmupCooldown(peak, steps, warmup, timescale, falling, final)
+        # Keras counts the decay steps from the end of the warm-up.
+        return keras.optimizers.schedules.CosineDecay(
+            0.0 if warmup else peak,
+            steps - warmup,
+            alpha=final / peak,
+            warmup_target=peak if warmup else None,
+            warmup_steps=warmup,
         )
 
     def number_of_steps(self, name: str, schedule_steps: int) -> int:

@@ -1,13 +1,26 @@
-"""Recipe sections: settings that share a heading in a file."""
+"""Recipe sections: settings that share a heading in a file; data and model here."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
-from keras_moe._checks import check_argument_names, check_bool, check_dtype
+import numpy as np
+
+from keras_moe import data
+from keras_moe._checks import (
+    check_argument_names,
+    check_bool,
+    check_dtype,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.data.sources import has_captions
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     """Base class of a recipe's sections: frozen dataclasses with JSON values."""
 
@@ -26,17 +39,19 @@ class Section:
             object.__setattr__(self, field.name, json_copy(field.name, value))
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Builds a section from the settings of a file."""
         names = [field.name for field in dataclasses.fields(cls)]
-        check_argument_names(settings, names, f"the section {cls.title!r} of a recipe")
+        check_argument_names(
+            {**settings}, names, f"the section {cls.title!r} of a recipe"
+        )
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all settings as JSON data for `from_settings`."""
         return dataclasses.asdict(self)
 
-    def replace(self, **changes: Any) -> "Section":
+    def replace(self, **changes: Any) -> Self:
         """Returns a copy with changed settings."""
         return type(self).from_settings({**self.to_dict(), **changes})
 
@@ -93,7 +108,7 @@ class ModelConfig(Section):
                 )
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Builds the section from a file's settings; unknown names are overrides."""
         own = {
             name: settings[name]
@@ -103,7 +118,7 @@ class ModelConfig(Section):
         overrides = {name: x for name, x in settings.items() if name not in own}
         return super().from_settings({**own, "overrides": overrides})
 
-    def replace(self, **changes: Any) -> "ModelConfig":
+    def replace(self, **changes: Any) -> Self:
         """Returns a changed copy; a new `preset` loads its weights by default."""
         if changes.get("preset", self.preset) != self.preset:
             changes = {"load_weights": True, **changes}
@@ -114,3 +129,255 @@ class ModelConfig(Section):
         settings = super().to_dict()
         overrides = settings.pop("overrides")
         return {**settings, **overrides}
+
+
+class Datasets(NamedTuple):
+    """The batches of a run.
+
+    Attributes:
+        train: batches of inputs and targets for `fit`: one epoch or an infinite stream.
+            Images are in [-1, 1], labels in the form the loss expects.
+        test: the same for evaluation, with unmixed labels.
+        num_classes: number of classes, or None if the objective has none.
+        steps_per_epoch: number of training batches in an epoch.
+    """
+
+    train: Any
+    test: Any
+    num_classes: int | None
+    steps_per_epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Settings shared by all kinds of data; see `ImageData`, `PairData`, `TextData`.
+
+    Args:
+        batch_size: number of examples in a step.
+        source: source of the examples, see `keras_moe.data.load`.
+        train_split: split to train on.
+        test_split: split to evaluate on after each epoch.
+        augment: augmentations, by name or as dicts; see `keras_moe.data.load`.
+        exclude: one or more files that list examples to leave out, see there.
+        unreadable: `"exclude"` searches for unreadable images before the run and
+            leaves them out. None stops the run at the first one and names its file.
+
+    Example:
+
+    >>> from keras_moe.training import ImageData
+    >>> config = ImageData(source="tfds:imagenet2012", batch_size=4096)
+    >>> config.replace(source="digits", batch_size=64).test_split
+    'test'
+    """
+
+    title = "data"
+
+    batch_size: int
+    source: str = "digits"
+    train_split: str = "train"
+    test_split: str = "test"
+    augment: Sequence = ()
+    exclude: str | Sequence | None = None
+    unreadable: str | None = None
+
+    def __post_init__(self):
+        check_integer("batch_size", self.batch_size)
+        if self.unreadable is not None:
+            check_one_of("unreadable", self.unreadable, ("exclude",))
+        super().__post_init__()
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with changed settings; a new `source` resets the splits."""
+        if changes.get("source", self.source) != self.source:
+            names = ("train_split", "test_split", "test_source")
+            of_class = {x: getattr(type(self), x) for x in names if hasattr(self, x)}
+            changes = {**of_class, **changes}
+        return super().replace(**changes)
+
+    @property
+    def evaluated_source(self) -> str:
+        """Source of the examples to evaluate on."""
+        return self.source
+
+    def left_out(
+        self, data_dir: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the examples that a search left out; None without a search."""
+        return None
+
+    def steps_per_epoch(self, count: int, batch_size: int) -> int:
+        """Returns the number of batches in an epoch of `count` examples."""
+        if count < batch_size:
+            raise ValueError(
+                "Expected a batch no larger than the examples to train on; "
+                f"received: batch_size={self.batch_size}, source={self.source!r}, "
+                f"train_split={self.train_split!r}"
+            )
+        return count // batch_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData(DataConfig):
+    """Images and their classes.
+
+    Args:
+        batch_size: number of images in a step.
+        source: source of the images; see `DataConfig` for this and all other
+            arguments.
+
+    Example: see `DataConfig`.
+    """
+
+    # Results of `left_out` by `data_dir`.
+    _left_out: ClassVar[dict]
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "_left_out", {})
+
+    @property
+    def mixes_labels(self) -> bool:
+        """Whether an augmentation, such as mixup, turns labels into vectors."""
+        names = [x.get("name") if isinstance(x, dict) else x for x in self.augment]
+        return any(name in LABEL_MIXING_NAMES for name in names)
+
+    def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the sorted int64 indices of the train and test images to leave out.
+
+        This may decode all images, so the result is cached.
+        """
+        if data_dir not in self._left_out:
+            self._left_out[data_dir] = tuple(
+                data.excluded_examples(
+                    self.source, split, data_dir, exclude, self.unreadable or "raise"
+                )
+                for split, exclude in (
+                    (self.train_split, self.exclude or ()),
+                    (self.test_split, ()),
+                )
+            )
+        return self._left_out[data_dir]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedData(DataConfig):
+    """Settings of data that may be a mixture of sources."""
+
+    source: str | dict = "digits"
+    epoch_size: int | None = None
+    test_source: str | None = None
+
+    def __post_init__(self):
+        if not self.source or not isinstance(self.source, (str, dict)):
+            raise ValueError(
+                "Expected source to be a name, or a dict from names to weights; "
+                f"received: source={self.source!r}"
+            )
+        for name, weight in self.weights.items():
+            check_positive(f"source[{name!r}]", weight)
+        check_integer("epoch_size", self.epoch_size, optional=True)
+        super().__post_init__()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of all sources, which may be mixed."""
+        return self.source if isinstance(self.source, dict) else {self.source: 1}
+
+    @property
+    def evaluated_source(self) -> str:
+        """Source of the examples to evaluate on."""
+        return self.test_source or next(iter(self.weights))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairData(MixedData):
+    """Images and their captions.
+
+    Args:
+        batch_size: number of pairs in a step.
+        source: source of the pairs, see `keras_moe.data.load_pairs`; or a mixture, as a
+            dict from source to weight: `{"webdataset:a/*.tar": 3, "folder:b": 1}`.
+        train_split: see `DataConfig`, also for `test_split`, `augment`, `exclude` and
+            `unreadable`.
+        captions: how to use several captions of an image: `"random"` (the default in
+            training) draws one in each pass, `"first"` always uses the first, `"all"`
+            makes a pair of each.
+        templates: captions for sources of classes, with `{}` for the class name: a
+            string, a list of strings or the path of a file. None uses the bare name.
+        epoch_size: pairs in an epoch; None counts them, which reads archives once.
+        test_source: source of `test_split`; None uses the (first) training source.
+
+    Example:
+
+    >>> from keras_moe.training import PairData
+    >>> PairData(batch_size=8, source={"emoji": 3, "digits": 1}).evaluated_source
+    'emoji'
+    """
+
+    captions: str | None = None
+    templates: str | Sequence | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Validates the rest as far as possible without data.
+        data.PairOptions(**self.pair_options())
+
+    def pair_options(self) -> dict[str, Any]:
+        """Returns the given options as arguments of `keras_moe.data.load_pairs`."""
+        names = ("captions", "templates", "unreadable")
+        given = [name for name in names if getattr(self, name) is not None]
+        return {name: getattr(self, name) for name in given}
+
+    def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
+        """Returns `keras_moe.data.load_pairs` options for the test pairs.
+
+        Every evaluation uses the same pairs: `"random"` captions become `"first"`. In a
+        mixture, templates apply to sources of classes.
+        """
+        options = self.pair_options()
+        if options.get("captions", "random") == "random":
+            options["captions"] = "first"
+        source, split = self.evaluated_source, self.test_split
+        is_part = "templates" in options and source != self.source
+        if is_part and has_captions(source, split, data_dir):
+            del options["templates"]
+        return options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData(MixedData):
+    """Texts for language models.
+
+    Texts are tokenized and packed into rows when a run starts, and stay in memory: 4
+    bytes per token. Documents in a row do not attend to each other.
+
+    Args:
+        batch_size: number of rows in a step.
+        source: source of the texts, see `keras_moe.data.load_texts`; or a mixture, as a
+            dict from source to weight: `{"text:books": 3, "text:code": 1}` has 3 rows
+            of the books in each batch for each row of the code.
+        train_split: see `DataConfig`.
+        test_split: split of documents to evaluate on after each epoch.
+        epoch_size: rows in an epoch; None counts those of all sources.
+        test_source: source of `test_split`; None uses the (first) training source.
+
+    Example:
+
+    >>> from keras_moe.training import TextData
+    >>> TextData(batch_size=8, source="text:notes").test_split
+    'validation'
+    """
+
+    source: str | dict = "python_docs"
+    test_split: str = "validation"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("augment", "exclude", "unreadable"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"Expected no {name} for texts; received: "
+                    f"{name}={getattr(self, name)!r}"
+                )
+        # Packed rows and their tokenizer, by source and `data_dir`.
+        object.__setattr__(self, "packed", {})

@@ -5,6 +5,7 @@ Axes: B batch, N tokens, E experts, K selected experts.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from keras_moe._checks import (
 )
 from keras_moe._compat import flatten_layers
 from keras_moe._freezing import copy_freezing
+from keras_moe._types import Structure
 from keras_moe.layers import MLP
 from keras_moe.layers.multilinear_experts import check_levels
 from keras_moe.layers.mumoe_config import MUMOE
@@ -88,16 +90,16 @@ _OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset"
 
 def upcycle(
     dense_model: Any,
-    num_experts: Any = 8,
-    moe_layers: Any = "every_2",
+    num_experts: int | Sequence[int] = 8,
+    moe_layers: str | int | Sequence[int] = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
     normalize_gates: bool | str | None = None,
     preset: str | None = None,
     carry_optimizer: bool = False,
-    images: Any = None,
+    images: "Structure | None" = None,
     noise_seed: int = 0,
-    towers: Any = None,
+    towers: Sequence[str] | dict[str, dict] | None = None,
     **moe_arguments,
 ) -> tuple[Any, UpcyclingReport]:
     """Turns a dense model into a mixture of experts.
@@ -183,15 +185,17 @@ def upcycle(
     _check_dense(dense_model, overrides)
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
     blocks = _new_blocks(dense_model, sparse_model, overrides)
-    copy_weights(dense_model, sparse_model, noise, noise_seed)
-    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
+    sources = copy_weights(dense_model, sparse_model, noise, noise_seed)
+    report = report_of(dense_model, sparse_model, blocks, images, noise)
     if getattr(dense_model, "compiled", False):
         _compile(dense_model, sparse_model)
-    slots = 0
+    copy_freezing(dense_model, sparse_model, {"mlp": "moe/experts"})
     if carry_optimizer and dense_model.optimizer.built:
+        # After freezing, since only trainable weights have slots.
         sparse_model.optimizer.build(sparse_model.trainable_variables)
-        slots = carry_state(dense_model.optimizer, sparse_model.optimizer)
-    report = report_of(dense_model, sparse_model, blocks, images, noise, slots)
+        optimizers = dense_model.optimizer, sparse_model.optimizer
+        slots = carry_state(*optimizers, sources)
+        report = report._replace(slots=slots)
     return sparse_model, report
 
 
@@ -274,9 +278,6 @@ def _compile(dense_model, sparse_model):
     if hasattr(dense_model, "sampler"):
         config["sampler"] = dense_model.sampler
     sparse_model.compile(loss=dense_model.loss, **config)
-
-
-# Arguments
 
 
 def free_arguments() -> list[str]:

@@ -9,8 +9,8 @@ from rich.console import Console
 from keras_moe import analysis
 from keras_moe.analysis import ExpertAblation
 from keras_moe.analysis.specialisation import accuracy_changes
-from keras_moe.data import oversample
 from keras_moe.ops import Routing
+from tools.studies.mumoe_editing import oversample
 
 
 def ablation():

@@ -46,7 +46,7 @@ def test_crops_have_the_area_the_shape_and_the_pixels_they_should(size):
     crop = RandomResizedCrop(200, 200, scale=(0.2, 0.6), ratio=(0.5, 2.0))
     images = np.repeat(ramps(*size)[None], 200, axis=0)
     top, left, height, width = np.concatenate(
-        crop._draw(tf, tf.constant(size), [len(images)], (0, 1)), axis=-1
+        crop._draw(tf.constant(size), [len(images)], (0, 1)), axis=-1
     ).T
     # Rounding to whole pixels moves the bounds a little.
     share = height * width / (size[0] * size[1])
@@ -72,7 +72,7 @@ def test_a_shape_that_does_not_fit_falls_back_to_the_centre():
     # Nothing of the whole area of a tall image is wide.
     crop = RandomResizedCrop(10, 10, scale=(1, 1), ratio=(1, 2))
     images = ramps(30, 10)[None]
-    drawn = np.concatenate(crop._draw(tf, tf.shape(images)[1:3], [], (0, 1)))
+    drawn = np.concatenate(crop._draw(tf.shape(images)[1:3], [], (0, 1)))
     assert drawn.tolist() == [10, 0, 10, 10]
     np.testing.assert_allclose(crop(images, (0, 1))[0], images[0, 10:20], atol=1e-4)
 

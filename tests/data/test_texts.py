@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from keras_moe.data import _python_docs, load_rows, load_texts, num_classes
+from keras_moe.data import _texts, load_rows, load_texts, num_classes
 from tests.pipelines import check_resumption
 
 tf = pytest.importorskip("tensorflow")
@@ -51,11 +51,11 @@ def test_documentation_of_python_is_split_by_package():
     splits = {x: load_texts("python_docs", x) for x in ("train", "validation", "test")}
     sizes = {x: sum(map(len, texts)) for x, texts in splits.items()}
     packages = collections.defaultdict(set)
-    for name, text in _python_docs._documents():
+    for name, text in _texts.python_documents():
         packages[name] |= {x for x, texts in splits.items() if text in texts}
     assert all(len(found) == 1 for found in packages.values())
     assert (
-        max(collections.Counter(x for x, _ in _python_docs._documents()).values()) > 9
+        max(collections.Counter(x for x, _ in _texts.python_documents()).values()) > 9
     )
     assert min(sizes.values()) > 50_000
     assert sizes["train"] > 0.7 * sum(sizes.values())
@@ -70,9 +70,9 @@ def test_links_out_of_python_s_library_are_left_out(tmp_path, monkeypatch):
         (tmp_path / "lib" / name).symlink_to(tmp_path / "other.py")
     (tmp_path / "lib" / "own.py").write_text('"""Of the library."""')
     monkeypatch.setattr(
-        _python_docs.sysconfig, "get_paths", lambda: {"stdlib": tmp_path / "lib"}
+        _texts.sysconfig, "get_paths", lambda: {"stdlib": tmp_path / "lib"}
     )
-    documents = _python_docs._documents.__wrapped__()
+    documents = _texts.python_documents.__wrapped__()
     assert documents[0] == ("lib/own", "Of the library.")
     assert not any("Of a linked package" in text for _, text in documents)
 

@@ -58,9 +58,9 @@ class Most(training.Objective):
 MAKERS = {
     "recipe": recipe,
     "pairs": lambda **kw: pair_recipe("x", **kw),
-    "schedule": lambda **kw: training.warmup_schedule(
-        **{"peak": 0.1, "total_steps": 100, "warmup_steps": 10, **kw}
-    ),
+    "schedule": lambda **kw: training.ScheduleConfig(
+        **{"learning_rate": 0.1, "steps": 100, "warmup_steps": 10, **kw}
+    ).new_schedule(1),
     "branch": training.cooldown_branch,
     "Adafactor": training.ViTGAdafactor,
     "optimizer": lambda **kw: training.optimizer_class("adamw")(0.1, **kw),
@@ -125,9 +125,6 @@ BAD_VALUES = {
     },
     "schedule": {"decay": ["stairs"]},
     "Adafactor": {
-        "min_dim_size_to_factor": [0],
-        "beta_2_exponent": [0.0],
-        "beta_2_cap": [1.0],
         "epsilon": [0.0],
         "momentum": [-0.1],
         "peak_learning_rate": [0.0],
@@ -174,7 +171,11 @@ OTHERS = [
     ("replace", {"objective.name": "none"}, r"objective\.name to be one of .*'multi_"),
     ("schedule", {"decay": "rsqrt", "cooldown_steps": 91}, "cooldown_steps=91"),
     ("schedule", {"decay": "cosine", "cooldown_steps": 5}, "=5, decay='cosine'"),
-    ("schedule", {"decay": "constant", "final": 0.01}, "final_learning_rate=0.01"),
+    (
+        "schedule",
+        {"decay": "constant", "final_learning_rate": 0.01},
+        "final_learning_rate=0.01",
+    ),
     (
         "schedule",
         {"decay": "cosine", "warmup_steps": 100},

@@ -101,7 +101,7 @@ def test_a_run_trains_and_goes_on_exactly(folder, uninterrupted, tmp_path, monke
 def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
     mine = recipe(folder, **{"schedule.epochs": 1})
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     own = mine.datasets(model)
     actual = train(mine, Datasets(own.train, own.test, None, 1), verbose=0)
     # Nobody knows the tokenizer of such pairs.
@@ -115,7 +115,7 @@ def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
 def test_tokenizers(folder, tmp_path):
     mine = recipe(folder)
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     trained = model.preprocessor
     assert trained.vocabulary_size <= 530
     captions = data.load_captions(mine.data.source, "train")
@@ -133,7 +133,7 @@ def test_tokenizers(folder, tmp_path):
     np.testing.assert_array_equal(actual, expected(captions)["token_ids"])
     assert not np.array_equal(actual, trained(captions)["token_ids"])
     # A preset's own stays, unless the settings name another.
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     assert model.preprocessor is trained
     trained.save_to_preset(tmp_path / "saved")
     for settings, size, length in (

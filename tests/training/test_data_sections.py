@@ -51,7 +51,8 @@ def test_a_presets_names_are_not_those_of_unknown_data():
 
 
 def test_names_of_sources(tmp_path):
-    assert recipe().class_names() == tuple("0123456789")
+    mine = recipe()
+    assert mine.objective.class_names(mine.data) == tuple("0123456789")
     image = np.zeros((8, 8, 3), "uint8")
     for classes, names in ((["x", "y"], ("x", "y")), (2, None)):
         folder = tmp_path / str(classes)

@@ -52,7 +52,7 @@ def test_a_smaller_vocabulary_is_trained_by_the_run(source):
     settings = {"model.vocabulary_size": 530, "data.source": source}
     recipe = training.load_recipe("moepp_lm_python", **settings)
     model = recipe.new_model(None)
-    recipe.prepare(model)
+    recipe.objective.prepare(model, recipe.data)
     assert model.preprocessor.vocabulary_size <= 530
     with pytest.raises(ValueError, match=r"at most the 530.*vocabulary_size=1024"):
         models.from_preset("moepp_lm_python", vocabulary_size=530)
@@ -61,7 +61,7 @@ def test_a_smaller_vocabulary_is_trained_by_the_run(source):
 def test_rows_are_packed_documents(source):
     mine = text_recipe(source)
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     datasets = mine.datasets(model)
     train_rows = models.pack(
         model.preprocessor.documents(data.load_texts(source, "train")), 16
@@ -89,7 +89,7 @@ def test_sources_are_mixed_by_weight(source, tmp_path):
     mine = text_recipe({source: 3, other: 1})
     assert mine.data.evaluated_source == source
     model = mine.new_model(None)
-    mine.prepare(model)
+    mine.objective.prepare(model, mine.data)
     batch = next(iter(mine.datasets(model).train))
     documents = model.preprocessor.documents(data.load_texts(other, "train"))
     own = {tuple(row) for row in models.pack(documents, 16)["token_ids"].tolist()}

@@ -90,7 +90,7 @@ def test_decay_times_the_learning_rate():
 def test_decay_relative_to_the_peak():
     # At step 0 of 10 the rate is at its peak of 0.2, at step 5 half of it.
     optimizer = training.optimizer_class("adamw")(
-        training.warmup_schedule("linear", 0.2, total_steps=10),
+        schedule_of("linear", 0.2, 10),
         weight_decay=0.01,
         peak_learning_rate=0.2,
         groups=GROUPS,
@@ -202,7 +202,7 @@ def test_accumulated_batches_are_one_batch(name):
     def trained(batch_size, **options):
         optimizer = training.optimizer_class(name)(
             # Rises for 2 updates, and falls until the sixth.
-            training.warmup_schedule("linear", 0.1, total_steps=6, warmup_steps=2),
+            schedule_of("linear", 0.1, 6, warmup_steps=2),
             weight_decay=0.1,
             global_clipnorm=0.5,
             groups=[{"match": "two/.*", "learning_rate": 0.5}],
@@ -353,12 +353,18 @@ def test_the_state_takes_two_bytes_a_weight():
 # Schedules with a cooldown
 
 
+def schedule_of(decay, peak, steps, **settings):
+    return training.ScheduleConfig(
+        learning_rate=peak, steps=steps, decay=decay, **settings
+    ).new_schedule(steps_per_epoch=1)
+
+
 def rates(schedule, steps):
     return [float(schedule(step)) for step in steps]
 
 
 def test_reciprocal_square_root_by_hand():
-    schedule = training.warmup_schedule(
+    schedule = schedule_of(
         "rsqrt", 0.6, 200, warmup_steps=20, timescale=10, cooldown_steps=100
     )
     # 20 + 10 (n^2 - 1) steps make the rate an n-th: 50 a half, 100 a third.
@@ -375,14 +381,19 @@ def test_reciprocal_square_root_by_hand():
 
 
 def test_constant_by_hand():
-    schedule = training.warmup_schedule(
-        "constant", 0.6, 100, warmup_steps=10, cooldown_steps=20, final=0.2
+    schedule = schedule_of(
+        "constant",
+        0.6,
+        100,
+        warmup_steps=10,
+        cooldown_steps=20,
+        final_learning_rate=0.2,
     )
     expected = {0: 0.0, 5: 0.3, 10: 0.6, 79: 0.6, 80: 0.6, 90: 0.4, 100: 0.2, 130: 0.2}
     np.testing.assert_allclose(
         rates(schedule, expected), list(expected.values()), atol=1e-7
     )
-    steady = training.warmup_schedule("constant", 0.6, 100)
+    steady = schedule_of("constant", 0.6, 100)
     np.testing.assert_allclose(rates(steady, (0, 50, 100, 200)), 0.6, rtol=1e-6)
 
 

@@ -190,8 +190,10 @@ def test_a_run_of_steps_ends_there():
     assert int(model.optimizer.iterations) == 20
     assert float(to_numpy(model.optimizer.learning_rate)) == pytest.approx(0, abs=1e-8)
     # A run that goes on has fewer to go.
-    going_on = changed(mine, steps=22).callbacks(start_step=40)[0]
+    going_on = changed(mine, steps=22).callbacks()[0]
     going_on.set_model(model)
+    going_on.progress.step = 40
+    going_on.on_epoch_begin(1)
     model.stop_training = False
     for batch, ends in enumerate((False, False, False, True)):
         going_on.on_train_batch_begin(batch)

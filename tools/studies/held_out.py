@@ -24,6 +24,7 @@ from keras_moe._files import write_json
 from keras_moe.cli._arguments import RESUMES, Result, add_count
 from keras_moe.cli.evaluate import pooled_features
 from keras_moe.cli.train import backend_and_versions
+from tools.studies import clip_art
 from tools.studies.pairs import PairTraining
 from tools.studies.study import (
     Run,
@@ -93,21 +94,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     name, sizes = RECIPES[args.task]
-    overrides = {"data.source": args.source}
-    if args.source != "emoji":
+    kind, _, folder = args.source.partition(":")
+    output = args.output or Path(f"runs/held_out_{args.task}_{kind}")
+    source = args.source
+    if kind == "openclipart":
+        drawings = output / "drawings"
+        if not drawings.exists():
+            clip_art.write_folders(folder, drawings)
+        source = f"folder:{drawings / args.task}"
+    overrides = {"data.source": source}
+    if source != "emoji":
         overrides |= {**CLIP_ART, **sizes}
     if args.epochs:
         overrides["schedule.epochs"] = args.epochs
     recipe = training.load_recipe(name).replace(**overrides)
-    kind = args.source.partition(":")[0]
-    output = args.output or Path(f"runs/held_out_{args.task}_{kind}")
     pairs = PairTraining(recipe, None)
     settings = {**pairs.settings(), **backend_and_versions()}
     study = Study(output, settings, console)
     train = pairs.make if args.task == "pairs" else lambda *x: classified(recipe, *x)
     baselines = pair_baselines if args.task == "pairs" else class_baselines
     results = {
-        "baselines": baselines(args.source, console),
+        "baselines": baselines(source, console),
         "twins": compared(study, train, args.seeds, FIGURES[args.task][0]),
     }
     values = {"settings": settings, **results}

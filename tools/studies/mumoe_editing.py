@@ -105,7 +105,7 @@ class Editing(Part):
         rows = {"linear": evaluate(fitted(images, labels, has_head=False), test)}
         model = fitted(images, labels)
         rows["muMoE"] = evaluate(model, test)
-        chosen = data.oversample(members, int(others.sum()), seed)
+        chosen = oversample(members, int(others.sum()), seed)
         rows["+ oversampling"] = evaluate(fitted(images[chosen], labels[chosen]), test)
         debiased = self.new_model(seed)
         debiased.compile(self.fit.optimizer())
@@ -269,3 +269,18 @@ def adversarial_debiasing(
         metrics={"attribute": keras.metrics.SparseCategoricalAccuracy("accuracy")},
     )
     return model
+
+
+def oversample(members: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
+    """Indices of all examples, shuffled, with `count` of the members (appendix J).
+
+    Each member, of which there are at most `count`, is repeated equally often.
+    """
+    generator = np.random.default_rng(seed)
+    examples = np.flatnonzero(members)
+    whole, rest = divmod(count, len(examples))
+    once_more = generator.choice(examples, rest, replace=False)
+    indices = np.concatenate(
+        [np.flatnonzero(~members), np.repeat(examples, whole), once_more]
+    )
+    return generator.permutation(indices)

@@ -28,7 +28,7 @@ def study(program, monkeypatch):
     def load_digits(split, shape):
         return tuple(array[:500] for array in data.load_digits(split, shape))
 
-    few = SimpleNamespace(load_digits=load_digits, oversample=data.oversample)
+    few = SimpleNamespace(load_digits=load_digits)
     for name, value in {
         "data": few,
         "EXPERT_STRENGTHS": (1.0,),

@@ -1,13 +1,17 @@
-"""Pictures of the Open Clip Art Library, as packaged by Debian.
+"""Writes the Open Clip Art Library, as packaged by Debian, as folders of images.
 
 PATH/png/animals/mammals/bull_utrescu_.png     a picture; the first folder is its class
 PATH/svg/animals/mammals/bull_utrescu_.svg     the same with title and keywords
+
+OUTPUT/pairs/test/00007.png and captions.csv   all pictures, with their captions
+OUTPUT/classes/test/animals/00007.png          those of the larger categories
 """
 
 import contextlib
-import hashlib
+import csv
 import os
 import re
+import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -17,25 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from keras_moe._checks import check_one_of
-from keras_moe._files import open_regular
-from keras_moe.data._captions import CaptionOptions, captioned_arrays
-from keras_moe.data._examples import Examples, in_memory
-from keras_moe.data._files import (
-    SPLITS,
-    cache_folder,
-    extra,
-    held_out_split,
-    kept_arrays,
-    with_progress,
-)
-from keras_moe.data.labels import Classes
+from keras_moe._files import new_partial, open_regular
+from keras_moe.data._files import held_out_split, with_progress
 
 # Side of the pictures in pixels.
 SIDE = 64
-# Increase it to invalidate older caches.
-_VERSION = 1
 # Longer series go to training: one of them would dominate a test split.
 _LONGEST_SERIES = 50
 # Titles of more pictures than this describe a collection.
@@ -70,71 +62,71 @@ class _Description(NamedTuple):
     artist: str
 
 
-def read_clip_art(path: str, split: str) -> ClipArt:
-    """Returns the pictures of a split, cached below `KERAS_HOME` or `~/.keras`."""
-    check_one_of("split", split, SPLITS)
+def write_folders(path: str | Path, output: Path) -> None:
+    """Writes OUTPUT/pairs and OUTPUT/classes from an unpacked folder of Debian's."""
+    clip_art = read_clip_art(path)
+    counts = Counter(clip_art.categories.tolist())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = new_partial(output)
+    for split in ("train", "validation", "test"):
+        pairs = staging / "pairs" / split
+        pairs.mkdir(parents=True)
+        rows = [("image", "caption")]
+        for number in np.flatnonzero(clip_art.splits == split):
+            name, category = f"{number:05}.png", clip_art.categories[number]
+            picture = Image.fromarray(clip_art.images[number])
+            picture.save(pairs / name)
+            rows.append((name, clip_art.captions[number]))
+            if counts[category] >= _LEAST_OF_CLASS and category != _NO_CLASS:
+                folder = staging / "classes" / split / category
+                folder.mkdir(parents=True, exist_ok=True)
+                picture.save(folder / name)
+        with (pairs / "captions.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+    staging.rename(output)
+
+
+def read_clip_art(path: str | Path) -> ClipArt:
+    """Reads all pictures and their metadata, with a progress bar."""
     root = _root(path)
     files = _files(root / "png")
-    versions = [
-        f"{name} {_version(root / 'png' / name)} {_version(_svg(root, name))}"
-        for name in files
-    ]
-    key = "\n".join([str(_VERSION), *versions])
-    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-    path = cache_folder("openclipart") / f"{digest}.npz"
-    kept = kept_arrays(path, lambda: _rendered(root, files))
-    unreadable = kept.pop("unreadable").tolist()
+    # Pillow warns of palettes, and of sizes below those that it rejects.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
+        pictures = threads.map(lambda name: _picture(root, name), files)
+        images = list(with_progress(pictures, "Reading openclipart", len(files)))
+    unreadable = [name for name, image in zip(files, images) if image is None]
+    if len(unreadable) == len(files):
+        raise ValueError(f"Expected pictures in {root / 'png'}; received: {files[:3]}")
     if unreadable:
         warnings.warn(
             f"{len(unreadable)} of {len(files)} pictures in {root} are left out, such "
             f"as {unreadable[0]}: they are damaged or too large",
-            stacklevel=4,
+            stacklevel=2,
         )
-    everything = ClipArt(**kept)
-    if split == "all":
-        return everything
-    rows = everything.splits == split
-    return ClipArt(*(field[rows] for field in everything))
+    files = [name for name, image in zip(files, images) if image is not None]
+    images = np.stack([image for image in images if image is not None])
+    described = [_described(root, name) for name in files]
+    titles = Counter(one.title for one in described)
+    captions, series = [], []
+    for name, one in zip(files, described):
+        is_own = one.title and titles[one.title] <= _MOST_OF_ONE_TITLE
+        title = one.title if is_own else _of_file(name, one.artist)
+        captions.append(_caption(title, one))
+        # Titles of a series differ in numbers only.
+        series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
+    splits = _splits(files, _joined(series, images))
+    categories = [name.split("/")[0] for name in files]
+    return ClipArt(images, *map(np.asarray, (captions, categories, splits)))
 
 
-def find_classes(path: str, data_dir: str | None = None) -> Classes:
-    """Returns the sorted categories with enough pictures."""
-    files = _files(_root(path) / "png")
-    counts = Counter(name.split("/")[0] for name in files)
-    names = tuple(
-        name
-        for name, count in sorted(counts.items())
-        if count >= _LEAST_OF_CLASS and name != _NO_CLASS
-    )
-    return Classes(len(names), names)
-
-
-def open_labelled(path: str, split: str, data_dir: str | None) -> Examples:
-    """Opens a split with labels, without pictures of too small categories."""
-    classes = find_classes(path)
-    clip_art = read_clip_art(path, split)
-    rows = np.isin(clip_art.categories, classes.names)
-    labels = [classes.names.index(name) for name in clip_art.categories[rows]]
-    return in_memory(clip_art.images[rows], np.asarray(labels, "int32"), classes)
-
-
-def open_captioned(path: str, split: str, options: CaptionOptions) -> Examples | None:
-    """Opens a split with captions; None if templates ask for classes."""
-    if options.templates is not None:
-        return None
-    clip_art = read_clip_art(path, split)
-    return captioned_arrays(clip_art.images, clip_art.captions.tolist())
-
-
-def _root(path: str) -> Path:
+def _root(path: str | Path) -> Path:
     for folder in _FOLDERS:
         root = Path(path) / folder
         if (root / "png").is_dir() and (root / "svg").is_dir():
             return root
     raise ValueError(
         "Expected a folder with png and svg of the Debian packages openclipart-png and "
-        f"openclipart-svg; received: source='openclipart:{path}'"
+        f"openclipart-svg; received: {path}"
     )
 
 
@@ -152,43 +144,8 @@ def _svg(root: Path, name: str) -> Path:
     return root / "svg" / f"{name[:-4]}.svg"
 
 
-def _version(path: Path) -> tuple[int, int] | None:
-    """What changes with a file."""
-    about = path.stat() if path.exists() else None
-    return about and (about.st_size, about.st_mtime_ns)
-
-
-def _rendered(root: Path, files: Sequence[str]) -> dict[str, np.ndarray]:
-    """Reads all pictures and their metadata, with a progress bar."""
-    # Pillow warns of palettes, and of sizes below those that it rejects.
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
-        pictures = threads.map(lambda name: _picture(root, name), files)
-        images = list(with_progress(pictures, "Reading openclipart", len(files)))
-    unreadable = [name for name, image in zip(files, images) if image is None]
-    if len(unreadable) == len(files):
-        raise ValueError(f"Expected pictures in {root / 'png'}; received: {files[:3]}")
-    files = [name for name, image in zip(files, images) if image is not None]
-    images = np.stack([image for image in images if image is not None])
-    described = [_described(root, name) for name in files]
-    titles = Counter(one.title for one in described)
-    captions, series = [], []
-    for name, one in zip(files, described):
-        is_own = one.title and titles[one.title] <= _MOST_OF_ONE_TITLE
-        title = one.title if is_own else _of_file(name, one.artist)
-        captions.append(_caption(title, one))
-        # Titles of a series differ in numbers only.
-        series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
-    splits = _splits(files, _joined(series, images))
-    categories = [name.split("/")[0] for name in files]
-    arrays = map(np.asarray, (captions, categories, splits))
-    everything = ClipArt(images, *arrays)._asdict()
-    return {**everything, "unreadable": np.asarray(unreadable, str)}
-
-
 def _picture(root: Path, name: str) -> np.ndarray | None:
     """Reads a picture as (64, 64, 3) on white; None if it is damaged or too large."""
-    with extra("emoji"):
-        from PIL import Image
     with open_regular(root / "png" / name, root) as opened:
         try:
             with Image.open(opened) as file:
@@ -283,3 +240,7 @@ def _splits(files: Sequence[str], groups: np.ndarray) -> list[str]:
         split = held_out_split(files[group].encode("utf-8", "surrogateescape"))
         of_group[group] = "train" if sizes[group] > _LONGEST_SERIES else split
     return [of_group[group] for group in groups.tolist()]
+
+
+if __name__ == "__main__":
+    write_folders(sys.argv[1], Path(sys.argv[2]))

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from keras_moe import data
-from keras_moe.data import _openclipart
+from tools.studies.clip_art import read_clip_art, write_folders
 
 SVG = """<?xml version="1.0"?>
 <svg xmlns="http://www.w3.org/2000/svg"><title>not this one</title><metadata>
@@ -38,11 +38,6 @@ def write(root, name, title=None, keywords=(), size=(40, 20), seed=0):
         svg.write_text(SVG.format(title=title, keywords=items))
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture
 def root(tmp_path):
     """Where `dpkg -x` puts the pictures."""
@@ -50,7 +45,7 @@ def root(tmp_path):
 
 
 def captions(tmp_path):
-    return list(data.load_captions(f"openclipart:{tmp_path / 'x'}", "all"))
+    return read_clip_art(tmp_path / "x").captions.tolist()
 
 
 def test_captions_of_titles_and_keywords(root, tmp_path):
@@ -77,7 +72,7 @@ def test_pictures_are_on_white_and_keep_their_proportions(root, tmp_path):
     # The packages show a picture in other categories by links.
     (root / "png" / "b" / "1.png").symlink_to("../a/1.png")
     write(root, "b/2", "Two", size=(20, 10), seed=2)
-    clip_art = _openclipart.read_clip_art(str(root), "all")
+    clip_art = read_clip_art(root)
     assert clip_art.images.shape == (2, 64, 64, 3)
     assert clip_art.categories.tolist() == ["a", "b"]
     wide, small = clip_art.images
@@ -97,58 +92,45 @@ def test_series_and_pictures_that_are_alike_have_one_split(root, tmp_path):
     for number in range(60, 160):
         word = "".join("abcdefghij"[int(digit)] for digit in str(number))
         write(root, f"c/{word}", word, seed=number)
-    source = str(root)
-    everything = _openclipart.read_clip_art(source, "all")
+    everything = read_clip_art(root)
     series = np.array([name == "a" for name in everything.categories])
     copies = np.array([name == "b" for name in everything.categories])
     assert len(set(everything.splits[series])) == 1
     assert len(set(everything.splits[copies])) == 1
     others = everything.splits[~series & ~copies]
     assert all(4 <= (others == split).sum() <= 20 for split in ("validation", "test"))
-    parts = [_openclipart.read_clip_art(source, x) for x in _openclipart.SPLITS[:3]]
-    assert sum(len(part.images) for part in parts) == 160
-    for part, split in zip(parts, _openclipart.SPLITS):
-        assert set(part.splits) == {split}
 
 
 def test_categories_are_classes(root, tmp_path):
     for number in range(40):
-        write(root, f"b/{number}", f"bull {number}", seed=number)
-        write(root, f"a/{number}", f"arrow {number}", seed=number)
-        write(root, f"unsorted/{number}", f"thing {number}", seed=number)
-    write(root, "c/1", "one", seed=1)
-    source = f"openclipart:{root}"
+        # Titles of different words, so that they are no series.
+        word = "".join("abcdefghij"[int(digit)] for digit in f"{number:02}")
+        for kind, name in enumerate(("b", "a", "unsorted")):
+            write(root, f"{name}/{number}", f"{name}{word}", seed=number + 100 * kind)
+    write(root, "c/1", "one", seed=999)
+    write_folders(root, tmp_path / "new" / "out")
+    source, pairs = (f"folder:{tmp_path}/new/out/{x}" for x in ("classes", "pairs"))
+    splits = ("train", "validation", "test")
     assert data.class_names(source) == ("a", "b")
-    assert data.num_examples(source, "all") == 80
-    batches = data.load(source, "all", (16, 16, 3), batch_size=80, shuffle=False)
-    images, labels = next(iter(batches))
-    assert images.shape == (80, 16, 16, 3)
-    assert labels.numpy().tolist() == [0] * 40 + [1] * 40
-    # Every picture has a caption, or one by the template of its class.
-    assert data.num_pairs(source, "all") == 121
-    words = data.load_captions(source, "all", templates="a sign of {}")
-    assert words == ("a sign of a", "a sign of b")
-
-
-def test_pictures_are_read_once(root, tmp_path, monkeypatch):
-    write(root, "a/1", "one", seed=1)
-    first = _openclipart.read_clip_art(str(root), "all")
-    with monkeypatch.context() as patch:
-        patch.setattr(_openclipart, "_rendered", None)
-        kept = _openclipart.read_clip_art(str(tmp_path / "x"), "all")
-        np.testing.assert_array_equal(kept.images, first.images)
-        assert kept.captions.tolist() == first.captions.tolist()
-    write(root, "a/2", "two", seed=2)
-    assert len(_openclipart.read_clip_art(str(root), "all").images) == 2
+    assert sum(data.num_examples(source, split) for split in splits) == 80
+    labels = [
+        int(label)
+        for _, several in data.load(source, "train", (16, 16, 3), shuffle=False)
+        for label in several
+    ]
+    assert labels == sorted(labels)
+    # Every picture has a caption.
+    captions = [x for split in splits for x in data.load_captions(pairs, split)]
+    assert sorted(captions) == sorted(read_clip_art(root).captions)
 
 
 def test_bad_folders(root, tmp_path):
-    with pytest.raises(ValueError, match=r"png and svg.*received: source='openclipart"):
-        data.load_captions(f"openclipart:{tmp_path}", "train")
+    with pytest.raises(ValueError, match=r"png and svg.*received: "):
+        read_clip_art(tmp_path)
     write(root, "a/1", "one", seed=1)
     (root / "png" / "a" / "1.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"Expected pictures in .*: \['a/1\.png'\]"):
-        data.load_captions(f"openclipart:{root}", "train")
+        read_clip_art(root)
 
 
 def test_a_damaged_picture_costs_no_other(root, tmp_path):
@@ -156,17 +138,5 @@ def test_a_damaged_picture_costs_no_other(root, tmp_path):
         write(root, f"a/{number}", f"number {number}", seed=number)
     path = root / "png" / "a" / "1.png"
     path.write_bytes(path.read_bytes()[:60])
-    # And again, when the others come from the cache.
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=r"1 of 3 pictures .* such as a/1\.png"):
-            assert captions(tmp_path) == ["number 0", "number 2"]
-
-
-def test_a_changed_file_is_read_again(root, tmp_path):
-    write(root, "a/1", "one", seed=1)
-    assert captions(tmp_path) == ["one"]
-    svg = root / "svg" / "a" / "1.svg"
-    svg.write_text(svg.read_text().replace("one", "two"))
-    assert captions(tmp_path) == ["two"]
-    svg.unlink()
-    assert captions(tmp_path) == ["1"]
+    with pytest.warns(UserWarning, match=r"1 of 3 pictures .* such as a/1\.png"):
+        assert captions(tmp_path) == ["number 0", "number 2"]
