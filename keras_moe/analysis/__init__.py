@@ -15,7 +15,6 @@ from keras_moe.analysis.interventions import (
     edit_expert_logits,
     exclude_experts,
     expert_centres,
-    mean_coefficients,
     steer_expert,
 )
 from keras_moe.analysis.pruning import (
@@ -35,12 +34,9 @@ from keras_moe.analysis.routing import (
     routing_statistics,
 )
 from keras_moe.analysis.specialisation import (
-    FairnessMetrics,
     class_polysemanticity,
     expert_load,
-    fairness_metrics,
     mean_polysemanticity,
-    print_fairness,
 )
 from keras_moe.analysis.tokens import (
     ExpertView,
@@ -66,7 +62,6 @@ __all__ = [
     "ExpertAblation",
     "ExpertUsage",
     "ExpertView",
-    "FairnessMetrics",
     "FlowStatistics",
     "RoutingScores",
     "RoutingStatistics",
@@ -87,17 +82,14 @@ __all__ = [
     "expert_usage",
     "expert_views",
     "experts_per_token",
-    "fairness_metrics",
     "flow_statistics",
     "load_by_type",
     "main_experts",
     "mask_experts",
-    "mean_coefficients",
     "mean_polysemanticity",
     "merged_usage",
     "print_ablation",
     "print_coverage",
-    "print_fairness",
     "print_load_by_type",
     "print_statistics",
     "prune_experts",

@@ -139,34 +139,12 @@ def edit_expert_logits(
         mean = np.ones(experts)
         strength = _BLIND_STRENGTH if strength is None else strength
     else:
-        mean = mean_coefficients(model, subpopulation, batch_size)
+        # The mean coefficients of the head's experts, float64 (E,).
+        records = serving(keras.Model(model.input, model.routing["head"].gates))
+        gates = records.predict(subpopulation, batch_size=batch_size, verbose=0)
+        mean = gates[:, 0].mean(axis=0, dtype="float64")
         strength = experts if strength is None else strength
     return model.with_logit_offsets(output, strength * mean)
-
-
-def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
-    """Mean coefficients of a muMoE head's experts over some images, float64 (E,).
-
-    Args:
-        model: `ImageClassifier` with a muMoE head.
-        images: (B, height, width, channels).
-        batch_size: images per batch.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
-    >>> analysis.mean_coefficients(model, np.zeros((2, 16, 16, 1), "float32")).tolist()
-    [0.25, 0.25, 0.25, 0.25]
-    """
-    mumoe_head(model)
-    records = serving(keras.Model(model.input, model.routing["head"].gates))
-    gates = records.predict(images, batch_size=batch_size, verbose=0)
-    return gates[:, 0].mean(axis=0, dtype="float64")
 
 
 def expert_centres(model: Any, block: str) -> np.ndarray:

@@ -19,7 +19,6 @@ from keras_moe.analysis import (
     expert_scores,
     expert_usage,
     experts_per_token,
-    fairness_metrics,
     load_by_type,
     mask_experts,
     merged_usage,
@@ -226,10 +225,6 @@ def of_arrays(function, *arguments, **others):
         # Classes
         (of_arrays(accuracy_changes, [1.0, 0.5], [[1.0], [0.5]]), "received: "),
         (of_arrays(class_polysemanticity, [[np.nan, 1.0]]), "nan"),
-        (of_arrays(fairness_metrics, [[1], [0]], [1, 0], [1, 0]), r"\(2, 1\)"),
-        (of_arrays(fairness_metrics, [1] * 4, [1, 1, 0, 0], [1, 1, 0, 1]), r"\(1, 0\)"),
-        (of_arrays(fairness_metrics, [0.5, 0], [1, 0], [1, 0]), "float64"),
-        (of_arrays(fairness_metrics, [1, 0], [0, 0], [1, 0]), "positive=1"),
         # Plots
         (
             of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),

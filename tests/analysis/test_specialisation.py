@@ -1,4 +1,4 @@
-"""Polysemanticity, load and fairness, computed by hand."""
+"""Polysemanticity and load, computed by hand."""
 
 import json
 
@@ -54,27 +54,6 @@ def test_load_counts_large_coefficients():
     record = Routing(*[gates] * 6)
     assert analysis.expert_load(record).tolist() == [3, 2]
     assert analysis.expert_load(record, 0.95).tolist() == [1, 0]
-
-
-def test_fairness_by_hand(capsys):
-    #          target 1, attribute 0 | 1, 1    | 0, 0 | 0, 1
-    targets = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
-    attributes = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
-    predictions = [1, 1, 1, 0, 1, 0, 0, 0, 0, 1]
-    actual = analysis.fairness_metrics(predictions, targets, attributes)
-    np.testing.assert_allclose(actual.accuracies, [[1.0, 0.5], [0.75, 0.5]])
-    assert actual.counts.tolist() == [[2, 2], [4, 2]]
-    assert actual.equality_of_opportunity == 0.25
-    np.testing.assert_allclose(actual.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
-    assert (actual.max_min, actual.accuracy) == (0.5, 0.7)
-    as_bool = np.array(targets, bool)
-    same = analysis.fairness_metrics(predictions, as_bool, attributes, positive=True)
-    assert same.equality_of_opportunity == 0.25
-    other = analysis.fairness_metrics(predictions, targets, attributes, positive=0)
-    assert other.equality_of_opportunity == 0.5
-    assert json.loads(json.dumps(actual.to_dict()))["max_min"] == 0.5
-    analysis.print_fairness({"linear": actual}, (1, 1), Console(width=120))
-    assert "0.250" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 12])

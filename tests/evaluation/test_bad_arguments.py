@@ -14,9 +14,7 @@ from keras_moe.evaluation import (
     encode_pairs,
     few_shot,
     few_shot_from_model,
-    kernel_ridge_embeddings,
     mean_average_precision,
-    nearest_caption_embeddings,
     prompts,
     read_class_names,
     read_class_subset,
@@ -32,7 +30,6 @@ FEATURES = np.random.default_rng(0).normal(size=(60, 4))
 IMAGES = FEATURES.reshape(60, 2, 2, 1)
 FOUR = np.ones((4, 3))
 TEXTS = {"token_ids": np.ones((4, 3), int), "padding_mask": np.ones((4, 3), bool)}
-PIXELS = np.ones((2, 1, 1, 1))
 SUBSET = read_class_subset("imagenet_a")
 
 
@@ -76,20 +73,8 @@ RIGHT = {
     mean_average_precision: {"labels": np.eye(4, 3, dtype=int), "scores": FOUR},
     streamed_average_precision: {},
     encode_pairs: {"model": SimpleNamespace(encode_images=None, encode_text=None)},
-    nearest_caption_embeddings: {
-        "train_images": PIXELS,
-        "train_captions": ["a", "b"],
-        "images": PIXELS,
-        "captions": ["a", "b"],
-    },
     training.ZeroShot: {"data": (), "class_names": ["a", "b"]},
     training.Retrieval: {"pairs": ()},
-    kernel_ridge_embeddings: {
-        "train_images": PIXELS,
-        "train_captions": ["a", "b"],
-        "images": PIXELS,
-        "captions": ["a", "b"],
-    },
 }
 
 
@@ -180,11 +165,6 @@ RIGHT = {
             {"pairs": ({"images": FOUR, **TEXTS}, {"image_ids": [1, 2]})},
             "'image_ids': (2,)",
         ),
-        (nearest_caption_embeddings, {"train_captions": ["a"]}, "1 train_captions"),
-        (nearest_caption_embeddings, {"captions": []}, "0 captions"),
-        (kernel_ridge_embeddings, {"images": np.ones((1, 2, 1, 1))}, "(1, 2, 1, 1)"),
-        (kernel_ridge_embeddings, {"width": 0}, "width=0"),
-        (kernel_ridge_embeddings, {"penalty": -1.0}, "penalty=-1.0"),
         (training.ZeroShot, {"class_names": "nowhere.txt"}, "'nowhere.txt'"),
         (training.Retrieval, {"ks": (0,)}, "ks=0"),
     ],

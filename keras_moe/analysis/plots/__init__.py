@@ -10,9 +10,7 @@ from keras_moe.analysis.plots.experts import (
     plot_ablation,
     plot_expert_load,
     plot_load_by_type,
-    plot_polysemanticity,
     plot_routing_scores,
-    plot_subpopulations,
 )
 from keras_moe.analysis.plots.images import (
     plot_compute_maps,
@@ -43,11 +41,9 @@ __all__ = [
     "plot_expert_usage",
     "plot_expert_views",
     "plot_load_by_type",
-    "plot_polysemanticity",
     "plot_router_health",
     "plot_routing_scores",
     "plot_step_costs",
-    "plot_subpopulations",
     "plot_training_history",
     "plot_type_maps",
 ]

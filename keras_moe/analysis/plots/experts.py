@@ -82,44 +82,6 @@ def plot_ablation(
     return save_figure(figure, path, title)
 
 
-def plot_polysemanticity(
-    scores: dict[str, dict[int, list[float]]],
-    path: str | os.PathLike | None = None,
-    title: str = "More experts, each with less to do",
-) -> Any:
-    """Plots the experts' mean polysemanticity against their number.
-
-    Args:
-        scores: dict from model name to a dict from number of experts to the mean
-            polysemanticities of the runs.
-        path: see `keras_moe.analysis.plots`, as for `title`.
-
-    Reference: *Multilinear Mixture of Experts*, Figure 3.
-
-    Example:
-
-    >>> from keras_moe.analysis import plots
-    >>> scores = {"final": {2: [2.0, 2.2], 4: [1.1, 1.0]}}
-    >>> figure = plots.plot_polysemanticity(scores, "polysemanticity.png")
-    """
-    figure = new_figure(figsize=(5.2, 3.7), dpi=110)
-    axis = figure.subplots()
-    counts = sorted({count for rows in scores.values() for count in rows})
-    for name, rows in scores.items():
-        own = sorted(rows)
-        means = [np.mean(rows[count]) for count in own]
-        deviations = [np.std(rows[count], ddof=len(rows[count]) > 1) for count in own]
-        axis.errorbar(own, means, yerr=deviations, marker="o", capsize=3, label=name)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, [str(count) for count in counts])
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("experts")
-    axis.set_ylabel("mean class-level polysemanticity")
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=8)
-    return save_figure(figure, path, title)
-
-
 def plot_expert_load(
     loads: dict[str, Any],
     path: str | os.PathLike | None = None,
@@ -157,61 +119,6 @@ def plot_expert_load(
         axis.tick_params(labelsize=7)
         axis.set_ylabel(f"tokens, a >= {threshold:g}", fontsize=7)
     axes[-1].set_xlabel("expert", fontsize=8)
-    return save_figure(figure, path, title)
-
-
-def plot_subpopulations(
-    before: Any,
-    after: Any,
-    path: str | os.PathLike | None = None,
-    target_names: Any = None,
-    attribute_names: Any = None,
-    target: tuple[int, int] | None = None,
-    title: str = "Accuracy by subpopulation",
-) -> Any:
-    """Plots accuracies before and after an edit, and their difference.
-
-    Args:
-        before: `FairnessMetrics` before the edit.
-        after: `FairnessMetrics` after the edit.
-        path: see `keras_moe.analysis.plots`, as for `title`.
-        target_names: names of the target's values, the rows; None for numbers.
-        attribute_names: names of the attribute's values, the columns.
-        target: subpopulation that was edited; it gets a frame.
-
-    Reference: *Multilinear Mixture of Experts*, Figure 25.
-
-    Example:
-
-    >>> from keras_moe.analysis import fairness_metrics, plots
-    >>> metrics = fairness_metrics([1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1])
-    >>> figure = plots.plot_subpopulations(metrics, metrics, "subpopulations.png")
-    """
-    first, second = before.accuracies, after.accuracies
-    rows = target_names or [f"target {i}" for i in range(first.shape[0])]
-    columns = attribute_names or [f"attribute {i}" for i in range(first.shape[1])]
-    figure = new_figure(figsize=(9.6, 1.3 + 0.8 * len(rows)), dpi=110)
-    axes = figure.subplots(1, 3)
-    reach = max(np.abs(second - first).max(), 0.01)
-    for axis, name, values, limits, colours in (
-        (axes[0], "before", first, (0, 1), "viridis"),
-        (axes[1], "after", second, (0, 1), "viridis"),
-        (axes[2], "difference", second - first, (-reach, reach), "RdBu"),
-    ):
-        axis.imshow(values, vmin=limits[0], vmax=limits[1], cmap=colours, aspect="auto")
-        axis.set_xticks(range(len(columns)), columns, fontsize=8)
-        axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [], fontsize=8)
-        axis.set_title(name, fontsize=9)
-        for (row, column), value in np.ndenumerate(values):
-            text = f"{value:+.3f}" if name == "difference" else f"{value:.3f}"
-            share = (value - limits[0]) / (limits[1] - limits[0])
-            light = 0.25 < share < 0.75 if name == "difference" else share > 0.5
-            style = {"ha": "center", "va": "center", "fontsize": 9}
-            axis.text(column, row, text, color="black" if light else "white", **style)
-        if target is not None:
-            x = target[1] + np.array([-1, 1, 1, -1, -1]) * 0.47
-            y = target[0] + np.array([-1, -1, 1, 1, -1]) * 0.47
-            axis.plot(x, y, color="lime", linewidth=2.5)
     return save_figure(figure, path, title)
 
 
