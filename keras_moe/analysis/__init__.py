@@ -2,41 +2,33 @@
 
 from keras_moe.analysis.ablation import ExpertAblation, ablate_experts, print_ablation
 from keras_moe.analysis.attention import attention_rollout
-from keras_moe.analysis.compute import (
-    RoutingScores,
-    TypeLoads,
-    compute_map,
-    experts_per_token,
-    load_by_type,
-    print_load_by_type,
-    routing_scores,
-)
 from keras_moe.analysis.interventions import (
+    CoverageCurve,
+    coverage_curves,
     edit_expert_logits,
     exclude_experts,
     expert_centres,
-    steer_expert,
-)
-from keras_moe.analysis.pruning import (
-    CoverageCurve,
-    coverage_curves,
     expert_scores,
     mask_experts,
     print_coverage,
     prune_experts,
     select_experts,
+    steer_expert,
 )
 from keras_moe.analysis.routing import (
+    RoutingScores,
     RoutingStatistics,
+    TypeLoads,
+    compute_map,
     dropped_at_capacities,
-    expert_queues,
-    print_statistics,
-    routing_statistics,
-)
-from keras_moe.analysis.specialisation import (
-    class_polysemanticity,
     expert_load,
-    mean_polysemanticity,
+    expert_queues,
+    experts_per_token,
+    load_by_type,
+    print_load_by_type,
+    print_statistics,
+    routing_scores,
+    routing_statistics,
 )
 from keras_moe.analysis.tokens import (
     ExpertView,
@@ -69,7 +61,6 @@ __all__ = [
     "TypeLoads",
     "ablate_experts",
     "attention_rollout",
-    "class_polysemanticity",
     "compute_map",
     "coverage_curves",
     "dropped_at_capacities",
@@ -86,7 +77,6 @@ __all__ = [
     "load_by_type",
     "main_experts",
     "mask_experts",
-    "mean_polysemanticity",
     "merged_usage",
     "print_ablation",
     "print_coverage",

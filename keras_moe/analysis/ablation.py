@@ -6,7 +6,6 @@ import keras
 import numpy as np
 from keras import ops
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe._checks import check_class_labels, check_one_of
 from keras_moe._compat import flatten_layers, serving
@@ -18,12 +17,7 @@ from keras_moe.analysis._hooks import (
     zeroed,
 )
 from keras_moe.analysis.interventions import moe_block, mumoe_head, numbers_of
-from keras_moe.analysis.specialisation import (
-    accuracy_changes,
-    class_polysemanticity,
-    mean_polysemanticity,
-)
-from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.analysis.routing import print_table
 
 # All MoE blocks together.
 ALL = "all"
@@ -53,18 +47,28 @@ class ExpertAblation(NamedTuple):
 
     @property
     def changes(self) -> np.ndarray:
-        """(E, C), the fraction of its accuracy that each class loses."""
-        return accuracy_changes(self.accuracy, self.ablated)
+        """(E, C), the fraction `(y_c - y_c without it) / y_c` lost; 0 if y_c is 0."""
+        known = self.accuracy > 0
+        lost = np.where(known, self.accuracy - self.ablated, 0.0)
+        return lost / np.where(known, self.accuracy, 1.0)
 
     @property
     def polysemanticity(self) -> np.ndarray:
-        """(E,), `class_polysemanticity` of each expert."""
-        return class_polysemanticity(self.changes)
+        """(E,), how far each expert is from mattering for just one class.
+
+        `p = |d - 1|_2` of its changes d and the one-hot vector of the class that loses
+        most (*Multilinear Mixture of Experts*, equation 4): 0 if one class loses all
+        its accuracy and no other class changes.
+        """
+        changes = self.changes
+        only = np.eye(changes.shape[1])[changes.argmax(axis=1)]
+        return np.linalg.norm(changes - only, axis=1)
 
     @property
     def mean_polysemanticity(self) -> float | None:
-        """Mean over the experts that matter; None if none does."""
-        return mean_polysemanticity(self.changes)
+        """Mean over the experts that change any accuracy; None if none does."""
+        matters = np.any(self.changes != 0, axis=1)
+        return float(self.polysemanticity[matters].mean()) if matters.any() else None
 
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
@@ -198,22 +202,21 @@ def print_ablation(
     changes, scores = ablation.changes, ablation.polysemanticity
     names = class_names or [str(c) for c in range(changes.shape[1])]
     mean = ablation.mean_polysemanticity
-    table = Table(
-        title="Accuracy lost without an expert; mean polysemanticity "
-        + ("-" if mean is None else f"{mean:.2f}")
-    )
-    table.add_column("expert", justify="right")
-    table.add_column("polysemanticity", justify="right")
-    table.add_column("classes that lose most")
+    mean = "-" if mean is None else f"{mean:.2f}"
+    rows = []
     for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
         if not changes[row].any():
             continue
         worst = np.argsort(-changes[row], kind="stable")[:4]
         losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
-        table.add_row(
-            str(ablation.experts[row]), f"{scores[row]:.2f}", ", ".join(losses)
-        )
-    (console or Console()).print(table)
+        rows.append([ablation.experts[row], f"{scores[row]:.2f}", ", ".join(losses)])
+    print_table(
+        f"Accuracy lost without an expert; mean polysemanticity {mean}",
+        ("expert", "polysemanticity", "classes that lose most"),
+        rows,
+        console,
+        texts=(2,),
+    )
 
 
 class MuMoEPart:
@@ -232,21 +235,17 @@ class MuMoEPart:
             is_mixer = layer.endswith(MIXER)
             part = self.layer.token_mixer if is_mixer else self.layer.feed_forward
             self.gate = part.router
-            self.rest = _rest(model, name)
+            backbone = model.backbone
+            blocks = keras.Model(backbone.features[name], backbone.output)
+            classifier = keras.Model(model.pooler.input, model.output)
+            self.rest = lambda tokens: classifier(blocks(tokens))
+        # All are FFN experts.
+        self.expert_types = self.gate.expert_types
+        self.ffn_experts = range(self.expert_types.ffn)
         # The layers that hold the factorised experts.
         self.experts = [x for x in flatten_layers(part) if hasattr(x, "input_factor")]
         # Largest coefficient of each expert over the tokens of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
-
-    @property
-    def expert_types(self) -> ExpertTypes:
-        """Number of experts of each type; all are FFN experts."""
-        return self.gate.expert_types
-
-    @property
-    def ffn_experts(self) -> range:
-        """Numbers of the experts with weights."""
-        return range(self.expert_types.ffn)
 
     def without(self, inputs: Any, experts: Any) -> Any:
         """The classifier's outputs with one expert's weights zeroed."""
@@ -258,25 +257,10 @@ class RoutedPart:
     """The routed MoE layers of one block, or of all."""
 
     def __init__(self, layers: list):
-        self.layers = layers
-
-    @property
-    def expert_types(self) -> ExpertTypes:
-        """Number of experts of each type."""
-        return self.layers[0].router.expert_types
-
-    @property
-    def ffn_experts(self) -> list[int]:
-        """Numbers of the experts with weights, which pruning removes by block."""
-        return sorted({e for layer in self.layers for e in layer.router.expert_columns})
-
-
-def _rest(model, name):
-    """The function from a block's output tokens to the classifier's outputs."""
-    backbone = model.backbone
-    blocks = keras.Model(backbone.features[name], backbone.output)
-    classifier = keras.Model(model.pooler.input, model.output)
-    return lambda tokens: classifier(blocks(tokens))
+        self.layers, self.expert_types = layers, layers[0].router.expert_types
+        # Those with weights, which pruning removes by block.
+        columns = {e for layer in layers for e in layer.router.expert_columns}
+        self.ffn_experts = sorted(columns)
 
 
 def ablated_part(model: keras.Model, layer: str) -> Any:

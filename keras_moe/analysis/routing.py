@@ -1,12 +1,18 @@
-"""Routing statistics. Axes: B batch, N tokens, S group_size, E experts, K selected."""
+"""Statistics of routing records, and the loads of types of experts.
 
+Axes: B batch, N tokens, S group_size, E experts, K selected experts.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe._checks import check_one_of
 from keras_moe.ops import expert_capacity, expert_choice, token_choice
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # Limits beyond which a router is unhealthy. An expert is dead if it has less than
 # this part of an equal share.
@@ -24,6 +30,18 @@ def entropy(shares: Any) -> Any:
     shares = np.asarray(shares, "float64")
     # `0.0 -` avoids a result of -0.0.
     return 0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
+
+
+def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
+    """Values of the patches (B, N, ...), without a class token in front."""
+    values, count = np.asarray(values), grid[0] * grid[1]
+    tokens = values.shape[1] if values.ndim > 1 else 0
+    if tokens not in (count, count + 1):
+        raise ValueError(
+            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
+            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
+        )
+    return values[:, -count:]
 
 
 class RoutingStatistics(NamedTuple):
@@ -117,18 +135,34 @@ def print_statistics(
     >>> from rich.console import Console
     >>> print_statistics({}, Console(quiet=True))
     """
-    table = Table("block", "% of tokens per expert", title="Routing")
-    for column in ("no expert", "dropped", "entropy", "max gate"):
-        table.add_column(column, justify="right")
-    for name, row in statistics.items():
-        table.add_row(
+    head = ["block", "% of tokens per expert", "no expert", "dropped"]
+    rows = [
+        [
             name,
             " ".join(f"{100 * share:.0f}" for share in row.expert_shares),
             f"{row.dropped_tokens:.1%}",
             "-" if row.dropped_choices is None else f"{row.dropped_choices:.1%}",
             f"{row.load_entropy:.3f}",
             f"{row.mean_max_gate:.3f}",
-        )
+        ]
+        for name, row in statistics.items()
+    ]
+    print_table("Routing", [*head, "entropy", "max gate"], rows, console, texts=(0, 1))
+
+
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    console: Console | None = None,
+    texts: Sequence[int] = (0,),
+) -> None:
+    """Prints a table, whose columns are numbers but for those of `texts`."""
+    table = Table(title=title)
+    for column, name in enumerate(head):
+        table.add_column(name, justify="left" if column in texts else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
     (console or Console()).print(table)
 
 
@@ -238,3 +272,238 @@ def dropped_at_capacities(
     ]
     dropped = np.array(dropped, bool).reshape(-1, batch, length)
     return dropped if mask is None else dropped & np.asarray(mask, bool)
+
+
+def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
+    """Counts the tokens for which each expert has a large coefficient, int (E,).
+
+    Args:
+        routing: muMoE `Routing` of arrays (B, N, E); the gates are the coefficients.
+        threshold: smallest coefficient that counts, in (0, 1].
+
+    Reference: *Multilinear Mixture of Experts*, Figure 22.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import expert_load
+    >>> from keras_moe.ops import Routing
+    >>> gates = np.array([[[0.9, 0.1, 0.0]], [[0.5, 0.5, 0.0]]])
+    >>> expert_load(Routing(*[gates] * 6)).tolist()
+    [2, 1, 0]
+    """
+    gates = np.asarray(routing.gates)
+    return (gates >= threshold).sum(axis=(0, 1))
+
+
+# Types of experts, of MoE++
+
+
+class TypeLoads(NamedTuple):
+    """Loads of the expert types in one MoE layer.
+
+    Attributes:
+        shares: fraction of all served assignments by type; sums to 1.
+        experts_per_token: mean number of experts that serve a token, by type.
+        dropped_choices: fraction of the tokens' K choices that were dropped.
+    """
+
+    shares: dict[str, float]
+    experts_per_token: dict[str, float]
+    dropped_choices: float
+
+
+class RoutingScores(NamedTuple):
+    """The largest and second largest gates, `highest` and `second`, of each token."""
+
+    highest: np.ndarray
+    second: np.ndarray
+
+    def to_dict(self) -> dict:
+        """Returns means and variances as a JSON-serialisable dict."""
+        return {
+            f"{name}_{what}": float(getattr(values, method)())
+            for name, values in self._asdict().items()
+            for what, method in (("mean", "mean"), ("variance", "var"))
+        }
+
+
+def experts_per_token(
+    routing: Any, expert_types: ExpertTypes, expert_type: str = "ffn"
+) -> np.ndarray:
+    """Counts the experts of a type that serve each token, float64 (B, N) from 0 to K.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E), or a dict of these to average over.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        expert_type: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
+
+    Reference: *MoE++*, Figures 5 and A.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import experts_per_token
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> experts_per_token(Routing(*[served] * 6), ExpertTypes(ffn=2, zero=1)).tolist()
+    [[2.0, 1.0]]
+    """
+    check_one_of("expert_type", expert_type, EXPERT_TYPES)
+    layers = _layers(routing, expert_types)
+    part = expert_types.slices()[expert_type]
+    return np.mean(
+        [served[..., part].sum(axis=-1) for served in layers.values()], axis=0
+    )
+
+
+def compute_map(
+    routing: Any,
+    expert_types: ExpertTypes,
+    grid: tuple[int, int],
+    expert_type: str = "ffn",
+) -> np.ndarray:
+    """Arranges `experts_per_token` as a map of each image, float64 (B, rows, columns).
+
+    Args:
+        routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        grid: number of patches down and across.
+        expert_type: type of experts to count.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import compute_map
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> routing = Routing(*[np.ones((1, 5, 3))] * 6)
+    >>> compute_map(routing, ExpertTypes(ffn=2, zero=1), grid=(2, 2)).tolist()
+    [[[2.0, 2.0], [2.0, 2.0]]]
+    """
+    counts = experts_per_token(routing, expert_types, expert_type)
+    return of_patches(counts, grid).reshape(-1, *grid)
+
+
+def load_by_type(
+    routing: dict[str, Any],
+    expert_types: ExpertTypes,
+    num_selected_experts: int,
+    mask: Any = None,
+) -> dict[str, TypeLoads]:
+    """Measures the load of each expert type, as `TypeLoads` by block name.
+
+    Args:
+        routing: dict from block name to `Routing` of arrays (B, N, E).
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        num_selected_experts: K.
+        mask: boolean (B, N), False for tokens to ignore.
+
+    Reference: *MoE++*, Figure 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import load_by_type
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> routing = {"block_0": Routing(*[served] * 6)}
+    >>> loads = load_by_type(routing, ExpertTypes(ffn=2, zero=1), 2)
+    >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
+    (0.25, 1.5)
+    """
+    loads = {}
+    for name, served in _layers(routing, expert_types).items():
+        tokens = served.reshape(-1, expert_types.total)
+        if mask is not None:
+            tokens = tokens[np.asarray(mask, bool).ravel()]
+        if not len(tokens):
+            raise ValueError(f"Expected tokens that count; received: none in {name}")
+        loads[name] = type_loads(
+            tokens.sum(axis=0), len(tokens), expert_types, num_selected_experts
+        )
+    return loads
+
+
+def type_loads(
+    served: np.ndarray,
+    num_tokens: int,
+    expert_types: ExpertTypes,
+    num_selected_experts: int,
+) -> TypeLoads:
+    """`TypeLoads` of one MoE layer from counts of served tokens (E,)."""
+    by_type = {
+        expert_type: float(served[part].sum() / num_tokens)
+        for expert_type, part in expert_types.slices().items()
+    }
+    total = sum(by_type.values())
+    return TypeLoads(
+        {expert_type: value / (total or 1.0) for expert_type, value in by_type.items()},
+        by_type,
+        1.0 - total / num_selected_experts,
+    )
+
+
+def print_load_by_type(
+    loads: dict[str, TypeLoads], console: Console | None = None
+) -> None:
+    """Prints a table with one row per MoE block.
+
+    Args:
+        loads: result of `load_by_type`.
+        console: rich console; None for the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_load_by_type
+    >>> from rich.console import Console
+    >>> print_load_by_type({}, Console(quiet=True))
+    """
+    head = ("block", *(f"{x} %" for x in EXPERT_TYPES), "FFN per token", "dropped")
+    rows = [
+        [
+            name,
+            *(f"{100 * row.shares[expert_type]:.1f}" for expert_type in EXPERT_TYPES),
+            f"{row.experts_per_token['ffn']:.3f}",
+            f"{row.dropped_choices:.1%}",
+        ]
+        for name, row in loads.items()
+    ]
+    print_table("Load by type of expert", head, rows, console)
+
+
+def routing_scores(routing: Any) -> RoutingScores:
+    """Finds each token's two largest gates, whose variance gating residuals reduce.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E), with at least two experts.
+
+    Reference: *MoE++*, Figure 6.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import routing_scores
+    >>> from keras_moe.ops import Routing
+    >>> gates = np.array([[[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]]])
+    >>> routing_scores(Routing(*[gates] * 6)).second.tolist()
+    [0.3, 0.1]
+    """
+    gates = np.asarray(routing.gates, "float64")
+    highest = np.sort(gates.reshape(-1, gates.shape[-1]), axis=-1)[:, :-3:-1]
+    return RoutingScores(highest[:, 0], highest[:, 1])
+
+
+def _layers(routing, expert_types):
+    """The arrays `dispatched` by block, after checking their shapes."""
+    layers = routing if isinstance(routing, dict) else {"": routing}
+    dispatched = {}
+    for name, record in layers.items():
+        served = np.asarray(record.dispatched, "float64")
+        if served.ndim != 3 or served.shape[-1] != expert_types.total:
+            raise ValueError(
+                f"Expected routing arrays (batch, tokens, {expert_types.total}) for "
+                f"{tuple(expert_types)} experts of each type; "
+                f"received: shape={served.shape}"
+            )
+        dispatched[name] = served
+    return dispatched

@@ -6,25 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.routing import entropy
+from keras_moe.analysis.routing import entropy, of_patches
 
 # Words, with apostrophes and hyphens, and single punctuation marks.
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 # SentencePiece's space.
 _SPACE = "\u2581"
 SPECIAL, PADDING, UNKNOWN = "special", "padding", "unknown"
-
-
-def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
-    """Values of the patches (B, N, ...), without a class token in front."""
-    values, count = np.asarray(values), grid[0] * grid[1]
-    tokens = values.shape[1] if values.ndim > 1 else 0
-    if tokens not in (count, count + 1):
-        raise ValueError(
-            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
-            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
-        )
-    return values[:, -count:]
 
 
 class ExpertView(NamedTuple):

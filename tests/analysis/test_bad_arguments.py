@@ -11,7 +11,6 @@ from keras_moe.analysis import (
     ExpertUsage,
     ablate_experts,
     attention_rollout,
-    class_polysemanticity,
     compute_map,
     edit_expert_logits,
     exclude_experts,
@@ -30,7 +29,6 @@ from keras_moe.analysis import (
     steer_expert,
     token_flows,
 )
-from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
@@ -222,9 +220,6 @@ def of_arrays(function, *arguments, **others):
         (lambda own: steer_expert(own.plain, "block_0", 1, None), "strength=None"),
         (lambda own: steer_expert(own.mumoe, "block_0", 1), "zeros"),
         (lambda own: expert_centres(own.plain, "block_1"), "block_1"),
-        # Classes
-        (of_arrays(accuracy_changes, [1.0, 0.5], [[1.0], [0.5]]), "received: "),
-        (of_arrays(class_polysemanticity, [[np.nan, 1.0]]), "nan"),
         # Plots
         (
             of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),

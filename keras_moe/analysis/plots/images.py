@@ -14,7 +14,8 @@ from keras_moe.analysis.plots._figure import (
     save_figure,
     write_figure,
 )
-from keras_moe.analysis.tokens import expert_views, of_patches
+from keras_moe.analysis.routing import of_patches
+from keras_moe.analysis.tokens import expert_views
 
 
 def plot_expert_images(

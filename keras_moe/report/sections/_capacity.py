@@ -3,8 +3,7 @@
 import numpy as np
 
 from keras_moe.analysis.plots._figure import faded
-from keras_moe.analysis.routing import served_at
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches, served_at
 from keras_moe.report import _figures, section
 from keras_moe.report._markup import drawable, sprite_figure, tile_of
 from keras_moe.report._queues import group_texts, queues_of_layers

@@ -5,14 +5,13 @@ from collections import defaultdict
 import numpy as np
 from markupsafe import Markup
 
-from keras_moe.analysis.compute import RoutingScores, type_loads
 from keras_moe.analysis.plots import (
     plot_compute_maps,
     plot_load_by_type,
     plot_routing_scores,
     plot_type_maps,
 )
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import RoutingScores, of_patches, type_loads
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 from keras_moe.report import section
 from keras_moe.report._markup import drawable

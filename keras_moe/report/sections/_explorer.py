@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.attention import attention_rollout, has_attention
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches
 from keras_moe.report import _markup
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
 from keras_moe.report.section import (

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.analysis.interventions import CoverageCurve
 from keras_moe.analysis.plots import plot_coverage
-from keras_moe.analysis.pruning import CoverageCurve
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
 from keras_moe.report import section
 from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches
 from keras_moe.report import section
 from keras_moe.report._figures import draw_patches
 from keras_moe.report._markup import COLOURS, patch_tile, sheet_of, sprite_figure
