@@ -8,7 +8,6 @@ from keras_moe.analysis.interventions import (
     edit_expert_logits,
     exclude_experts,
     expert_centres,
-    expert_scores,
     mask_experts,
     print_coverage,
     prune_experts,
@@ -32,11 +31,8 @@ from keras_moe.analysis.routing import (
 )
 from keras_moe.analysis.tokens import (
     ExpertView,
-    FlowStatistics,
     TokenTags,
     expert_views,
-    flow_statistics,
-    main_experts,
     tag_tokens,
     token_flows,
 )
@@ -45,7 +41,6 @@ from keras_moe.analysis.usage import (
     ExpertUsage,
     expert_usage,
     merged_usage,
-    routing_usage,
 )
 
 __all__ = [
@@ -54,7 +49,6 @@ __all__ = [
     "ExpertAblation",
     "ExpertUsage",
     "ExpertView",
-    "FlowStatistics",
     "RoutingScores",
     "RoutingStatistics",
     "TokenTags",
@@ -69,13 +63,10 @@ __all__ = [
     "expert_centres",
     "expert_load",
     "expert_queues",
-    "expert_scores",
     "expert_usage",
     "expert_views",
     "experts_per_token",
-    "flow_statistics",
     "load_by_type",
-    "main_experts",
     "mask_experts",
     "merged_usage",
     "print_ablation",
@@ -85,7 +76,6 @@ __all__ = [
     "prune_experts",
     "routing_scores",
     "routing_statistics",
-    "routing_usage",
     "select_experts",
     "steer_expert",
     "tag_tokens",

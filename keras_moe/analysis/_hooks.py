@@ -62,30 +62,27 @@ def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
 
 
 def recording(attention: Any, weights: list) -> Any:
-    """Attention whose calls append weights (B, N, M), means over heads, to a list."""
+    """Returns attention whose calls append mean weights over heads (B, N, M) to a list.
+
+    These are softmax(Q K^T / sqrt(key_dim)) in float32.
+    """
 
     def call(tokens, context=None, mask=None, training=None):
-        weights.append(attention_weights(attention, tokens, context, mask))
+        query = attention.query_dense(tokens)
+        key = attention.key_dense(tokens if context is None else context)
+        if attention.query_key_norm:
+            query, key = attention.query_norm(query), attention.key_norm(key)
+        query, key = (ops.cast(x, "float32") for x in (query, key))
+        logits = ops.einsum("bnhd,bmhd->bhnm", query, key)
+        logits = logits / math.sqrt(attention.key_dim)
+        if mask is not None:
+            own = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
+            own = own if len(own.shape) == 4 else ops.expand_dims(own, 1)
+            logits = ops.where(ops.cast(own, "bool"), logits, -1e30)
+        weights.append(ops.mean(ops.softmax(logits), axis=1))
         return attention.call(tokens, context, mask, training)
 
     return view(attention, call=call)
-
-
-def attention_weights(
-    attention: Any, tokens: Any, context: Any = None, mask: Any = None
-) -> Any:
-    """softmax(Q K^T / sqrt(key_dim)), float32 (B, N, M), means over heads."""
-    query = attention.query_dense(tokens)
-    key = attention.key_dense(tokens if context is None else context)
-    if attention.query_key_norm:
-        query, key = attention.query_norm(query), attention.key_norm(key)
-    query, key = (ops.cast(x, "float32") for x in (query, key))
-    logits = ops.einsum("bnhd,bmhd->bhnm", query, key) / math.sqrt(attention.key_dim)
-    if mask is not None:
-        mask = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
-        mask = mask if len(mask.shape) == 4 else ops.expand_dims(mask, 1)
-        logits = ops.where(ops.cast(mask, "bool"), logits, -1e30)
-    return ops.mean(ops.softmax(logits), axis=1)
 
 
 def measuring(moe: Any) -> Any:

@@ -47,25 +47,10 @@ class CoverageCurve(NamedTuple):
 def expert_scores(
     usage: ExpertUsage, criterion: str = "tokens", groups: Any = None
 ) -> dict[str, np.ndarray]:
-    """Scores experts by a pruning criterion, as float64 (E,) by block name.
+    """Returns the experts' scores by a pruning criterion, float64 (E,) by block name.
 
-    Args:
-        usage: result of `expert_usage`.
-        criterion: `"tokens"` served, `"mass"` (sum of combine weights) or `"reap"`
-            (mean over an expert's tokens of combine weight times output norm).
-        groups: a name such as `"text"` or a list of names to count; None for all.
-
-    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4; *REAP the
-    Experts*, arXiv 2510.13999.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import BlockUsage, ExpertUsage, expert_scores
-    >>> block = BlockUsage(*np.array([[[4.0, 1.0]], [[2.0, 0.9]], [[8.0, 6.0]]]))
-    >>> usage = ExpertUsage(["all"], {"block_1": block})
-    >>> expert_scores(usage, "reap")["block_1"].tolist()
-    [2.0, 6.0]
+    `"reap"` is the mean over an expert's tokens of combine weight times output norm:
+    *REAP the Experts*, arXiv 2510.13999.
     """
     check_one_of("criterion", criterion, CRITERIA)
     rows = _rows(usage, groups)
@@ -110,11 +95,13 @@ def coverage_curves(
         usage: result of `expert_usage`.
         by: the work: `"tokens"` served, `"mass"` of combine weights, or
             `"first_choices"` of all tokens, as in the paper's figure.
-        groups: as in `expert_scores`.
-        criterion: criterion of `expert_scores` that ranks the experts; None ranks by
-            `by` (first choices by `"tokens"`).
+        groups: a name such as `"text"` or a list of names to count; None for all.
+        criterion: what ranks the experts: `"tokens"` served, `"mass"` (sum of combine
+            weights) or `"reap"` (mean over an expert's tokens of combine weight times
+            output norm); None ranks by `by` (first choices by `"tokens"`).
 
-    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13.
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13 and appendix E.4;
+    *REAP the Experts*, arXiv 2510.13999.
 
     Example:
 
@@ -154,8 +141,8 @@ def select_experts(
         coverage: share in (0, 1], instead of `count`: each block keeps the fewest
             experts that cover it, in gate mass if that is the criterion, else in
             tokens.
-        criterion: as in `expert_scores`.
-        groups: groups that the pruned model is for, as in `expert_scores`.
+        criterion: as in `coverage_curves`.
+        groups: groups that the pruned model is for; None for all.
         minimum: smallest number to keep with `coverage`; routers need at least K.
 
     Example:

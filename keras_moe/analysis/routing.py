@@ -244,8 +244,7 @@ def dropped_at_capacities(
         routing: `Routing` of arrays (B, N, E).
         capacity_factors: F numbers c, for capacities of c S K / E, rounded up.
         num_selected_experts: K for token choice, None for expert choice.
-        priority: as in `expert_queues`.
-        examples_per_group: as in `expert_queues`.
+        priority, examples_per_group: as in `expert_queues`.
         mask: boolean (B, N), False for tokens that are not routed and not counted.
 
     Reference: *CLIP-UP*, Figure 7.

@@ -64,38 +64,19 @@ def expert_views(
 
 
 class FlowStatistics(NamedTuple):
-    """How the experts of one layer relate to those of the next.
+    """How the experts of one layer relate to those of the next."""
 
-    Attributes:
-        information: mutual information of a token's experts in both layers, over the
-            entropy of the second: 1 if the first determines the second.
-        kept_company: probability that two tokens of one expert share an expert in the
-            next layer.
-        company_by_chance: the same probability for any two tokens.
-    """
-
+    # Mutual information of a token's experts in both layers, over the entropy of the
+    # second: 1 if the first determines the second.
     information: float
+    # Probability that two tokens of one expert share an expert in the next layer.
     kept_company: float
+    # The same probability for any two tokens.
     company_by_chance: float
 
 
 def main_experts(routing: Any) -> np.ndarray:
-    """Finds the expert with the largest combine weight for each token.
-
-    Args:
-        routing: `Routing` of arrays (B, N, E).
-
-    Returns: integers (B, N); E for tokens that are not served.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import main_experts
-    >>> from keras_moe.ops import Routing
-    >>> weights = np.array([[[0.1, 0.6], [0.0, 0.0]]])
-    >>> main_experts(Routing(*[weights] * 6)).tolist()
-    [[1, 2]]
-    """
+    """Returns each token's expert of largest combine weight (B, N); E if unserved."""
     served = np.asarray(routing.dispatched) > 0
     # A served token may have weight 0.
     weights = np.where(served, np.asarray(routing.combined), -np.inf)
@@ -140,20 +121,7 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
 
 
 def flow_statistics(flows: Any) -> FlowStatistics:
-    """Measures how far the experts of one layer determine those of the next.
-
-    Args:
-        flows: integers (E + 1, F + 1), result of `token_flows`.
-
-    Returns: `FlowStatistics`; zeros if there are fewer than two tokens.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import flow_statistics
-    >>> flow_statistics(np.array([[5, 0, 0], [0, 5, 0], [0, 0, 0]])).information
-    1.0
-    """
+    """Measures `token_flows` (E + 1, F + 1); zeros if there are fewer than two."""
     flows = np.asarray(flows, "float64")
     sources, targets = flows.sum(axis=1), flows.sum(axis=0)
     total = max(flows.sum(), 1.0)

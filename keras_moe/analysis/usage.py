@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe._batches import read_batches
 from keras_moe._checks import check_bool, check_integer, check_mask
 from keras_moe._compat import serving
 from keras_moe._files import read_text, write_json
@@ -42,15 +43,6 @@ class ExpertUsage(NamedTuple):
     Attributes:
         groups: names of the U groups, such as classes; `["all"]` for a single group.
         blocks: dict from block name to `BlockUsage`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import BlockUsage, ExpertUsage
-    >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
-    >>> usage = ExpertUsage(["all"], {"block_1": block})
-    >>> ExpertUsage.from_dict(usage.to_dict()).blocks["block_1"].tokens.tolist()
-    [[3.0, 1.0]]
     """
 
     groups: list[str]
@@ -96,28 +88,12 @@ def routing_usage(
     mask: Any = None,
     contributions: Any = None,
 ) -> BlockUsage:
-    """Counts the usage of experts in one routing record.
+    """Counts the usage of experts in one routing record of arrays (B, N, E).
 
-    Args:
-        routing: `Routing` of arrays (B, N, E).
-        groups: integers (B,) or (B, N), the group of each example or token, such as its
-            class or modality; negative ones are ignored. None for one group.
-        num_groups: U; None for the largest number in `groups` plus one.
-        mask: boolean (B, N), False for tokens to ignore. Needed to count first choices
-            if padding is not routed.
-        contributions: float (B, N, E), combine weights times output norms, or None.
-
-    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import routing_usage
-    >>> from keras_moe.ops import Routing
-    >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
-    >>> usage = routing_usage(Routing(*[0.5 * served] * 4, served, 0.5 * served))
-    >>> usage.tokens.tolist(), usage.mass.tolist()
-    ([[2.0, 1.0]], [[1.0, 0.5]])
+    `groups` are integers (B,) or (B, N) below `num_groups`, the group of each example
+    or token; negative ones are ignored. `mask` is boolean (B, N), False for tokens to
+    ignore: needed to count first choices if padding is not routed. `contributions` are
+    combine weights times output norms (B, N, E).
     """
     tokens = np.asarray(routing.dispatched, "float64")
     first = np.argmax(routing.gates, axis=-1)
@@ -266,35 +242,16 @@ def _group_names(groups, group_names):
 
 def _batches(inputs, groups, batch_size):
     """Yields batches of inputs with their groups."""
+    has_array = groups is not None and not isinstance(groups, str)
+    data = (inputs, np.asarray(groups)) if has_array else inputs
     batch_size = check_integer("batch_size", batch_size)
-    arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
-    if not all(hasattr(array, "shape") for array in arrays.values()):
-        yield from (_batch(each, groups) for each in inputs)
-        return
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if groups is not None and not isinstance(groups, str):
-        sizes["groups"] = len(groups)
-    if len({*sizes.values()}) > 1:
-        raise ValueError(
-            f"Expected inputs and groups of one length; received: lengths {sizes}"
-        )
-    for start in range(0, min(sizes.values()), batch_size):
-        rows = slice(start, start + batch_size)
-        batch = {name: array[rows] for name, array in arrays.items()}
-        batch = batch if isinstance(inputs, dict) else batch["inputs"]
-        if groups is None or isinstance(groups, str):
-            yield _batch(batch, groups)
+    for batch in read_batches(data, batch_size, "inputs and groups")[0]:
+        own, *labels = batch if isinstance(batch, (tuple, list)) else (batch,)
+        if groups is None:
+            yield own, None
         else:
-            yield batch, np.asarray(groups)[rows]
-
-
-def _batch(each, groups):
-    inputs, *labels = each if isinstance(each, (tuple, list)) else (each,)
-    if groups is None:
-        return inputs, None
-    if groups == LABELS:
-        return inputs, np.asarray(labels[0])
-    return inputs, np.asarray(inputs[groups])
+            is_second = has_array or groups == LABELS
+            yield own, np.asarray(labels[0] if is_second else own[groups])
 
 
 def _modality(key):

@@ -1,11 +1,12 @@
 """Features (N, F) of N examples: validation, and extraction from a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_moe._batches import read_batches
 from keras_moe._processes import predict_batch
 
 # Number of indices that an error lists.
@@ -73,7 +74,7 @@ def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels of all batches, equal in all processes."""
-    batches, num_batches = _labelled_batches(name, data, batch_size)
+    batches, num_batches = read_batches(data, batch_size, name)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
@@ -94,36 +95,3 @@ def extract_features(
         progress.update(len(labels), finalize=True)
     features = check_features(f"features of {name}", np.concatenate(features))
     return features, np.concatenate(labels)
-
-
-def _labelled_batches(
-    name: str, data: Any, batch_size: int
-) -> tuple[Iterator, int | None]:
-    """Iterator of (images, labels), and the number of batches if known."""
-    if not (isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "shape")):
-        return iterate_batches(name, data)
-    images, labels = to_numpy(data[0]), to_numpy(data[1])
-    if len(images) != len(labels):
-        raise ValueError(
-            f"Expected {name} with a label for each image; received: {len(images)} "
-            f"images and {len(labels)} labels"
-        )
-    starts = range(0, len(images), batch_size)
-    sliced = ((images[i : i + batch_size], labels[i : i + batch_size]) for i in starts)
-    return sliced, len(starts)
-
-
-def iterate_batches(name: str, data: Any) -> tuple[Iterator, int | None]:
-    """Iterator over one pass of batches, and their number if known."""
-    if isinstance(data, keras.utils.PyDataset):
-        return (data[i] for i in range(data.num_batches)), data.num_batches
-    # The cardinality is -1 for infinite datasets and -2 if unknown.
-    if hasattr(data, "cardinality"):
-        length = int(data.cardinality())
-    else:
-        length = len(data) if hasattr(data, "__len__") else -2
-    if length == -1:
-        raise ValueError(
-            f"Expected {name} to end; received: a data set that repeats for ever"
-        )
-    return iter(data), length if length >= 0 else None

@@ -43,10 +43,7 @@ def average_precision(
     (C,), NaN for classes without examples.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
-        scores: (N, C), logits or probabilities.
-        sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are class numbers.
+        labels, scores, sample_weight, sparse_labels: as in `precision_at_1`.
 
     Example:
 
@@ -83,10 +80,7 @@ def mean_average_precision(
     """Mean average precision over classes or examples.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
-        scores: (N, C), logits or probabilities.
-        sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are class numbers.
+        labels, scores, sample_weight, sparse_labels: as in `precision_at_1`.
         over: `"classes"`, equally weighted, ranking examples; or `"examples"`, ranking
             classes, as in JFT's mAP@k. Those without positives are left out.
 

@@ -66,28 +66,15 @@ class FewShotResult(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serialisable dict."""
-        return {name: np.asarray(getattr(self, name)).tolist() for name in self._fields}
+        return {name: np.asarray(x).tolist() for name, x in self._asdict().items()}
 
 
 def sample_shots(
     labels: Any, shots: int, num_classes: int, seed: int = 0
 ) -> np.ndarray:
-    """Draws k examples of every class: indices (C * k,), distinct and ordered by class.
+    """Returns indices (C * k,) of k examples of every class, ordered by class.
 
     Draws of one seed are nested (1 shot within 5), as in V-MoE's evaluator.
-
-    Args:
-        labels: (N,) integers in [0, num_classes).
-        shots: k, examples per class.
-        num_classes: C.
-        seed: seed of the draw.
-
-    Example:
-
-    >>> from keras_moe.evaluation import sample_shots
-    >>> labels = [0, 1, 0, 1, 1, 0]
-    >>> [labels[i] for i in sample_shots(labels, shots=2, num_classes=2, seed=0)]
-    [0, 0, 1, 1]
     """
     labels = check_labels("labels", labels, None, num_classes)
     shots = check_integer("shots", shots)
@@ -106,29 +93,13 @@ def sample_shots(
 
 
 def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
-    """Chooses one l2 for each k, over all data sets (or seeds) together: (shots,).
+    """Returns one l2 for each k (shots,), over all data sets (or seeds) together.
 
-    In each data set l2s are ranked by accuracy, and the l2 with the highest mean rank
-    wins, as in V-MoE's evaluator (of equal accuracies, the earlier l2). The choice uses
-    test accuracies; a single fixed l2 avoids the optimism.
-
-    Args:
-        accuracies: (datasets, shots, L).
-        l2s: (L,) penalties.
-
-    Example:
-
-    >>> from keras_moe.evaluation import best_l2
-    >>> best_l2([[[0.5, 0.6, 0.7]], [[0.1, 0.2, 0.9]]], l2s=[1.0, 2.0, 4.0])
-    array([4.])
+    In each data set l2s are ranked by accuracies (datasets, shots, L), and the highest
+    mean rank wins, as in V-MoE's evaluator (of equal accuracies, the earlier l2). The
+    choice uses test accuracies; a single fixed l2 avoids the optimism.
     """
     accuracies, l2s = np.asarray(accuracies, "float64"), np.asarray(l2s, "float64")
-    if accuracies.ndim != 3 or l2s.shape != accuracies.shape[2:] or not accuracies.size:
-        raise ValueError(
-            "Expected accuracies (datasets, shots, l2s) and one l2 for each of the "
-            f"last axis; received: accuracies.shape={accuracies.shape}, "
-            f"l2s.shape={l2s.shape}"
-        )
     # With the axis reversed and stable sorts, the earlier of two equal accuracies comes
     # last and ranks higher.
     order = accuracies[..., ::-1].argsort(axis=-1, kind="stable")
@@ -215,10 +186,7 @@ def few_shot_from_model(
         train_data: arrays (images, integer labels), or an iterable of such batches,
             which is read once.
         test_data: test set, in the same form.
-        shots: as in `few_shot`.
-        l2s: as in `few_shot`.
-        seeds: as in `few_shot`.
-        num_classes: as in `few_shot`.
+        shots, l2s, seeds, num_classes: as in `few_shot`.
         batch_size: images per batch of arrays.
         verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
 
@@ -255,12 +223,9 @@ def linear_probe(
     examples, so the test set plays no part in it.
 
     Args:
-        train_features: (N, F), N >= 2.
-        train_labels: (N,) integers in [0, num_classes).
-        test_features: (M, F).
-        test_labels: (M,) integers in [0, num_classes).
+        train_features, train_labels, test_features, test_labels, num_classes: as in
+            `few_shot`, with N >= 2.
         l2s: positive penalties to choose from.
-        num_classes: C; by default the highest label + 1.
 
     Example:
 
@@ -302,12 +267,7 @@ def linear_probe_from_model(
     """Linear probe of the features that a model extracts; see `linear_probe`.
 
     Args:
-        model: as in `few_shot_from_model`, with `train_data`, `test_data`,
-            `batch_size` and `verbose`.
-        train_data: training set.
-        test_data: test set.
-        batch_size: images per batch of arrays.
-        verbose: as there.
+        model, train_data, test_data, batch_size, verbose: as in `few_shot_from_model`.
         **options: `l2s` and `num_classes` of `linear_probe`.
 
     Example:
@@ -331,17 +291,11 @@ def linear_probe_from_model(
 
 
 class RidgeClassifier(NamedTuple):
-    """A linear classifier on standardised features.
+    """A linear classifier on standardised features."""
 
-    Attributes:
-        mean: (F,), mean of the training features.
-        std: (F,), their population standard deviation + 1e-5.
-        weights: (F + 1, C) or (L, F + 1, C), the last row for a constant 100.
-    """
-
-    mean: np.ndarray
-    std: np.ndarray
-    weights: np.ndarray
+    mean: np.ndarray  # (F,), of the training features
+    std: np.ndarray  # (F,), their population standard deviation + 1e-5
+    weights: np.ndarray  # (F + 1, C) or (L, F + 1, C), the last row for a constant 100
 
     def scores(self, features: Any) -> np.ndarray:
         """Scores of features (N, F): (N, C), or (L, N, C)."""
@@ -360,21 +314,6 @@ def ridge_regression(
     With X = [(features - mean) / (std + 1e-5), 100] and targets Y of 1 for the label's
     class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, from one
     eigendecomposition for all l2 (SciPy's if installed, which is faster).
-
-    Args:
-        train_features: (N, F).
-        train_labels: (N,) integers in [0, num_classes).
-        num_classes: C.
-        l2: positive penalty, or L of them.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import ridge_regression
-    >>> features = np.array([[0.0], [1.0], [2.0], [3.0]])
-    >>> ridge = ridge_regression(features, [0, 0, 1, 1], num_classes=2, l2=1.0)
-    >>> ridge.scores([[0.5], [2.5]]).argmax(-1)
-    array([0, 1])
     """
     l2s = check_l2s(np.atleast_1d(l2))
     data = _standardised(train_features, train_labels, num_classes)
@@ -391,22 +330,7 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: Sequence[float] = L2S,
 ) -> np.ndarray:
-    """Test accuracies (L,) of ridge regression on all training examples.
-
-    Args:
-        train_features: (N, F).
-        train_labels: (N,) integers in [0, num_classes).
-        test_features: (M, F).
-        test_labels: (M,) integers in [0, num_classes).
-        num_classes: C.
-        l2s: L positive penalties.
-
-    Example:
-
-    >>> from keras_moe.evaluation import few_shot_accuracies
-    >>> few_shot_accuracies([[0.0], [1.0]], [0, 1], [[-1.0], [2.0]], [0, 1], 2, [0.1])
-    array([1.])
-    """
+    """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
     data = _standardised(train_features, train_labels, num_classes)
     test_features = check_features("test_features", test_features, data.mean.size)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe._batches import read_iterable
 from keras_moe._checks import check_integer
 from keras_moe._templates import Template
-from keras_moe.evaluation._features import extract_features, iterate_batches, to_numpy
+from keras_moe.evaluation._features import extract_features, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
@@ -104,7 +105,7 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     indices, owner, text_ids, count = {}, [], [], 0
     if isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], dict):
         pairs = [pairs]
-    for batch in iterate_batches("pairs", pairs)[0]:
+    for batch in read_iterable(pairs, "pairs")[0]:
         inputs, ids = _to_arrays(batch)
         rows = len(inputs["images"])
         own_ids = ids.get("image_ids", np.arange(count, count + rows))

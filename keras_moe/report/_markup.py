@@ -149,12 +149,7 @@ def expert_map(
     counts = Counter(experts.tolist()).most_common()
     texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
     alt = f"{title}, expert (number of patches): {', '.join(texts)}"
-    return _map_figure(grid, image, paths + numbers, alt, title)
-
-
-def plain_map(grid: tuple[int, int], image: str) -> Markup:
-    """The image of an example without a map."""
-    return _map_figure(grid, image, Markup(""), "The image", "the image")
+    return map_figure(grid, image, paths + numbers, alt, title)
 
 
 def heat_map(
@@ -171,7 +166,7 @@ def heat_map(
             )
     row, column = divmod(int(values.argmax()), grid[1])
     alt = f"{title}, on the patch of row {row + 1}, column {column + 1}"
-    return _map_figure(grid, image, paths, alt, title)
+    return map_figure(grid, image, paths, alt, title)
 
 
 def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
@@ -199,7 +194,10 @@ def legend(names: Sequence[str]) -> Markup:
     return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
 
 
-def _map_figure(grid, image, content, alt, title):
+def map_figure(
+    grid: tuple[int, int], image: str | None, content: Markup, alt: str, title: str
+) -> Markup:
+    """Returns a drawing over the image of an example, if it has one."""
     picture = Markup("")
     if image is not None:
         picture = Markup('<use href="#{}"/>').format(image)
@@ -242,8 +240,7 @@ class TokenRouting(NamedTuple):
     values: np.ndarray
     # Boolean (N, E), whether the expert contributes to the token's output.
     served: np.ndarray
-    # (N, E), combine weights.
-    weights: np.ndarray
+    weights: np.ndarray  # (N, E), combine weights
 
     def heaviest(self) -> np.ndarray:
         """(N,), the expert with the largest weight; -1 if not served."""

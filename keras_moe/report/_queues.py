@@ -70,20 +70,13 @@ class ShuffledBatches:
 class Queues(NamedTuple):
     """The expert queues of a layer in one batch."""
 
-    # int32 (B, N, E), the result of `expert_queues`.
-    positions: np.ndarray
-    # S, tokens per group.
-    group_tokens: int
-    # Boolean (B, N), False for padding that is not routed.
-    counts: np.ndarray
-    # float32 (B, N), each token's largest gate.
-    gates: np.ndarray
-    # Slices of N by modality.
-    runs: dict[str, slice]
-    # Examples per group.
-    group_size: int
-    # Examples of the batch beyond the last whole group.
-    left_out: int
+    positions: np.ndarray  # int32 (B, N, E), the result of `expert_queues`
+    group_tokens: int  # S, tokens per group
+    counts: np.ndarray  # Boolean (B, N), False for padding that is not routed
+    gates: np.ndarray  # float32 (B, N), each token's largest gate
+    runs: dict[str, slice]  # Slices of N by modality
+    group_size: int  # Examples per group
+    left_out: int  # Examples of the batch beyond the last whole group
 
 
 class LayerQueues:

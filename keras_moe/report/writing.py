@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from keras_moe._checks import check_integer, import_extra
 from keras_moe._files import (
@@ -20,12 +22,13 @@ from keras_moe._files import (
 )
 from keras_moe._version import __version__
 from keras_moe.analysis.plots._figure import figure_svg, write_figure
-from keras_moe.report._data import array_length, routed_batches
+from keras_moe.evaluation.retrieval import retrieval
+from keras_moe.report._data import known_length, routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
-from keras_moe.report._score import Score
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
     LEVELS,
+    Batch,
     Figure,
     Finding,
     Html,
@@ -41,6 +44,8 @@ FRONT = "experts.png"
 # Page size that mail programs still send and phones show quickly.
 MAX_BYTES = 2_000_000
 _FOLDER = Path(__file__).parent
+# Pairs whose embeddings are kept, so that memory does not grow with the data.
+_MOST_PAIRS = 10_000
 # Dots per inch of PNG files: 3.5 inches are wide enough for a model card.
 _DPI = 160
 
@@ -123,7 +128,7 @@ def write_report(
 
     options = options or Options()
     check_integer("max_examples", max_examples, optional=True)
-    known = [x for x in (array_length(data), max_examples) if x is not None]
+    known = [x for x in (known_length(data), max_examples) if x is not None]
     check_examples(options.examples, min(known, default=None))
     reported = reported_model(model, name, class_names)
     sections = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
@@ -178,7 +183,7 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    count, score = 0, Score()
+    count, score = 0, _Score()
     for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
             section.update(batch)
@@ -189,6 +194,52 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
             bar.update(count)
     _update_queues(sections, shuffled.rest())
     return count, score.facts()
+
+
+class _Score:
+    """The score in the header: accuracy, or recall of pairs."""
+
+    def __init__(self):
+        self._hits = self._labelled = 0
+        self._pairs, self._num_pairs = [], 0
+
+    def update(self, batch: Batch) -> None:
+        if batch.embeddings is not None:
+            if self._num_pairs < _MOST_PAIRS:
+                images, texts = batch.embeddings
+                keys = [
+                    hashlib.sha256(image.tobytes()).hexdigest()
+                    for image in batch.images
+                ]
+                self._pairs.append((images, texts, batch.captions, keys))
+                self._num_pairs += batch.size
+        elif batch.outputs is not None and batch.labels is not None:
+            known = batch.labels >= 0
+            self._labelled += int(known.sum())
+            hits = batch.outputs[known].argmax(axis=-1) == batch.labels[known]
+            self._hits += int(hits.sum())
+
+    def facts(self) -> dict[str, str]:
+        """The score by its name; empty without labels and pairs."""
+        if self._labelled:
+            return {"accuracy": f"{self._hits / self._labelled:.1%}"}
+        if not self._pairs:
+            return {}
+        images, texts, captions, keys = map(np.concatenate, zip(*self._pairs))
+        if not (np.isfinite(images).all() and np.isfinite(texts).all()):
+            return {}
+        # Equal captions belong to all their images.
+        _, ids = np.unique(captions.astype(str), return_inverse=True)
+        # An image with several captions is there several times.
+        _, first, image_of_text = np.unique(
+            keys, return_index=True, return_inverse=True
+        )
+        recalls = retrieval(images[first], texts, image_of_text, (1,), text_ids=ids)
+        recalls = recalls.figures().values()
+        name = "R@1 image to text, text to image"
+        if self._num_pairs >= _MOST_PAIRS:
+            name = f"{name}, first {self._num_pairs:,} pairs"
+        return {name: ", ".join(f"{recall:.1%}" for recall in recalls)}
 
 
 def _update_queues(sections, batches):

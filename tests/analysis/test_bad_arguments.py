@@ -15,7 +15,6 @@ from keras_moe.analysis import (
     edit_expert_logits,
     exclude_experts,
     expert_centres,
-    expert_scores,
     expert_usage,
     experts_per_token,
     load_by_type,
@@ -24,11 +23,12 @@ from keras_moe.analysis import (
     plots,
     prune_experts,
     routing_statistics,
-    routing_usage,
     select_experts,
     steer_expert,
     token_flows,
 )
+from keras_moe.analysis.interventions import expert_scores
+from keras_moe.analysis.usage import routing_usage
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter

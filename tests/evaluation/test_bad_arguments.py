@@ -8,7 +8,6 @@ import pytest
 
 from keras_moe import training
 from keras_moe.evaluation import (
-    best_l2,
     class_embeddings,
     contrastive_accuracy,
     encode_pairs,
@@ -48,7 +47,6 @@ RIGHT = {
         "num_classes": 3,
         "shots": (1,),
     },
-    best_l2: {"accuracies": np.ones((1, 2, 3)), "l2s": [1, 2, 3]},
     few_shot_from_model: {
         "model": lambda images: images.reshape(len(images), -1),
         "train_data": (IMAGES, CLASSES),
@@ -92,15 +90,13 @@ RIGHT = {
         (few_shot, {"shots": (0,)}, "shots=0"),
         (few_shot, {"seeds": ()}, "accuracies.shape=(0, 1, 30)"),
         (few_shot, {"l2s": (0.0, 1.0)}, "l2s=(0.0, 1.0)"),
-        (best_l2, {"accuracies": np.ones((2, 3))}, "shape=(2, 3)"),
-        (best_l2, {"l2s": [1, 2]}, "l2s.shape=(2,)"),
         (few_shot_from_model, {"train_data": []}, "none"),
         (few_shot_from_model, {"train_data": Endless()}, "for ever"),
         (few_shot_from_model, {"batch_size": 0}, "batch_size=0"),
         (
             few_shot_from_model,
             {"test_data": (IMAGES, CLASSES[1:])},
-            "60 images and 59 labels",
+            "lengths [59, 60]",
         ),
         (few_shot_from_model, {"model": lambda images: images}, "shape=(60, 2, 2, 1)"),
         (retrieval, {"image_embeddings": np.ones((0, 3))}, "shape=(0, 3)"),

@@ -8,7 +8,10 @@ the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'
 
 from keras_moe.analysis.plots.experts import (
     plot_ablation,
+    plot_coverage,
+    plot_expert_groups,
     plot_expert_load,
+    plot_expert_usage,
     plot_load_by_type,
     plot_routing_scores,
 )
@@ -23,11 +26,6 @@ from keras_moe.analysis.plots.training import (
     plot_router_health,
     plot_step_costs,
     plot_training_history,
-)
-from keras_moe.analysis.plots.usage import (
-    plot_coverage,
-    plot_expert_groups,
-    plot_expert_usage,
 )
 
 __all__ = [

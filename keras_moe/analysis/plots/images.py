@@ -34,7 +34,6 @@ def plot_expert_images(
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of a muMoE head, with arrays (B, 1, E).
-        path: see `keras_moe.analysis.plots`, as for `title`.
         labels: names or numbers of the images' classes (B,), or None.
         experts: experts to show, one per row; None for the first ten with an image.
         images_per_expert: number of images in a row.
@@ -103,7 +102,6 @@ def plot_expert_patches(
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
         grid: number of patches down and across.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         experts: experts to show; None for the first three.
         patches_per_expert: number of patches in a row.
 
@@ -160,7 +158,6 @@ def plot_expert_views(
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of the layer, with arrays (B, N, E).
         grid: number of patches down and across.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         images_per_expert: number of images in a row.
 
     Example:
@@ -225,7 +222,6 @@ def plot_compute_maps(
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         maps: (B, rows, columns), the result of `keras_moe.analysis.compute_map`.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         num_selected_experts: K, the largest number of FFN experts per token.
         columns: number of images in a row.
 
@@ -284,7 +280,6 @@ def plot_type_maps(
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         maps: dict of results of `keras_moe.analysis.compute_map` by expert type.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *MoE++*, Figure A, for images.
 

@@ -27,7 +27,6 @@ def plot_training_history(
     Args:
         history: dict of lists with one value per epoch, such as `fit(...).history`:
             "loss", "accuracy" or other metrics, prefixed with `"val_"` for test data.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *Multilinear Mixture of Experts*, Figure 10.
 
@@ -64,7 +63,6 @@ def plot_step_costs(
 
     Args:
         costs: `keras_moe.distribution.CompiledCosts`.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Example:
 
@@ -109,7 +107,6 @@ def plot_router_health(
 
     Args:
         csv_path: path of a file that `keras_moe.training.RouterHealth` has written.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Example:
 

@@ -38,16 +38,11 @@ _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 class Example(NamedTuple):
     """What drawings need of an example."""
 
-    # (height, width, channels) in [-1, 1], or None.
-    image: np.ndarray | None
-    # Its caption, or None.
-    caption: str | None
-    # The strings of the caption's tokens, or None.
-    words: list[str] | None
-    # Number of its class, or None.
-    label: int | None
-    # Number of the class of the largest output, or None.
-    predicted: int | None
+    image: np.ndarray | None  # (height, width, channels) in [-1, 1], or None
+    caption: str | None  # Its caption, or None
+    words: list[str] | None  # The strings of the caption's tokens, or None
+    label: int | None  # Number of its class, or None
+    predicted: int | None  # Number of the class of the largest output, or None
     # `TokenRouting` of patches or words by key.
     routing: dict[str, _markup.TokenRouting]
 
@@ -208,7 +203,8 @@ class Explorer(Section):
         image, grid = example.picture(number), self.model.grid
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
-            rows += _markup.plain_map(grid, image)
+            nothing = Markup("")
+            rows += _markup.map_figure(grid, image, nothing, "The image", "the image")
         if attention is not None:
             times = f"{attention.max() / attention.mean():.1f}"
             title = f"attention rollout: up to {times} times the mean"

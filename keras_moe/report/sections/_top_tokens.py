@@ -72,14 +72,10 @@ def _busiest(weights, most):
 class Word(NamedTuple):
     """A top word of an expert."""
 
-    # String of the token; untrusted.
-    word: str
-    # Combine weight, or lift over the base rate.
-    score: float
-    # Words around it; untrusted.
-    context: str
-    # How often the expert served it.
-    count: int
+    word: str  # String of the token; untrusted
+    score: float  # Combine weight, or lift over the base rate
+    context: str  # Words around it; untrusted
+    count: int  # How often the expert served it
 
 
 class BestWords:

@@ -115,21 +115,17 @@ class Node(NamedTuple):
     # Number of the expert; `"rest"` for all small experts, `"none"` for unserved
     # tokens.
     name: str
-    # Lower end, in a column from 0 to 1.
-    bottom: float
-    # Share of the layer's tokens, scaled to leave room for gaps.
-    height: float
+    bottom: float  # Lower end, in a column from 0 to 1
+    height: float  # Share of the layer's tokens, scaled to leave room for gaps
 
 
 class Ribbon(NamedTuple):
     """The tokens that move from one node to a node of the next layer."""
 
-    # The source's layer, and the numbers of both nodes.
-    layer: int
+    layer: int  # The source's layer, and the numbers of both nodes
     source: int
     target: int
-    # Lower ends at source and target.
-    start: float
+    start: float  # Lower ends at source and target
     stop: float
     height: float
 
@@ -137,12 +133,9 @@ class Ribbon(NamedTuple):
 class MainFlows(NamedTuple):
     """An alluvial diagram."""
 
-    # Nodes of each layer, top to bottom.
-    columns: list[list[Node]]
-    # Ribbons, widest first.
-    ribbons: list[Ribbon]
-    # Share of the tokens in these ribbons, averaged over steps.
-    shown: float
+    columns: list[list[Node]]  # Nodes of each layer, top to bottom
+    ribbons: list[Ribbon]  # Ribbons, widest first
+    shown: float  # Share of the tokens in these ribbons, averaged over steps
 
 
 def main_flows(
