@@ -1,6 +1,6 @@
 """Data that are arrays, or an iterable of batches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -51,7 +51,7 @@ def read_batches(
 
 
 def read_iterable(
-    data: Iterable[Any], name: str, may_be_endless: bool = False
+    data: Any, name: str, may_be_endless: bool = False
 ) -> tuple[Iterator[Any], int | None]:
     """Returns one pass over batches, and their number if it is known."""
     if isinstance(data, keras.utils.PyDataset):

@@ -19,7 +19,6 @@ from keras_moe.analysis.routing import (
     RoutingStatistics,
     TypeLoads,
     compute_map,
-    dropped_at_capacities,
     expert_load,
     expert_queues,
     experts_per_token,
@@ -36,12 +35,7 @@ from keras_moe.analysis.tokens import (
     tag_tokens,
     token_flows,
 )
-from keras_moe.analysis.usage import (
-    BlockUsage,
-    ExpertUsage,
-    expert_usage,
-    merged_usage,
-)
+from keras_moe.analysis.usage import BlockUsage, ExpertUsage, expert_usage, merged_usage
 
 __all__ = [
     "BlockUsage",
@@ -57,7 +51,6 @@ __all__ = [
     "attention_rollout",
     "compute_map",
     "coverage_curves",
-    "dropped_at_capacities",
     "edit_expert_logits",
     "exclude_experts",
     "expert_centres",

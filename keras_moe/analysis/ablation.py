@@ -1,14 +1,17 @@
 """Accuracy lost without experts. Axes: B batch, C classes, E experts, L levels."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 from rich.console import Console
 
 from keras_moe._checks import check_class_labels, check_one_of
 from keras_moe._compat import flatten_layers, serving
+from keras_moe._types import KerasModel, Tensor
 from keras_moe.analysis._hooks import (
     Hooked,
     excluding,
@@ -16,7 +19,7 @@ from keras_moe.analysis._hooks import (
     without_one,
     zeroed,
 )
-from keras_moe.analysis.interventions import moe_block, mumoe_head, numbers_of
+from keras_moe.analysis.interventions import Experts, moe_block, mumoe_head, numbers_of
 from keras_moe.analysis.routing import print_table
 
 # All MoE blocks together.
@@ -77,14 +80,14 @@ class ExpertAblation(NamedTuple):
 
 
 def ablate_experts(
-    model: keras.Model,
-    images: Any,
-    labels: Any,
+    model: KerasModel,
+    images: np.ndarray,
+    labels: ArrayLike,
     layer: str = "head",
-    experts: Any = None,
+    experts: Sequence[Experts] | np.ndarray | None = None,
     removal: str | None = None,
     batch_size: int = 32,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
 ) -> ExpertAblation:
     """Removes each expert in turn and measures the accuracy that each class loses.
 
@@ -112,24 +115,22 @@ def ablate_experts(
 
     >>> import numpy as np
     >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
+    >>> head = {"num_experts": 4, "rank": 8}
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
     >>> images = np.zeros((20, 16, 16, 1), "float32")
     >>> labels = np.arange(20) % 10
     >>> analysis.ablate_experts(model, images, labels, verbose=0).changes.shape
     (4, 10)
     """
     part = ablated_part(model, layer)
-    labels = _check_labels(labels, len(images), model)
+    classes = _check_labels(labels, len(images), model)
     if removal is not None:
         check_one_of("removal", removal, REMOVALS)
     names, removals = _removals(experts, removal, part)
-    counts = np.full(labels.shape[1:], len(labels))
-    if labels.ndim == 1:
-        counts = np.bincount(labels, minlength=model.output.shape[-1])
-    arguments = (removals, images, labels, batch_size, verbose)
+    counts = np.full(classes.shape[1:], len(classes))
+    if classes.ndim == 1:
+        counts = np.bincount(classes, minlength=model.output.shape[-1])
+    arguments = (removals, images, classes, batch_size, verbose)
     count = _by_pairs if isinstance(part, MuMoEPart) else _by_passes
     right, lost = count(model, part, *arguments)
     shares = np.maximum(counts, 1)
@@ -222,7 +223,7 @@ def print_ablation(
 class MuMoEPart:
     """A classifier split at a muMoE: its inputs, and the outputs without an expert."""
 
-    def __init__(self, model: keras.Model, layer: str):
+    def __init__(self, model: Any, layer: str):
         self.is_head = layer == "head"
         if self.is_head:
             self.layer, self.inputs = mumoe_head(model), model.features
@@ -247,7 +248,7 @@ class MuMoEPart:
         # Largest coefficient of each expert over the tokens of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
-    def without(self, inputs: Any, experts: Any) -> Any:
+    def without(self, inputs: Tensor, experts: Tensor) -> Tensor:
         """The classifier's outputs with one expert's weights zeroed."""
         hooks = {id(x): without_one(x, experts) for x in self.experts}
         return self.rest(with_layers(self.layer, hooks)(inputs, training=False)[0])
@@ -263,7 +264,7 @@ class RoutedPart:
         self.ffn_experts = sorted(columns)
 
 
-def ablated_part(model: keras.Model, layer: str) -> Any:
+def ablated_part(model: Any, layer: str) -> "MuMoEPart | RoutedPart":
     """The part of a classifier that `layer` names."""
     if layer == ALL:
         # Records of token mixers are named "block_0/token_mixer".

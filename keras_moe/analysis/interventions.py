@@ -4,19 +4,25 @@ Axes: B batch, D hidden, E experts, K selected experts, U groups of tokens.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 from rich.console import Console
 
 from keras_moe._checks import check_integer, check_number, check_one_of
 from keras_moe._compat import serving
+from keras_moe._types import KerasModel
 from keras_moe.analysis.routing import print_table
 from keras_moe.analysis.usage import ExpertUsage
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
+# Numbers and types of experts; names of groups.
+Experts: TypeAlias = "int | str | Sequence[Experts]"
+Groups: TypeAlias = str | int | Sequence[str]
 CRITERIA = ("tokens", "mass", "reap")
 # The paper's best value for the attribute-blind threshold.
 _BLIND_STRENGTH = 2.5
@@ -45,13 +51,9 @@ class CoverageCurve(NamedTuple):
 
 
 def expert_scores(
-    usage: ExpertUsage, criterion: str = "tokens", groups: Any = None
+    usage: ExpertUsage, criterion: str = "tokens", groups: Groups | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns the experts' scores by a pruning criterion, float64 (E,) by block name.
-
-    `"reap"` is the mean over an expert's tokens of combine weight times output norm:
-    *REAP the Experts*, arXiv 2510.13999.
-    """
+    """Returns the experts' scores by a criterion, float64 (E,) by block name."""
     check_one_of("criterion", criterion, CRITERIA)
     rows = _rows(usage, groups)
     scores = {}
@@ -87,7 +89,10 @@ def _rows(usage, groups):
 
 
 def coverage_curves(
-    usage: ExpertUsage, by: str = "tokens", groups: Any = None, criterion: Any = None
+    usage: ExpertUsage,
+    by: str = "tokens",
+    groups: Groups | None = None,
+    criterion: str | None = None,
 ) -> dict[str, CoverageCurve]:
     """Measures how much work the most used experts do, as curves by block name.
 
@@ -127,10 +132,10 @@ def coverage_curves(
 
 def select_experts(
     usage: ExpertUsage,
-    count: Any = None,
+    count: int | dict[str, int] | None = None,
     coverage: float | None = None,
     criterion: str = "tokens",
-    groups: Any = None,
+    groups: Groups | None = None,
     minimum: int = 1,
 ) -> dict[str, list[int]]:
     """Selects the experts that each MoE block keeps, for `prune_experts`.
@@ -181,7 +186,7 @@ def _check_share(coverage):
 
 def print_coverage(
     curves: dict[str, CoverageCurve],
-    shares: Any = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0),
+    shares: Sequence[float] = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0),
     console: Console | None = None,
 ) -> None:
     """Prints how many experts of each block cover each share.
@@ -208,7 +213,7 @@ def print_coverage(
 
 
 def mask_experts(
-    model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
+    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
 ) -> Any:
     """Returns a copy of a model that keeps all weights but uses only some experts.
 
@@ -231,7 +236,7 @@ def mask_experts(
 
 
 def prune_experts(
-    model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
+    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
 ) -> Any:
     """Returns a smaller copy of a model with only some of its experts.
 
@@ -273,7 +278,7 @@ def prune_experts(
 # Excluding, editing and steering
 
 
-def moe_block(model: Any, name: str) -> Any:
+def moe_block(model: KerasModel, name: str) -> keras.layers.Layer:
     """Returns the MoE block with a given name, of a backbone or a task."""
     backbone = getattr(model, "backbone", model)
     # Records of token mixers are named "block_0/token_mixer".
@@ -286,7 +291,7 @@ def moe_block(model: Any, name: str) -> Any:
     return backbone.get_layer(name)
 
 
-def mumoe_head(model: Any) -> Any:
+def mumoe_head(model: KerasModel) -> keras.layers.Layer:
     """The muMoE head of a classifier."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(model, "routing"):
@@ -297,7 +302,7 @@ def mumoe_head(model: Any) -> Any:
     return head
 
 
-def exclude_experts(model: Any, experts: Any) -> Any:
+def exclude_experts(model: Any, experts: Experts) -> Any:
     """Returns a copy of a model whose routers never choose certain experts.
 
     Their tokens go to the best of the remaining experts, and the softmax is over these.
@@ -333,7 +338,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     return model.with_router_arguments(excluded_experts=sorted(excluded))
 
 
-def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
+def numbers_of(experts: Experts, expert_types: ExpertTypes) -> tuple[int, ...]:
     """Resolves numbers and types of experts to expert numbers."""
     if isinstance(experts, str):
         if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
@@ -349,7 +354,7 @@ def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
 
 def edit_expert_logits(
     model: Any,
-    subpopulation: Any,
+    subpopulation: ArrayLike | None,
     output: int,
     strength: float | None = None,
     batch_size: int = 32,
@@ -375,10 +380,8 @@ def edit_expert_logits(
 
     >>> import numpy as np
     >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
+    >>> head = {"num_experts": 4, "rank": 8}
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
     >>> images = np.zeros((2, 16, 16, 1), "float32")
     >>> edited = analysis.edit_expert_logits(model, images, output=3, strength=2.0)
     >>> change = edited.predict(images, verbose=0) - model.predict(images, verbose=0)
@@ -386,21 +389,18 @@ def edit_expert_logits(
     [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     experts = mumoe_head(model).gate.expert_types.total
-    if strength is not None:
-        strength = check_number("strength", strength)
     if subpopulation is None:
-        mean = np.ones(experts)
-        strength = _BLIND_STRENGTH if strength is None else strength
+        mean, default = np.ones(experts), _BLIND_STRENGTH
     else:
         # The mean coefficients of the head's experts, float64 (E,).
         records = serving(keras.Model(model.input, model.routing["head"].gates))
         gates = records.predict(subpopulation, batch_size=batch_size, verbose=0)
-        mean = gates[:, 0].mean(axis=0, dtype="float64")
-        strength = experts if strength is None else strength
+        mean, default = gates[:, 0].mean(axis=0, dtype="float64"), experts
+    strength = check_number("strength", default if strength is None else strength)
     return model.with_logit_offsets(output, strength * mean)
 
 
-def expert_centres(model: Any, block: str) -> np.ndarray:
+def expert_centres(model: KerasModel, block: str) -> np.ndarray:
     """Cluster centres (E, D) of a block's experts: the columns of its router's kernel.
 
     The closer a token is to a centre, the larger the expert's logit. With several
@@ -421,18 +421,15 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
     """
     router = moe_block(model, block).feed_forward.router
     kernels = getattr(router, "kernels", None) or [getattr(router, "kernel", None)]
-    experts = math.prod(
-        np.shape(kernel)[-1] for kernel in kernels if kernel is not None
-    )
-    if any(k is None or len(k.shape) != 2 for k in kernels) or (
-        experts != router.expert_types.total
-    ):
+    matrices = [k for k in kernels if k is not None and len(k.shape) == 2]
+    experts = math.prod(kernel.shape[-1] for kernel in matrices)
+    if len(matrices) < len(kernels) or experts != router.expert_types.total:
         raise ValueError(
             "Expected a block whose router maps tokens to experts by one kernel; "
             f"received: router={router.summary!r}"
         )
-    centres = np.zeros((1, kernels[0].shape[0]), "float32")
-    for kernel in kernels:
+    centres = np.zeros((1, matrices[0].shape[0]), "float32")
+    for kernel in matrices:
         level = ops.convert_to_numpy(kernel.value).T
         centres = (centres[:, None] + level[None]).reshape(-1, level.shape[1])
     return centres

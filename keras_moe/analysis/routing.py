@@ -4,14 +4,16 @@ Axes: B batch, N tokens, S group_size, E experts, K selected experts.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 
 from keras_moe._checks import check_one_of
-from keras_moe.ops import expert_capacity, expert_choice, token_choice
+from keras_moe._types import Tensor
+from keras_moe.ops import Routing, RoutingPlan, expert_choice, token_choice
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # Limits beyond which a router is unhealthy. An expert is dead if it has less than
@@ -25,14 +27,14 @@ MAX_SHARE = 0.75
 MAX_DEAD = 0.5
 
 
-def entropy(shares: Any) -> Any:
+def entropy(shares: ArrayLike) -> np.ndarray:
     """Entropy of shares in nats, along the last axis."""
     shares = np.asarray(shares, "float64")
     # `0.0 -` avoids a result of -0.0.
     return 0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
 
 
-def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
+def of_patches(values: ArrayLike | Tensor, grid: tuple[int, int]) -> np.ndarray:
     """Values of the patches (B, N, ...), without a class token in front."""
     values, count = np.asarray(values), grid[0] * grid[1]
     tokens = values.shape[1] if values.ndim > 1 else 0
@@ -70,7 +72,9 @@ class RoutingStatistics(NamedTuple):
 
 
 def routing_statistics(
-    routing: Any, num_selected_experts: int | None = None, mask: Any = None
+    routing: Routing,
+    num_selected_experts: int | None = None,
+    mask: ArrayLike | None = None,
 ) -> RoutingStatistics:
     """Measures a router's load, drops and confidence.
 
@@ -167,16 +171,16 @@ def print_table(
 
 
 def expert_queues(
-    affinity: Any,
+    affinity: ArrayLike | Tensor,
     num_selected_experts: int | None = None,
-    priority: Any = "first_come",
+    priority: str | ArrayLike = "first_come",
     examples_per_group: int = 1,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
 ) -> np.ndarray:
     """Finds each token's position in the queue of each expert.
 
     An expert with capacity C serves positions 0 to C - 1, so one call gives the drops
-    at every capacity.
+    at every capacity, as in *CLIP-UP*, Figure 7.
 
     Args:
         affinity: (B, N, E), `Routing.affinity` of a record.
@@ -211,10 +215,8 @@ def expert_queues(
     else:
         if not isinstance(priority, str):
             priority = np.asarray(priority, "float32").reshape(-1, size)
-        plan = token_choice(
-            grouped, grouped, num_selected_experts, size, priority, mask
-        )
-        slots = np.array(plan.token_slots)
+        own = (grouped, grouped, num_selected_experts, size, priority, mask)
+        slots = np.array(cast(RoutingPlan, token_choice(*own)).token_slots)
         positions = np.full((*grouped.shape[:2], num_experts + 1), -1, "int32")
         # Choices of masked tokens go to an extra column, which is dropped.
         experts = np.where(slots < 0, num_experts, slots // size)
@@ -223,57 +225,12 @@ def expert_queues(
     return positions.reshape(affinity.shape).astype("int32")
 
 
-def served_at(positions: Any, capacity: Any) -> np.ndarray:
+def served_at(positions: np.ndarray, capacity: ArrayLike) -> np.ndarray:
     """Which positions of `expert_queues` are served at a capacity."""
     return (positions >= 0) & (positions < np.asarray(capacity))
 
 
-def dropped_at_capacities(
-    routing: Any,
-    capacity_factors: Any,
-    num_selected_experts: int | None = None,
-    priority: Any = "first_come",
-    examples_per_group: int = 1,
-    mask: Any = None,
-) -> np.ndarray:
-    """Finds the tokens dropped at given capacity factors, boolean (F, B, N).
-
-    Routes again from the affinity, which at inference usually has no noise or limit.
-
-    Args:
-        routing: `Routing` of arrays (B, N, E).
-        capacity_factors: F numbers c, for capacities of c S K / E, rounded up.
-        num_selected_experts: K for token choice, None for expert choice.
-        priority, examples_per_group: as in `expert_queues`.
-        mask: boolean (B, N), False for tokens that are not routed and not counted.
-
-    Reference: *CLIP-UP*, Figure 7.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import dropped_at_capacities
-    >>> from keras_moe.ops import Routing
-    >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.2, 0.8]]], "float32")
-    >>> dropped_at_capacities(Routing(*[gates] * 6), (0.5, 1.0), 1).tolist()
-    [[[False, True, True, False]], [[False, False, True, False]]]
-    """
-    positions = expert_queues(
-        routing.affinity, num_selected_experts, priority, examples_per_group, mask
-    )
-    batch, length, num_experts = positions.shape
-    size, selected = examples_per_group * length, num_selected_experts or 1
-    dropped = [
-        ~served_at(positions, expert_capacity(size, num_experts, factor, selected)).any(
-            axis=-1
-        )
-        for factor in capacity_factors
-    ]
-    dropped = np.array(dropped, bool).reshape(-1, batch, length)
-    return dropped if mask is None else dropped & np.asarray(mask, bool)
-
-
-def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
+def expert_load(routing: Routing, threshold: float = 0.5) -> np.ndarray:
     """Counts the tokens for which each expert has a large coefficient, int (E,).
 
     Args:
@@ -328,7 +285,9 @@ class RoutingScores(NamedTuple):
 
 
 def experts_per_token(
-    routing: Any, expert_types: ExpertTypes, expert_type: str = "ffn"
+    routing: Routing | dict[str, Routing],
+    expert_types: ExpertTypes,
+    expert_type: str = "ffn",
 ) -> np.ndarray:
     """Counts the experts of a type that serve each token, float64 (B, N) from 0 to K.
 
@@ -357,7 +316,7 @@ def experts_per_token(
 
 
 def compute_map(
-    routing: Any,
+    routing: Routing | dict[str, Routing],
     expert_types: ExpertTypes,
     grid: tuple[int, int],
     expert_type: str = "ffn",
@@ -384,10 +343,10 @@ def compute_map(
 
 
 def load_by_type(
-    routing: dict[str, Any],
+    routing: dict[str, Routing],
     expert_types: ExpertTypes,
     num_selected_experts: int,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
 ) -> dict[str, TypeLoads]:
     """Measures the load of each expert type, as `TypeLoads` by block name.
 
@@ -470,7 +429,7 @@ def print_load_by_type(
     print_table("Load by type of expert", head, rows, console)
 
 
-def routing_scores(routing: Any) -> RoutingScores:
+def routing_scores(routing: Routing) -> RoutingScores:
     """Finds each token's two largest gates, whose variance gating residuals reduce.
 
     Args:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe.analysis.routing import entropy, of_patches
+from keras_moe.ops import Routing
 
 # Words, with apostrophes and hyphens, and single punctuation marks.
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
@@ -31,7 +33,7 @@ class ExpertView(NamedTuple):
 
 
 def expert_views(
-    routing: Any, grid: tuple[int, int], images_per_expert: int = 8
+    routing: Routing, grid: tuple[int, int], images_per_expert: int = 8
 ) -> list[ExpertView]:
     """Finds the positions and images in which each expert works, one view per expert.
 
@@ -75,7 +77,7 @@ class FlowStatistics(NamedTuple):
     company_by_chance: float
 
 
-def main_experts(routing: Any) -> np.ndarray:
+def main_experts(routing: Routing) -> np.ndarray:
     """Returns each token's expert of largest combine weight (B, N); E if unserved."""
     served = np.asarray(routing.dispatched) > 0
     # A served token may have weight 0.
@@ -83,7 +85,9 @@ def main_experts(routing: Any) -> np.ndarray:
     return np.where(served.any(axis=-1), weights.argmax(axis=-1), served.shape[-1])
 
 
-def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
+def token_flows(
+    source: Routing, target: Routing, mask: ArrayLike | None = None
+) -> np.ndarray:
     """Counts the tokens that move from each expert to each expert of another layer.
 
     In each layer a token counts for the expert with the largest combine weight.
@@ -120,7 +124,7 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
     return np.bincount(pairs, minlength=rows * columns).reshape(rows, columns)
 
 
-def flow_statistics(flows: Any) -> FlowStatistics:
+def flow_statistics(flows: ArrayLike) -> FlowStatistics:
     """Measures `token_flows` (E + 1, F + 1); zeros if there are fewer than two."""
     flows = np.asarray(flows, "float64")
     sources, targets = flows.sum(axis=1), flows.sum(axis=0)
@@ -131,17 +135,13 @@ def flow_statistics(flows: Any) -> FlowStatistics:
     information = (unknown - left) / unknown if unknown > 1e-12 else 0.0
     return FlowStatistics(
         float(np.clip(information, 0.0, 1.0)),
-        _ratio(_pairs(flows), _pairs(sources)),
-        _ratio(_pairs(targets), _pairs(flows.sum())),
+        _pairs(flows) / (_pairs(sources) or 1.0),
+        _pairs(targets) / (_pairs(flows.sum()) or 1.0),
     )
 
 
 def _pairs(counts):
     return float(np.sum(counts * (counts - 1)))
-
-
-def _ratio(part, whole):
-    return part / whole if whole else 0.0
 
 
 class TokenTags(NamedTuple):
@@ -158,7 +158,9 @@ class TokenTags(NamedTuple):
 
 
 def tag_tokens(
-    tokenizer: Any, captions: Sequence[str], tag: Callable[[list[str]], Sequence[Any]]
+    tokenizer: Any,
+    captions: Sequence[str],
+    tag: Callable[[list[str]], Sequence[object]],
 ) -> TokenTags:
     """Gives each caption token the tag of its word, such as its part of speech.
 

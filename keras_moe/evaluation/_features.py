@@ -1,10 +1,10 @@
 """Features (N, F) of N examples: validation, and extraction from a model."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_batches
 from keras_moe._processes import predict_batch
@@ -13,7 +13,7 @@ from keras_moe._processes import predict_batch
 NAMED = 5
 
 
-def to_numpy(array: Any) -> np.ndarray:
+def to_numpy(array: object) -> np.ndarray:
     """Converts an array or a tensor of any library to NumPy."""
     # The backend's tensors may be on an accelerator or require gradients; those of
     # tf.data may belong to another backend.
@@ -22,7 +22,7 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def check_matrix(name: str, array: Any, dim: int | None = None) -> np.ndarray:
+def check_matrix(name: str, array: ArrayLike, dim: int | None = None) -> np.ndarray:
     """Checks that an array is a non-empty matrix (N, `dim`) of real numbers."""
     array = to_numpy(array)
     # bfloat16 is of kind "V".
@@ -36,7 +36,9 @@ def check_matrix(name: str, array: Any, dim: int | None = None) -> np.ndarray:
     return array
 
 
-def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
+def check_features(
+    name: str, features: ArrayLike, dim: int | None = None
+) -> np.ndarray:
     """Checks that features (N, F) are finite; returns float64."""
     features = check_matrix(name, features, dim).astype("float64")
     bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
@@ -49,7 +51,7 @@ def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarr
 
 
 def check_labels(
-    name: str, labels: Any, length: int | None, num_classes: int | None = None
+    name: str, labels: ArrayLike, length: int | None, num_classes: int | None = None
 ) -> np.ndarray:
     """Checks that labels (N,) are integers in range; returns int64."""
     labels = to_numpy(labels)
@@ -71,7 +73,7 @@ def check_labels(
 
 
 def extract_features(
-    name: str, model: Callable, data: Any, batch_size: int, verbose: int
+    name: str, model: Callable, data: object, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels of all batches, equal in all processes."""
     batches, num_batches = read_batches(data, batch_size, name)

@@ -7,18 +7,22 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_integer
+from keras_moe._types import Config, KerasModel
 from keras_moe.evaluation._features import (
     check_features,
     check_labels,
     extract_features,
     to_numpy,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -53,7 +57,7 @@ class FewShotResult(NamedTuple):
     mean: np.ndarray
     std: np.ndarray
 
-    def table(self, title: str | None = None) -> Any:
+    def table(self, title: str | None = None) -> "Table":
         """A table for `rich.print`, with one row per k."""
         from rich.table import Table
 
@@ -64,18 +68,15 @@ class FewShotResult(NamedTuple):
             table.add_row(str(k), f"{mean:.2%}", f"{std:.2%}", f"{l2:g}")
         return table
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Config:
         """Returns a JSON-serialisable dict."""
         return {name: np.asarray(x).tolist() for name, x in self._asdict().items()}
 
 
 def sample_shots(
-    labels: Any, shots: int, num_classes: int, seed: int = 0
+    labels: ArrayLike, shots: int, num_classes: int, seed: int = 0
 ) -> np.ndarray:
-    """Returns indices (C * k,) of k examples of every class, ordered by class.
-
-    Draws of one seed are nested (1 shot within 5), as in V-MoE's evaluator.
-    """
+    """Returns indices (C * k,) of k examples of every class, ordered by class."""
     labels = check_labels("labels", labels, None, num_classes)
     shots = check_integer("shots", shots)
     counts = np.bincount(labels, minlength=num_classes)
@@ -85,21 +86,18 @@ def sample_shots(
             f"{counts.min()} of class {counts.argmin()}"
         )
     rng = np.random.default_rng(seed)
-    # All examples are permuted, whatever k is, so that draws are nested.
+    # All examples are permuted, whatever k is, so that draws of one seed are nested (1
+    # shot within 5), as in V-MoE's evaluator.
     permuted = [
         rng.permutation(np.flatnonzero(labels == c)) for c in range(num_classes)
     ]
     return np.concatenate([indices[:shots] for indices in permuted])
 
 
-def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
-    """Returns one l2 for each k (shots,), over all data sets (or seeds) together.
-
-    In each data set l2s are ranked by accuracies (datasets, shots, L), and the highest
-    mean rank wins, as in V-MoE's evaluator (of equal accuracies, the earlier l2). The
-    choice uses test accuracies; a single fixed l2 avoids the optimism.
-    """
+def best_l2(accuracies: ArrayLike, l2s: ArrayLike) -> np.ndarray:
+    """Returns the l2 of highest mean rank for each k, from (datasets, shots, L)."""
     accuracies, l2s = np.asarray(accuracies, "float64"), np.asarray(l2s, "float64")
+    # As in V-MoE's evaluator, test accuracies choose; one fixed l2 avoids the optimism.
     # With the axis reversed and stable sorts, the earlier of two equal accuracies comes
     # last and ranks higher.
     order = accuracies[..., ::-1].argsort(axis=-1, kind="stable")
@@ -108,12 +106,12 @@ def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
 
 
 def few_shot(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
     shots: Sequence[int] = SHOTS,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
 ) -> FewShotResult:
@@ -140,6 +138,8 @@ def few_shot(
     """
     shots = tuple(check_integer("shots", k) for k in shots)
     seeds = tuple(check_integer("seeds", seed, minimum=0) for seed in seeds)
+    if not (shots and seeds):
+        raise ValueError(f"Expected shots and seeds; received: {shots=}, {seeds=}")
     l2s = check_l2s(l2s)
     train_features = check_features("train_features", train_features)
     train_labels = check_labels("train_labels", train_labels, len(train_features))
@@ -151,29 +151,25 @@ def few_shot(
     for i, k in enumerate(shots):
         for j, seed in enumerate(seeds):
             drawn = sample_shots(train_labels, k, num_classes, seed)
+            few = train_features[drawn], train_labels[drawn]
             accuracies[i, j] = few_shot_accuracies(
-                train_features[drawn],
-                train_labels[drawn],
-                test_features,
-                test_labels,
-                num_classes,
-                l2s,
+                *few, test_features, test_labels, num_classes, l2s
             )
     # Seeds play the part of data sets, as in V-MoE's evaluator.
     chosen = best_l2(accuracies.transpose(1, 0, 2), l2s)
     at_best = np.stack([a[:, l2s == l2][:, 0] for a, l2 in zip(accuracies, chosen)])
     std = at_best.std(axis=1, ddof=1) if len(seeds) > 1 else np.zeros(len(shots))
     mean = at_best.mean(axis=1)
-    l2s = tuple(l2s.tolist())
-    return FewShotResult(accuracies, shots, seeds, l2s, chosen, mean, std)
+    penalties = tuple(l2s.tolist())
+    return FewShotResult(accuracies, shots, seeds, penalties, chosen, mean, std)
 
 
 def few_shot_from_model(
-    model: keras.Model | Callable,
-    train_data: Any,
-    test_data: Any,
+    model: KerasModel | Callable,
+    train_data: object,
+    test_data: object,
     shots: Sequence[int] = SHOTS,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
     batch_size: int = 64,
@@ -204,17 +200,15 @@ def few_shot_from_model(
     batch_size = check_integer("batch_size", batch_size)
     train = extract_features("train_data", model, train_data, batch_size, verbose)
     test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return few_shot(
-        *train, *test, shots=shots, l2s=l2s, seeds=seeds, num_classes=num_classes
-    )
+    return few_shot(*train, *test, shots, l2s, seeds, num_classes)
 
 
 def linear_probe(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
-    l2s: Sequence[float] = L2S,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
+    l2s: ArrayLike = L2S,
     num_classes: int | None = None,
 ) -> float:
     """Test accuracy of a linear classifier on all training examples.
@@ -257,9 +251,9 @@ def linear_probe(
 
 
 def linear_probe_from_model(
-    model: keras.Model | Callable,
-    train_data: Any,
-    test_data: Any,
+    model: KerasModel | Callable,
+    train_data: object,
+    test_data: object,
     batch_size: int = 64,
     verbose: int = 1,
     **options: Any,
@@ -297,24 +291,21 @@ class RidgeClassifier(NamedTuple):
     std: np.ndarray  # (F,), their population standard deviation + 1e-5
     weights: np.ndarray  # (F + 1, C) or (L, F + 1, C), the last row for a constant 100
 
-    def scores(self, features: Any) -> np.ndarray:
+    def scores(self, features: ArrayLike) -> np.ndarray:
         """Scores of features (N, F): (N, C), or (L, N, C)."""
         features = check_features("features", features, self.mean.size)
         return _standardise(features, self.mean, self.std) @ self.weights
 
 
 def ridge_regression(
-    train_features: Any,
-    train_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
     num_classes: int,
     l2: float | Sequence[float],
 ) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64.
-
-    With X = [(features - mean) / (std + 1e-5), 100] and targets Y of 1 for the label's
-    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, from one
-    eigendecomposition for all l2 (SciPy's if installed, which is faster).
-    """
+    """Fits the linear classifier in closed form, in float64, for all l2 at once."""
+    # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
+    # class and -1 elsewhere: (X^T X + l2 I)^-1 X^T Y.
     l2s = check_l2s(np.atleast_1d(l2))
     data = _standardised(train_features, train_labels, num_classes)
     left, eigs, right = _decompose(data)
@@ -323,12 +314,12 @@ def ridge_regression(
 
 
 def few_shot_accuracies(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
     num_classes: int,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
 ) -> np.ndarray:
     """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
@@ -348,19 +339,13 @@ def few_shot_accuracies(
         # Either (M, F)(F, R) once and (M, R)(R, C) per l2, or the weights (F, R)(R, C)
         # and (M, F)(F, C) per l2. The first pays off with many l2.
         if len(l2s) == 1:
-            correct += count_correct(x, weights, labels)
+            correct += _decide(x, weights, labels)[0].sum()
         elif len(x) < len(l2s) * num_classes:
             correct += _counts_of_sweep(x @ left, eigs, right, l2s, labels)
         else:
-            correct += [
-                count_correct(x, left @ (right / (eigs + l2)), labels) for l2 in l2s
-            ]
+            own = (left @ (right / (eigs + l2)) for l2 in l2s)
+            correct += [_decide(x, weights, labels)[0].sum() for weights in own]
     return correct / len(test_features)
-
-
-def count_correct(left: np.ndarray, right: np.ndarray, labels: np.ndarray) -> int:
-    """Number of rows of `left @ right` with their first maximum at the label."""
-    return int(_decide(left, right, labels)[0].sum())
 
 
 def _decide(
@@ -397,7 +382,7 @@ def _counts_of_sweep(
     l2s: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray:
-    """`count_correct(left, right / (eigs + l2), labels)` for each l2: (L,)."""
+    """Returns how many rows of `left @ (right / (eigs + l2))` are right, by l2."""
     # Scaling all scores, or shifting them for all classes, changes no answer. With this
     # scale, scores hardly change where l2 is far from the eigenvalues.
     typical = np.median(eigs)
@@ -433,7 +418,7 @@ class _Data(NamedTuple):
     num_classes: int
 
 
-def _standardised(features: Any, labels: Any, num_classes: int) -> _Data:
+def _standardised(features: ArrayLike, labels: ArrayLike, num_classes: int) -> _Data:
     features = check_features("train_features", features)
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
@@ -497,7 +482,7 @@ def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.
     return x
 
 
-def check_l2s(l2s: Any) -> np.ndarray:
+def check_l2s(l2s: ArrayLike) -> np.ndarray:
     """Checks that penalties are positive and finite; returns float64."""
     array = np.asarray(l2s, "float64")
     if array.ndim != 1 or not array.size or not np.all((array > 0) & (array < np.inf)):

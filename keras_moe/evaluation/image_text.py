@@ -7,11 +7,13 @@ memory. All processes evaluate together, on the same data.
 Axes: N images, M texts, P embedding, B batch.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._batches import read_iterable
 from keras_moe._checks import check_integer
@@ -27,6 +29,7 @@ from keras_moe.evaluation.retrieval import (
     retrieval,
 )
 from keras_moe.evaluation.zero_shot import (
+    ClassNames,
     ClassSubset,
     ZeroShotResult,
     class_embeddings,
@@ -130,10 +133,10 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
 
 def zero_shot_from_model(
     model: Any,
-    images: Any,
-    labels: Any,
-    class_names: Any,
-    templates: Any = "ours",
+    images: object,
+    labels: ArrayLike | None,
+    class_names: ClassNames,
+    templates: str | os.PathLike[str] | Sequence[Template] = "ours",
     ks: Sequence[int] | None = None,
     batch_size: int = 64,
     verbose: int = 0,
@@ -175,13 +178,8 @@ def zero_shot_from_model(
         batch = np.concatenate([batch, np.repeat(batch[-1:], size - count, axis=0)])
         return model.encode_images(batch, batch_size=size)[:count]
 
-    embeddings, labels = extract_features(
-        "images",
-        encode,
-        images if labels is None else (images, labels),
-        batch_size,
-        verbose,
-    )
+    data = images if labels is None else (images, labels)
+    embeddings, labels = extract_features("images", encode, data, batch_size, verbose)
     if class_subset is not None:
         labels = subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)
@@ -194,13 +192,13 @@ def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[st
             "Expected names of ImageNet's 1,000 classes for those of "
             f"{subset.name}; received: {len(class_names)} names"
         )
-    return tuple(class_names[number] for number in subset.numbers)
+    return tuple(class_names[int(number)] for number in subset.numbers)
 
 
 def encode_classes(
     model: Any,
-    class_names: Any,
-    templates: str | Sequence[Template] = "ours",
+    class_names: ClassNames,
+    templates: str | os.PathLike[str] | Sequence[Template] = "ours",
     batch_size: int = 64,
 ) -> np.ndarray:
     """Embeds classes for zero-shot classification, as unit vectors (C, P).

@@ -1,12 +1,12 @@
 """Reads data and its routing in one pass. Axes: B batch, N tokens, E experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from keras_moe._batches import array_length, is_arrays, read_batches
+from keras_moe._batches import array_length, read_batches
 from keras_moe._checks import fits_shape
 from keras_moe._processes import predict_batch
 from keras_moe.ops import Routing
@@ -21,6 +21,11 @@ _AT_ONCE = 256
 _FAR = 32.0
 
 
+def mapped(function: Callable[..., Any], *structures: Any) -> Any:
+    """Returns `keras.tree.map_structure`, whose result is like the structures."""
+    return keras.tree.map_structure(function, *structures)
+
+
 class Examples(NamedTuple):
     """Some examples of the data."""
 
@@ -28,13 +33,13 @@ class Examples(NamedTuple):
     captions: np.ndarray | None  # Object array (B,) of texts, or None
     labels: np.ndarray | None  # Integers (B,), -1 where missing; or None
 
-    def rows(self, index: Any) -> "Examples":
+    def rows(self, index: slice | np.ndarray) -> "Examples":
         """Selects examples by a slice or indices."""
-        return keras.tree.map_structure(lambda x: None if x is None else x[index], self)
+        return mapped(lambda x: None if x is None else x[index], self)
 
     def joined(self, other: "Examples") -> "Examples":
         """Concatenates two batches."""
-        return keras.tree.map_structure(
+        return mapped(
             lambda a, b: None if a is None else np.concatenate([a, b]), self, other
         )
 
@@ -42,11 +47,6 @@ class Examples(NamedTuple):
     def size(self) -> int:
         """B."""
         return len(keras.tree.flatten(self.inputs)[0])
-
-
-def known_length(data: Any) -> int | None:
-    """Returns the number of examples of arrays, which must agree; None for batches."""
-    return array_length(data) if is_arrays(data) else None
 
 
 def _all_examples(data, model, at_once):
@@ -116,7 +116,7 @@ def _of_texts(inputs, tokenizer):
     }
 
 
-def labels_of(labels: Any) -> np.ndarray | None:
+def labels_of(labels: object) -> np.ndarray | None:
     """The class of each example as an integer, -1 for none or several."""
     if labels is None or isinstance(labels, dict):
         return None
@@ -184,7 +184,7 @@ def _check_range(images, preprocessor):
 
 def routed_batches(
     model: ReportedModel,
-    data: Any,
+    data: object,
     batch_size: int = 32,
     max_examples: int | None = None,
 ) -> Iterator[Batch]:
@@ -272,7 +272,7 @@ def _routed(model, examples, records, start):
         outputs=None if outputs is None else np.asarray(outputs),
         finite=finite,
         shared={},
-        embeddings=None if embeddings is None else tuple(map(np.asarray, embeddings)),
+        embeddings=None if embeddings is None else (embeddings[0], embeddings[1]),
     )
 
 
@@ -303,7 +303,8 @@ def _without_broken(record):
 
 def _words(model, token_ids, mask):
     """Strings of tokens, `""` for padding; and their texts, without start and end."""
-    tokenizer, special = getattr(model, "preprocessor", None), ()
+    tokenizer: Any = getattr(model, "preprocessor", None)
+    special = ()
     if hasattr(tokenizer, "tokens"):
         strings = tokenizer.tokens(token_ids)
         special = (tokenizer.start_id, tokenizer.end_id)

@@ -1,7 +1,8 @@
 """Figures. Axes: L layers, E experts, U groups of tokens, Q queue positions."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from keras_moe.report.section import evenly_spaced
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Arrays: TypeAlias = Sequence[np.ndarray]
 # Largest number of layers with a panel.
 MAX_PANELS = 8
 _WIDTH = 3.6
@@ -32,12 +34,12 @@ _MAP = {"cmap": "cividis", "rasterized": True, "vmin": 0, "vmax": 3}
 
 
 def draw_loads(
-    shares: dict[str, Any],
+    shares: dict[str, np.ndarray],
     title: str,
     types: tuple[str, ...],
-    dropped: Any = None,
+    dropped: np.ndarray | None = None,
     capacity: float | None = None,
-) -> Any:
+) -> "Figure":
     """Plots each expert's share of a layer's work, by modality."""
     figure = new_figure(figsize=(3.5, 2.3))
     axis = figure.subplots()
@@ -54,9 +56,9 @@ def draw_loads(
             axis.plot([], [], "s", color=COLOURS[number], label=group)
     if dropped is not None and np.any(dropped):
         bottom = 100 * np.asarray(next(iter(shares.values())))
-        style = {"color": "none", "edgecolor": COLOURS[5], "hatch": "////"}
+        style: dict[str, Any] = {"edgecolor": COLOURS[5], "hatch": "////"}
         height = 100 * np.asarray(dropped)
-        style |= {"linewidth": 0.6, "label": "dropped"}
+        style |= {"color": "none", "linewidth": 0.6, "label": "dropped"}
         axis.bar(positions, height, width, bottom=bottom, **style)
     if len(shares) == 1 and len({*types}) > 1:
         for name in dict.fromkeys(types):
@@ -76,7 +78,7 @@ def draw_loads(
     return figure
 
 
-def draw_load_map(shares: list[np.ndarray], names: list[str], title: str) -> "Figure":
+def draw_load_map(shares: Arrays, names: list[str], title: str) -> "Figure":
     """Plots the experts' shares in all layers, relative to an equal share."""
     num_experts = max(len(row) for row in shares)
     values = np.full((len(shares), num_experts), np.nan)
@@ -163,7 +165,7 @@ class Line(NamedTuple):
     style: int = 0
 
 
-def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
+def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> "Figure":
     """Plots values in [0, 1] against depth."""
     figure = new_figure(figsize=(3.5, 2.6))
     axis = figure.subplots()
@@ -178,7 +180,7 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     is_short = all(number.isdigit() for number in numbers)
     step = -(-len(names) // 14)
     texts = (numbers if is_short else names)[::step]
-    turned = {} if is_short or len(texts) < 3 else {"rotation": 90}
+    turned: dict[str, Any] = {} if is_short or len(texts) < 3 else {"rotation": 90}
     axis.set_xticks(np.arange(len(names))[::step], texts, parse_math=False, **turned)
     axis.set_xlim(-0.4, len(names) - 0.6)
     axis.set_xlabel("block" if is_short else "layer", fontsize=8)
@@ -193,7 +195,9 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     return figure
 
 
-def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> Any:
+def draw_queues(
+    counts: Arrays, edges: np.ndarray, names: list[str], types: list[str]
+) -> "Figure":
     """Plots histograms of queue positions (L, types, Q), one panel per layer."""
     figure, panels = _layer_panels(names)
     for axis, layer in panels:
@@ -218,8 +222,8 @@ def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> 
 
 
 def draw_modalities(
-    counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
-) -> Any:
+    counts: list[dict[str, np.ndarray]], capacities: Arrays, names: list[str]
+) -> "Figure":
     """Plots experts' choices and dropped choices, (2, E) by modality, per layer."""
     figure, axes = _panels(len(counts))
     for axis, own, room, name in zip(axes, counts, capacities, names):
@@ -243,7 +247,9 @@ def draw_modalities(
     return figure
 
 
-def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
+def draw_priorities(
+    served: Arrays, dropped: Arrays, edges: np.ndarray, names: list[str]
+) -> "Figure":
     """Plots histograms of the largest gates of served and dropped tokens."""
     figure, panels = _layer_panels(names)
     types = [("served", COLOURS[0]), ("dropped by all its experts", COLOURS[5])]
@@ -261,7 +267,7 @@ def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> 
     return figure
 
 
-def draw_positions(shares: Any, names: list[str]) -> Any:
+def draw_positions(shares: Arrays, names: list[str]) -> "Figure":
     """Plots how often the patch at each position is dropped, per layer."""
     layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
@@ -284,7 +290,12 @@ def draw_positions(shares: Any, names: list[str]) -> Any:
     return figure
 
 
-def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) -> Any:
+def draw_drops(
+    factors: list[float],
+    shares: np.ndarray,
+    names: list[str],
+    marked: Sequence[float] = (),
+) -> "Figure":
     """Plots the share of dropped tokens against the capacity factor, per layer."""
     layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
@@ -306,7 +317,7 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     return figure
 
 
-def draw_patches(sheet: Any, names: list[str], title: str) -> Any:
+def draw_patches(sheet: np.ndarray, names: list[str], title: str) -> "Figure":
     """Plots a sheet of patches with a row for each expert."""
     side = sheet.shape[0] / len(names)
     # Two pixels of a PNG file for each of the sheet, and room for names and title.

@@ -7,11 +7,13 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from keras_moe._batches import array_length, is_arrays
 from keras_moe._checks import check_integer, import_extra
 from keras_moe._files import (
     is_plain_file,
@@ -20,10 +22,11 @@ from keras_moe._files import (
     write_json,
     write_text,
 )
+from keras_moe._types import KerasModel
 from keras_moe._version import __version__
 from keras_moe.analysis.plots._figure import figure_svg, write_figure
 from keras_moe.evaluation.retrieval import retrieval
-from keras_moe.report._data import known_length, routed_batches
+from keras_moe.report._data import routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
@@ -70,19 +73,19 @@ class Report(NamedTuple):
 
 
 def write_report(
-    model: Any,
-    data: Any,
+    model: KerasModel,
+    data: object,
     folder: str | os.PathLike = "report",
     *,
     name: str | None = None,
-    class_names: Any = None,
+    class_names: Sequence[str | bytes] | None = None,
     batch_size: int = 32,
     max_examples: int | None = None,
     sections: Sequence[type[Section]] | None = None,
     options: Options | None = None,
     command: str | None = None,
     credit: str | None = None,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
 
@@ -128,20 +131,21 @@ def write_report(
 
     options = options or Options()
     check_integer("max_examples", max_examples, optional=True)
-    known = [x for x in (known_length(data), max_examples) if x is not None]
+    known = [] if max_examples is None else [max_examples]
+    known += [array_length(data)] if is_arrays(data) else []
     check_examples(options.examples, min(known, default=None))
     reported = reported_model(model, name, class_names)
-    sections = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
-    _check_distinct("anchors of sections", [section.anchor for section in sections])
-    count, score = _read(reported, data, sections, batch_size, max_examples, verbose)
+    own = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
+    _check_distinct("anchors of sections", [section.anchor for section in own])
+    count, score = _read(reported, data, own, batch_size, max_examples, verbose)
     check_examples(options.examples, count)
-    contents = [(section, section.finish()) for section in sections]
+    contents = [(section, section.finish()) for section in own]
     findings = [finding for _, content in contents for finding in content.findings]
     # Problems first, otherwise in reading order.
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     figures = [item for _, x in contents for item in x.body if isinstance(item, Figure)]
     pictures = [f"{figure.name}.png" for figure in figures]
-    fronts = [front for x in sections if (front := x.front()) is not None]
+    fronts = [front for x in own if (front := x.front()) is not None]
     drawings = [*fronts[:1], *(figure.drawing for figure in figures)]
     pictures = [*[FRONT][: len(fronts)], *pictures]
     _check_distinct("names of figures", pictures)
@@ -175,10 +179,7 @@ def write_report(
 
 
 def _read(model, data, sections, batch_size, max_examples, verbose):
-    """Reads the data once, in order and in random groups.
-
-    Returns the number of examples, and the header's score.
-    """
+    """Reads the data once, in order and in random groups; its number, and the score."""
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
@@ -207,10 +208,8 @@ class _Score:
         if batch.embeddings is not None:
             if self._num_pairs < _MOST_PAIRS:
                 images, texts = batch.embeddings
-                keys = [
-                    hashlib.sha256(image.tobytes()).hexdigest()
-                    for image in batch.images
-                ]
+                pixels = map(np.ndarray.tobytes, np.asarray(batch.images))
+                keys = [hashlib.sha256(image).hexdigest() for image in pixels]
                 self._pairs.append((images, texts, batch.captions, keys))
                 self._num_pairs += batch.size
         elif batch.outputs is not None and batch.labels is not None:
@@ -248,7 +247,7 @@ def _update_queues(sections, batches):
             section.update_queues(batch)
 
 
-def check_examples(examples: Any, count: int | None) -> None:
+def check_examples(examples: Sequence[int] | None, count: int | None) -> None:
     """Checks that example numbers are distinct and below `count`, if it is known."""
     if examples is None:
         return
@@ -285,7 +284,7 @@ def _is_own(folder):
 def page_html(
     name: str,
     contents: list[tuple[Section, SectionContent]],
-    facts: dict[str, Any],
+    facts: dict[str, object],
     command: str | None = None,
     credit: str | None = None,
 ) -> str:
@@ -345,7 +344,7 @@ def _leave_out(sections, excess):
     return len(pieces)
 
 
-def import_jinja2() -> Any:
+def import_jinja2() -> ModuleType:
     """Imports Jinja2, which the page needs."""
     needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
     return import_extra("jinja2", needs)
@@ -384,7 +383,7 @@ def _parts(body):
 
 def _table(table):
     """The template's view of a table, without empty columns."""
-    columns = zip(*table.rows) if table.rows else [()] * len(table.head)
+    columns: Any = zip(*table.rows) if table.rows else [()] * len(table.head)
     columns = [
         (title, column)
         for title, column in zip(table.head, columns)

@@ -1,22 +1,33 @@
 """Plots of what experts specialise in, how much they are used, and for what."""
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe.analysis.plots._figure import (
     COLOURS,
     EXPERT_COLOURS,
     GREY,
     TYPE_COLOURS,
-    new_figure,
+    new_axes,
     save_figure,
 )
+from keras_moe.analysis.routing import RoutingScores, TypeLoads
 from keras_moe.analysis.usage import ExpertUsage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from keras_moe.analysis.ablation import ExpertAblation
+    from keras_moe.analysis.interventions import CoverageCurve
 
 # Yellow is visible here, since the background is white.
 _COLOURS = (*COLOURS, "#F0E442")
+# Experts of a model in `plot_ablation`.
+_COLUMNS = 4
 # Up to this many lines of a panel are all labelled.
 _NUM_NAMES = 6
 # Hatches distinguish them without colours.
@@ -29,23 +40,19 @@ _TYPES = {
 
 
 def plot_ablation(
-    ablations: dict[str, Any],
+    ablations: dict[str, "ExpertAblation"],
     path: str | os.PathLike | None = None,
     class_names: list[str] | None = None,
-    experts_per_model: int = 4,
-    least_change: float = 0.5,
     title: str = "Accuracy lost without an expert",
-) -> Any:
+) -> "Figure":
     """Plots the fraction of accuracy that classes lose without an expert.
 
-    Each model has a row. Bars below zero are classes that gain; the axis ends at -100%.
+    Each model has a row, with the first experts that change the accuracy of a class by
+    half. Bars below zero are classes that gain; the axis ends at -100%.
 
     Args:
         ablations: dict of results of `keras_moe.analysis.ablate_experts` by model name.
         class_names: names of the classes; None for numbers.
-        experts_per_model: number of columns.
-        least_change: show experts that change the accuracy of a class by this much; if
-            there are too few, those with the largest change.
 
     Reference: *Multilinear Mixture of Experts*, Figures 18 and 19.
 
@@ -56,17 +63,14 @@ def plot_ablation(
     >>> ablation = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
     >>> figure = plots.plot_ablation({"2 experts": ablation}, "ablation.png")
     """
-    size = (2.3 * experts_per_model + 1, 1.6 * len(ablations) + 0.6)
-    figure = new_figure(figsize=size, dpi=110)
-    axes = figure.subplots(
-        len(ablations), experts_per_model, sharey=True, squeeze=False
-    )
+    size = (2.3 * _COLUMNS + 1, 1.6 * len(ablations) + 0.6)
+    figure, axes = new_axes(*size, len(ablations), _COLUMNS, sharey=True)
     for row, (name, ablation) in zip(axes, ablations.items()):
         changes = ablation.changes
         largest = np.abs(changes).max(axis=1)
-        chosen = np.flatnonzero(largest >= least_change)[:experts_per_model]
-        if len(chosen) < experts_per_model:
-            most = np.argsort(-largest, kind="stable")[:experts_per_model]
+        chosen = np.flatnonzero(largest >= 0.5)[:_COLUMNS]
+        if len(chosen) < _COLUMNS:
+            most = np.argsort(-largest, kind="stable")[:_COLUMNS]
             chosen = np.sort(most)
         row[0].set_ylabel(f"{name}\n% lost", fontsize=8)
         for axis in row[len(chosen) :]:
@@ -89,12 +93,12 @@ def plot_ablation(
 
 
 def plot_expert_load(
-    loads: dict[str, Any],
+    loads: Mapping[str, ArrayLike],
     path: str | os.PathLike | None = None,
     threshold: float = 0.5,
     title: str = "Expert load",
     width: float = 7.0,
-) -> Any:
+) -> "Figure":
     """Plots the number of tokens for which each expert has a large coefficient.
 
     Args:
@@ -109,9 +113,8 @@ def plot_expert_load(
     >>> from keras_moe.analysis import plots
     >>> figure = plots.plot_expert_load({"3 experts": [5, 0, 2]}, "load.png")
     """
-    figure = new_figure(figsize=(width, 0.7 + 1.5 * len(loads)), dpi=110)
-    axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
-    for axis, (name, load) in zip(axes, loads.items()):
+    figure, axes = new_axes(width, 0.7 + 1.5 * len(loads), rows=len(loads))
+    for axis, (name, load) in zip(axes[:, 0], loads.items()):
         load = np.asarray(load)
         experts = np.arange(len(load))
         colours = np.resize(EXPERT_COLOURS, len(load))
@@ -123,16 +126,16 @@ def plot_expert_load(
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.tick_params(labelsize=7)
         axis.set_ylabel(f"tokens, a >= {threshold:g}", fontsize=7)
-    axes[-1].set_xlabel("expert", fontsize=8)
+    axes[-1, 0].set_xlabel("expert", fontsize=8)
     return save_figure(figure, path, title)
 
 
 def plot_load_by_type(
-    loads: dict[str, Any],
+    loads: dict[str, TypeLoads],
     path: str | os.PathLike | None = None,
     title: str = "Load of each type of expert",
     width: float = 6.5,
-) -> Any:
+) -> "Figure":
     """Plots the load of each expert type in each MoE block.
 
     Args:
@@ -149,8 +152,7 @@ def plot_load_by_type(
     >>> figure = plots.plot_load_by_type(loads, "loads.png")
     """
     height = 1.1 + 0.42 * len(loads) + (0.3 if title else 0)
-    figure = new_figure(figsize=(width, height), dpi=110)
-    axis = figure.subplots()
+    figure, ((axis,),) = new_axes(width, height)
     rows = np.arange(len(loads))
     left = np.zeros(len(loads))
     for expert_type, (label, hatch) in _TYPES.items():
@@ -180,10 +182,10 @@ def plot_load_by_type(
 
 
 def plot_routing_scores(
-    scores: dict[str, Any],
+    scores: dict[str, RoutingScores],
     path: str | os.PathLike | None = None,
     title: str = "Routing scores",
-) -> Any:
+) -> "Figure":
     """Plots histograms of the tokens' two largest gates.
 
     Args:
@@ -200,8 +202,7 @@ def plot_routing_scores(
     """
     columns = len(scores)
     size = (4.2 * columns if columns > 1 else 3.6, 3.4 + (0.3 if title else 0))
-    figure = new_figure(figsize=size, dpi=110)
-    axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    figure, (axes,) = new_axes(*size, columns=columns, sharey=True)
     bins = np.linspace(0, 1, 41)
     for axis, (name, values) in zip(axes, scores.items()):
         for label, gates, colour in (
@@ -221,10 +222,10 @@ def plot_routing_scores(
 
 
 def plot_coverage(
-    curves: dict[str, dict[str, Any]],
+    curves: dict[str, dict[str, "CoverageCurve"]],
     path: str | os.PathLike | None = None,
     title: str = "Coverage by the experts that are kept",
-) -> Any:
+) -> "Figure":
     """Plots the coverage against the number of pruned experts.
 
     Each group has a panel, with a line per MoE block; the bold line is their mean.
@@ -241,8 +242,8 @@ def plot_coverage(
     >>> curve = CoverageCurve(np.array([1, 0]), np.array([0.75, 1.0]))
     >>> figure = plots.plot_coverage({"text": {"block_1": curve}}, "coverage.png")
     """
-    figure = new_figure(figsize=(0.4 + 3.1 * len(curves), 2.9), dpi=110)
-    axes = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
+    width, columns = 0.4 + 3.1 * len(curves), len(curves)
+    figure, (axes,) = new_axes(width, 2.9, columns=columns, sharey=True)
     for axis, (group, blocks) in zip(axes, curves.items()):
         shades = np.linspace(0.0, 1.0, len(blocks))
         for shade, (name, curve) in zip(shades, blocks.items()):
@@ -278,7 +279,7 @@ def plot_expert_usage(
     usage: ExpertUsage,
     path: str | os.PathLike | None = None,
     title: str = "Tokens that each expert serves",
-) -> Any:
+) -> "Figure":
     """Plots the share of each group's tokens that each expert serves.
 
     Each MoE block has a panel, with experts ordered by their share of the first group.
@@ -303,8 +304,9 @@ def plot_expert_usage(
         )
     columns = min(3, len(usage.blocks))
     rows = -(-len(usage.blocks) // columns)
-    figure = new_figure(figsize=(0.6 + 3.4 * columns, 0.9 + 2.1 * rows), dpi=110)
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+    size = (0.6 + 3.4 * columns, 0.9 + 2.1 * rows)
+    figure, axes = new_axes(*size, rows, columns, sharey=True)
+    grid = axes.ravel()
     for axis, (name, block) in zip(grid, usage.blocks.items()):
         totals = block.tokens.sum(axis=1, keepdims=True)
         shares = 100 * block.tokens / np.where(totals > 0, totals, 1.0)
@@ -338,7 +340,7 @@ def plot_expert_groups(
     usage: ExpertUsage,
     path: str | os.PathLike | None = None,
     title: str = "What each expert serves",
-) -> Any:
+) -> "Figure":
     """Plots which groups the tokens of each expert belong to.
 
     There is a panel per MoE block, with a row per expert that serves tokens, most used
@@ -362,8 +364,9 @@ def plot_expert_groups(
     columns = min(3, len(tables))
     size = (1.0 + 0.5 * len(usage.groups), 1.2 + 0.26 * rows)
     lines = -(-len(tables) // columns)
-    figure = new_figure(figsize=(columns * size[0], 0.4 + lines * size[1]), dpi=110)
-    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    size = (columns * size[0], 0.4 + lines * size[1])
+    figure, axes = new_axes(*size, lines, columns)
+    grid = axes.ravel()
     for axis, (name, (experts, loads, shares)) in zip(grid, tables.items()):
         axis.imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         for (row, column), share in np.ndenumerate(shares):

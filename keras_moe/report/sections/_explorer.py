@@ -145,10 +145,7 @@ class Explorer(Section):
         layers = []
         for name, keys in self._layers.items():
             block = self._blocks[next(iter(keys.values()))]
-            experts = [
-                f"{e}" if x == "ffn" else f"{e}, {x}"
-                for e, x in enumerate(block.expert_types)
-            ]
+            experts = [block.expert_name(e) for e in range(block.num_experts)]
             by_modality = {modality: kept[key] for modality, key in keys.items()}
             layer = {"name": name, "kind": block.kind, "experts": experts}
             layers.append({**layer, "kept": by_modality})
@@ -200,7 +197,7 @@ class Explorer(Section):
         return maps, shown
 
     def _example_maps(self, number, example, name, attention):
-        image, grid = example.picture(number), self.model.grid
+        image, grid = example.picture(number), self.model.grid or (1, 1)
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
             nothing = Markup("")
@@ -261,7 +258,7 @@ def kept_example(
         block = model.blocks[key]
         whole = _markup.token_routing(batch.routing[key], block.kind, index)
         if block.modality == IMAGE:
-            parts = (of_patches(x[None], model.grid)[0] for x in whole)
+            parts = (of_patches(x[None], model.grid or (1, 1))[0] for x in whole)
         else:
             parts = (x[counts] for x in whole)
         routing[key] = _markup.TokenRouting(*parts)
