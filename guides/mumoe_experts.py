@@ -54,14 +54,13 @@ from pathlib import Path
 import keras
 import numpy as np
 from IPython.display import Image, display
-from rich.console import Console
+from matplotlib import pyplot as plt
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 
 keras.utils.set_random_seed(0)
 folder = Path(tempfile.mkdtemp())
-console = Console(width=88, force_jupyter=False)
 
 # %% [markdown]
 # ## Find: experts of a head
@@ -180,14 +179,19 @@ display(Image(picture))
 # %%
 # Picture: mean polysemanticity by the number of experts, on a logarithmic axis. It
 # falls with every doubling, steeply at first.
-picture = folder / "polysemanticity.png"
 scores = {
-    count: [ablation.mean_polysemanticity]
+    count: ablation.mean_polysemanticity
     for count, ablation in zip(heads, ablations.values())
     if ablation.mean_polysemanticity is not None
 }
-plots.plot_polysemanticity({"muMoE head": scores}, picture)
-display(Image(picture))
+figure, axis = plt.subplots(figsize=(5.2, 3.7))
+axis.plot(list(scores), list(scores.values()), marker="o")
+axis.set_xscale("log", base=2)
+axis.set_xticks(list(scores), list(scores))
+axis.set_ylim(bottom=0)
+axis.set_xlabel("experts")
+axis.set_ylabel("mean class-level polysemanticity")
+plt.show()
 
 # %% [markdown]
 # The more experts, the more specialised each one is. This does not continue forever:
@@ -283,12 +287,13 @@ model.compile(keras.optimizers.AdamW(2e-3, weight_decay=1e-4))
 model.fit(*biased, batch_size=64, epochs=BIASED_EPOCHS, verbose=0)
 
 
-def fairness(classifier, examples):
-    """Accuracies of the first attribute by subpopulation, and metrics of fairness."""
+def accuracies(classifier, examples):
+    """Accuracy by subpopulation: below 5 or from 5 on, as scanned or inverted."""
     images, attributes = examples
-    predicted = classifier.predict(images, verbose=0)[:, 0] > 0
-    targets, inverted = attributes[:, 0].astype(int), attributes[:, 4].astype(int)
-    return analysis.fairness_metrics(predicted, targets, inverted)
+    targets, inverted = attributes[:, 0], attributes[:, 4]
+    right = (classifier.predict(images, verbose=0)[:, 0] > 0) == targets
+    parts = [[(targets == t) & (inverted == i) for i in (0, 1)] for t in (0, 1)]
+    return np.array([[right[part].mean() for part in row] for row in parts])
 
 
 # %% [markdown]
@@ -309,14 +314,14 @@ def best_edit(subpopulation, strengths):
         analysis.edit_expert_logits(model, subpopulation, output=0, strength=strength)
         for strength in strengths
     ]
-    worst = [fairness(edit, validation).max_min for edit in edits]
+    worst = [accuracies(edit, validation).min() for edit in edits]
     return edits[int(np.argmax(worst))], strengths[int(np.argmax(worst))]
 
 
 edited, strength = best_edit(few, [16.0, 32.0, 64.0, 128.0, 256.0])
 blind, _ = best_edit(None, [0.5, 1.0, 2.0, 4.0])
 results = {
-    name: fairness(classifier, balanced)
+    name: accuracies(classifier, balanced)
     for name, classifier in {
         "as trained": model,
         "blind threshold": blind,
@@ -324,24 +329,31 @@ results = {
     }.items()
 }
 print(f"Validation images chose a strength of {strength:g} for the edit.")
-analysis.print_fairness(results, (1, 1), console)
+print(f"{'':<16}{'inverted, 5 on':>16}{'true positive gap':>19}{'worst':>8}")
+for name, table in results.items():
+    gap = abs(table[1, 0] - table[1, 1])  # equality of opportunity: 0 is fair
+    print(f"{name:<16}{table[1, 1]:>16.3f}{gap:>19.3f}{table.min():>8.3f}")
 
 # %%
 # Picture: three tables of two rows, digits below 5 and digits of 5 and above, and two
 # columns, as scanned and inverted: accuracies before the edit, after it, and their
 # difference. A green frame marks inverted digits of 5 and above, which gain most;
 # inverted ones below 5 lose.
-picture = folder / "subpopulations.png"
-plots.plot_subpopulations(
-    results["as trained"],
-    results["expert edit"],
-    picture,
-    target_names=["below 5", "5 and above"],
-    attribute_names=["as scanned", "inverted"],
-    target=(1, 1),
-    title="Accuracy before and after one edit, on test images",
-)
-display(Image(picture))
+before, after = results["as trained"], results["expert edit"]
+figure, axes = plt.subplots(1, 3, figsize=(9.6, 2.9), layout="tight")
+for axis, name, table in zip(
+    axes, ("before", "after", "difference"), (before, after, after - before)
+):
+    colours = {"cmap": "RdBu", "vmin": -1} if name == "difference" else {"vmin": 0}
+    axis.imshow(table, vmax=1, aspect="auto", alpha=0.7, **colours)
+    axis.set_title(name)
+    axis.set_xticks([0, 1], ["as scanned", "inverted"])
+    axis.set_yticks([0, 1], ["below 5", "5 and above"])
+    for (row, column), value in np.ndenumerate(table):
+        axis.text(column, row, f"{value:.3f}", ha="center", va="center")
+    frame = plt.Rectangle((0.52, 0.52), 0.96, 0.96, fill=False, color="lime", lw=3)
+    axis.add_patch(frame)
+plt.show()
 
 # %% [markdown]
 # The green frame marks the subpopulation that the edit is for. In the third table blue

@@ -13,8 +13,10 @@ from typing import Any
 
 import keras
 from keras import ops
+from keras.layers import Layer
 
 from keras_moe._compat import Functional, view
+from keras_moe._types import Tensor
 from keras_moe.ops.grouped import row_experts
 
 
@@ -25,11 +27,13 @@ class Hooked(keras.Model):
         # The global dtype policy may differ from the model's.
         super().__init__(name="hooked", dtype="float32")
         self.model, self.in_training, self.built = model, training, True
-        # Keras would track the views.
-        object.__setattr__(self, "_hooks", layers or {})
+        # In a function, since Keras would track the views.
+        self._hooks_of: Any = lambda inputs: layers or {}
+        if callable(layers):
+            self._hooks_of = layers
 
     def call(self, inputs):
-        hooks = self._hooks(inputs) if callable(self._hooks) else self._hooks
+        hooks = self._hooks_of(inputs)
         if isinstance(self.model.input, dict):
             # Batches of language models have targets, too.
             inputs = {name: inputs[name] for name in self.model.input}
@@ -38,7 +42,7 @@ class Hooked(keras.Model):
         return with_layers(self.model, hooks)(inputs, training=self.in_training)
 
 
-def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
+def with_layers(layer: Layer, layers: dict[int, Layer]) -> Layer:
     """A layer or functional model that calls `layers[id(x)]` for an inner layer `x`."""
     if id(layer) in layers:
         return layers[id(layer)]
@@ -54,49 +58,42 @@ def with_layers(layer: Any, layers: dict[int, Any]) -> Any:
     changed = {}
     # PyTorch's layers have theirs in `_modules`.
     for name, part in (vars(layer) | vars(layer).get("_modules", {})).items():
-        if isinstance(part, keras.layers.Layer):
+        if isinstance(part, Layer):
             new = with_layers(part, layers)
             if new is not part:
                 changed[name] = new
     return view(layer, **changed) if changed else layer
 
 
-def recording(attention: Any, weights: list) -> Any:
-    """Attention whose calls append weights (B, N, M), means over heads, to a list."""
+def recording(attention: Layer, weights: list[Tensor]) -> Layer:
+    """Returns attention whose calls append float32 weights (B, N, M) to a list."""
 
     def call(tokens, context=None, mask=None, training=None):
-        weights.append(attention_weights(attention, tokens, context, mask))
+        # softmax(Q K^T / sqrt(key_dim)), the mean over heads.
+        query = attention.query_dense(tokens)
+        key = attention.key_dense(tokens if context is None else context)
+        if attention.query_key_norm:
+            query, key = attention.query_norm(query), attention.key_norm(key)
+        query, key = (ops.cast(x, "float32") for x in (query, key))
+        logits = ops.einsum("bnhd,bmhd->bhnm", query, key)
+        logits = logits / math.sqrt(attention.key_dim)
+        if mask is not None:
+            own = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
+            own = own if len(own.shape) == 4 else ops.expand_dims(own, 1)
+            logits = ops.where(ops.cast(own, "bool"), logits, -1e30)
+        weights.append(ops.mean(ops.softmax(logits), axis=1))
         return attention.call(tokens, context, mask, training)
 
     return view(attention, call=call)
 
 
-def attention_weights(
-    attention: Any, tokens: Any, context: Any = None, mask: Any = None
-) -> Any:
-    """softmax(Q K^T / sqrt(key_dim)), float32 (B, N, M), means over heads."""
-    query = attention.query_dense(tokens)
-    key = attention.key_dense(tokens if context is None else context)
-    if attention.query_key_norm:
-        query, key = attention.query_norm(query), attention.key_norm(key)
-    query, key = (ops.cast(x, "float32") for x in (query, key))
-    logits = ops.einsum("bnhd,bmhd->bhnm", query, key) / math.sqrt(attention.key_dim)
-    if mask is not None:
-        mask = ops.reshape(mask, (-1, 1, *mask.shape[1:]))
-        mask = mask if len(mask.shape) == 4 else ops.expand_dims(mask, 1)
-        logits = ops.where(ops.cast(mask, "bool"), logits, -1e30)
-    return ops.mean(ops.softmax(logits), axis=1)
-
-
-def measuring(moe: Any) -> Any:
-    """The router of an MoE layer, whose records hold contributions as affinity.
-
-    A contribution is an expert's combine weight times the norm of its output, the
-    pruning criterion of *REAP the Experts* (arXiv 2510.13999).
-    """
+def measuring(moe: Layer) -> Layer:
+    """Returns the router of an MoE layer, with contributions in place of affinity."""
     router, experts = moe.router, moe.experts
 
     def call(tokens, **kwargs):
+        # A contribution is an expert's combine weight times the norm of its output, the
+        # pruning criterion of *REAP the Experts* (arXiv 2510.13999).
         plan, routing = router.call(tokens, **kwargs)
         slots = plan.dispatch(ops.cast(moe.input_scale * tokens, moe.compute_dtype))
         outputs = experts(slots, plan.group_sizes, training=False)
@@ -117,7 +114,7 @@ def _by_expert(values, outputs, group_sizes):
     return ops.take(values, owner, axis=0)
 
 
-def excluding(router: Any, experts: tuple[int, ...]) -> Any:
+def excluding(router: Layer, experts: tuple[int, ...]) -> Layer:
     """A token choice router that does not choose certain experts either."""
     if not hasattr(router, "excluded_experts"):
         raise ValueError(
@@ -128,7 +125,7 @@ def excluding(router: Any, experts: tuple[int, ...]) -> Any:
     return view(router, excluded_experts=excluded)
 
 
-def zeroed(experts: Any, kept: Any) -> Any:
+def zeroed(experts: Layer, kept: Tensor) -> Layer:
     """Experts of which some output zeros, where `kept` (E,) is 0."""
     kept = ops.expand_dims(ops.cast(kept, "bool"), -1)
 
@@ -139,7 +136,7 @@ def zeroed(experts: Any, kept: Any) -> Any:
     return view(experts, call=call)
 
 
-def without_one(experts: Any, removed: Any) -> Any:
+def without_one(experts: Layer, removed: Tensor) -> Layer:
     """A muMoE's experts without one (B, L) of each example (*muMoE*, 4.1.2)."""
 
     def call(inputs, coefficients, projected=None, sources=None):

@@ -1,15 +1,17 @@
 """Accuracy lost without experts. Axes: B batch, C classes, E experts, L levels."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 from rich.console import Console
-from rich.table import Table
 
 from keras_moe._checks import check_class_labels, check_one_of
 from keras_moe._compat import flatten_layers, serving
+from keras_moe._types import KerasModel, Tensor
 from keras_moe.analysis._hooks import (
     Hooked,
     excluding,
@@ -17,13 +19,8 @@ from keras_moe.analysis._hooks import (
     without_one,
     zeroed,
 )
-from keras_moe.analysis.interventions import moe_block, mumoe_head, numbers_of
-from keras_moe.analysis.specialisation import (
-    accuracy_changes,
-    class_polysemanticity,
-    mean_polysemanticity,
-)
-from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.analysis.interventions import Experts, moe_block, mumoe_head, numbers_of
+from keras_moe.analysis.routing import print_table
 
 # All MoE blocks together.
 ALL = "all"
@@ -53,18 +50,28 @@ class ExpertAblation(NamedTuple):
 
     @property
     def changes(self) -> np.ndarray:
-        """(E, C), the fraction of its accuracy that each class loses."""
-        return accuracy_changes(self.accuracy, self.ablated)
+        """(E, C), the fraction `(y_c - y_c without it) / y_c` lost; 0 if y_c is 0."""
+        known = self.accuracy > 0
+        lost = np.where(known, self.accuracy - self.ablated, 0.0)
+        return lost / np.where(known, self.accuracy, 1.0)
 
     @property
     def polysemanticity(self) -> np.ndarray:
-        """(E,), `class_polysemanticity` of each expert."""
-        return class_polysemanticity(self.changes)
+        """(E,), how far each expert is from mattering for just one class.
+
+        `p = |d - 1|_2` of its changes d and the one-hot vector of the class that loses
+        most (*Multilinear Mixture of Experts*, equation 4): 0 if one class loses all
+        its accuracy and no other class changes.
+        """
+        changes = self.changes
+        only = np.eye(changes.shape[1])[changes.argmax(axis=1)]
+        return np.linalg.norm(changes - only, axis=1)
 
     @property
     def mean_polysemanticity(self) -> float | None:
-        """Mean over the experts that matter; None if none does."""
-        return mean_polysemanticity(self.changes)
+        """Mean over the experts that change any accuracy; None if none does."""
+        matters = np.any(self.changes != 0, axis=1)
+        return float(self.polysemanticity[matters].mean()) if matters.any() else None
 
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
@@ -73,14 +80,14 @@ class ExpertAblation(NamedTuple):
 
 
 def ablate_experts(
-    model: keras.Model,
-    images: Any,
-    labels: Any,
+    model: KerasModel,
+    images: np.ndarray,
+    labels: ArrayLike,
     layer: str = "head",
-    experts: Any = None,
+    experts: Sequence[Experts] | np.ndarray | None = None,
     removal: str | None = None,
     batch_size: int = 32,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
 ) -> ExpertAblation:
     """Removes each expert in turn and measures the accuracy that each class loses.
 
@@ -108,24 +115,22 @@ def ablate_experts(
 
     >>> import numpy as np
     >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
+    >>> head = {"num_experts": 4, "rank": 8}
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
     >>> images = np.zeros((20, 16, 16, 1), "float32")
     >>> labels = np.arange(20) % 10
     >>> analysis.ablate_experts(model, images, labels, verbose=0).changes.shape
     (4, 10)
     """
     part = ablated_part(model, layer)
-    labels = _check_labels(labels, len(images), model)
+    classes = _check_labels(labels, len(images), model)
     if removal is not None:
         check_one_of("removal", removal, REMOVALS)
     names, removals = _removals(experts, removal, part)
-    counts = np.full(labels.shape[1:], len(labels))
-    if labels.ndim == 1:
-        counts = np.bincount(labels, minlength=model.output.shape[-1])
-    arguments = (removals, images, labels, batch_size, verbose)
+    counts = np.full(classes.shape[1:], len(classes))
+    if classes.ndim == 1:
+        counts = np.bincount(classes, minlength=model.output.shape[-1])
+    arguments = (removals, images, classes, batch_size, verbose)
     count = _by_pairs if isinstance(part, MuMoEPart) else _by_passes
     right, lost = count(model, part, *arguments)
     shares = np.maximum(counts, 1)
@@ -198,28 +203,27 @@ def print_ablation(
     changes, scores = ablation.changes, ablation.polysemanticity
     names = class_names or [str(c) for c in range(changes.shape[1])]
     mean = ablation.mean_polysemanticity
-    table = Table(
-        title="Accuracy lost without an expert; mean polysemanticity "
-        + ("-" if mean is None else f"{mean:.2f}")
-    )
-    table.add_column("expert", justify="right")
-    table.add_column("polysemanticity", justify="right")
-    table.add_column("classes that lose most")
+    mean = "-" if mean is None else f"{mean:.2f}"
+    rows = []
     for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
         if not changes[row].any():
             continue
         worst = np.argsort(-changes[row], kind="stable")[:4]
         losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
-        table.add_row(
-            str(ablation.experts[row]), f"{scores[row]:.2f}", ", ".join(losses)
-        )
-    (console or Console()).print(table)
+        rows.append([ablation.experts[row], f"{scores[row]:.2f}", ", ".join(losses)])
+    print_table(
+        f"Accuracy lost without an expert; mean polysemanticity {mean}",
+        ("expert", "polysemanticity", "classes that lose most"),
+        rows,
+        console,
+        texts=(2,),
+    )
 
 
 class MuMoEPart:
     """A classifier split at a muMoE: its inputs, and the outputs without an expert."""
 
-    def __init__(self, model: keras.Model, layer: str):
+    def __init__(self, model: Any, layer: str):
         self.is_head = layer == "head"
         if self.is_head:
             self.layer, self.inputs = mumoe_head(model), model.features
@@ -232,23 +236,19 @@ class MuMoEPart:
             is_mixer = layer.endswith(MIXER)
             part = self.layer.token_mixer if is_mixer else self.layer.feed_forward
             self.gate = part.router
-            self.rest = _rest(model, name)
+            backbone = model.backbone
+            blocks = keras.Model(backbone.features[name], backbone.output)
+            classifier = keras.Model(model.pooler.input, model.output)
+            self.rest = lambda tokens: classifier(blocks(tokens))
+        # All are FFN experts.
+        self.expert_types = self.gate.expert_types
+        self.ffn_experts = range(self.expert_types.ffn)
         # The layers that hold the factorised experts.
         self.experts = [x for x in flatten_layers(part) if hasattr(x, "input_factor")]
         # Largest coefficient of each expert over the tokens of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
-    @property
-    def expert_types(self) -> ExpertTypes:
-        """Number of experts of each type; all are FFN experts."""
-        return self.gate.expert_types
-
-    @property
-    def ffn_experts(self) -> range:
-        """Numbers of the experts with weights."""
-        return range(self.expert_types.ffn)
-
-    def without(self, inputs: Any, experts: Any) -> Any:
+    def without(self, inputs: Tensor, experts: Tensor) -> Tensor:
         """The classifier's outputs with one expert's weights zeroed."""
         hooks = {id(x): without_one(x, experts) for x in self.experts}
         return self.rest(with_layers(self.layer, hooks)(inputs, training=False)[0])
@@ -258,28 +258,13 @@ class RoutedPart:
     """The routed MoE layers of one block, or of all."""
 
     def __init__(self, layers: list):
-        self.layers = layers
-
-    @property
-    def expert_types(self) -> ExpertTypes:
-        """Number of experts of each type."""
-        return self.layers[0].router.expert_types
-
-    @property
-    def ffn_experts(self) -> list[int]:
-        """Numbers of the experts with weights, which pruning removes by block."""
-        return sorted({e for layer in self.layers for e in layer.router.expert_columns})
+        self.layers, self.expert_types = layers, layers[0].router.expert_types
+        # Those with weights, which pruning removes by block.
+        columns = {e for layer in layers for e in layer.router.expert_columns}
+        self.ffn_experts = sorted(columns)
 
 
-def _rest(model, name):
-    """The function from a block's output tokens to the classifier's outputs."""
-    backbone = model.backbone
-    blocks = keras.Model(backbone.features[name], backbone.output)
-    classifier = keras.Model(model.pooler.input, model.output)
-    return lambda tokens: classifier(blocks(tokens))
-
-
-def ablated_part(model: keras.Model, layer: str) -> Any:
+def ablated_part(model: Any, layer: str) -> "MuMoEPart | RoutedPart":
     """The part of a classifier that `layer` names."""
     if layer == ALL:
         # Records of token mixers are named "block_0/token_mixer".

@@ -5,14 +5,18 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_integer, fits_shape
 from keras_moe._compat import flatten_layers
 from keras_moe._processes import predict_batch
+from keras_moe._types import KerasModel
 from keras_moe.analysis._hooks import recording, with_layers
 
 
-def attention_rollout(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
+def attention_rollout(
+    model: KerasModel, images: ArrayLike, batch_size: int = 32
+) -> np.ndarray:
     """Each patch's share in the embedding of an image, by attention rollout.
 
     With A the mean of a block's attention over heads, the rollout is the product of
@@ -63,7 +67,7 @@ def attention_rollout(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
     return np.concatenate([predict_batch(rollout, batch) for batch in batches])
 
 
-def has_attention(model: Any) -> bool:
+def has_attention(model: KerasModel) -> bool:
     """Whether `attention_rollout` is defined for a model."""
     backbone = getattr(model, "backbone", model)
     if not hasattr(type(backbone), "grid"):
@@ -73,7 +77,7 @@ def has_attention(model: Any) -> bool:
     return bool(mixers) and all(hasattr(mixer, "query_dense") for mixer in mixers)
 
 
-def _encoder(model):
+def _encoder(model) -> Any:
     """The model from images alone."""
     backbone = getattr(model, "backbone", model)
     return backbone.encoder("image") if hasattr(backbone, "encoder") else model
@@ -86,7 +90,7 @@ class _Rollout(keras.Model):
         # The global dtype policy may differ from the model's.
         super().__init__(name="attention_rollout", dtype="float32")
         self.encoder, self.built = _encoder(model), True
-        backbone = getattr(model, "backbone", model)
+        backbone: Any = getattr(model, "backbone", model)
         self.grid = tuple(backbone.grid)
         self.pooling = "average"
         if getattr(backbone, "class_token", False):

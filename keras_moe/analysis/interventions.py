@@ -1,23 +1,288 @@
-"""Edits and steers experts. Axes: B batch, D hidden, E experts, K selected experts."""
+"""Prunes, excludes, edits and steers experts.
+
+Axes: B batch, D hidden, E experts, K selected experts, U groups of tokens.
+"""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
+from numpy.typing import ArrayLike
+from rich.console import Console
 
-from keras_moe._checks import check_integer, check_number
+from keras_moe._checks import check_integer, check_number, check_one_of
 from keras_moe._compat import serving
+from keras_moe._types import KerasModel
+from keras_moe.analysis.routing import print_table
+from keras_moe.analysis.usage import ExpertUsage
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
+# Numbers and types of experts; names of groups.
+Experts: TypeAlias = "int | str | Sequence[Experts]"
+Groups: TypeAlias = str | int | Sequence[str]
+CRITERIA = ("tokens", "mass", "reap")
 # The paper's best value for the attribute-blind threshold.
 _BLIND_STRENGTH = 2.5
+COVERED = ("tokens", "mass", "first_choices")
 
 
-def moe_block(model: Any, name: str) -> Any:
-    """The MoE block with a given name, of a backbone or a task."""
-    blocks, backbone = _blocks(model), getattr(model, "backbone", model)
+class CoverageCurve(NamedTuple):
+    """The share of an MoE layer's work done by its most used experts.
+
+    Attributes:
+        experts: int (E,), expert numbers, most used first.
+        covered: float (E,), share covered by the first 1, 2, ..., E of them.
+    """
+
+    experts: np.ndarray
+    covered: np.ndarray
+
+    def to_dict(self) -> dict:
+        """Returns a JSON-serialisable dict."""
+        return {name: array.tolist() for name, array in self._asdict().items()}
+
+    def needed(self, share: float) -> int:
+        """Number of experts needed to cover a share."""
+        # Allows for rounding errors of the sum.
+        return int(np.argmax(self.covered >= share - 1e-12)) + 1
+
+
+def expert_scores(
+    usage: ExpertUsage, criterion: str = "tokens", groups: Groups | None = None
+) -> dict[str, np.ndarray]:
+    """Returns the experts' scores by a criterion, float64 (E,) by block name."""
+    check_one_of("criterion", criterion, CRITERIA)
+    rows = _rows(usage, groups)
+    scores = {}
+    for name, block in usage.blocks.items():
+        if not all(np.isfinite(x).all() for x in block if x is not None):
+            raise ValueError(f"Expected a finite usage; received: NaN or Inf in {name}")
+        tokens = block.tokens[rows].sum(axis=0)
+        if not tokens.sum():
+            raise ValueError(
+                f"Expected groups with served tokens in {name}; "
+                f"received: groups={groups!r} without"
+            )
+        if criterion == "reap":
+            if block.contributions is None:
+                raise ValueError(
+                    "Expected a usage with contributions for criterion='reap', by "
+                    f"expert_usage(contributions=True); received: none in {name}"
+                )
+            contributions = block.contributions[rows].sum(axis=0)
+            scores[name] = contributions / np.maximum(tokens, 1)
+        else:
+            scores[name] = getattr(block, criterion)[rows].sum(axis=0)
+    return scores
+
+
+def _rows(usage, groups):
+    """Indices of the rows of a usage for some groups."""
+    names = list(usage.groups)
+    if groups is None:
+        return list(range(len(names)))
+    wanted = [groups] if isinstance(groups, (str, int)) else groups
+    return [names.index(str(name)) for name in wanted]
+
+
+def coverage_curves(
+    usage: ExpertUsage,
+    by: str = "tokens",
+    groups: Groups | None = None,
+    criterion: str | None = None,
+) -> dict[str, CoverageCurve]:
+    """Measures how much work the most used experts do, as curves by block name.
+
+    Args:
+        usage: result of `expert_usage`.
+        by: the work: `"tokens"` served, `"mass"` of combine weights, or
+            `"first_choices"` of all tokens, as in the paper's figure.
+        groups: a name such as `"text"` or a list of names to count; None for all.
+        criterion: what ranks the experts: `"tokens"` served, `"mass"` (sum of combine
+            weights) or `"reap"` (mean over an expert's tokens of combine weight times
+            output norm); None ranks by `by` (first choices by `"tokens"`).
+
+    Reference: *Multimodal Contrastive Learning with LIMoE*, Figure 13 and appendix E.4;
+    *REAP the Experts*, arXiv 2510.13999.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import BlockUsage, ExpertUsage, coverage_curves
+    >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
+    >>> curve = coverage_curves(ExpertUsage(["all"], {"block_1": block}))["block_1"]
+    >>> curve.experts.tolist(), curve.covered.tolist()
+    ([1, 2, 0], [0.6, 0.9, 1.0])
+    """
+    check_one_of("by", by, COVERED)
+    if criterion is None:
+        criterion = by if by in CRITERIA else "tokens"
+    scores = expert_scores(usage, criterion, groups)
+    rows, curves = _rows(usage, groups), {}
+    for name, block in usage.blocks.items():
+        amounts = getattr(block, by)[rows].sum(axis=0)
+        order = np.argsort(-scores[name], kind="stable")
+        covered = np.cumsum(amounts[order])
+        curves[name] = CoverageCurve(order, covered / covered[-1])
+    return curves
+
+
+def select_experts(
+    usage: ExpertUsage,
+    count: int | dict[str, int] | None = None,
+    coverage: float | None = None,
+    criterion: str = "tokens",
+    groups: Groups | None = None,
+    minimum: int = 1,
+) -> dict[str, list[int]]:
+    """Selects the experts that each MoE block keeps, for `prune_experts`.
+
+    Args:
+        usage: result of `expert_usage`.
+        count: number of experts per block, or a dict by block name; others keep all.
+        coverage: share in (0, 1], instead of `count`: each block keeps the fewest
+            experts that cover it, in gate mass if that is the criterion, else in
+            tokens.
+        criterion: as in `coverage_curves`.
+        groups: groups that the pruned model is for; None for all.
+        minimum: smallest number to keep with `coverage`; routers need at least K.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import BlockUsage, ExpertUsage, select_experts
+    >>> block = BlockUsage(np.array([[1.0, 6.0, 3.0]]), np.ones((1, 3)))
+    >>> usage = ExpertUsage(["all"], {"block_1": block})
+    >>> select_experts(usage, count=1), select_experts(usage, coverage=0.8)
+    ({'block_1': [1]}, {'block_1': [1, 2]})
+    """
+    if (count is None) == (coverage is None):
+        raise ValueError(
+            "Expected either count or coverage; "
+            f"received: count={count!r}, coverage={coverage!r}"
+        )
+    by = "mass" if criterion == "mass" else "tokens"
+    curves = coverage_curves(usage, by, groups, criterion)
+    if coverage is not None:
+        _check_share(coverage)
+        counts = {x: max(y.needed(coverage), minimum) for x, y in curves.items()}
+    else:
+        counts = count if isinstance(count, dict) else dict.fromkeys(curves, count)
+    kept = {}
+    for name, number in counts.items():
+        experts = curves[name].experts
+        check_integer("count", number, 1, len(experts))
+        kept[name] = sorted(experts[:number].tolist())
+    return kept
+
+
+def _check_share(coverage):
+    if not 0 < coverage <= 1:
+        raise ValueError(f"Expected 0 < coverage <= 1; received: coverage={coverage!r}")
+
+
+def print_coverage(
+    curves: dict[str, CoverageCurve],
+    shares: Sequence[float] = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0),
+    console: Console | None = None,
+) -> None:
+    """Prints how many experts of each block cover each share.
+
+    Args:
+        curves: result of `coverage_curves`.
+        shares: shares in (0, 1].
+        console: rich console; None for the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_coverage
+    >>> from rich.console import Console
+    >>> print_coverage({}, console=Console(quiet=True))
+    """
+    for share in shares:
+        _check_share(share)
+    rows = [
+        [name, *map(curve.needed, shares), len(curve.experts)]
+        for name, curve in curves.items()
+    ]
+    head = ("block", *(f"{share:.0%}" for share in shares), "of")
+    print_table("Experts that cover a share", head, rows, console)
+
+
+def mask_experts(
+    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
+) -> Any:
+    """Returns a copy of a model that keeps all weights but uses only some experts.
+
+    Its outputs equal those of `prune_experts`; use it to try out a selection.
+
+    Args:
+        model: backbone or task with token choice routers, not pruned; not modified.
+        kept_experts: as in `prune_experts`.
+        method: as in `prune_experts`.
+
+    Example:
+
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> masked = analysis.mask_experts(model, {"block_1": [0, 3]})
+    >>> masked.count_params() == model.count_params()
+    True
+    """
+    return model.with_kept_experts(kept_experts, method, removed=False)
+
+
+def prune_experts(
+    model: Any, kept_experts: dict[str, Sequence[int]], method: str = "router_drop"
+) -> Any:
+    """Returns a smaller copy of a model with only some of its experts.
+
+    | method | gates are the softmax over | a token that prefers a pruned expert |
+    |---|---|---|
+    | `"router_drop"` | the kept experts | goes to the best kept one |
+    | `"router_pred"` | all experts | goes to the best kept one, with its small gate |
+    | `"router_pred_skip"` | all experts | loses that choice |
+
+    *LIMoE* finds "router-pred" better when many experts are pruned;
+    `"router_pred_skip"` is ours. A capacity factor counts the kept experts in
+    C = S K c / E, or with `"router_pred_skip"` all E. To train the result, use
+    `"router_drop"`: with the other methods auxiliary losses still balance the load over
+    pruned experts, so set `auxiliary_losses=None`.
+
+    MoE++ loses only FFN experts; others that are not kept are never chosen. Its routers
+    keep all columns, which the next block reads.
+
+    Args:
+        model: backbone or task with token choice or MoE++ routers; not modified. A
+            pruned model can be pruned further by the same method.
+        kept_experts: dict from block name to the numbers of the experts to keep, at
+            least K, such as `select_experts` returns; other blocks are unchanged.
+        method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
+
+    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> pruned = analysis.prune_experts(model, {"block_1": [0, 3]})
+    >>> pruned.get_layer("block_1").feed_forward.experts.num_experts
+    2
+    """
+    return model.with_kept_experts(kept_experts, method, removed=True)
+
+
+# Excluding, editing and steering
+
+
+def moe_block(model: KerasModel, name: str) -> keras.layers.Layer:
+    """Returns the MoE block with a given name, of a backbone or a task."""
+    backbone = getattr(model, "backbone", model)
+    # Records of token mixers are named "block_0/token_mixer".
+    blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
         raise ValueError(
             f"Expected the name of an MoE block, one of {blocks}; "
@@ -26,14 +291,7 @@ def moe_block(model: Any, name: str) -> Any:
     return backbone.get_layer(name)
 
 
-def _blocks(model):
-    """The names of the MoE blocks."""
-    backbone = getattr(model, "backbone", model)
-    # Records of token mixers are named "block_0/token_mixer".
-    return [key for key in getattr(backbone, "routing", {}) if "/" not in key]
-
-
-def mumoe_head(model: Any) -> Any:
+def mumoe_head(model: KerasModel) -> keras.layers.Layer:
     """The muMoE head of a classifier."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(model, "routing"):
@@ -44,7 +302,7 @@ def mumoe_head(model: Any) -> Any:
     return head
 
 
-def exclude_experts(model: Any, experts: Any) -> Any:
+def exclude_experts(model: Any, experts: Experts) -> Any:
     """Returns a copy of a model whose routers never choose certain experts.
 
     Their tokens go to the best of the remaining experts, and the softmax is over these.
@@ -80,7 +338,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     return model.with_router_arguments(excluded_experts=sorted(excluded))
 
 
-def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
+def numbers_of(experts: Experts, expert_types: ExpertTypes) -> tuple[int, ...]:
     """Resolves numbers and types of experts to expert numbers."""
     if isinstance(experts, str):
         if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
@@ -96,7 +354,7 @@ def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
 
 def edit_expert_logits(
     model: Any,
-    subpopulation: Any,
+    subpopulation: ArrayLike | None,
     output: int,
     strength: float | None = None,
     batch_size: int = 32,
@@ -122,10 +380,8 @@ def edit_expert_logits(
 
     >>> import numpy as np
     >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
+    >>> head = {"num_experts": 4, "rank": 8}
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, head=head)
     >>> images = np.zeros((2, 16, 16, 1), "float32")
     >>> edited = analysis.edit_expert_logits(model, images, output=3, strength=2.0)
     >>> change = edited.predict(images, verbose=0) - model.predict(images, verbose=0)
@@ -133,43 +389,18 @@ def edit_expert_logits(
     [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     experts = mumoe_head(model).gate.expert_types.total
-    if strength is not None:
-        strength = check_number("strength", strength)
     if subpopulation is None:
-        mean = np.ones(experts)
-        strength = _BLIND_STRENGTH if strength is None else strength
+        mean, default = np.ones(experts), _BLIND_STRENGTH
     else:
-        mean = mean_coefficients(model, subpopulation, batch_size)
-        strength = experts if strength is None else strength
+        # The mean coefficients of the head's experts, float64 (E,).
+        records = serving(keras.Model(model.input, model.routing["head"].gates))
+        gates = records.predict(subpopulation, batch_size=batch_size, verbose=0)
+        mean, default = gates[:, 0].mean(axis=0, dtype="float64"), experts
+    strength = check_number("strength", default if strength is None else strength)
     return model.with_logit_offsets(output, strength * mean)
 
 
-def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
-    """Mean coefficients of a muMoE head's experts over some images, float64 (E,).
-
-    Args:
-        model: `ImageClassifier` with a muMoE head.
-        images: (B, height, width, channels).
-        batch_size: images per batch.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe import analysis, models
-    >>> from keras_moe.layers import MuMoE
-    >>> model = models.from_preset(
-    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
-    ... )
-    >>> analysis.mean_coefficients(model, np.zeros((2, 16, 16, 1), "float32")).tolist()
-    [0.25, 0.25, 0.25, 0.25]
-    """
-    mumoe_head(model)
-    records = serving(keras.Model(model.input, model.routing["head"].gates))
-    gates = records.predict(images, batch_size=batch_size, verbose=0)
-    return gates[:, 0].mean(axis=0, dtype="float64")
-
-
-def expert_centres(model: Any, block: str) -> np.ndarray:
+def expert_centres(model: KerasModel, block: str) -> np.ndarray:
     """Cluster centres (E, D) of a block's experts: the columns of its router's kernel.
 
     The closer a token is to a centre, the larger the expert's logit. With several
@@ -190,18 +421,15 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
     """
     router = moe_block(model, block).feed_forward.router
     kernels = getattr(router, "kernels", None) or [getattr(router, "kernel", None)]
-    experts = math.prod(
-        np.shape(kernel)[-1] for kernel in kernels if kernel is not None
-    )
-    if any(k is None or len(k.shape) != 2 for k in kernels) or (
-        experts != router.expert_types.total
-    ):
+    matrices = [k for k in kernels if k is not None and len(k.shape) == 2]
+    experts = math.prod(kernel.shape[-1] for kernel in matrices)
+    if len(matrices) < len(kernels) or experts != router.expert_types.total:
         raise ValueError(
             "Expected a block whose router maps tokens to experts by one kernel; "
             f"received: router={router.summary!r}"
         )
-    centres = np.zeros((1, kernels[0].shape[0]), "float32")
-    for kernel in kernels:
+    centres = np.zeros((1, matrices[0].shape[0]), "float32")
+    for kernel in matrices:
         level = ops.convert_to_numpy(kernel.value).T
         centres = (centres[:, None] + level[None]).reshape(-1, level.shape[1])
     return centres

@@ -1,12 +1,20 @@
-"""Routing statistics. Axes: B batch, N tokens, S group_size, E experts, K selected."""
+"""Statistics of routing records, and the loads of types of experts.
 
-from typing import Any, NamedTuple
+Axes: B batch, N tokens, S group_size, E experts, K selected experts.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.ops import expert_capacity, expert_choice, token_choice
+from keras_moe._checks import check_one_of
+from keras_moe._types import Tensor
+from keras_moe.ops import Routing, RoutingPlan, expert_choice, token_choice
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # Limits beyond which a router is unhealthy. An expert is dead if it has less than
 # this part of an equal share.
@@ -19,11 +27,23 @@ MAX_SHARE = 0.75
 MAX_DEAD = 0.5
 
 
-def entropy(shares: Any) -> Any:
+def entropy(shares: ArrayLike) -> np.ndarray:
     """Entropy of shares in nats, along the last axis."""
     shares = np.asarray(shares, "float64")
     # `0.0 -` avoids a result of -0.0.
     return 0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
+
+
+def of_patches(values: ArrayLike | Tensor, grid: tuple[int, int]) -> np.ndarray:
+    """Values of the patches (B, N, ...), without a class token in front."""
+    values, count = np.asarray(values), grid[0] * grid[1]
+    tokens = values.shape[1] if values.ndim > 1 else 0
+    if tokens not in (count, count + 1):
+        raise ValueError(
+            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
+            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
+        )
+    return values[:, -count:]
 
 
 class RoutingStatistics(NamedTuple):
@@ -52,7 +72,9 @@ class RoutingStatistics(NamedTuple):
 
 
 def routing_statistics(
-    routing: Any, num_selected_experts: int | None = None, mask: Any = None
+    routing: Routing,
+    num_selected_experts: int | None = None,
+    mask: ArrayLike | None = None,
 ) -> RoutingStatistics:
     """Measures a router's load, drops and confidence.
 
@@ -117,32 +139,48 @@ def print_statistics(
     >>> from rich.console import Console
     >>> print_statistics({}, Console(quiet=True))
     """
-    table = Table("block", "% of tokens per expert", title="Routing")
-    for column in ("no expert", "dropped", "entropy", "max gate"):
-        table.add_column(column, justify="right")
-    for name, row in statistics.items():
-        table.add_row(
+    head = ["block", "% of tokens per expert", "no expert", "dropped"]
+    rows = [
+        [
             name,
             " ".join(f"{100 * share:.0f}" for share in row.expert_shares),
             f"{row.dropped_tokens:.1%}",
             "-" if row.dropped_choices is None else f"{row.dropped_choices:.1%}",
             f"{row.load_entropy:.3f}",
             f"{row.mean_max_gate:.3f}",
-        )
+        ]
+        for name, row in statistics.items()
+    ]
+    print_table("Routing", [*head, "entropy", "max gate"], rows, console, texts=(0, 1))
+
+
+def print_table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    console: Console | None = None,
+    texts: Sequence[int] = (0,),
+) -> None:
+    """Prints a table, whose columns are numbers but for those of `texts`."""
+    table = Table(title=title)
+    for column, name in enumerate(head):
+        table.add_column(name, justify="left" if column in texts else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
     (console or Console()).print(table)
 
 
 def expert_queues(
-    affinity: Any,
+    affinity: ArrayLike | Tensor,
     num_selected_experts: int | None = None,
-    priority: Any = "first_come",
+    priority: str | ArrayLike = "first_come",
     examples_per_group: int = 1,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
 ) -> np.ndarray:
     """Finds each token's position in the queue of each expert.
 
     An expert with capacity C serves positions 0 to C - 1, so one call gives the drops
-    at every capacity.
+    at every capacity, as in *CLIP-UP*, Figure 7.
 
     Args:
         affinity: (B, N, E), `Routing.affinity` of a record.
@@ -177,10 +215,8 @@ def expert_queues(
     else:
         if not isinstance(priority, str):
             priority = np.asarray(priority, "float32").reshape(-1, size)
-        plan = token_choice(
-            grouped, grouped, num_selected_experts, size, priority, mask
-        )
-        slots = np.array(plan.token_slots)
+        own = (grouped, grouped, num_selected_experts, size, priority, mask)
+        slots = np.array(cast(RoutingPlan, token_choice(*own)).token_slots)
         positions = np.full((*grouped.shape[:2], num_experts + 1), -1, "int32")
         # Choices of masked tokens go to an extra column, which is dropped.
         experts = np.where(slots < 0, num_experts, slots // size)
@@ -189,52 +225,243 @@ def expert_queues(
     return positions.reshape(affinity.shape).astype("int32")
 
 
-def served_at(positions: Any, capacity: Any) -> np.ndarray:
+def served_at(positions: np.ndarray, capacity: ArrayLike) -> np.ndarray:
     """Which positions of `expert_queues` are served at a capacity."""
     return (positions >= 0) & (positions < np.asarray(capacity))
 
 
-def dropped_at_capacities(
-    routing: Any,
-    capacity_factors: Any,
-    num_selected_experts: int | None = None,
-    priority: Any = "first_come",
-    examples_per_group: int = 1,
-    mask: Any = None,
-) -> np.ndarray:
-    """Finds the tokens dropped at given capacity factors, boolean (F, B, N).
-
-    Routes again from the affinity, which at inference usually has no noise or limit.
+def expert_load(routing: Routing, threshold: float = 0.5) -> np.ndarray:
+    """Counts the tokens for which each expert has a large coefficient, int (E,).
 
     Args:
-        routing: `Routing` of arrays (B, N, E).
-        capacity_factors: F numbers c, for capacities of c S K / E, rounded up.
-        num_selected_experts: K for token choice, None for expert choice.
-        priority: as in `expert_queues`.
-        examples_per_group: as in `expert_queues`.
-        mask: boolean (B, N), False for tokens that are not routed and not counted.
+        routing: muMoE `Routing` of arrays (B, N, E); the gates are the coefficients.
+        threshold: smallest coefficient that counts, in (0, 1].
 
-    Reference: *CLIP-UP*, Figure 7.
+    Reference: *Multilinear Mixture of Experts*, Figure 22.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.analysis import dropped_at_capacities
+    >>> from keras_moe.analysis import expert_load
     >>> from keras_moe.ops import Routing
-    >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.2, 0.8]]], "float32")
-    >>> dropped_at_capacities(Routing(*[gates] * 6), (0.5, 1.0), 1).tolist()
-    [[[False, True, True, False]], [[False, False, True, False]]]
+    >>> gates = np.array([[[0.9, 0.1, 0.0]], [[0.5, 0.5, 0.0]]])
+    >>> expert_load(Routing(*[gates] * 6)).tolist()
+    [2, 1, 0]
     """
-    positions = expert_queues(
-        routing.affinity, num_selected_experts, priority, examples_per_group, mask
+    gates = np.asarray(routing.gates)
+    return (gates >= threshold).sum(axis=(0, 1))
+
+
+# Types of experts, of MoE++
+
+
+class TypeLoads(NamedTuple):
+    """Loads of the expert types in one MoE layer.
+
+    Attributes:
+        shares: fraction of all served assignments by type; sums to 1.
+        experts_per_token: mean number of experts that serve a token, by type.
+        dropped_choices: fraction of the tokens' K choices that were dropped.
+    """
+
+    shares: dict[str, float]
+    experts_per_token: dict[str, float]
+    dropped_choices: float
+
+
+class RoutingScores(NamedTuple):
+    """The largest and second largest gates, `highest` and `second`, of each token."""
+
+    highest: np.ndarray
+    second: np.ndarray
+
+    def to_dict(self) -> dict:
+        """Returns means and variances as a JSON-serialisable dict."""
+        return {
+            f"{name}_{what}": float(getattr(values, method)())
+            for name, values in self._asdict().items()
+            for what, method in (("mean", "mean"), ("variance", "var"))
+        }
+
+
+def experts_per_token(
+    routing: Routing | dict[str, Routing],
+    expert_types: ExpertTypes,
+    expert_type: str = "ffn",
+) -> np.ndarray:
+    """Counts the experts of a type that serve each token, float64 (B, N) from 0 to K.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E), or a dict of these to average over.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        expert_type: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
+
+    Reference: *MoE++*, Figures 5 and A.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import experts_per_token
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> experts_per_token(Routing(*[served] * 6), ExpertTypes(ffn=2, zero=1)).tolist()
+    [[2.0, 1.0]]
+    """
+    check_one_of("expert_type", expert_type, EXPERT_TYPES)
+    layers = _layers(routing, expert_types)
+    part = expert_types.slices()[expert_type]
+    return np.mean(
+        [served[..., part].sum(axis=-1) for served in layers.values()], axis=0
     )
-    batch, length, num_experts = positions.shape
-    size, selected = examples_per_group * length, num_selected_experts or 1
-    dropped = [
-        ~served_at(positions, expert_capacity(size, num_experts, factor, selected)).any(
-            axis=-1
+
+
+def compute_map(
+    routing: Routing | dict[str, Routing],
+    expert_types: ExpertTypes,
+    grid: tuple[int, int],
+    expert_type: str = "ffn",
+) -> np.ndarray:
+    """Arranges `experts_per_token` as a map of each image, float64 (B, rows, columns).
+
+    Args:
+        routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        grid: number of patches down and across.
+        expert_type: type of experts to count.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import compute_map
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> routing = Routing(*[np.ones((1, 5, 3))] * 6)
+    >>> compute_map(routing, ExpertTypes(ffn=2, zero=1), grid=(2, 2)).tolist()
+    [[[2.0, 2.0], [2.0, 2.0]]]
+    """
+    counts = experts_per_token(routing, expert_types, expert_type)
+    return of_patches(counts, grid).reshape(-1, *grid)
+
+
+def load_by_type(
+    routing: dict[str, Routing],
+    expert_types: ExpertTypes,
+    num_selected_experts: int,
+    mask: ArrayLike | None = None,
+) -> dict[str, TypeLoads]:
+    """Measures the load of each expert type, as `TypeLoads` by block name.
+
+    Args:
+        routing: dict from block name to `Routing` of arrays (B, N, E).
+        expert_types: number of experts of each type, `backbone.expert_types`.
+        num_selected_experts: K.
+        mask: boolean (B, N), False for tokens to ignore.
+
+    Reference: *MoE++*, Figure 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import load_by_type
+    >>> from keras_moe.ops import ExpertTypes, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> routing = {"block_0": Routing(*[served] * 6)}
+    >>> loads = load_by_type(routing, ExpertTypes(ffn=2, zero=1), 2)
+    >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
+    (0.25, 1.5)
+    """
+    loads = {}
+    for name, served in _layers(routing, expert_types).items():
+        tokens = served.reshape(-1, expert_types.total)
+        if mask is not None:
+            tokens = tokens[np.asarray(mask, bool).ravel()]
+        if not len(tokens):
+            raise ValueError(f"Expected tokens that count; received: none in {name}")
+        loads[name] = type_loads(
+            tokens.sum(axis=0), len(tokens), expert_types, num_selected_experts
         )
-        for factor in capacity_factors
+    return loads
+
+
+def type_loads(
+    served: np.ndarray,
+    num_tokens: int,
+    expert_types: ExpertTypes,
+    num_selected_experts: int,
+) -> TypeLoads:
+    """`TypeLoads` of one MoE layer from counts of served tokens (E,)."""
+    by_type = {
+        expert_type: float(served[part].sum() / num_tokens)
+        for expert_type, part in expert_types.slices().items()
+    }
+    total = sum(by_type.values())
+    return TypeLoads(
+        {expert_type: value / (total or 1.0) for expert_type, value in by_type.items()},
+        by_type,
+        1.0 - total / num_selected_experts,
+    )
+
+
+def print_load_by_type(
+    loads: dict[str, TypeLoads], console: Console | None = None
+) -> None:
+    """Prints a table with one row per MoE block.
+
+    Args:
+        loads: result of `load_by_type`.
+        console: rich console; None for the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_load_by_type
+    >>> from rich.console import Console
+    >>> print_load_by_type({}, Console(quiet=True))
+    """
+    head = ("block", *(f"{x} %" for x in EXPERT_TYPES), "FFN per token", "dropped")
+    rows = [
+        [
+            name,
+            *(f"{100 * row.shares[expert_type]:.1f}" for expert_type in EXPERT_TYPES),
+            f"{row.experts_per_token['ffn']:.3f}",
+            f"{row.dropped_choices:.1%}",
+        ]
+        for name, row in loads.items()
     ]
-    dropped = np.array(dropped, bool).reshape(-1, batch, length)
-    return dropped if mask is None else dropped & np.asarray(mask, bool)
+    print_table("Load by type of expert", head, rows, console)
+
+
+def routing_scores(routing: Routing) -> RoutingScores:
+    """Finds each token's two largest gates, whose variance gating residuals reduce.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E), with at least two experts.
+
+    Reference: *MoE++*, Figure 6.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import routing_scores
+    >>> from keras_moe.ops import Routing
+    >>> gates = np.array([[[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]]])
+    >>> routing_scores(Routing(*[gates] * 6)).second.tolist()
+    [0.3, 0.1]
+    """
+    gates = np.asarray(routing.gates, "float64")
+    highest = np.sort(gates.reshape(-1, gates.shape[-1]), axis=-1)[:, :-3:-1]
+    return RoutingScores(highest[:, 0], highest[:, 1])
+
+
+def _layers(routing, expert_types):
+    """The arrays `dispatched` by block, after checking their shapes."""
+    layers = routing if isinstance(routing, dict) else {"": routing}
+    dispatched = {}
+    for name, record in layers.items():
+        served = np.asarray(record.dispatched, "float64")
+        if served.ndim != 3 or served.shape[-1] != expert_types.total:
+            raise ValueError(
+                f"Expected routing arrays (batch, tokens, {expert_types.total}) for "
+                f"{tuple(expert_types)} experts of each type; "
+                f"received: shape={served.shape}"
+            )
+        dispatched[name] = served
+    return dispatched

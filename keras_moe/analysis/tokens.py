@@ -5,26 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from keras_moe.analysis.routing import entropy
+from keras_moe.analysis.routing import entropy, of_patches
+from keras_moe.ops import Routing
 
 # Words, with apostrophes and hyphens, and single punctuation marks.
 _WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 # SentencePiece's space.
 _SPACE = "\u2581"
 SPECIAL, PADDING, UNKNOWN = "special", "padding", "unknown"
-
-
-def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
-    """Values of the patches (B, N, ...), without a class token in front."""
-    values, count = np.asarray(values), grid[0] * grid[1]
-    tokens = values.shape[1] if values.ndim > 1 else 0
-    if tokens not in (count, count + 1):
-        raise ValueError(
-            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
-            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
-        )
-    return values[:, -count:]
 
 
 class ExpertView(NamedTuple):
@@ -43,7 +33,7 @@ class ExpertView(NamedTuple):
 
 
 def expert_views(
-    routing: Any, grid: tuple[int, int], images_per_expert: int = 8
+    routing: Routing, grid: tuple[int, int], images_per_expert: int = 8
 ) -> list[ExpertView]:
     """Finds the positions and images in which each expert works, one view per expert.
 
@@ -76,45 +66,28 @@ def expert_views(
 
 
 class FlowStatistics(NamedTuple):
-    """How the experts of one layer relate to those of the next.
+    """How the experts of one layer relate to those of the next."""
 
-    Attributes:
-        information: mutual information of a token's experts in both layers, over the
-            entropy of the second: 1 if the first determines the second.
-        kept_company: probability that two tokens of one expert share an expert in the
-            next layer.
-        company_by_chance: the same probability for any two tokens.
-    """
-
+    # Mutual information of a token's experts in both layers, over the entropy of the
+    # second: 1 if the first determines the second.
     information: float
+    # Probability that two tokens of one expert share an expert in the next layer.
     kept_company: float
+    # The same probability for any two tokens.
     company_by_chance: float
 
 
-def main_experts(routing: Any) -> np.ndarray:
-    """Finds the expert with the largest combine weight for each token.
-
-    Args:
-        routing: `Routing` of arrays (B, N, E).
-
-    Returns: integers (B, N); E for tokens that are not served.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import main_experts
-    >>> from keras_moe.ops import Routing
-    >>> weights = np.array([[[0.1, 0.6], [0.0, 0.0]]])
-    >>> main_experts(Routing(*[weights] * 6)).tolist()
-    [[1, 2]]
-    """
+def main_experts(routing: Routing) -> np.ndarray:
+    """Returns each token's expert of largest combine weight (B, N); E if unserved."""
     served = np.asarray(routing.dispatched) > 0
     # A served token may have weight 0.
     weights = np.where(served, np.asarray(routing.combined), -np.inf)
     return np.where(served.any(axis=-1), weights.argmax(axis=-1), served.shape[-1])
 
 
-def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
+def token_flows(
+    source: Routing, target: Routing, mask: ArrayLike | None = None
+) -> np.ndarray:
     """Counts the tokens that move from each expert to each expert of another layer.
 
     In each layer a token counts for the expert with the largest combine weight.
@@ -151,21 +124,8 @@ def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
     return np.bincount(pairs, minlength=rows * columns).reshape(rows, columns)
 
 
-def flow_statistics(flows: Any) -> FlowStatistics:
-    """Measures how far the experts of one layer determine those of the next.
-
-    Args:
-        flows: integers (E + 1, F + 1), result of `token_flows`.
-
-    Returns: `FlowStatistics`; zeros if there are fewer than two tokens.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import flow_statistics
-    >>> flow_statistics(np.array([[5, 0, 0], [0, 5, 0], [0, 0, 0]])).information
-    1.0
-    """
+def flow_statistics(flows: ArrayLike) -> FlowStatistics:
+    """Measures `token_flows` (E + 1, F + 1); zeros if there are fewer than two."""
     flows = np.asarray(flows, "float64")
     sources, targets = flows.sum(axis=1), flows.sum(axis=0)
     total = max(flows.sum(), 1.0)
@@ -175,17 +135,13 @@ def flow_statistics(flows: Any) -> FlowStatistics:
     information = (unknown - left) / unknown if unknown > 1e-12 else 0.0
     return FlowStatistics(
         float(np.clip(information, 0.0, 1.0)),
-        _ratio(_pairs(flows), _pairs(sources)),
-        _ratio(_pairs(targets), _pairs(flows.sum())),
+        _pairs(flows) / (_pairs(sources) or 1.0),
+        _pairs(targets) / (_pairs(flows.sum()) or 1.0),
     )
 
 
 def _pairs(counts):
     return float(np.sum(counts * (counts - 1)))
-
-
-def _ratio(part, whole):
-    return part / whole if whole else 0.0
 
 
 class TokenTags(NamedTuple):
@@ -202,7 +158,9 @@ class TokenTags(NamedTuple):
 
 
 def tag_tokens(
-    tokenizer: Any, captions: Sequence[str], tag: Callable[[list[str]], Sequence[Any]]
+    tokenizer: Any,
+    captions: Sequence[str],
+    tag: Callable[[list[str]], Sequence[object]],
 ) -> TokenTags:
     """Gives each caption token the tag of its word, such as its part of speech.
 

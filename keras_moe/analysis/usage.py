@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
+from keras_moe._batches import read_batches
 from keras_moe._checks import check_bool, check_integer, check_mask
 from keras_moe._compat import serving
 from keras_moe._files import read_text, write_json
+from keras_moe._types import KerasModel
 from keras_moe.analysis._hooks import Hooked, measuring
 
 # The group of all tokens.
@@ -36,21 +39,20 @@ class BlockUsage(NamedTuple):
     first_choices: np.ndarray | None = None
 
 
+def _mapped(function, *blocks):
+    """The function of each field of some blocks, None for a field without values."""
+    fields: list[Any] = [
+        None if x[0] is None else function(*x) for x in zip(*blocks, strict=True)
+    ]
+    return BlockUsage(*fields)
+
+
 class ExpertUsage(NamedTuple):
     """Usage of a model's experts.
 
     Attributes:
         groups: names of the U groups, such as classes; `["all"]` for a single group.
         blocks: dict from block name to `BlockUsage`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import BlockUsage, ExpertUsage
-    >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
-    >>> usage = ExpertUsage(["all"], {"block_1": block})
-    >>> ExpertUsage.from_dict(usage.to_dict()).blocks["block_1"].tokens.tolist()
-    [[3.0, 1.0]]
     """
 
     groups: list[str]
@@ -59,10 +61,7 @@ class ExpertUsage(NamedTuple):
     def to_dict(self) -> dict:
         """Returns a JSON-serialisable dict."""
         blocks = {
-            name: {
-                field: None if x is None else x.tolist()
-                for field, x in block._asdict().items()
-            }
+            name: _mapped(np.ndarray.tolist, block)._asdict()
             for name, block in self.blocks.items()
         }
         return {"groups": list(self.groups), "blocks": blocks}
@@ -70,13 +69,10 @@ class ExpertUsage(NamedTuple):
     @classmethod
     def from_dict(cls, content: dict) -> "ExpertUsage":
         """Restores the result of `to_dict`."""
-        blocks = {}
-        for name, fields in content["blocks"].items():
-            arrays = {
-                field: None if values is None else np.array(values, "float64")
-                for field, values in fields.items()
-            }
-            blocks[name] = BlockUsage(**arrays)
+        blocks = {
+            name: _mapped(lambda x: np.array(x, "float64"), BlockUsage(**fields))
+            for name, fields in content["blocks"].items()
+        }
         return cls(list(content["groups"]), blocks)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -91,34 +87,12 @@ class ExpertUsage(NamedTuple):
 
 def routing_usage(
     routing: Any,
-    groups: Any = None,
+    groups: ArrayLike | None = None,
     num_groups: int | None = None,
-    mask: Any = None,
-    contributions: Any = None,
+    mask: ArrayLike | None = None,
+    contributions: ArrayLike | None = None,
 ) -> BlockUsage:
-    """Counts the usage of experts in one routing record.
-
-    Args:
-        routing: `Routing` of arrays (B, N, E).
-        groups: integers (B,) or (B, N), the group of each example or token, such as its
-            class or modality; negative ones are ignored. None for one group.
-        num_groups: U; None for the largest number in `groups` plus one.
-        mask: boolean (B, N), False for tokens to ignore. Needed to count first choices
-            if padding is not routed.
-        contributions: float (B, N, E), combine weights times output norms, or None.
-
-    Reference: *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import routing_usage
-    >>> from keras_moe.ops import Routing
-    >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
-    >>> usage = routing_usage(Routing(*[0.5 * served] * 4, served, 0.5 * served))
-    >>> usage.tokens.tolist(), usage.mass.tolist()
-    ([[2.0, 1.0]], [[1.0, 0.5]])
-    """
+    """Counts the usage of experts in a record; groups below 0 do not count."""
     tokens = np.asarray(routing.dispatched, "float64")
     first = np.argmax(routing.gates, axis=-1)
     figures = {
@@ -131,7 +105,8 @@ def routing_usage(
     owners = _owners(groups, mask, tokens.shape[:2])
     if num_groups is None:
         num_groups = int(owners.max(initial=0)) + 1
-    counts, sums = owners >= 0, {}
+    counts = owners >= 0
+    sums: dict[str, Any] = {}
     for name, figure in figures.items():
         figure = np.asarray(figure, "float64")
         if not np.isfinite(figure[counts]).all():
@@ -175,32 +150,28 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
             f"received: {layouts}"
         )
     first = usages[0]
-    blocks = {}
-    for name in first.blocks:
-        fields = zip(*(usage.blocks[name] for usage in usages))
-        sums = (None if x[0] is None else np.sum(x, axis=0) for x in fields)
-        blocks[name] = BlockUsage(*sums)
+    blocks = {
+        name: _mapped(lambda *x: np.sum(x, axis=0), *(x.blocks[name] for x in usages))
+        for name in first.blocks
+    }
     return ExpertUsage(list(first.groups), blocks)
 
 
 def _layout(usage):
     """The groups of a usage, and the shapes of its blocks' arrays."""
-    shapes = {
-        name: [None if x is None else np.shape(x) for x in block]
-        for name, block in usage.blocks.items()
-    }
+    shapes = {name: list(_mapped(np.shape, x)) for name, x in usage.blocks.items()}
     return list(usage.groups), shapes
 
 
 def expert_usage(
-    model: Any,
-    inputs: Any,
-    groups: Any = None,
+    model: KerasModel,
+    inputs: object,
+    groups: ArrayLike | str | None = None,
     group_names: list[str] | None = None,
-    mask: Any = None,
+    mask: str | dict[str, str] | None = None,
     contributions: bool = False,
     batch_size: int = 32,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     modality: str | None = None,
 ) -> ExpertUsage:
     """Counts how much each expert is used, in one pass over data.
@@ -266,35 +237,16 @@ def _group_names(groups, group_names):
 
 def _batches(inputs, groups, batch_size):
     """Yields batches of inputs with their groups."""
+    has_array = groups is not None and not isinstance(groups, str)
+    data = (inputs, np.asarray(groups)) if has_array else inputs
     batch_size = check_integer("batch_size", batch_size)
-    arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
-    if not all(hasattr(array, "shape") for array in arrays.values()):
-        yield from (_batch(each, groups) for each in inputs)
-        return
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if groups is not None and not isinstance(groups, str):
-        sizes["groups"] = len(groups)
-    if len({*sizes.values()}) > 1:
-        raise ValueError(
-            f"Expected inputs and groups of one length; received: lengths {sizes}"
-        )
-    for start in range(0, min(sizes.values()), batch_size):
-        rows = slice(start, start + batch_size)
-        batch = {name: array[rows] for name, array in arrays.items()}
-        batch = batch if isinstance(inputs, dict) else batch["inputs"]
-        if groups is None or isinstance(groups, str):
-            yield _batch(batch, groups)
+    for batch in read_batches(data, batch_size, "inputs and groups")[0]:
+        own, *labels = batch if isinstance(batch, (tuple, list)) else (batch,)
+        if groups is None:
+            yield own, None
         else:
-            yield batch, np.asarray(groups)[rows]
-
-
-def _batch(each, groups):
-    inputs, *labels = each if isinstance(each, (tuple, list)) else (each,)
-    if groups is None:
-        return inputs, None
-    if groups == LABELS:
-        return inputs, np.asarray(labels[0])
-    return inputs, np.asarray(inputs[groups])
+            is_second = has_array or groups == LABELS
+            yield own, np.asarray(labels[0] if is_second else own[groups])
 
 
 def _modality(key):
@@ -324,7 +276,7 @@ class UsageProbe:
 
     def __init__(
         self,
-        model: Any,
+        model: KerasModel,
         contributions: bool = False,
         training: bool = False,
         modality: str | None = None,
@@ -357,10 +309,10 @@ class UsageProbe:
 
     def count(
         self,
-        inputs: Any,
-        groups: Any = None,
+        inputs: object,
+        groups: ArrayLike | None = None,
         group_names: list[str] | None = None,
-        mask: Any = None,
+        mask: str | dict[str, str] | None = None,
     ) -> ExpertUsage:
         """The usage of experts in one batch."""
         modalities = list(next(iter(self._keys.values())))
@@ -385,8 +337,7 @@ class UsageProbe:
                 for key in keys.values()
             ]
             # One row per modality.
-            rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))
-            blocks[name] = BlockUsage(*rows)
+            blocks[name] = _mapped(lambda *x: np.concatenate(x), *usages)
         return ExpertUsage(group_names or modalities, blocks)
 
     def _mask(self, key, inputs, mask):
@@ -397,7 +348,7 @@ class UsageProbe:
         return padding if mask is None else padding & mask.astype(bool)
 
 
-def masks_padding(model: Any, name: str) -> bool:
+def masks_padding(model: KerasModel, name: str) -> bool:
     """Whether the block of a routing record leaves padding of texts unrouted."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(model.input, dict) or name.startswith("image/"):
@@ -407,12 +358,13 @@ def masks_padding(model: Any, name: str) -> bool:
     return config.get("text", config).get("mask_padding", never_routed)
 
 
-def _moe_layer(backbone, key):
+def _moe_layer(backbone, key) -> Any:
     """The MoE layer of a routing record, if its experts can be counted."""
     is_block = key != "head" and not key.endswith("/token_mixer")
     layer = backbone.get_layer(key).feed_forward if is_block else None
-    if getattr(getattr(layer, "router", None), "side", None) is None:
-        mixture = key if layer is None else type(layer.router).__name__
+    router = getattr(layer, "router", None)
+    if getattr(router, "side", None) is None:
+        mixture = key if router is None else type(router).__name__
         raise ValueError(
             "Expected token or expert choice routers, since all experts serve all "
             f"tokens otherwise; received: {mixture} in {type(backbone).__name__}"

@@ -1,18 +1,19 @@
 """Features (N, F) of N examples: validation, and extraction from a model."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
+from keras_moe._batches import read_batches
 from keras_moe._processes import predict_batch
 
 # Number of indices that an error lists.
 NAMED = 5
 
 
-def to_numpy(array: Any) -> np.ndarray:
+def to_numpy(array: object) -> np.ndarray:
     """Converts an array or a tensor of any library to NumPy."""
     # The backend's tensors may be on an accelerator or require gradients; those of
     # tf.data may belong to another backend.
@@ -21,7 +22,7 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def check_matrix(name: str, array: Any, dim: int | None = None) -> np.ndarray:
+def check_matrix(name: str, array: ArrayLike, dim: int | None = None) -> np.ndarray:
     """Checks that an array is a non-empty matrix (N, `dim`) of real numbers."""
     array = to_numpy(array)
     # bfloat16 is of kind "V".
@@ -35,7 +36,9 @@ def check_matrix(name: str, array: Any, dim: int | None = None) -> np.ndarray:
     return array
 
 
-def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
+def check_features(
+    name: str, features: ArrayLike, dim: int | None = None
+) -> np.ndarray:
     """Checks that features (N, F) are finite; returns float64."""
     features = check_matrix(name, features, dim).astype("float64")
     bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
@@ -48,7 +51,7 @@ def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarr
 
 
 def check_labels(
-    name: str, labels: Any, length: int | None, num_classes: int | None = None
+    name: str, labels: ArrayLike, length: int | None, num_classes: int | None = None
 ) -> np.ndarray:
     """Checks that labels (N,) are integers in range; returns int64."""
     labels = to_numpy(labels)
@@ -70,10 +73,10 @@ def check_labels(
 
 
 def extract_features(
-    name: str, model: Callable, data: Any, batch_size: int, verbose: int
+    name: str, model: Callable, data: object, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels of all batches, equal in all processes."""
-    batches, num_batches = _labelled_batches(name, data, batch_size)
+    batches, num_batches = read_batches(data, batch_size, name)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, size = [], [], 0
     for images, batch_labels in batches:
@@ -94,36 +97,3 @@ def extract_features(
         progress.update(len(labels), finalize=True)
     features = check_features(f"features of {name}", np.concatenate(features))
     return features, np.concatenate(labels)
-
-
-def _labelled_batches(
-    name: str, data: Any, batch_size: int
-) -> tuple[Iterator, int | None]:
-    """Iterator of (images, labels), and the number of batches if known."""
-    if not (isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "shape")):
-        return iterate_batches(name, data)
-    images, labels = to_numpy(data[0]), to_numpy(data[1])
-    if len(images) != len(labels):
-        raise ValueError(
-            f"Expected {name} with a label for each image; received: {len(images)} "
-            f"images and {len(labels)} labels"
-        )
-    starts = range(0, len(images), batch_size)
-    sliced = ((images[i : i + batch_size], labels[i : i + batch_size]) for i in starts)
-    return sliced, len(starts)
-
-
-def iterate_batches(name: str, data: Any) -> tuple[Iterator, int | None]:
-    """Iterator over one pass of batches, and their number if known."""
-    if isinstance(data, keras.utils.PyDataset):
-        return (data[i] for i in range(data.num_batches)), data.num_batches
-    # The cardinality is -1 for infinite datasets and -2 if unknown.
-    if hasattr(data, "cardinality"):
-        length = int(data.cardinality())
-    else:
-        length = len(data) if hasattr(data, "__len__") else -2
-    if length == -1:
-        raise ValueError(
-            f"Expected {name} to end; received: a data set that repeats for ever"
-        )
-    return iter(data), length if length >= 0 else None

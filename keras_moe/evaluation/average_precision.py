@@ -5,15 +5,18 @@ Labels are 0-1 vectors (N, C), or class numbers (N, L) padded with -1 if
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_one_of
 
 
 def precision_at_1(
-    labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
+    labels: ArrayLike,
+    scores: ArrayLike,
+    sample_weight: ArrayLike | None = None,
+    sparse_labels: bool = False,
 ) -> float:
     """Fraction of examples whose highest score belongs to one of their classes.
 
@@ -35,7 +38,10 @@ def precision_at_1(
 
 
 def average_precision(
-    labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
+    labels: ArrayLike,
+    scores: ArrayLike,
+    sample_weight: ArrayLike | None = None,
+    sparse_labels: bool = False,
 ) -> np.ndarray:
     """Average precision of each class, with examples ranked by its score.
 
@@ -43,10 +49,7 @@ def average_precision(
     (C,), NaN for classes without examples.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
-        scores: (N, C), logits or probabilities.
-        sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are class numbers.
+        labels, scores, sample_weight, sparse_labels: as in `precision_at_1`.
 
     Example:
 
@@ -74,19 +77,16 @@ def average_precision(
 
 
 def mean_average_precision(
-    labels: Any,
-    scores: Any,
-    sample_weight: Any = None,
+    labels: ArrayLike,
+    scores: ArrayLike,
+    sample_weight: ArrayLike | None = None,
     sparse_labels: bool = False,
     over: str = "classes",
 ) -> float:
     """Mean average precision over classes or examples.
 
     Args:
-        labels: (N, C) 0-1 vectors, or (N, L) class numbers.
-        scores: (N, C), logits or probabilities.
-        sample_weight: (N,), or None for ones.
-        sparse_labels: whether labels are class numbers.
+        labels, scores, sample_weight, sparse_labels: as in `precision_at_1`.
         over: `"classes"`, equally weighted, ranking examples; or `"examples"`, ranking
             classes, as in JFT's mAP@k. Those without positives are left out.
 
@@ -104,7 +104,7 @@ def mean_average_precision(
     return mean_of_defined(values, weight)
 
 
-def mean_of_defined(values: np.ndarray, weight: Any = 1.0) -> float:
+def mean_of_defined(values: np.ndarray, weight: ArrayLike = 1.0) -> float:
     """Weighted mean of average precisions, without the NaN of those undefined."""
     weight = np.where(np.isnan(values), 0.0, weight)
     if not weight.sum() > 0:
@@ -134,11 +134,10 @@ def streamed_average_precision(
     >>> streamed_average_precision(lambda: [batch], 2, sparse_labels=True).tolist()
     [1.0, 0.5]
     """
+    options = {"sparse_labels": sparse_labels, "may_be_empty": True}
     positives = []
     for batch in batches():
-        labels, scores, weight = _checked(
-            *batch, sparse_labels=sparse_labels, may_be_empty=True
-        )
+        labels, scores, weight = _checked(*batch, **options)
         if scores.shape[1] != num_classes:
             raise ValueError(
                 f"Expected scores (N, {num_classes}); received: shape={scores.shape}"
@@ -153,9 +152,7 @@ def streamed_average_precision(
     every = np.zeros(len(at))
     present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
     for batch in batches():
-        _, scores, weight = _checked(
-            *batch, sparse_labels=sparse_labels, may_be_empty=True
-        )
+        _, scores, weight = _checked(*batch, **options)
         columns = np.ascontiguousarray(scores.T)
         for c in present:
             mine = at[starts[c] : starts[c + 1]]

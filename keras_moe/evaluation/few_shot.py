@@ -7,18 +7,22 @@ Axes: N examples, F feature dim, C classes, L values of l2, k shots per class, R
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_integer
+from keras_moe._types import Config, KerasModel
 from keras_moe.evaluation._features import (
     check_features,
     check_labels,
     extract_features,
     to_numpy,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -53,7 +57,7 @@ class FewShotResult(NamedTuple):
     mean: np.ndarray
     std: np.ndarray
 
-    def table(self, title: str | None = None) -> Any:
+    def table(self, title: str | None = None) -> "Table":
         """A table for `rich.print`, with one row per k."""
         from rich.table import Table
 
@@ -64,31 +68,15 @@ class FewShotResult(NamedTuple):
             table.add_row(str(k), f"{mean:.2%}", f"{std:.2%}", f"{l2:g}")
         return table
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Config:
         """Returns a JSON-serialisable dict."""
-        return {name: np.asarray(getattr(self, name)).tolist() for name in self._fields}
+        return {name: np.asarray(x).tolist() for name, x in self._asdict().items()}
 
 
 def sample_shots(
-    labels: Any, shots: int, num_classes: int, seed: int = 0
+    labels: ArrayLike, shots: int, num_classes: int, seed: int = 0
 ) -> np.ndarray:
-    """Draws k examples of every class: indices (C * k,), distinct and ordered by class.
-
-    Draws of one seed are nested (1 shot within 5), as in V-MoE's evaluator.
-
-    Args:
-        labels: (N,) integers in [0, num_classes).
-        shots: k, examples per class.
-        num_classes: C.
-        seed: seed of the draw.
-
-    Example:
-
-    >>> from keras_moe.evaluation import sample_shots
-    >>> labels = [0, 1, 0, 1, 1, 0]
-    >>> [labels[i] for i in sample_shots(labels, shots=2, num_classes=2, seed=0)]
-    [0, 0, 1, 1]
-    """
+    """Returns indices (C * k,) of k examples of every class, ordered by class."""
     labels = check_labels("labels", labels, None, num_classes)
     shots = check_integer("shots", shots)
     counts = np.bincount(labels, minlength=num_classes)
@@ -98,37 +86,18 @@ def sample_shots(
             f"{counts.min()} of class {counts.argmin()}"
         )
     rng = np.random.default_rng(seed)
-    # All examples are permuted, whatever k is, so that draws are nested.
+    # All examples are permuted, whatever k is, so that draws of one seed are nested (1
+    # shot within 5), as in V-MoE's evaluator.
     permuted = [
         rng.permutation(np.flatnonzero(labels == c)) for c in range(num_classes)
     ]
     return np.concatenate([indices[:shots] for indices in permuted])
 
 
-def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
-    """Chooses one l2 for each k, over all data sets (or seeds) together: (shots,).
-
-    In each data set l2s are ranked by accuracy, and the l2 with the highest mean rank
-    wins, as in V-MoE's evaluator (of equal accuracies, the earlier l2). The choice uses
-    test accuracies; a single fixed l2 avoids the optimism.
-
-    Args:
-        accuracies: (datasets, shots, L).
-        l2s: (L,) penalties.
-
-    Example:
-
-    >>> from keras_moe.evaluation import best_l2
-    >>> best_l2([[[0.5, 0.6, 0.7]], [[0.1, 0.2, 0.9]]], l2s=[1.0, 2.0, 4.0])
-    array([4.])
-    """
+def best_l2(accuracies: ArrayLike, l2s: ArrayLike) -> np.ndarray:
+    """Returns the l2 of highest mean rank for each k, from (datasets, shots, L)."""
     accuracies, l2s = np.asarray(accuracies, "float64"), np.asarray(l2s, "float64")
-    if accuracies.ndim != 3 or l2s.shape != accuracies.shape[2:] or not accuracies.size:
-        raise ValueError(
-            "Expected accuracies (datasets, shots, l2s) and one l2 for each of the "
-            f"last axis; received: accuracies.shape={accuracies.shape}, "
-            f"l2s.shape={l2s.shape}"
-        )
+    # As in V-MoE's evaluator, test accuracies choose; one fixed l2 avoids the optimism.
     # With the axis reversed and stable sorts, the earlier of two equal accuracies comes
     # last and ranks higher.
     order = accuracies[..., ::-1].argsort(axis=-1, kind="stable")
@@ -137,12 +106,12 @@ def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
 
 
 def few_shot(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
     shots: Sequence[int] = SHOTS,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
 ) -> FewShotResult:
@@ -169,6 +138,8 @@ def few_shot(
     """
     shots = tuple(check_integer("shots", k) for k in shots)
     seeds = tuple(check_integer("seeds", seed, minimum=0) for seed in seeds)
+    if not (shots and seeds):
+        raise ValueError(f"Expected shots and seeds; received: {shots=}, {seeds=}")
     l2s = check_l2s(l2s)
     train_features = check_features("train_features", train_features)
     train_labels = check_labels("train_labels", train_labels, len(train_features))
@@ -180,29 +151,25 @@ def few_shot(
     for i, k in enumerate(shots):
         for j, seed in enumerate(seeds):
             drawn = sample_shots(train_labels, k, num_classes, seed)
+            few = train_features[drawn], train_labels[drawn]
             accuracies[i, j] = few_shot_accuracies(
-                train_features[drawn],
-                train_labels[drawn],
-                test_features,
-                test_labels,
-                num_classes,
-                l2s,
+                *few, test_features, test_labels, num_classes, l2s
             )
     # Seeds play the part of data sets, as in V-MoE's evaluator.
     chosen = best_l2(accuracies.transpose(1, 0, 2), l2s)
     at_best = np.stack([a[:, l2s == l2][:, 0] for a, l2 in zip(accuracies, chosen)])
     std = at_best.std(axis=1, ddof=1) if len(seeds) > 1 else np.zeros(len(shots))
     mean = at_best.mean(axis=1)
-    l2s = tuple(l2s.tolist())
-    return FewShotResult(accuracies, shots, seeds, l2s, chosen, mean, std)
+    penalties = tuple(l2s.tolist())
+    return FewShotResult(accuracies, shots, seeds, penalties, chosen, mean, std)
 
 
 def few_shot_from_model(
-    model: keras.Model | Callable,
-    train_data: Any,
-    test_data: Any,
+    model: KerasModel | Callable,
+    train_data: object,
+    test_data: object,
     shots: Sequence[int] = SHOTS,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
     seeds: Sequence[int] = SEEDS,
     num_classes: int | None = None,
     batch_size: int = 64,
@@ -215,10 +182,7 @@ def few_shot_from_model(
         train_data: arrays (images, integer labels), or an iterable of such batches,
             which is read once.
         test_data: test set, in the same form.
-        shots: as in `few_shot`.
-        l2s: as in `few_shot`.
-        seeds: as in `few_shot`.
-        num_classes: as in `few_shot`.
+        shots, l2s, seeds, num_classes: as in `few_shot`.
         batch_size: images per batch of arrays.
         verbose: 1 for progress bars, 2 for one line per set, 0 for nothing.
 
@@ -236,17 +200,15 @@ def few_shot_from_model(
     batch_size = check_integer("batch_size", batch_size)
     train = extract_features("train_data", model, train_data, batch_size, verbose)
     test = extract_features("test_data", model, test_data, batch_size, verbose)
-    return few_shot(
-        *train, *test, shots=shots, l2s=l2s, seeds=seeds, num_classes=num_classes
-    )
+    return few_shot(*train, *test, shots, l2s, seeds, num_classes)
 
 
 def linear_probe(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
-    l2s: Sequence[float] = L2S,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
+    l2s: ArrayLike = L2S,
     num_classes: int | None = None,
 ) -> float:
     """Test accuracy of a linear classifier on all training examples.
@@ -255,12 +217,9 @@ def linear_probe(
     examples, so the test set plays no part in it.
 
     Args:
-        train_features: (N, F), N >= 2.
-        train_labels: (N,) integers in [0, num_classes).
-        test_features: (M, F).
-        test_labels: (M,) integers in [0, num_classes).
+        train_features, train_labels, test_features, test_labels, num_classes: as in
+            `few_shot`, with N >= 2.
         l2s: positive penalties to choose from.
-        num_classes: C; by default the highest label + 1.
 
     Example:
 
@@ -292,9 +251,9 @@ def linear_probe(
 
 
 def linear_probe_from_model(
-    model: keras.Model | Callable,
-    train_data: Any,
-    test_data: Any,
+    model: KerasModel | Callable,
+    train_data: object,
+    test_data: object,
     batch_size: int = 64,
     verbose: int = 1,
     **options: Any,
@@ -302,12 +261,7 @@ def linear_probe_from_model(
     """Linear probe of the features that a model extracts; see `linear_probe`.
 
     Args:
-        model: as in `few_shot_from_model`, with `train_data`, `test_data`,
-            `batch_size` and `verbose`.
-        train_data: training set.
-        test_data: test set.
-        batch_size: images per batch of arrays.
-        verbose: as there.
+        model, train_data, test_data, batch_size, verbose: as in `few_shot_from_model`.
         **options: `l2s` and `num_classes` of `linear_probe`.
 
     Example:
@@ -331,51 +285,27 @@ def linear_probe_from_model(
 
 
 class RidgeClassifier(NamedTuple):
-    """A linear classifier on standardised features.
+    """A linear classifier on standardised features."""
 
-    Attributes:
-        mean: (F,), mean of the training features.
-        std: (F,), their population standard deviation + 1e-5.
-        weights: (F + 1, C) or (L, F + 1, C), the last row for a constant 100.
-    """
+    mean: np.ndarray  # (F,), of the training features
+    std: np.ndarray  # (F,), their population standard deviation + 1e-5
+    weights: np.ndarray  # (F + 1, C) or (L, F + 1, C), the last row for a constant 100
 
-    mean: np.ndarray
-    std: np.ndarray
-    weights: np.ndarray
-
-    def scores(self, features: Any) -> np.ndarray:
+    def scores(self, features: ArrayLike) -> np.ndarray:
         """Scores of features (N, F): (N, C), or (L, N, C)."""
         features = check_features("features", features, self.mean.size)
         return _standardise(features, self.mean, self.std) @ self.weights
 
 
 def ridge_regression(
-    train_features: Any,
-    train_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
     num_classes: int,
     l2: float | Sequence[float],
 ) -> RidgeClassifier:
-    """Fits the linear classifier in closed form, in float64.
-
-    With X = [(features - mean) / (std + 1e-5), 100] and targets Y of 1 for the label's
-    class and -1 elsewhere, the weights are (X^T X + l2 I)^-1 X^T Y, from one
-    eigendecomposition for all l2 (SciPy's if installed, which is faster).
-
-    Args:
-        train_features: (N, F).
-        train_labels: (N,) integers in [0, num_classes).
-        num_classes: C.
-        l2: positive penalty, or L of them.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import ridge_regression
-    >>> features = np.array([[0.0], [1.0], [2.0], [3.0]])
-    >>> ridge = ridge_regression(features, [0, 0, 1, 1], num_classes=2, l2=1.0)
-    >>> ridge.scores([[0.5], [2.5]]).argmax(-1)
-    array([0, 1])
-    """
+    """Fits the linear classifier in closed form, in float64, for all l2 at once."""
+    # With X = [(features - mean) / (std + 1e-5), 100] and targets Y, 1 for the label's
+    # class and -1 elsewhere: (X^T X + l2 I)^-1 X^T Y.
     l2s = check_l2s(np.atleast_1d(l2))
     data = _standardised(train_features, train_labels, num_classes)
     left, eigs, right = _decompose(data)
@@ -384,29 +314,14 @@ def ridge_regression(
 
 
 def few_shot_accuracies(
-    train_features: Any,
-    train_labels: Any,
-    test_features: Any,
-    test_labels: Any,
+    train_features: ArrayLike,
+    train_labels: ArrayLike,
+    test_features: ArrayLike,
+    test_labels: ArrayLike,
     num_classes: int,
-    l2s: Sequence[float] = L2S,
+    l2s: ArrayLike = L2S,
 ) -> np.ndarray:
-    """Test accuracies (L,) of ridge regression on all training examples.
-
-    Args:
-        train_features: (N, F).
-        train_labels: (N,) integers in [0, num_classes).
-        test_features: (M, F).
-        test_labels: (M,) integers in [0, num_classes).
-        num_classes: C.
-        l2s: L positive penalties.
-
-    Example:
-
-    >>> from keras_moe.evaluation import few_shot_accuracies
-    >>> few_shot_accuracies([[0.0], [1.0]], [0, 1], [[-1.0], [2.0]], [0, 1], 2, [0.1])
-    array([1.])
-    """
+    """Returns test accuracies (L,) of ridge regression on all training examples."""
     l2s = check_l2s(l2s)
     data = _standardised(train_features, train_labels, num_classes)
     test_features = check_features("test_features", test_features, data.mean.size)
@@ -424,19 +339,13 @@ def few_shot_accuracies(
         # Either (M, F)(F, R) once and (M, R)(R, C) per l2, or the weights (F, R)(R, C)
         # and (M, F)(F, C) per l2. The first pays off with many l2.
         if len(l2s) == 1:
-            correct += count_correct(x, weights, labels)
+            correct += _decide(x, weights, labels)[0].sum()
         elif len(x) < len(l2s) * num_classes:
             correct += _counts_of_sweep(x @ left, eigs, right, l2s, labels)
         else:
-            correct += [
-                count_correct(x, left @ (right / (eigs + l2)), labels) for l2 in l2s
-            ]
+            own = (left @ (right / (eigs + l2)) for l2 in l2s)
+            correct += [_decide(x, weights, labels)[0].sum() for weights in own]
     return correct / len(test_features)
-
-
-def count_correct(left: np.ndarray, right: np.ndarray, labels: np.ndarray) -> int:
-    """Number of rows of `left @ right` with their first maximum at the label."""
-    return int(_decide(left, right, labels)[0].sum())
 
 
 def _decide(
@@ -473,7 +382,7 @@ def _counts_of_sweep(
     l2s: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray:
-    """`count_correct(left, right / (eigs + l2), labels)` for each l2: (L,)."""
+    """Returns how many rows of `left @ (right / (eigs + l2))` are right, by l2."""
     # Scaling all scores, or shifting them for all classes, changes no answer. With this
     # scale, scores hardly change where l2 is far from the eigenvalues.
     typical = np.median(eigs)
@@ -509,7 +418,7 @@ class _Data(NamedTuple):
     num_classes: int
 
 
-def _standardised(features: Any, labels: Any, num_classes: int) -> _Data:
+def _standardised(features: ArrayLike, labels: ArrayLike, num_classes: int) -> _Data:
     features = check_features("train_features", features)
     labels = check_labels("train_labels", labels, len(features), num_classes)
     mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
@@ -573,7 +482,7 @@ def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.
     return x
 
 
-def check_l2s(l2s: Any) -> np.ndarray:
+def check_l2s(l2s: ArrayLike) -> np.ndarray:
     """Checks that penalties are positive and finite; returns float64."""
     array = np.asarray(l2s, "float64")
     if array.ndim != 1 or not array.size or not np.all((array > 0) & (array < np.inf)):

@@ -1,22 +1,24 @@
-"""Evaluation of image-text models, and simple baselines.
+"""Evaluation of image-text models.
 
 A model is anything with `encode_images` and `encode_text`, such as a
 `ContrastiveModel`. Every image and text is embedded once, and only embeddings stay in
 memory. All processes evaluate together, on the same data.
 
-Axes: N images, M texts, P embedding, B batch, T training images, V words.
+Axes: N images, M texts, P embedding, B batch.
 """
 
-import re
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
-from keras_moe._checks import check_integer, check_positive
+from keras_moe._batches import read_iterable
+from keras_moe._checks import check_integer
 from keras_moe._templates import Template
-from keras_moe.evaluation._features import extract_features, iterate_batches, to_numpy
+from keras_moe.evaluation._features import extract_features, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     CHUNK_SIZE,
@@ -27,6 +29,7 @@ from keras_moe.evaluation.retrieval import (
     retrieval,
 )
 from keras_moe.evaluation.zero_shot import (
+    ClassNames,
     ClassSubset,
     ZeroShotResult,
     class_embeddings,
@@ -36,10 +39,6 @@ from keras_moe.evaluation.zero_shot import (
     read_templates,
     zero_shot,
 )
-
-# Number of images that a baseline compares at a time.
-_CHUNK = 256
-_WORD = re.compile(r"\w+")
 
 
 class PairEmbeddings(NamedTuple):
@@ -109,7 +108,7 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     indices, owner, text_ids, count = {}, [], [], 0
     if isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], dict):
         pairs = [pairs]
-    for batch in iterate_batches("pairs", pairs)[0]:
+    for batch in read_iterable(pairs, "pairs")[0]:
         inputs, ids = _to_arrays(batch)
         rows = len(inputs["images"])
         own_ids = ids.get("image_ids", np.arange(count, count + rows))
@@ -134,10 +133,10 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
 
 def zero_shot_from_model(
     model: Any,
-    images: Any,
-    labels: Any,
-    class_names: Any,
-    templates: Any = "ours",
+    images: object,
+    labels: ArrayLike | None,
+    class_names: ClassNames,
+    templates: str | os.PathLike[str] | Sequence[Template] = "ours",
     ks: Sequence[int] | None = None,
     batch_size: int = 64,
     verbose: int = 0,
@@ -179,13 +178,8 @@ def zero_shot_from_model(
         batch = np.concatenate([batch, np.repeat(batch[-1:], size - count, axis=0)])
         return model.encode_images(batch, batch_size=size)[:count]
 
-    embeddings, labels = extract_features(
-        "images",
-        encode,
-        images if labels is None else (images, labels),
-        batch_size,
-        verbose,
-    )
+    data = images if labels is None else (images, labels)
+    embeddings, labels = extract_features("images", encode, data, batch_size, verbose)
     if class_subset is not None:
         labels = subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)
@@ -198,13 +192,13 @@ def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[st
             "Expected names of ImageNet's 1,000 classes for those of "
             f"{subset.name}; received: {len(class_names)} names"
         )
-    return tuple(class_names[number] for number in subset.numbers)
+    return tuple(class_names[int(number)] for number in subset.numbers)
 
 
 def encode_classes(
     model: Any,
-    class_names: Any,
-    templates: str | Sequence[Template] = "ours",
+    class_names: ClassNames,
+    templates: str | os.PathLike[str] | Sequence[Template] = "ours",
     batch_size: int = 64,
 ) -> np.ndarray:
     """Embeds classes for zero-shot classification, as unit vectors (C, P).
@@ -228,59 +222,6 @@ def encode_classes(
     names, templates = read_class_names(class_names), read_templates(templates)
     texts = model.encode_text(prompts(names, templates), batch_size=batch_size)
     return class_embeddings(np.reshape(texts, (len(names), len(templates), -1)))
-
-
-def retrieval_from_model(
-    model: Any,
-    pairs: Any,
-    ks: Sequence[int] = KS,
-    batch_size: int = 64,
-    chunk_size: int = CHUNK_SIZE,
-) -> RetrievalResult:
-    """Recalls of an image-text model; see `keras_moe.evaluation.retrieval`.
-
-    Args:
-        model: image-text model.
-        pairs: pairs with all captions; see `encode_pairs`.
-        ks: values of k.
-        batch_size: number of images and texts embedded at a time.
-        chunk_size: number of embeddings compared at a time.
-
-    Example:
-
-    ```python
-    pairs = keras_moe.data.load_pairs(
-        "tfds:coco_captions", "val", model.backbone.image_shape, captions="all",
-        shuffle=False, tokenizer=model.preprocessor,
-    )
-    retrieval_from_model(model, pairs).figures()
-    ```
-    """
-    return encode_pairs(model, pairs, batch_size).retrieval(ks, chunk_size)
-
-
-def contrastive_accuracy_from_model(
-    model: Any,
-    pairs: Any,
-    contrastive_batch_size: int = BATCH_SIZE,
-    batch_size: int = 64,
-) -> ContrastiveAccuracyResult:
-    """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
-
-    Args:
-        model: image-text model.
-        pairs: see `encode_pairs`.
-        contrastive_batch_size: number of images to compare with each other.
-        batch_size: number of images and texts embedded at a time.
-
-    Example:
-
-    ```python
-    contrastive_accuracy_from_model(model, pairs).accuracy
-    ```
-    """
-    embeddings = encode_pairs(model, pairs, batch_size)
-    return embeddings.contrastive_accuracy(contrastive_batch_size)
 
 
 class _Encoder:
@@ -341,140 +282,3 @@ def _to_arrays(batch):
         ]
         inputs["captions"] = np.array(captions, object)
     return inputs, ids
-
-
-# Baselines
-
-
-def nearest_caption_embeddings(
-    train_images: Any,
-    train_captions: Sequence[str],
-    images: Any,
-    captions: Sequence[str],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of a nearest-neighbour baseline on pixels and words.
-
-    An image is represented by the words of the nearest training image's caption, in
-    pixel distance, and a caption by its words. Near duplicates of test images in the
-    training set raise its recalls far above chance; compare models with it.
-
-    Args:
-        train_images: (T, height, width, channels), of any range.
-        train_captions: T strings.
-        images: (N, height, width, channels), of the same range.
-        captions: M strings.
-
-    Returns:
-        Image embeddings (N, V) and text embeddings (M, V), float32 unit vectors.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import nearest_caption_embeddings, retrieval
-    >>> train = np.array([0.0, 1.0]).reshape(2, 1, 1, 1)
-    >>> test = np.array([0.1, 0.8]).reshape(2, 1, 1, 1)
-    >>> embeddings = nearest_caption_embeddings(
-    ...     train, ["black cat", "white dog"], test, ["a black cat", "a white dog"]
-    ... )
-    >>> retrieval(*embeddings, ks=(1,)).image_to_text.tolist()
-    [1.0]
-    """
-    known, pixels = _pixels(train_images, train_captions, images, captions)
-    words = [_words(caption) for caption in captions]
-    known_words = [_words(caption) for caption in train_captions]
-    vocabulary = sorted({word for row in (*known_words, *words) for word in row})
-    index = {word: number for number, word in enumerate(vocabulary)}
-    # The nearest of the known images, by squared distance.
-    norms, nearest = np.sum(np.square(known), axis=1), []
-    for first in range(0, len(pixels), _CHUNK):
-        products = pixels[first : first + _CHUNK] @ known.T
-        nearest.extend(np.argmin(norms - 2 * products, axis=1))
-    predicted = [known_words[row] for row in nearest]
-    return _vectors(predicted, index), _vectors(words, index)
-
-
-def kernel_ridge_embeddings(
-    train_images: Any,
-    train_captions: Sequence[str],
-    images: Any,
-    captions: Sequence[str],
-    width: float = 1.0,
-    penalty: float = 0.01,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of a kernel ridge regression from pixels to character n-grams.
-
-    A caption's embedding is the TF-IDF vector of its runs of two to four letters, and
-    an image's is predicted by `K(X, T) (K(T, T) + penalty I)^-1 Y`, with the training
-    captions' vectors `Y` and the kernel `K(a, b) = exp(-|a - b|_1 / (width m))`, m the
-    median distance of training images. A strong baseline on small sets. Needs
-    scikit-learn.
-
-    Args:
-        train_images: (T, height, width, channels), of any range; time grows with T^2.
-        train_captions: T strings.
-        images: (N, height, width, channels), of the same range.
-        captions: M strings.
-        width: width of the kernel, as a multiple of the median distance.
-        penalty: penalty of the regression.
-
-    Returns:
-        Image embeddings (N, V) and text embeddings (M, V), float32.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation import kernel_ridge_embeddings, retrieval
-    >>> train = np.array([0.0, 1.0]).reshape(2, 1, 1, 1)
-    >>> test = np.array([0.1, 0.8]).reshape(2, 1, 1, 1)
-    >>> embeddings = kernel_ridge_embeddings(
-    ...     train, ["black cat", "white dog"], test, ["a black cat", "a white dog"]
-    ... )
-    >>> retrieval(*embeddings, ks=(1,)).image_to_text.tolist()
-    [1.0]
-    """
-    # In the extra `digits`.
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.metrics.pairwise import manhattan_distances
-
-    check_positive("width", width)
-    check_positive("penalty", penalty)
-    known, pixels = _pixels(train_images, train_captions, images, captions)
-    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4))
-    # Fitted on all captions: a test caption may share no n-gram with the training
-    # captions, and still needs a vector.
-    vectors.fit([*train_captions, *captions])
-    distances = manhattan_distances(known)
-    scale = float(np.median(distances)) * width or 1.0
-    kernel = np.exp(-distances / scale)
-    kernel[np.diag_indices_from(kernel)] += penalty
-    similar = np.exp(-manhattan_distances(pixels, known) / scale)
-    weights = np.linalg.solve(kernel, similar.T).T
-    predicted = weights @ vectors.transform(train_captions)
-    texts = vectors.transform(captions).toarray()
-    return predicted.astype("float32"), texts.astype("float32")
-
-
-def _pixels(train_images, train_captions, images, captions):
-    """Rows of pixels of training images and images, after checking them."""
-    known, pixels = to_numpy(train_images), to_numpy(images)
-    same_shape = known.shape[1:] == pixels.shape[1:]
-    if not same_shape or len(known) != len(train_captions) or not len(captions):
-        raise ValueError(
-            "Expected images of one shape, a caption for each training image, and "
-            f"captions; received: train_images.shape={known.shape}, images.shape="
-            f"{pixels.shape}, {len(train_captions)} train_captions and {len(captions)} "
-            "captions"
-        )
-    # Wide enough for sums of squares of bytes.
-    return (x.reshape(len(x), -1).astype("float32") for x in (known, pixels))
-
-
-def _words(caption):
-    return sorted(set(_WORD.findall(caption.lower())) or {caption})
-
-
-def _vectors(rows, index):
-    vectors = np.zeros((len(rows), len(index)), "float32")
-    for vector, words in zip(vectors, rows):
-        vector[[index[word] for word in words]] = len(words) ** -0.5
-    return vectors

@@ -142,7 +142,8 @@ class _Scorer:
     """Scores the last tokens of sequences, each given all before it."""
 
     def __init__(self, model, batch_size):
-        self.model, self.tokenizer = model, getattr(model, "preprocessor", None)
+        self.model = model
+        self.tokenizer: Any = getattr(model, "preprocessor", None)
         if not hasattr(self.tokenizer, "prompts") or not hasattr(model, "generate"):
             raise ValueError(
                 "Expected a CausalLM with a tokenizer; received: "
@@ -151,16 +152,11 @@ class _Scorer:
         self.batch_size = check_integer("batch_size", batch_size)
         self.length = model.backbone.max_length
 
-    def prefix(self):
-        """What is before the first token of a text: the start or the end token."""
-        start, end = self.tokenizer.start_id, self.tokenizer.end_id
-        return [start if start is not None else end if end is not None else 0]
-
     def ids(self, text):
-        """The ids of a text after `prefix`."""
-        (ids,) = self.tokenizer.prompts([text])
+        """The ids of a text after the start token, or the end token without one."""
+        (ids,), end = self.tokenizer.prompts([text]), self.tokenizer.end_id
         has_start = self.tokenizer.start_id is not None
-        return ids if has_start else [*self.prefix(), *ids]
+        return ids if has_start else [0 if end is None else end, *ids]
 
     def encoded(self, context, continuation):
         """The ids of both texts, and the number of those that are scored."""
@@ -222,10 +218,7 @@ class _Scorer:
         return [(float(x.sum()), bool(y.all())) for x, y in zip(*values)]
 
     def windows(self, text):
-        """Cuts a text into sequences that predict each of its tokens once.
-
-        The last one has as much context as fits.
-        """
+        """Cuts a text into sequences that predict each of its tokens once."""
         ids, size = self.ids(text), self.length
         ends = [*range(size, len(ids) - 1, size), len(ids) - 1]
         return [

@@ -7,9 +7,10 @@ Axes: N images, M texts, P embedding, K values of k, B batch.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_integer
 from keras_moe.evaluation._features import NAMED, check_labels, check_matrix, to_numpy
@@ -76,12 +77,12 @@ class ContrastiveAccuracyResult(NamedTuple):
 
 
 def retrieval(
-    image_embeddings: Any,
-    text_embeddings: Any,
-    image_of_text: Any = None,
+    image_embeddings: ArrayLike,
+    text_embeddings: ArrayLike,
+    image_of_text: ArrayLike | None = None,
     ks: Sequence[int] = KS,
     chunk_size: int = CHUNK_SIZE,
-    text_ids: Any = None,
+    text_ids: ArrayLike | None = None,
 ) -> RetrievalResult:
     """R@k in both directions by cosine similarity, with any number of texts per image.
 
@@ -125,19 +126,19 @@ def retrieval(
     ks = check_ks(ks, min(len(images), len(texts)))
     own = _own_pairs(owner, text_ids)
     image_ranks, text_ranks = _ranks(images, texts, *own, chunk_size)
-    recalls = (
+    image_recall, text_recall = (
         np.array([np.mean(ranks <= k) for k in ks])
         for ranks in (image_ranks, text_ranks)
     )
-    return RetrievalResult(ks, *recalls, image_ranks, text_ranks)
+    return RetrievalResult(ks, image_recall, text_recall, image_ranks, text_ranks)
 
 
 def contrastive_accuracy(
-    image_embeddings: Any,
-    text_embeddings: Any,
+    image_embeddings: ArrayLike,
+    text_embeddings: ArrayLike,
     batch_size: int = BATCH_SIZE,
-    image_ids: Any = None,
-    text_ids: Any = None,
+    image_ids: ArrayLike | None = None,
+    text_ids: ArrayLike | None = None,
 ) -> ContrastiveAccuracyResult:
     """How often images and texts find each other within a batch.
 
@@ -183,9 +184,8 @@ def contrastive_accuracy(
         ):
             hit = [x[part][nearest] == x[part] for x in ids]
             hits[direction] += np.logical_or.reduce(hit).sum()
-    return ContrastiveAccuracyResult(
-        *(hits / num_pairs).tolist(), batch_size, num_pairs
-    )
+    to_text, to_image = (hits / num_pairs).tolist()
+    return ContrastiveAccuracyResult(to_text, to_image, batch_size, num_pairs)
 
 
 def _check_ids(ids, length):
@@ -252,7 +252,9 @@ def _best(rows, columns, similarities):
 # Similarities
 
 
-def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
+def check_embeddings(
+    name: str, embeddings: ArrayLike, dim: int | None = None
+) -> np.ndarray:
     """Checks that embeddings (N, P) are finite and nonzero."""
     embeddings = check_matrix(name, embeddings, dim)
     for start in range(0, len(embeddings), CHUNK_SIZE):

@@ -6,12 +6,14 @@ Axes: N images, C classes, S of a subset, T templates, P embedding, K values of 
 import importlib.util
 import json
 import os
+import runpy
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._checks import check_one_of
 from keras_moe._templates import PLACE, Template, fill, read_lines
@@ -26,6 +28,7 @@ from keras_moe.evaluation.retrieval import (
     unit_vectors,
 )
 
+ClassNames: TypeAlias = str | os.PathLike[str] | Sequence[str]
 KS = (1, 5)
 NUM_CLASSES = 1000
 SUBSETS = ("imagenet_a", "imagenet_r")
@@ -74,7 +77,7 @@ def read_templates(templates: str | os.PathLike | Sequence[Template]) -> tuple:
     return check_templates(templates, (*TEMPLATES, *PUBLISHED))
 
 
-def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
+def read_class_names(class_names: ClassNames) -> tuple[str, ...]:
     """Reads class names, in the order of the labels, from a file or a sequence.
 
     Args:
@@ -91,7 +94,7 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
     if isinstance(class_names, str) and class_names in PUBLISHED_NAMES:
         return _published(PUBLISHED_NAMES[class_names])
     if isinstance(class_names, (str, os.PathLike)):
-        class_names = read_lines(class_names, "class names", PUBLISHED_NAMES)
+        class_names = read_lines(class_names, "class names", [*PUBLISHED_NAMES])
     names = tuple(class_names)
     bad = [name for name in names if not isinstance(name, str) or not name.strip()]
     # Sets and dicts by name would come in another order than the labels.
@@ -132,16 +135,13 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
 def _published(name: str) -> tuple:
     """A constant of open_clip, read without importing the package."""
     package = importlib.util.find_spec("open_clip")
-    if package is None:
+    if package is None or package.submodule_search_locations is None:
         raise ImportError(
             f"{name} comes from open_clip, which is not installed: "
             "pip install open_clip_torch"
         )
     path = Path(package.submodule_search_locations[0]) / "zero_shot_metadata.py"
-    spec = importlib.util.spec_from_file_location("_open_clip_metadata", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return tuple(getattr(module, name))
+    return tuple(runpy.run_path(str(path))[name])
 
 
 # Some of ImageNet's classes
@@ -164,11 +164,10 @@ class ClassSubset(NamedTuple):
         self, class_names: Sequence[str] | None = None, num_classes: int = NUM_CLASSES
     ) -> np.ndarray:
         """Index of each WordNet id (None: all 1,000) in the subset, or -1."""
-        index = {name: s for s, name in enumerate(self.wordnet_ids)}
-        keys = class_names or ()
+        known, keys = self.wordnet_ids, class_names or ()
         if class_names is None and num_classes == NUM_CLASSES:
-            index = {number: s for s, number in enumerate(self.numbers.tolist())}
-            keys = range(NUM_CLASSES)
+            known, keys = self.numbers.tolist(), range(NUM_CLASSES)
+        index: dict[str | int, int] = {key: s for s, key in enumerate(known)}
         indices = np.array([index.get(key, -1) for key in keys], int)
         if not np.any(indices >= 0):
             raise ValueError(
@@ -178,7 +177,9 @@ class ClassSubset(NamedTuple):
             )
         return indices
 
-    def labels(self, labels: Any, indices: np.ndarray | None = None) -> np.ndarray:
+    def labels(
+        self, labels: ArrayLike, indices: np.ndarray | None = None
+    ) -> np.ndarray:
         """Converts labels (N,) of a data set to labels in the subset."""
         indices = self.indices() if indices is None else indices
         labels = check_labels("labels", labels, None, len(indices))
@@ -243,7 +244,7 @@ class ZeroShotResult(NamedTuple):
         return {**figures, "mean_per_class": float(np.nanmean(self.per_class))}
 
 
-def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
+def class_embeddings(prompt_embeddings: ArrayLike) -> np.ndarray:
     """Averages the embeddings of each class's prompts to float64 unit vectors (C, P).
 
     Embeddings are normalised, averaged, and normalised again, as in CLIP.
@@ -275,7 +276,10 @@ def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
 
 
 def zero_shot(
-    image_embeddings: Any, labels: Any, classes: Any, ks: Sequence[int] | None = None
+    image_embeddings: ArrayLike,
+    labels: ArrayLike,
+    classes: ArrayLike,
+    ks: Sequence[int] | None = None,
 ) -> ZeroShotResult:
     """Zero-shot accuracy: predicts the class with the nearest embedding.
 

@@ -1,11 +1,12 @@
 """Reads data and its routing in one pass. Axes: B batch, N tokens, E experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from keras_moe._batches import array_length, read_batches
 from keras_moe._checks import fits_shape
 from keras_moe._processes import predict_batch
 from keras_moe.ops import Routing
@@ -20,23 +21,25 @@ _AT_ONCE = 256
 _FAR = 32.0
 
 
+def mapped(function: Callable[..., Any], *structures: Any) -> Any:
+    """Returns `keras.tree.map_structure`, whose result is like the structures."""
+    return keras.tree.map_structure(function, *structures)
+
+
 class Examples(NamedTuple):
     """Some examples of the data."""
 
-    # The model's inputs: a dict of arrays, or an array of images.
-    inputs: Any
-    # Object array (B,) of texts, or None.
-    captions: np.ndarray | None
-    # Integers (B,), -1 where missing; or None.
-    labels: np.ndarray | None
+    inputs: Any  # The model's inputs: a dict of arrays, or an array of images
+    captions: np.ndarray | None  # Object array (B,) of texts, or None
+    labels: np.ndarray | None  # Integers (B,), -1 where missing; or None
 
-    def rows(self, index: Any) -> "Examples":
+    def rows(self, index: slice | np.ndarray) -> "Examples":
         """Selects examples by a slice or indices."""
-        return keras.tree.map_structure(lambda x: None if x is None else x[index], self)
+        return mapped(lambda x: None if x is None else x[index], self)
 
     def joined(self, other: "Examples") -> "Examples":
         """Concatenates two batches."""
-        return keras.tree.map_structure(
+        return mapped(
             lambda a, b: None if a is None else np.concatenate([a, b]), self, other
         )
 
@@ -46,54 +49,12 @@ class Examples(NamedTuple):
         return len(keras.tree.flatten(self.inputs)[0])
 
 
-def array_length(data: Any) -> int | None:
-    """Number of examples of arrays, which must agree; None for batches."""
-    if not _is_arrays(data):
-        return None
-    sizes = set()
-    for part in data if isinstance(data, tuple) else (data,):
-        arrays = part.values() if isinstance(part, dict) else (part,)
-        sizes.update(len(array) for array in arrays if array is not None)
-    _check_sizes(sizes)
-    return min(sizes, default=0)
-
-
-def _is_arrays(data):
-    """Whether data are arrays rather than an iterable of batches."""
-    if isinstance(data, dict) or hasattr(data, "shape"):
-        return True
-    # A tuple is (images, labels) or (images, captions); a list has batches.
-    return isinstance(data, tuple) and len(data) > 1 and _is_arrays(data[0])
-
-
-def _check_sizes(sizes):
-    if len(sizes) > 1:
-        raise ValueError(
-            "Expected as many labels and captions as inputs; received: lengths "
-            f"{sorted(sizes)}"
-        )
-
-
 def _all_examples(data, model, at_once):
     """Yields the examples of data of any kind, in batches of any size."""
     if isinstance(data, list) and data and all(isinstance(x, str) for x in data):
         data = np.array(data, object)
-    if (length := array_length(data)) is None:
-        if isinstance(data, keras.utils.PyDataset):
-            data = map(data.__getitem__, range(len(data)))
-        yield from (_examples(batch, model) for batch in data)
-        return
-    for start in range(0, length, at_once):
-        yield _examples(_sliced(data, slice(start, start + at_once)), model)
-
-
-def _sliced(data, rows):
-    """Slices all arrays alike."""
-    if isinstance(data, tuple):
-        return tuple(_sliced(part, rows) for part in data)
-    if isinstance(data, dict):
-        return {name: _sliced(part, rows) for name, part in data.items()}
-    return None if data is None else data[rows]
+    for batch in read_batches(data, at_once, "arrays", may_be_endless=True)[0]:
+        yield _examples(batch, model)
 
 
 def _examples(batch, model):
@@ -108,8 +69,7 @@ def _examples(batch, model):
     inputs = keras.tree.map_structure(keras.ops.convert_to_numpy, inputs)
     _check_inputs(inputs, model.keras_model)
     examples = Examples(inputs, captions, labels_of(second))
-    sizes = {len(x) for x in keras.tree.flatten(inputs)}
-    _check_sizes(sizes | {len(x) for x in examples[1:] if x is not None})
+    array_length(tuple(examples), "inputs, labels and captions")
     if len(others) > 1 and others[1] is not None:
         # Padding of the last batch has weight 0.
         weights = np.asarray(others[1]).reshape(len(others[1]), -1)
@@ -156,7 +116,7 @@ def _of_texts(inputs, tokenizer):
     }
 
 
-def labels_of(labels: Any) -> np.ndarray | None:
+def labels_of(labels: object) -> np.ndarray | None:
     """The class of each example as an integer, -1 for none or several."""
     if labels is None or isinstance(labels, dict):
         return None
@@ -224,7 +184,7 @@ def _check_range(images, preprocessor):
 
 def routed_batches(
     model: ReportedModel,
-    data: Any,
+    data: object,
     batch_size: int = 32,
     max_examples: int | None = None,
 ) -> Iterator[Batch]:
@@ -312,7 +272,7 @@ def _routed(model, examples, records, start):
         outputs=None if outputs is None else np.asarray(outputs),
         finite=finite,
         shared={},
-        embeddings=None if embeddings is None else tuple(map(np.asarray, embeddings)),
+        embeddings=None if embeddings is None else (embeddings[0], embeddings[1]),
     )
 
 
@@ -343,7 +303,8 @@ def _without_broken(record):
 
 def _words(model, token_ids, mask):
     """Strings of tokens, `""` for padding; and their texts, without start and end."""
-    tokenizer, special = getattr(model, "preprocessor", None), ()
+    tokenizer: Any = getattr(model, "preprocessor", None)
+    special = ()
     if hasattr(tokenizer, "tokens"):
         strings = tokenizer.tokens(token_ids)
         special = (tokenizer.start_id, tokenizer.end_id)

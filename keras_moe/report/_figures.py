@@ -1,7 +1,8 @@
 """Figures. Axes: L layers, E experts, U groups of tokens, Q queue positions."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from keras_moe.analysis.plots._figure import (
 from keras_moe.report.model import shortened
 from keras_moe.report.section import evenly_spaced
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Arrays: TypeAlias = Sequence[np.ndarray]
 # Largest number of layers with a panel.
 MAX_PANELS = 8
 _WIDTH = 3.6
@@ -29,12 +34,12 @@ _MAP = {"cmap": "cividis", "rasterized": True, "vmin": 0, "vmax": 3}
 
 
 def draw_loads(
-    shares: dict[str, Any],
+    shares: dict[str, np.ndarray],
     title: str,
     types: tuple[str, ...],
-    dropped: Any = None,
+    dropped: np.ndarray | None = None,
     capacity: float | None = None,
-) -> Any:
+) -> "Figure":
     """Plots each expert's share of a layer's work, by modality."""
     figure = new_figure(figsize=(3.5, 2.3))
     axis = figure.subplots()
@@ -51,9 +56,9 @@ def draw_loads(
             axis.plot([], [], "s", color=COLOURS[number], label=group)
     if dropped is not None and np.any(dropped):
         bottom = 100 * np.asarray(next(iter(shares.values())))
-        style = {"color": "none", "edgecolor": COLOURS[5], "hatch": "////"}
+        style: dict[str, Any] = {"edgecolor": COLOURS[5], "hatch": "////"}
         height = 100 * np.asarray(dropped)
-        style |= {"linewidth": 0.6, "label": "dropped"}
+        style |= {"color": "none", "linewidth": 0.6, "label": "dropped"}
         axis.bar(positions, height, width, bottom=bottom, **style)
     if len(shares) == 1 and len({*types}) > 1:
         for name in dict.fromkeys(types):
@@ -73,49 +78,52 @@ def draw_loads(
     return figure
 
 
-def draw_load_map(shares: Any, names: list[str], title: str) -> Any:
+def draw_load_map(shares: Arrays, names: list[str], title: str) -> "Figure":
     """Plots the experts' shares in all layers, relative to an equal share."""
     num_experts = max(len(row) for row in shares)
     values = np.full((len(shares), num_experts), np.nan)
     for line, row in zip(values, shares):
-        line[: len(row)] = np.asarray(row) * np.isfinite(row).sum()
+        line[: len(row)] = row * np.isfinite(row).sum()
     # The label of the scale needs an inch.
     height = 0.75 + max(0.17 * len(shares), 1.0)
     ticks = _expert_ticks(num_experts)
     return _draw_map(values, names, height, ticks, ticks, "times equal share", title)
 
 
-def draw_class_map(work: Any, names: list[str], title: str) -> Any:
+def draw_class_map(work: np.ndarray, names: list[str], title: str) -> "Figure":
     """Plots the experts' work by class, relative to the average class."""
-    work = np.asarray(work)
     known = np.where(np.isnan(work), -1.0, work)
     favourite = np.where(known.max(axis=0) < 0, len(work), known.argmax(axis=0))
     order = np.lexsort((-known.max(axis=0), favourite))
-    ticks, label = np.arange(len(order)), "expert"
+    experts, label = order, "expert"
     if len(order) > _NUM_TICKS:
-        ticks, label = ticks[:0], "experts, by the class that uses them most"
+        experts, label = order[:0], "experts, by the class that uses them most"
     unit = "times the average class"
-    return _draw_classes(work[:, order], names, ticks, order[ticks], unit, title, label)
+    return _draw_classes(work[:, order], names, experts, unit, title, label)
 
 
 def draw_class_heat(
-    values: Any, experts: Any, names: list[str], unit: str, diverging: bool = False
-) -> Any:
+    values: np.ndarray,
+    experts: np.ndarray,
+    names: list[str],
+    unit: str,
+    diverging: bool = False,
+) -> "Figure":
     """Plots a heat map of values (classes, experts)."""
     top = max(float(np.nanmax(np.abs(values), initial=0.0)), 1e-9)
     limits = {"cmap": "viridis", "vmin": 0, "vmax": top}
     if diverging:
         limits = {"cmap": "PuOr_r", "vmin": -top, "vmax": top}
-    ticks = np.arange(len(experts))
-    return _draw_classes(values, names, ticks, experts, unit, "", **limits)
+    return _draw_classes(values, names, experts, unit, **limits)
 
 
-def _draw_classes(values, names, ticks, labels, unit, title, label="expert", **limits):
+def _draw_classes(values, names, experts, unit, title="", label="expert", **limits):
     """Plots a heat map of classes and experts."""
     height = 0.95 + max(0.16 * len(names), 0.6)
     names = [shortened(name, 18) for name in names]
+    ticks = np.arange(len(experts))
     figure = _draw_map(
-        values, names, height, ticks, labels, unit, title, label, **limits
+        values, names, height, ticks, experts, unit, title, label, **limits
     )
     figure.axes[0].set_ylabel("class", fontsize=8)
     figure.tight_layout(pad=0.4)
@@ -130,7 +138,7 @@ def _draw_map(
     axis = figure.subplots()
     image = axis.pcolormesh(values, **{**_MAP, **limits})
     axis.invert_yaxis()
-    axis.set_xticks(np.asarray(ticks) + 0.5, labels)
+    axis.set_xticks(ticks + 0.5, labels)
     axis.set_yticks(np.arange(len(names)) + 0.5, names, parse_math=False)
     axis.set_xlabel(label, fontsize=8)
     bar = figure.colorbar(image, ax=axis, extend="neither" if limits else "max")
@@ -157,7 +165,7 @@ class Line(NamedTuple):
     style: int = 0
 
 
-def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
+def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> "Figure":
     """Plots values in [0, 1] against depth."""
     figure = new_figure(figsize=(3.5, 2.6))
     axis = figure.subplots()
@@ -172,7 +180,7 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     is_short = all(number.isdigit() for number in numbers)
     step = -(-len(names) // 14)
     texts = (numbers if is_short else names)[::step]
-    turned = {} if is_short or len(texts) < 3 else {"rotation": 90}
+    turned: dict[str, Any] = {} if is_short or len(texts) < 3 else {"rotation": 90}
     axis.set_xticks(np.arange(len(names))[::step], texts, parse_math=False, **turned)
     axis.set_xlim(-0.4, len(names) - 0.6)
     axis.set_xlabel("block" if is_short else "layer", fontsize=8)
@@ -187,12 +195,12 @@ def draw_depth(lines: dict[str, Line], names: list[str], label: str) -> Any:
     return figure
 
 
-def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> Any:
+def draw_queues(
+    counts: Arrays, edges: np.ndarray, names: list[str], types: list[str]
+) -> "Figure":
     """Plots histograms of queue positions (L, types, Q), one panel per layer."""
-    counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
-    layers = evenly_spaced(len(counts), MAX_PANELS)
-    figure, axes = _panels(len(layers))
-    for axis, layer in zip(axes, layers):
+    figure, panels = _layer_panels(names)
+    for axis, layer in panels:
         share = counts[layer] / max(counts[layer].sum(), 1.0)
         top = max(share.sum(axis=0).max(), 1e-9)
         axis.axvspan(1.0, edges[-1], color=GREY, alpha=0.18, linewidth=0)
@@ -214,8 +222,8 @@ def draw_queues(counts: Any, edges: Any, names: list[str], types: list[str]) -> 
 
 
 def draw_modalities(
-    counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
-) -> Any:
+    counts: list[dict[str, np.ndarray]], capacities: Arrays, names: list[str]
+) -> "Figure":
     """Plots experts' choices and dropped choices, (2, E) by modality, per layer."""
     figure, axes = _panels(len(counts))
     for axis, own, room, name in zip(axes, counts, capacities, names):
@@ -239,13 +247,13 @@ def draw_modalities(
     return figure
 
 
-def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
+def draw_priorities(
+    served: Arrays, dropped: Arrays, edges: np.ndarray, names: list[str]
+) -> "Figure":
     """Plots histograms of the largest gates of served and dropped tokens."""
-    served, dropped = (np.asarray(x, "float64") for x in (served, dropped))
-    layers = evenly_spaced(len(served), MAX_PANELS)
-    figure, axes = _panels(len(layers))
+    figure, panels = _layer_panels(names)
     types = [("served", COLOURS[0]), ("dropped by all its experts", COLOURS[5])]
-    for axis, layer in zip(axes, layers):
+    for axis, layer in panels:
         for counts, (_, colour) in zip((served[layer], dropped[layer]), types):
             if counts.sum():
                 share = counts / counts.sum()
@@ -259,13 +267,12 @@ def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> 
     return figure
 
 
-def draw_positions(shares: Any, names: list[str]) -> Any:
+def draw_positions(shares: Arrays, names: list[str]) -> "Figure":
     """Plots how often the patch at each position is dropped, per layer."""
-    shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
     figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.45)
-    top = max(float(shares.max()), 0.01)
+    top = max(float(np.max(shares)), 0.01)
     for axis, layer in zip(axes, layers):
         image = axis.imshow(shares[layer], cmap="viridis", vmin=0.0, vmax=top)
         axis.set_axis_off()
@@ -283,9 +290,13 @@ def draw_positions(shares: Any, names: list[str]) -> Any:
     return figure
 
 
-def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) -> Any:
+def draw_drops(
+    factors: list[float],
+    shares: np.ndarray,
+    names: list[str],
+    marked: Sequence[float] = (),
+) -> "Figure":
     """Plots the share of dropped tokens against the capacity factor, per layer."""
-    shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
     axis = figure.subplots()
@@ -306,7 +317,7 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     return figure
 
 
-def draw_patches(sheet: Any, names: list[str], title: str) -> Any:
+def draw_patches(sheet: np.ndarray, names: list[str], title: str) -> "Figure":
     """Plots a sheet of patches with a row for each expert."""
     side = sheet.shape[0] / len(names)
     # Two pixels of a PNG file for each of the sheet, and room for names and title.
@@ -324,6 +335,13 @@ def draw_patches(sheet: Any, names: list[str], title: str) -> Any:
     axis.spines[:].set_visible(False)
     axis.set_title(title, fontsize=11, loc="left", parse_math=False)
     return figure
+
+
+def _layer_panels(names):
+    """Makes a figure, and pairs of a panel and the number of its layer."""
+    layers = evenly_spaced(len(names), MAX_PANELS)
+    figure, axes = _panels(len(layers))
+    return figure, list(zip(axes, layers))
 
 
 def _panels(count, height=1.15, columns=2, legend=0.42):

@@ -8,11 +8,14 @@ import io
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
+from numpy.typing import ArrayLike
 from PIL import Image
+
+from keras_moe.ops import Routing
 
 COLOURS = 8
 CELL = 10
@@ -36,7 +39,7 @@ def drawable(image: np.ndarray) -> np.ndarray:
     return image.mean(axis=-1, keepdims=True)
 
 
-def tile_of(image: Any, size: int) -> np.ndarray:
+def tile_of(image: ArrayLike, size: int) -> np.ndarray:
     """Resizes an image to a square tile."""
     image = drawable(np.asarray(image, "float32"))
     pixels = np.clip(np.nan_to_num((image + 1.0) * 127.5), 0.0, 255.0)
@@ -47,7 +50,9 @@ def tile_of(image: Any, size: int) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize((size, size), method))
 
 
-def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.ndarray:
+def patch_tile(
+    image: ArrayLike, grid: tuple[int, int], index: int, size: int
+) -> np.ndarray:
     """A tile with a patch in the middle of its dimmed surroundings."""
     image = np.asarray(image, "float32")
     height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
@@ -70,7 +75,7 @@ def patch_tile(image: Any, grid: tuple[int, int], index: int, size: int) -> np.n
     return np.where(inside[..., None], tile, dimmed).astype("uint8")
 
 
-def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
+def sprite(tiles: ArrayLike, max_bytes: int = 60_000) -> tuple[str, int, int]:
     """Joins tiles (R, C, T, T, 3 or 4) in a small picture: data URI, width, height."""
     tiles = np.asarray(tiles)
     sheet = whole = Image.fromarray(sheet_of(tiles))
@@ -96,7 +101,7 @@ def _webp(sheet, max_bytes):
 
 
 def sprite_figure(
-    tiles: Any, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
+    tiles: ArrayLike, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
 ) -> Markup:
     """A sprite with a label next to each row."""
     uri, width, height = sprite(tiles, max_bytes)
@@ -149,12 +154,7 @@ def expert_map(
     counts = Counter(experts.tolist()).most_common()
     texts = [f"{e if e >= 0 else 'none'} ({number})" for e, number in counts]
     alt = f"{title}, expert (number of patches): {', '.join(texts)}"
-    return _map_figure(grid, image, paths + numbers, alt, title)
-
-
-def plain_map(grid: tuple[int, int], image: str) -> Markup:
-    """The image of an example without a map."""
-    return _map_figure(grid, image, Markup(""), "The image", "the image")
+    return map_figure(grid, image, paths + numbers, alt, title)
 
 
 def heat_map(
@@ -171,7 +171,7 @@ def heat_map(
             )
     row, column = divmod(int(values.argmax()), grid[1])
     alt = f"{title}, on the patch of row {row + 1}, column {column + 1}"
-    return _map_figure(grid, image, paths, alt, title)
+    return map_figure(grid, image, paths, alt, title)
 
 
 def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
@@ -199,7 +199,10 @@ def legend(names: Sequence[str]) -> Markup:
     return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
 
 
-def _map_figure(grid, image, content, alt, title):
+def map_figure(
+    grid: tuple[int, int], image: str | None, content: Markup, alt: str, title: str
+) -> Markup:
+    """Returns a drawing over the image of an example, if it has one."""
     picture = Markup("")
     if image is not None:
         picture = Markup('<use href="#{}"/>').format(image)
@@ -242,8 +245,7 @@ class TokenRouting(NamedTuple):
     values: np.ndarray
     # Boolean (N, E), whether the expert contributes to the token's output.
     served: np.ndarray
-    # (N, E), combine weights.
-    weights: np.ndarray
+    weights: np.ndarray  # (N, E), combine weights
 
     def heaviest(self) -> np.ndarray:
         """(N,), the expert with the largest weight; -1 if not served."""
@@ -251,7 +253,7 @@ class TokenRouting(NamedTuple):
         return np.where(self.served.any(axis=-1), best, -1)
 
 
-def token_routing(record: Any, kind: str, index: int) -> TokenRouting:
+def token_routing(record: Routing, kind: str, index: int) -> TokenRouting:
     """The routing of one example."""
     gates, dispatched, combined = (
         np.array(x[index], "float32")
@@ -289,7 +291,7 @@ def pack_shares(shares: np.ndarray) -> dict:
     return {"shares": text, "largest": round(largest, 6)}
 
 
-def json_script(name: str, data: Any) -> Markup:
+def json_script(name: str, data: object) -> Markup:
     """Data for the page's script, escaped so that no text can end the element."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Markup('<script type="application/json" id="{}">{}</script>').format(

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_moe.analysis.routing import expert_queues
 from keras_moe.ops import Routing, heterogeneous_capacity
+from keras_moe.report._data import mapped
 from keras_moe.report.model import Block, ReportedModel
 from keras_moe.report.section import Batch
 
@@ -39,7 +40,7 @@ class ShuffledBatches:
         parts = (parts, batch.masks)
         for index in range(batch.size):
             # Copied, so that batches can be freed.
-            row = keras.tree.map_structure(lambda x, i=index: np.array(x[i]), parts)
+            row = mapped(lambda x, i=index: np.array(x[i]), parts)
             self._waiting.append(row)
         size = sum(x.nbytes for x in keras.tree.flatten(self._waiting[0]))
         while len(self._waiting) >= max(_BYTES // size, 1) + self.batch_size:
@@ -58,7 +59,7 @@ class ShuffledBatches:
             last = self._waiting.pop()
             if index < len(self._waiting):
                 self._waiting[index] = last
-        parts, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        parts, masks = mapped(lambda *x: np.stack(x), *rows)
         routing, finite = {}, {}
         for key, (affinity, gates, is_finite) in parts.items():
             # Queues use no other field.
@@ -70,20 +71,13 @@ class ShuffledBatches:
 class Queues(NamedTuple):
     """The expert queues of a layer in one batch."""
 
-    # int32 (B, N, E), the result of `expert_queues`.
-    positions: np.ndarray
-    # S, tokens per group.
-    group_tokens: int
-    # Boolean (B, N), False for padding that is not routed.
-    counts: np.ndarray
-    # float32 (B, N), each token's largest gate.
-    gates: np.ndarray
-    # Slices of N by modality.
-    runs: dict[str, slice]
-    # Examples per group.
-    group_size: int
-    # Examples of the batch beyond the last whole group.
-    left_out: int
+    positions: np.ndarray  # int32 (B, N, E), the result of `expert_queues`
+    group_tokens: int  # S, tokens per group
+    counts: np.ndarray  # Boolean (B, N), False for padding that is not routed
+    gates: np.ndarray  # float32 (B, N), each token's largest gate
+    runs: dict[str, slice]  # Slices of N by modality
+    group_size: int  # Examples per group
+    left_out: int  # Examples of the batch beyond the last whole group
 
 
 class LayerQueues:

@@ -1,6 +1,7 @@
 """The reported model and its routing records. Axes: E experts, K selected experts."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,9 @@ class ReportedModel(NamedTuple):
 
 
 def reported_model(
-    model: Any, name: str | None = None, class_names: Any = None
+    model: Any,
+    name: str | None = None,
+    class_names: Sequence[str | bytes] | None = None,
 ) -> ReportedModel:
     """Describes a Keras model for a report."""
     if not getattr(model, "routing", None):
@@ -178,12 +181,12 @@ def _block(model, backbone, key, default):
     block = Block(key, key, modality, "mumoe", ("ffn",) * num_experts)
     if not block.is_of_tokens:
         return block
-    layer = getattr(backbone.get_layer(key), "feed_forward", None)
+    layer: Any = getattr(backbone.get_layer(key), "feed_forward", None)
     router = getattr(layer, "router", None)
     # A muMoE has a gate of coefficients instead of a router.
     if router is None or hasattr(layer, "gate"):
         return block
-    side = getattr(router, "side", None)
+    side: Any = getattr(router, "side", None)
     invariant = router.groups_per_example(False)
     training_capacity_factor = getattr(router, "capacity_factor", None)
     if getattr(router, "dropless", False):

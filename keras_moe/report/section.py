@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 from keras_moe._checks import check_integer
 from keras_moe.report.model import Block, ReportedModel
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 LEVELS = ("good", "notice", "problem")
 # Memory must not grow with the largest label: further classes are not counted.
@@ -114,7 +117,7 @@ class Figure(NamedTuple):
         name: stem of its PNG file, unique in the report.
     """
 
-    drawing: Any
+    drawing: "matplotlib.figure.Figure"
     alt: str
     caption: str
     name: str
@@ -147,6 +150,9 @@ class Finding(NamedTuple):
     text: str
 
 
+Part: TypeAlias = Figure | Table | Html | str
+
+
 class SectionContent(NamedTuple):
     """The content of a section.
 
@@ -156,7 +162,7 @@ class SectionContent(NamedTuple):
         findings: findings, repeated at the top of the page.
     """
 
-    body: list[Figure | Table | Html | str]
+    body: Sequence[Part]
     data: dict[str, Any]
     findings: Sequence[Finding] = ()
 
@@ -190,7 +196,7 @@ class Section(ABC):
     # Fragment of its address, and its key in report.json.
     anchor: ClassVar[str]
     # One or two sentences on how to read it.
-    intro: ClassVar[str]
+    intro: str
 
     def __init__(self, model: ReportedModel, options: Options):
         self.model, self.options = model, options
@@ -206,7 +212,7 @@ class Section(ABC):
     def update_queues(self, batch: Batch) -> None:  # noqa: B027
         """Reads a batch of random examples, grouped as in training."""
 
-    def front(self) -> Any:
+    def front(self) -> "matplotlib.figure.Figure | None":
         """A drawing for the front of a model card, or None."""
         return None
 

@@ -2,14 +2,18 @@
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
+from keras_moe._batches import array_length, is_arrays
 from keras_moe._checks import check_integer, import_extra
 from keras_moe._files import (
     is_plain_file,
@@ -18,14 +22,16 @@ from keras_moe._files import (
     write_json,
     write_text,
 )
+from keras_moe._types import KerasModel
 from keras_moe._version import __version__
 from keras_moe.analysis.plots._figure import figure_svg, write_figure
-from keras_moe.report._data import array_length, routed_batches
+from keras_moe.evaluation.retrieval import retrieval
+from keras_moe.report._data import routed_batches
 from keras_moe.report._queues import ShuffledBatches, whole_groups
-from keras_moe.report._score import Score
 from keras_moe.report.model import reported_model
 from keras_moe.report.section import (
     LEVELS,
+    Batch,
     Figure,
     Finding,
     Html,
@@ -41,6 +47,8 @@ FRONT = "experts.png"
 # Page size that mail programs still send and phones show quickly.
 MAX_BYTES = 2_000_000
 _FOLDER = Path(__file__).parent
+# Pairs whose embeddings are kept, so that memory does not grow with the data.
+_MOST_PAIRS = 10_000
 # Dots per inch of PNG files: 3.5 inches are wide enough for a model card.
 _DPI = 160
 
@@ -65,19 +73,19 @@ class Report(NamedTuple):
 
 
 def write_report(
-    model: Any,
-    data: Any,
+    model: KerasModel,
+    data: object,
     folder: str | os.PathLike = "report",
     *,
     name: str | None = None,
-    class_names: Any = None,
+    class_names: Sequence[str | bytes] | None = None,
     batch_size: int = 32,
     max_examples: int | None = None,
     sections: Sequence[type[Section]] | None = None,
     options: Options | None = None,
     command: str | None = None,
     credit: str | None = None,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
 ) -> Report:
     """Writes a page on what the experts of a model do with data.
 
@@ -123,20 +131,21 @@ def write_report(
 
     options = options or Options()
     check_integer("max_examples", max_examples, optional=True)
-    known = [x for x in (array_length(data), max_examples) if x is not None]
+    known = [] if max_examples is None else [max_examples]
+    known += [array_length(data)] if is_arrays(data) else []
     check_examples(options.examples, min(known, default=None))
     reported = reported_model(model, name, class_names)
-    sections = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
-    _check_distinct("anchors of sections", [section.anchor for section in sections])
-    count, score = _read(reported, data, sections, batch_size, max_examples, verbose)
+    own = [x(reported, options) for x in sections or SECTIONS if x.fits(reported)]
+    _check_distinct("anchors of sections", [section.anchor for section in own])
+    count, score = _read(reported, data, own, batch_size, max_examples, verbose)
     check_examples(options.examples, count)
-    contents = [(section, section.finish()) for section in sections]
+    contents = [(section, section.finish()) for section in own]
     findings = [finding for _, content in contents for finding in content.findings]
     # Problems first, otherwise in reading order.
     findings.sort(key=lambda finding: -LEVELS.index(finding.level))
     figures = [item for _, x in contents for item in x.body if isinstance(item, Figure)]
     pictures = [f"{figure.name}.png" for figure in figures]
-    fronts = [front for x in sections if (front := x.front()) is not None]
+    fronts = [front for x in own if (front := x.front()) is not None]
     drawings = [*fronts[:1], *(figure.drawing for figure in figures)]
     pictures = [*[FRONT][: len(fronts)], *pictures]
     _check_distinct("names of figures", pictures)
@@ -170,15 +179,12 @@ def write_report(
 
 
 def _read(model, data, sections, batch_size, max_examples, verbose):
-    """Reads the data once, in order and in random groups.
-
-    Returns the number of examples, and the header's score.
-    """
+    """Reads the data once, in order and in random groups; its number, and the score."""
     # Keeps training groups whole, so that tokens compete as in training.
     at_once = whole_groups(model, check_integer("batch_size", batch_size))
     shuffled = ShuffledBatches(model, at_once, sections[0].options.seed)
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    count, score = 0, Score()
+    count, score = 0, _Score()
     for batch in routed_batches(model, data, at_once, max_examples):
         for section in sections:
             section.update(batch)
@@ -191,13 +197,57 @@ def _read(model, data, sections, batch_size, max_examples, verbose):
     return count, score.facts()
 
 
+class _Score:
+    """The score in the header: accuracy, or recall of pairs."""
+
+    def __init__(self):
+        self._hits = self._labelled = 0
+        self._pairs, self._num_pairs = [], 0
+
+    def update(self, batch: Batch) -> None:
+        if batch.embeddings is not None:
+            if self._num_pairs < _MOST_PAIRS:
+                images, texts = batch.embeddings
+                pixels = map(np.ndarray.tobytes, np.asarray(batch.images))
+                keys = [hashlib.sha256(image).hexdigest() for image in pixels]
+                self._pairs.append((images, texts, batch.captions, keys))
+                self._num_pairs += batch.size
+        elif batch.outputs is not None and batch.labels is not None:
+            known = batch.labels >= 0
+            self._labelled += int(known.sum())
+            hits = batch.outputs[known].argmax(axis=-1) == batch.labels[known]
+            self._hits += int(hits.sum())
+
+    def facts(self) -> dict[str, str]:
+        """The score by its name; empty without labels and pairs."""
+        if self._labelled:
+            return {"accuracy": f"{self._hits / self._labelled:.1%}"}
+        if not self._pairs:
+            return {}
+        images, texts, captions, keys = map(np.concatenate, zip(*self._pairs))
+        if not (np.isfinite(images).all() and np.isfinite(texts).all()):
+            return {}
+        # Equal captions belong to all their images.
+        _, ids = np.unique(captions.astype(str), return_inverse=True)
+        # An image with several captions is there several times.
+        _, first, image_of_text = np.unique(
+            keys, return_index=True, return_inverse=True
+        )
+        recalls = retrieval(images[first], texts, image_of_text, (1,), text_ids=ids)
+        recalls = recalls.figures().values()
+        name = "R@1 image to text, text to image"
+        if self._num_pairs >= _MOST_PAIRS:
+            name = f"{name}, first {self._num_pairs:,} pairs"
+        return {name: ", ".join(f"{recall:.1%}" for recall in recalls)}
+
+
 def _update_queues(sections, batches):
     for batch in batches:
         for section in sections:
             section.update_queues(batch)
 
 
-def check_examples(examples: Any, count: int | None) -> None:
+def check_examples(examples: Sequence[int] | None, count: int | None) -> None:
     """Checks that example numbers are distinct and below `count`, if it is known."""
     if examples is None:
         return
@@ -234,7 +284,7 @@ def _is_own(folder):
 def page_html(
     name: str,
     contents: list[tuple[Section, SectionContent]],
-    facts: dict[str, Any],
+    facts: dict[str, object],
     command: str | None = None,
     credit: str | None = None,
 ) -> str:
@@ -262,8 +312,8 @@ def page_html(
     values = {
         "name": name,
         "sections": sections,
-        "css": (_FOLDER / "report.css").read_text(encoding="utf-8"),
-        "script": (_FOLDER / "report.js").read_text(encoding="utf-8"),
+        "css": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "script": (_FOLDER / "page.js").read_text(encoding="utf-8"),
         # Problems first.
         "levels": LEVELS[::-1],
         "version": __version__,
@@ -294,7 +344,7 @@ def _leave_out(sections, excess):
     return len(pieces)
 
 
-def import_jinja2() -> Any:
+def import_jinja2() -> ModuleType:
     """Imports Jinja2, which the page needs."""
     needs = "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
     return import_extra("jinja2", needs)
@@ -333,7 +383,7 @@ def _parts(body):
 
 def _table(table):
     """The template's view of a table, without empty columns."""
-    columns = zip(*table.rows) if table.rows else [()] * len(table.head)
+    columns: Any = zip(*table.rows) if table.rows else [()] * len(table.head)
     columns = [
         (title, column)
         for title, column in zip(table.head, columns)

@@ -20,7 +20,7 @@ from keras_moe._files import write_text
 from keras_moe._processes import batch_devices, predict_batch, process_index
 from keras_moe._types import Structure
 from keras_moe.analysis._hooks import Hooked
-from keras_moe.analysis.pruning import coverage_curves
+from keras_moe.analysis.interventions import coverage_curves
 from keras_moe.analysis.routing import (
     DEAD,
     MAX_DEAD,

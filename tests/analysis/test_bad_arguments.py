@@ -11,27 +11,24 @@ from keras_moe.analysis import (
     ExpertUsage,
     ablate_experts,
     attention_rollout,
-    class_polysemanticity,
     compute_map,
     edit_expert_logits,
     exclude_experts,
     expert_centres,
-    expert_scores,
     expert_usage,
     experts_per_token,
-    fairness_metrics,
     load_by_type,
     mask_experts,
     merged_usage,
     plots,
     prune_experts,
     routing_statistics,
-    routing_usage,
     select_experts,
     steer_expert,
     token_flows,
 )
-from keras_moe.analysis.specialisation import accuracy_changes
+from keras_moe.analysis.interventions import expert_scores
+from keras_moe.analysis.usage import routing_usage
 from keras_moe.layers import MuMoE
 from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
@@ -217,13 +214,6 @@ def of_arrays(function, *arguments, **others):
         (lambda own: steer_expert(own.plain, "block_0", 1, None), "strength=None"),
         (lambda own: steer_expert(own.mumoe, "block_0", 1), "zeros"),
         (lambda own: expert_centres(own.plain, "block_1"), "block_1"),
-        # Classes
-        (of_arrays(accuracy_changes, [1.0, 0.5], [[1.0], [0.5]]), "received: "),
-        (of_arrays(class_polysemanticity, [[np.nan, 1.0]]), "nan"),
-        (of_arrays(fairness_metrics, [[1], [0]], [1, 0], [1, 0]), r"\(2, 1\)"),
-        (of_arrays(fairness_metrics, [1] * 4, [1, 1, 0, 0], [1, 1, 0, 1]), r"\(1, 0\)"),
-        (of_arrays(fairness_metrics, [0.5, 0], [1, 0], [1, 0]), "float64"),
-        (of_arrays(fairness_metrics, [1, 0], [0, 0], [1, 0]), "positive=1"),
         # Plots
         (
             of_arrays(plots.plot_expert_usage, USAGE._replace(groups=list("abcdefgh"))),

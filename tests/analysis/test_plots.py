@@ -13,7 +13,6 @@ from keras_moe.analysis import (
     TypeLoads,
     coverage_curves,
     expert_load,
-    fairness_metrics,
     plots,
 )
 from keras_moe.ops import Routing
@@ -24,7 +23,6 @@ HEAD = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 1))] * 6)
 BLOCK = Routing(*[GENERATOR.dirichlet([0.2] * 3, (12, 5))] * 6)
 NAMES = list("abcdefghijkl")
 MAPS = {"zero": np.ones((12, 2, 2)), "constant": np.zeros((12, 2, 2))}
-METRICS = fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
 ABLATION = ExpertAblation(
     experts=np.array([0, 3, 5]),
     counts=np.array([10, 10, 5, 0]),
@@ -44,9 +42,7 @@ PICTURES = {
     "compute": (plots.plot_compute_maps, IMAGES, MAPS["zero"]),
     "types": (plots.plot_type_maps, IMAGES, MAPS),
     "ablation": (plots.plot_ablation, {"a": ABLATION, "b": ABLATION}),
-    "polysemanticity": (plots.plot_polysemanticity, {"final": {2: [2.0], 4: [1, 1.2]}}),
     "load": (plots.plot_expert_load, LOADS),
-    "subpopulations": (plots.plot_subpopulations, METRICS, METRICS),
     "types_load": (plots.plot_load_by_type, {"b": TypeLoads(SHARES, SHARES, 0.0)}),
     "scores": (plots.plot_routing_scores, {"a": SCORES}),
     "coverage": (plots.plot_coverage, CURVES),

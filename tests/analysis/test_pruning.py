@@ -14,15 +14,15 @@ from keras_moe.analysis import (
     ablate_experts,
     coverage_curves,
     exclude_experts,
-    expert_scores,
     expert_usage,
     mask_experts,
     merged_usage,
     print_coverage,
     prune_experts,
-    routing_usage,
     select_experts,
 )
+from keras_moe.analysis.interventions import expert_scores
+from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
 from keras_moe.routers._pruned import METHODS
 from tests.pair_models import IDS, MOE, PAIRS, TEXTS, clip, limoe, text_of_modalities

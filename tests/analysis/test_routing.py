@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from keras_moe.analysis import (
-    dropped_at_capacities,
     expert_queues,
     print_statistics,
     routing_statistics,
@@ -93,14 +92,10 @@ def test_a_cut_of_the_queue_is_the_plan_at_that_capacity(capacity, priority):
 
 
 def test_dropped_tokens_by_hand():
-    routing = Routing(*[AFFINITY] * 6)
-    dropped = dropped_at_capacities(routing, (0.5, 1.0, 2.0), 1, "max_gate")
-    assert dropped[:, 0].tolist() == [
+    positions = expert_queues(AFFINITY, 1, "max_gate")
+    dropped = [~served_at(positions, x).any(axis=-1)[0] for x in (1, 2, 4)]
+    assert np.array(dropped).tolist() == [
         [True, False, True, False],
         [True, False, False, False],
         [False, False, False, False],
     ]
-    mask = np.array([[False, True, True, True]])
-    masked = dropped_at_capacities(routing, (0.5,), 1, "max_gate", mask=mask)
-    assert masked[0, 0].tolist() == [False, False, True, False]
-    assert dropped_at_capacities(routing, (), 1).shape == (0, 1, 4)

@@ -1,4 +1,4 @@
-"""Polysemanticity, load and fairness, computed by hand."""
+"""Polysemanticity and load, computed by hand."""
 
 import json
 
@@ -8,7 +8,6 @@ from rich.console import Console
 
 from keras_moe import analysis
 from keras_moe.analysis import ExpertAblation
-from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.ops import Routing
 from tools.studies.mumoe_editing import oversample
 
@@ -36,9 +35,11 @@ def test_polysemanticity_by_hand():
 
 
 def test_a_class_may_gain():
-    changes = accuracy_changes([0.5, 0.5], [[0.75, 0.25]])
-    np.testing.assert_allclose(changes, [[-0.5, 0.5]])
-    np.testing.assert_allclose(analysis.class_polysemanticity(changes), [np.sqrt(0.5)])
+    actual = ablation()._replace(
+        accuracy=np.array([0.5, 0.5]), ablated=np.array([[0.75, 0.25]])
+    )
+    np.testing.assert_allclose(actual.changes, [[-0.5, 0.5]])
+    np.testing.assert_allclose(actual.polysemanticity, [np.sqrt(0.5)])
 
 
 def test_the_table_has_the_experts_that_matter(capsys):
@@ -54,27 +55,6 @@ def test_load_counts_large_coefficients():
     record = Routing(*[gates] * 6)
     assert analysis.expert_load(record).tolist() == [3, 2]
     assert analysis.expert_load(record, 0.95).tolist() == [1, 0]
-
-
-def test_fairness_by_hand(capsys):
-    #          target 1, attribute 0 | 1, 1    | 0, 0 | 0, 1
-    targets = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
-    attributes = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
-    predictions = [1, 1, 1, 0, 1, 0, 0, 0, 0, 1]
-    actual = analysis.fairness_metrics(predictions, targets, attributes)
-    np.testing.assert_allclose(actual.accuracies, [[1.0, 0.5], [0.75, 0.5]])
-    assert actual.counts.tolist() == [[2, 2], [4, 2]]
-    assert actual.equality_of_opportunity == 0.25
-    np.testing.assert_allclose(actual.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
-    assert (actual.max_min, actual.accuracy) == (0.5, 0.7)
-    as_bool = np.array(targets, bool)
-    same = analysis.fairness_metrics(predictions, as_bool, attributes, positive=True)
-    assert same.equality_of_opportunity == 0.25
-    other = analysis.fairness_metrics(predictions, targets, attributes, positive=0)
-    assert other.equality_of_opportunity == 0.5
-    assert json.loads(json.dumps(actual.to_dict()))["max_min"] == 0.5
-    analysis.print_fairness({"linear": actual}, (1, 1), Console(width=120))
-    assert "0.250" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [3, 4, 7, 12])

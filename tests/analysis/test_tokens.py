@@ -7,12 +7,11 @@ from keras_moe import models
 from keras_moe.analysis import (
     expert_usage,
     expert_views,
-    flow_statistics,
     plots,
     tag_tokens,
     token_flows,
 )
-from keras_moe.analysis.tokens import main_experts
+from keras_moe.analysis.tokens import flow_statistics, main_experts
 from keras_moe.ops import Routing
 from tests.small_models import small_pairs_model
 

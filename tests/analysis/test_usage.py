@@ -13,8 +13,8 @@ from keras_moe.analysis import (
     mask_experts,
     merged_usage,
     prune_experts,
-    routing_usage,
 )
+from keras_moe.analysis.usage import routing_usage
 from keras_moe.ops import Routing
 from tests.pair_models import IDS, PAIRS, TEXTS, clip, limoe, text_of_modalities
 from tests.small_models import SMALL, images, with_weights

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.evaluation import (
+from keras_moe.evaluation import few_shot, few_shot_from_model, linear_probe
+from keras_moe.evaluation.few_shot import (
     best_l2,
-    few_shot,
     few_shot_accuracies,
-    few_shot_from_model,
-    linear_probe,
     ridge_regression,
     sample_shots,
 )

@@ -7,13 +7,9 @@ import pytest
 from keras_moe import analysis, models, training
 from keras_moe.evaluation import (
     contrastive_accuracy,
-    contrastive_accuracy_from_model,
     encode_pairs,
     few_shot_from_model,
-    kernel_ridge_embeddings,
-    nearest_caption_embeddings,
     retrieval,
-    retrieval_from_model,
     zero_shot,
     zero_shot_from_model,
 )
@@ -77,14 +73,15 @@ def test_pairs_are_embedded_in_full_batches(tokens):
     assert embeddings.image_of_text.tolist() == OWNER
     texts = np.arange(11) // 2
     expected = retrieval(TABLE[:5], TABLE[:11] + 0.1, OWNER, (1, 3), text_ids=texts)
-    received = retrieval_from_model(model, as_batches(2, tokens), ks=(1, 3))
+    received = encode_pairs(model, as_batches(2, tokens)).retrieval(ks=(1, 3))
     assert received.figures() == expected.figures()
     # Each image is there once, with its first text.
     first = [0, 2, 3, 6, 8]
     expected = contrastive_accuracy(
         TABLE[:5], TABLE[first] + 0.1, 5, text_ids=texts[first]
     )
-    assert contrastive_accuracy_from_model(model, as_batches(11, tokens), 5) == expected
+    received = encode_pairs(model, as_batches(11, tokens)).contrastive_accuracy(5)
+    assert received == expected
     with pytest.raises(ValueError, match="batch_size=6"):
         embeddings.contrastive_accuracy(6)
     (arrays,) = as_batches(11, tokens)
@@ -159,44 +156,3 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
         model.encode_images, pool, pool, (1,), seeds=(0,), verbose=0
     )
     assert few_shot == {"1_shot": pytest.approx(expected.mean[0])}
-
-
-# Baselines, by hand
-
-
-def pixels(*values):
-    return np.array(values, "float32").reshape(-1, 1, 1, 1)
-
-
-def test_words_of_the_nearest_image():
-    image_vectors, text_vectors = nearest_caption_embeddings(
-        pixels(0, 10, 20),
-        ["Red ball", "red cube", "blue-green ball, blue"],
-        pixels(9, 21),
-        ["blue ball", "red cube", "?"],
-    )
-    similarity = image_vectors @ text_vectors.T
-    # The first caption has two of the words ball, blue and green.
-    expected = [[0, 1, 0], [2 / np.sqrt(6), 0, 0]]
-    np.testing.assert_allclose(similarity, expected, atol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(text_vectors, axis=1), 1, rtol=1e-6)
-
-
-def test_a_regression_on_two_images_by_hand():
-    # Each caption is the one run "xy", with spaces, of its two letters: vectors that
-    # have no run in common. The median of the distances 0, 0, 4, 4 is 2.
-    image_vectors, text_vectors = kernel_ridge_embeddings(
-        pixels(0, 4), ["ab", "cd"], pixels(1), ["cd", "ab"], width=2, penalty=0.5
-    )
-    near, far, other = np.exp([-1 / 4, -3 / 4, -1])
-    weights = np.linalg.solve([[1.5, other], [other, 1.5]], [near, far])
-    np.testing.assert_allclose(
-        image_vectors @ text_vectors.T, [weights[::-1]], rtol=1e-5
-    )
-
-
-def test_a_caption_of_unknown_letters_is_a_vector():
-    embeddings = kernel_ridge_embeddings(
-        pixels(0, 4), ["ab", "cd"], pixels(1, 3), ["ab", "wxyz"]
-    )
-    assert retrieval(*embeddings, ks=(1,)).image_to_text.tolist() == [0.5]

@@ -98,7 +98,7 @@ def test_the_page_fits_and_loads_nothing(name, page, tmp_path):
 
 
 def test_an_expert_has_one_colour():
-    css = (Path(writing.__file__).parent / "report.css").read_text("utf-8")
+    css = (Path(writing.__file__).parent / "page.css").read_text("utf-8")
     tints = dict(re.findall(r"\.c(\d)(?:, \.h)? \{ --tint: (#\w+);", css))
     expected = {str(e): x.lower() for e, x in enumerate(EXPERT_COLOURS)}
     assert tints == expected

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from runner import Report, run
 
-from keras_moe.evaluation import few_shot_accuracies
-from keras_moe.evaluation.few_shot import L2S
+from keras_moe.evaluation.few_shot import L2S, few_shot_accuracies
 
 PEER = "big_vision's algorithm"
 

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from keras_moe import analysis, models
+from keras_moe.analysis.tokens import flow_statistics, main_experts
 from keras_moe.cli._arguments import RESUMES, Result, add_count, add_output
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.ops.expert_types import EXPERT_TYPES
@@ -411,10 +412,10 @@ class Training(Seeds):
         """What the experts do with the validation documents."""
         routing, mask, ids, classes = self.trainer.routing(model)
         records = list(routing.values())
-        experts = [analysis.main_experts(record)[mask] for record in records]
+        experts = [main_experts(record)[mask] for record in records]
         scores = [analysis.routing_scores(record) for record in records]
         flows = [
-            analysis.flow_statistics(analysis.token_flows(a, b, mask)).information
+            flow_statistics(analysis.token_flows(a, b, mask)).information
             for a, b in itertools.pairwise(records)
         ]
         result = {
@@ -555,7 +556,7 @@ def _explained(groups, experts):
     def information(groups):
         counts = np.zeros((groups.max() + 2, experts.max() + 2))
         np.add.at(counts, (groups, experts), 1)
-        return analysis.flow_statistics(counts).information
+        return flow_statistics(counts).information
 
     shuffled = np.random.default_rng(0).permutation(groups)
     return information(groups) - information(shuffled)

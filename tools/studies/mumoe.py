@@ -287,7 +287,7 @@ class Specialisation(Part):
             for name in ("polysemanticity", "ablation", "load", "svd", "images")
         }
         svd = TruncatedSVD(**results["svd"])
-        plots.plot_polysemanticity(scores, paths["polysemanticity"])
+        study_plots.plot_polysemanticity(scores, paths["polysemanticity"])
         plots.plot_ablation(ablations, paths["ablation"])
         plots.plot_expert_load(loads, paths["load"])
         study_plots.plot_truncated_svd(svd, paths["svd"])

@@ -9,7 +9,7 @@ Axes: B batch, D hidden, A values of the attribute.
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +17,6 @@ from keras import ops
 from rich.console import Console
 
 from keras_moe import analysis, data, models
-from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
 from tools.studies.mumoe_models import (
     LABELS,
@@ -27,12 +26,12 @@ from tools.studies.mumoe_models import (
     both_ways,
     with_attributes,
 )
+from tools.studies.plots import plot_subpopulations
 from tools.studies.study import (
     OnProgress,
     Part,
     Run,
     Study,
-    as_json,
     new_table,
     plus_minus,
     spread,
@@ -187,9 +186,9 @@ class Editing(Part):
             average([run["rows"][name] for run in every["editing"]["runs"]])
             for name in ("muMoE", "+ expert edit")
         )
-        plots.plot_subpopulations(
-            before,
-            after,
+        plot_subpopulations(
+            before.accuracies,
+            after.accuracies,
             picture,
             target_names=["below 5", "5 and above"],
             attribute_names=["as scanned", "inverted"],
@@ -204,15 +203,51 @@ def evaluate(model: keras.Model, examples: tuple) -> dict:
     images, labels = examples
     predictions = model.predict(images, verbose=0)[:, 0] > 0
     targets, attributes = labels[:, 0].astype(int), labels[:, -1].astype(int)
-    metrics = analysis.fairness_metrics(predictions, targets, attributes)
-    return as_json({**metrics.to_dict(), "target": float(metrics.accuracies[BIASED])})
+    metrics = fairness_metrics(predictions, targets, attributes)
+    lists = {name: np.asarray(x).tolist() for name, x in metrics._asdict().items()}
+    return {**lists, "target": float(metrics.accuracies[BIASED])}
 
 
-def average(rows: list[dict]) -> analysis.FairnessMetrics:
+class FairnessMetrics(NamedTuple):
+    """Accuracies of subpopulations, by target value (rows) and attribute value."""
+
+    # Images per subpopulation.
+    counts: np.ndarray
+    accuracies: np.ndarray
+    # Over all images.
+    accuracy: float
+    # Largest difference in true positive rate between attribute values; 0 is fair.
+    equality_of_opportunity: float
+    # Standard deviation of the subpopulations' accuracies.
+    std_bias: float
+    # Lowest accuracy of a subpopulation.
+    max_min: float
+
+
+def fairness_metrics(
+    predictions: np.ndarray, targets: np.ndarray, attributes: np.ndarray
+) -> FairnessMetrics:
+    """Metrics of binary predictions (B,), of *muMoE*, appendix J."""
+    shape = (targets.max() + 1, attributes.max() + 1)
+    counts, right = np.zeros(shape, int), np.zeros(shape, int)
+    np.add.at(counts, (targets, attributes), 1)
+    np.add.at(right, (targets, attributes), predictions == targets)
+    accuracies = right / counts
+    # True positive rates are the accuracies of the positive target.
+    return FairnessMetrics(
+        counts,
+        accuracies,
+        float(right.sum() / counts.sum()),
+        float(np.ptp(accuracies[1])),
+        float(accuracies.std()),
+        float(accuracies.min()),
+    )
+
+
+def average(rows: list[dict]) -> FairnessMetrics:
     """The mean of the metrics over runs."""
-    fields = analysis.FairnessMetrics._fields
-    return analysis.FairnessMetrics(
-        *(np.mean([row[field] for row in rows], axis=0) for field in fields)
+    return FairnessMetrics(
+        *(np.mean([row[x] for row in rows], axis=0) for x in FairnessMetrics._fields)
     )
 
 

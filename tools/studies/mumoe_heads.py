@@ -15,7 +15,6 @@ from keras import ops
 from rich.console import Console
 
 from keras_moe import analysis
-from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
 from tools.studies import plots as study_plots
 from tools.studies.mumoe_models import DenseModels, Fit
@@ -184,7 +183,7 @@ class AblatedHeads(Part):
             return []
         path = self.study.folder / f"{self.name}.png"
         title = f"Polysemanticity by {self.name}"
-        plots.plot_polysemanticity(scores, path, title=title)
+        study_plots.plot_polysemanticity(scores, path, title=title)
         return [path]
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import analysis, data, evaluation, training
+from keras_moe.analysis.usage import routing_usage
 from keras_moe.cli._arguments import Result, add_count, add_data, add_overrides
 from keras_moe.cli.train import backend_and_versions
 from keras_moe.training._upcycled import copy_weights
@@ -301,7 +302,7 @@ def modality_figures(
         gates = np.asarray(record.gates, "float64")
         gates = gates.reshape(-1, gates.shape[-1]) if mask is None else gates[mask]
         usage = analysis.ExpertUsage(
-            [modality], {name: analysis.routing_usage(record, mask=mask)}
+            [modality], {name: routing_usage(record, mask=mask)}
         )
         curve = analysis.coverage_curves(usage)[name]
         for figure, value in {

@@ -463,3 +463,62 @@ def _marker(marker, colour, size):
     if marker == "x":
         edge = {"markeredgewidth": 2.2}
     return {"marker": marker, "color": colour, "markersize": size, **edge}
+
+
+def plot_polysemanticity(
+    scores: dict[str, dict[int, list[float]]],
+    path: Path,
+    title: str = "More experts, each with less to do",
+) -> None:
+    """Draws the mean polysemanticities of runs by number of experts, as Figure 3."""
+    figure = new_figure(figsize=(5.2, 3.7), dpi=110)
+    axis = figure.subplots()
+    counts = sorted({count for rows in scores.values() for count in rows})
+    for name, rows in scores.items():
+        own = sorted(rows)
+        means = [np.mean(rows[count]) for count in own]
+        deviations = [np.std(rows[count], ddof=len(rows[count]) > 1) for count in own]
+        axis.errorbar(own, means, yerr=deviations, marker="o", capsize=3, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("experts")
+    axis.set_ylabel("mean class-level polysemanticity")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8)
+    save_figure(figure, path, title)
+
+
+def plot_subpopulations(
+    before: np.ndarray,
+    after: np.ndarray,
+    path: Path,
+    target_names: list[str],
+    attribute_names: list[str],
+    target: tuple[int, int],
+    title: str,
+) -> None:
+    """Draws accuracies (targets, attributes) before and after an edit of one cell."""
+    figure = new_figure(figsize=(9.6, 1.3 + 0.8 * len(target_names)), dpi=110)
+    axes = figure.subplots(1, 3)
+    reach = max(np.abs(after - before).max(), 0.01)
+    for axis, name, values, limits, colours in (
+        (axes[0], "before", before, (0, 1), "viridis"),
+        (axes[1], "after", after, (0, 1), "viridis"),
+        (axes[2], "difference", after - before, (-reach, reach), "RdBu"),
+    ):
+        axis.imshow(values, vmin=limits[0], vmax=limits[1], cmap=colours, aspect="auto")
+        axis.set_xticks(range(len(attribute_names)), attribute_names, fontsize=8)
+        rows = target_names if axis is axes[0] else []
+        axis.set_yticks(range(len(target_names)), rows, fontsize=8)
+        axis.set_title(name, fontsize=9)
+        for (row, column), value in np.ndenumerate(values):
+            text = f"{value:+.3f}" if name == "difference" else f"{value:.3f}"
+            share = (value - limits[0]) / (limits[1] - limits[0])
+            light = 0.25 < share < 0.75 if name == "difference" else share > 0.5
+            style = {"ha": "center", "va": "center", "fontsize": 9}
+            axis.text(column, row, text, color="black" if light else "white", **style)
+        x = target[1] + np.array([-1, 1, 1, -1, -1]) * 0.47
+        y = target[0] + np.array([-1, -1, 1, 1, -1]) * 0.47
+        axis.plot(x, y, color="lime", linewidth=2.5)
+    save_figure(figure, path, title)

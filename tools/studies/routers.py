@@ -30,6 +30,7 @@ from keras_moe.cli._arguments import (
 from keras_moe.cli.evaluate import accuracy, predict
 from keras_moe.cli.quickstart import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.train import backend_and_versions
+from keras_moe.evaluation.few_shot import sample_shots
 from keras_moe.layers import MoEConfig
 from tools.studies import plots
 from tools.studies.study import (
@@ -214,7 +215,7 @@ class Task:
             )
         self.steps_per_epoch = len(labels) // args.batch_size
         # Better here than after the first run: a class without enough examples.
-        evaluation.sample_shots(labels, SHOTS, self.num_classes)
+        sample_shots(labels, SHOTS, self.num_classes)
 
     def load(self, split: str, **options: Any) -> Any:
         """Batches of a split, as they are unless `options` say otherwise."""

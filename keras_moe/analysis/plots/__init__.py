@@ -8,11 +8,12 @@ the text above the plot. Install matplotlib with `pip install 'keras-moe[plots]'
 
 from keras_moe.analysis.plots.experts import (
     plot_ablation,
+    plot_coverage,
+    plot_expert_groups,
     plot_expert_load,
+    plot_expert_usage,
     plot_load_by_type,
-    plot_polysemanticity,
     plot_routing_scores,
-    plot_subpopulations,
 )
 from keras_moe.analysis.plots.images import (
     plot_compute_maps,
@@ -26,11 +27,6 @@ from keras_moe.analysis.plots.training import (
     plot_step_costs,
     plot_training_history,
 )
-from keras_moe.analysis.plots.usage import (
-    plot_coverage,
-    plot_expert_groups,
-    plot_expert_usage,
-)
 
 __all__ = [
     "plot_ablation",
@@ -43,11 +39,9 @@ __all__ = [
     "plot_expert_usage",
     "plot_expert_views",
     "plot_load_by_type",
-    "plot_polysemanticity",
     "plot_router_health",
     "plot_routing_scores",
     "plot_step_costs",
-    "plot_subpopulations",
     "plot_training_history",
     "plot_type_maps",
 ]

@@ -5,11 +5,16 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe._files import write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, safe for colour blindness, without black and yellow, which
 # are hard to see on dark or light pages.
@@ -28,7 +33,7 @@ GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
-def new_figure(**kwargs) -> Any:
+def new_figure(**kwargs) -> "Figure":
     """Makes a figure without pyplot or a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,34 +47,43 @@ def new_figure(**kwargs) -> Any:
     return figure
 
 
-def in_colour(image: Any) -> np.ndarray:
+def new_axes(
+    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
+) -> tuple["Figure", np.ndarray]:
+    """Makes a figure of a size in inches, and its grid of axes."""
+    figure = new_figure(figsize=(width, height), dpi=110)
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+
+
+def in_colour(image: ArrayLike) -> np.ndarray:
     """Converts an image in [-1, 1] to RGB in [0, 1]."""
-    image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
+    image = np.clip((np.asarray(image) + 1.0) / 2.0, 0.0, 1.0)
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
-def faded(image: Any, chosen: Any) -> np.ndarray:
+def faded(image: ArrayLike, chosen: ArrayLike) -> np.ndarray:
     """Converts an image to RGB, fading pixels to blue where `chosen` is below 1."""
     image, share = in_colour(image), np.asarray(chosen, "float64")[..., None]
     blue = np.array([0.16, 0.24, 0.42])
     return share * image + (1.0 - share) * (0.25 * image + 0.75 * blue)
 
 
-def picture_axes(figure: Any, rows: int, columns: int) -> np.ndarray:
-    """Makes a grid of axes without ticks."""
-    axes = figure.subplots(rows, columns, squeeze=False)
+def picture_axes(
+    width: float, height: float, rows: int, columns: int
+) -> tuple["Figure", np.ndarray]:
+    """Makes a figure, and its grid of axes without ticks."""
+    figure, axes = new_axes(width, height, rows, columns)
     for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
-    return axes
+        axis.set(xticks=[], yticks=[])
+    return figure, axes
 
 
-def name_row(axis: Any, name: str) -> None:
+def name_row(axis: "Axes", name: str) -> None:
     """Labels a row at its first axis."""
     axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
 
 
-def plain_axis(axis: Any, title: str = "") -> None:
+def plain_axis(axis: "Axes", title: str = "") -> None:
     """Gives an axis small labels and removes its top and right frame."""
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
@@ -79,8 +93,8 @@ def plain_axis(axis: Any, title: str = "") -> None:
 
 
 def save_figure(
-    figure: Any, path: str | os.PathLike | None, title: str = "", **layout: Any
-) -> Any:
+    figure: "Figure", path: str | os.PathLike | None, title: str = "", **layout: Any
+) -> "Figure":
     """Adds a title, applies `tight_layout` and writes the figure."""
     if title:
         figure.suptitle(title, fontsize=11)
@@ -88,15 +102,16 @@ def save_figure(
     return write_figure(figure, path)
 
 
-def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
+def write_figure(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
     """Writes a figure in the format of the path's suffix, unless it is None."""
     if path is None:
         return figure
     kind = Path(path).suffix.removeprefix(".") or "png"
     content = io.BytesIO()
-    if kind == "png" and hasattr(figure.canvas, "print_png"):
+    print_png = getattr(figure.canvas, "print_png", None)
+    if kind == "png" and print_png is not None:
         # `savefig` draws twice, for layout engines, which are not used here.
-        figure.canvas.print_png(content)
+        print_png(content)
     else:
         figure.savefig(content, format=kind)
     target = path if Path(path).suffix else f"{path}.{kind}"
@@ -104,7 +119,7 @@ def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
     return figure
 
 
-def figure_svg(figure: Any) -> str:
+def figure_svg(figure: "Figure") -> str:
     """Renders a figure as inline SVG in the page's font and colours (CSS `--page`)."""
     import matplotlib
 

@@ -1,42 +1,48 @@
 """Plots of the images and patches that experts work on."""
 
 import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe.analysis.plots._figure import (
     faded,
     in_colour,
     name_row,
-    new_figure,
     picture_axes,
     save_figure,
     write_figure,
 )
-from keras_moe.analysis.tokens import expert_views, of_patches
+from keras_moe.analysis.routing import of_patches
+from keras_moe.analysis.tokens import expert_views
+from keras_moe.ops import Routing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_IN_A_ROW = 8
 
 
 def plot_expert_images(
-    images: Any,
-    routing: Any,
+    images: ArrayLike,
+    routing: Routing,
     path: str | os.PathLike | None = None,
-    labels: Any = None,
-    experts: Any = None,
-    images_per_expert: int = 8,
+    labels: Sequence[object] | np.ndarray | None = None,
+    experts: Sequence[int] | None = None,
     threshold: float | None = 0.5,
     seed: int | None = 0,
     title: str = "Images of each expert",
-) -> Any:
+) -> "Figure":
     """Plots images that use an expert, with their coefficients and labels.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of a muMoE head, with arrays (B, 1, E).
-        path: see `keras_moe.analysis.plots`, as for `title`.
         labels: names or numbers of the images' classes (B,), or None.
         experts: experts to show, one per row; None for the first ten with an image.
-        images_per_expert: number of images in a row.
         threshold: smallest coefficient of an image to show.
         seed: seed of a random choice of images; None for the largest coefficients.
 
@@ -48,8 +54,7 @@ def plot_expert_images(
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.eye(3)[:, None]] * 6)
-    >>> images = np.zeros((3, 8, 8, 1))
-    >>> figure = plots.plot_expert_images(images, routing, "images.png")
+    >>> figure = plots.plot_expert_images(np.zeros((3, 8, 8, 1)), routing, "images.png")
     """
     images, gates = np.asarray(images), np.asarray(routing.gates)
     gates, generator, rows = gates[:, 0], np.random.default_rng(seed), {}
@@ -59,13 +64,12 @@ def plot_expert_images(
         if seed is not None:
             order = generator.permutation(order)
         if len(order):
-            rows[expert] = order[:images_per_expert]
+            rows[expert] = order[:_IN_A_ROW]
         if experts is None and len(rows) == 10:
             break
     height = 0.35 + 0.95 * images.shape[1] / images.shape[2]
-    size = (0.9 + 0.95 * images_per_expert, 0.7 + height * len(rows))
-    figure = new_figure(figsize=size, dpi=110)
-    axes = picture_axes(figure, len(rows), images_per_expert)
+    size = (0.9 + 0.95 * _IN_A_ROW, 0.7 + height * len(rows))
+    figure, axes = picture_axes(*size, len(rows), _IN_A_ROW)
     for axis in axes.flat:
         axis.set_frame_on(False)
     for row, (expert, chosen) in zip(axes, rows.items()):
@@ -78,6 +82,22 @@ def plot_expert_images(
     return _save_rows(figure, path, title)
 
 
+def _margins(figure, left, right, top, bottom, **spaces):
+    """Sets margins in inches, whatever the number of images."""
+    width, height = figure.get_size_inches()
+    edges = {"left": left / width, "bottom": bottom / height}
+    edges |= {"right": 1 - right / width, "top": 1 - top / height}
+    figure.subplots_adjust(**edges, **spaces)
+
+
+def _scale(figure, heat, right, bottom, height, label):
+    """Adds a colour bar, `right` inches from the right edge."""
+    width = figure.get_size_inches()[0]
+    axis = figure.add_axes((1 - right / width, bottom, 0.12 / width, height))
+    figure.colorbar(heat, cax=axis).set_label(label, fontsize=8)
+    axis.tick_params(labelsize=7)
+
+
 def _save_rows(figure, path, title):
     # The room for the title is in inches.
     top = 1 - 0.25 / figure.get_size_inches()[1]
@@ -85,14 +105,13 @@ def _save_rows(figure, path, title):
 
 
 def plot_expert_patches(
-    images: Any,
-    routing: Any,
+    images: ArrayLike,
+    routing: Routing,
     grid: tuple[int, int],
     path: str | os.PathLike | None = None,
-    experts: Any = None,
-    patches_per_expert: int = 8,
+    experts: Sequence[int] | None = None,
     title: str = "Patches that use an expert most",
-) -> Any:
+) -> "Figure":
     """Plots the patches that use an expert most, and their images.
 
     Each expert has two rows: patches of different images with their coefficients, and
@@ -102,9 +121,7 @@ def plot_expert_patches(
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` (B, N, E) of N patches, plus one for a class token in front.
         grid: number of patches down and across.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         experts: experts to show; None for the first three.
-        patches_per_expert: number of patches in a row.
 
     Reference: *Multilinear Mixture of Experts*, Figures 4 and 12.
 
@@ -114,17 +131,15 @@ def plot_expert_patches(
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
-    >>> images = np.zeros((2, 8, 8, 1))
-    >>> figure = plots.plot_expert_patches(images, routing, (2, 2), "patches.png")
+    >>> figure = plots.plot_expert_patches(np.zeros((2, 8, 8, 1)), routing, (2, 2))
     """
     images, gates = np.asarray(images), of_patches(routing.gates, grid)
     if experts is None:
         experts = range(min(gates.shape[2], 3))
-    columns = min(patches_per_expert, len(images))
+    columns = min(_IN_A_ROW, len(images))
     height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
     size = (0.9 + 0.95 * columns, 0.6 + 2.1 * len(experts))
-    figure = new_figure(figsize=size, dpi=110)
-    axes = picture_axes(figure, 2 * len(experts), columns)
+    figure, axes = picture_axes(*size, 2 * len(experts), columns)
     for number, expert in enumerate(experts):
         best = gates[:, :, expert].max(axis=1)
         for column, index in enumerate(np.argsort(-best, kind="stable")[:columns]):
@@ -143,13 +158,13 @@ def plot_expert_patches(
 
 
 def plot_expert_views(
-    images: Any,
-    routing: Any,
+    images: ArrayLike,
+    routing: Routing,
     grid: tuple[int, int],
     path: str | os.PathLike | None = None,
     images_per_expert: int = 8,
     title: str = "What each expert looks at",
-) -> Any:
+) -> "Figure":
     """Plots the patches that each expert of a layer works on.
 
     Each expert has a row: a map of the positions where it works, then the images that
@@ -159,7 +174,6 @@ def plot_expert_views(
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         routing: `Routing` of the layer, with arrays (B, N, E).
         grid: number of patches down and across.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         images_per_expert: number of images in a row.
 
     Example:
@@ -168,17 +182,14 @@ def plot_expert_views(
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
     >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
-    >>> images = np.zeros((2, 8, 8, 1))
-    >>> figure = plots.plot_expert_views(images, routing, (2, 2), "experts.png")
+    >>> figure = plots.plot_expert_views(np.zeros((2, 8, 8, 1)), routing, (2, 2))
     """
     images = np.asarray(images)
     views = expert_views(routing, grid, images_per_expert)
     columns = 1 + min(images_per_expert, len(images))
     # Wide enough for the two lines below the images.
-    width_inches = max(1.0 + columns, 6.6)
-    height_inches = 1.2 + 1.05 * len(views)
-    figure = new_figure(figsize=(width_inches, height_inches), dpi=110)
-    axes = picture_axes(figure, len(views), columns)
+    width, height = max(1.0 + columns, 6.6), 1.2 + 1.05 * len(views)
+    figure, axes = picture_axes(width, height, len(views), columns)
     top = max(view.position_shares.max() for view in views) or 1
     patch = np.ones((images.shape[1] // grid[0], images.shape[2] // grid[1]))
     for row, (expert_axes, view) in enumerate(zip(axes, views)):
@@ -189,42 +200,31 @@ def plot_expert_views(
     axes[0, 0].set_title("where", fontsize=9)
     if columns > 1:
         axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
-    figure.suptitle(title, fontsize=11, y=1 - 0.18 / height_inches)
+    figure.suptitle(title, fontsize=11, y=1 - 0.18 / height)
     legend = (
         "First column: how often the expert works at each position (yellow: in most "
         "images, violet: in none).\nOther columns: patches in their own colours are "
         "the expert's; bluish ones go to other experts."
     )
-    left, bottom = 0.9 / width_inches, 0.08 / height_inches
-    figure.text(left, bottom, legend, fontsize=8, va="bottom")
-    figure.subplots_adjust(
-        left=left,
-        right=1 - 0.7 / width_inches,
-        top=1 - 0.6 / height_inches,
-        bottom=0.5 / height_inches,
-        hspace=0.06,
-    )
-    area = (1 - 0.55 / width_inches, 0.3, 0.12 / width_inches, 0.4)
-    bar = figure.colorbar(heat, cax=figure.add_axes(area))
-    bar.set_label("share of images", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    figure.text(0.9 / width, 0.08 / height, legend, fontsize=8, va="bottom")
+    _margins(figure, 0.9, 0.7, 0.6, 0.5, hspace=0.06)
+    _scale(figure, heat, 0.55, 0.3, 0.4, "share of images")
     return write_figure(figure, path)
 
 
 def plot_compute_maps(
-    images: Any,
-    maps: Any,
+    images: ArrayLike,
+    maps: ArrayLike,
     path: str | os.PathLike | None = None,
     num_selected_experts: int = 2,
     title: str = "Where the model spends compute",
     columns: int = 4,
-) -> Any:
+) -> "Figure":
     """Plots each image next to a map of its patches' number of FFN experts.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         maps: (B, rows, columns), the result of `keras_moe.analysis.compute_map`.
-        path: see `keras_moe.analysis.plots`, as for `title`.
         num_selected_experts: K, the largest number of FFN experts per token.
         columns: number of images in a row.
 
@@ -241,8 +241,7 @@ def plot_compute_maps(
     columns = min(len(images), columns)
     rows = -(-len(images) // columns)
     size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
-    figure = new_figure(figsize=size, dpi=110)
-    axes = figure.subplots(rows, 2 * columns, squeeze=False)
+    figure, axes = picture_axes(*size, rows, 2 * columns)
     for axis in axes.flat:
         axis.axis("off")
     extent = (0, images.shape[2], images.shape[1], 0)
@@ -255,27 +254,17 @@ def plot_compute_maps(
         heat = overlaid.imshow(counts, extent=extent, **limits)
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
     figure.suptitle(title, fontsize=11)
-    # Margins in inches, whatever the number of images.
-    figure.subplots_adjust(
-        left=0.05 / size[0],
-        right=1 - 0.9 / size[0],
-        top=1 - 0.5 / size[1],
-        bottom=0.05 / size[1],
-        wspace=0.06,
-    )
-    area = (1 - 0.75 / size[0], 0.1, 0.12 / size[0], 0.65)
-    bar = figure.colorbar(heat, cax=figure.add_axes(area))
-    bar.set_label("FFN experts per token", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+    _margins(figure, 0.05, 0.9, 0.5, 0.05, wspace=0.06)
+    _scale(figure, heat, 0.75, 0.1, 0.65, "FFN experts per token")
     return write_figure(figure, path)
 
 
 def plot_type_maps(
-    images: Any,
-    maps: dict[str, Any],
+    images: ArrayLike,
+    maps: Mapping[str, ArrayLike],
     path: str | os.PathLike | None = None,
     title: str = "Experts of each type per token",
-) -> Any:
+) -> "Figure":
     """Plots each patch's number of experts of each type.
 
     Images are columns; below each is one map per type, with a scale per type.
@@ -283,7 +272,6 @@ def plot_type_maps(
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
         maps: dict of results of `keras_moe.analysis.compute_map` by expert type.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *MoE++*, Figure A, for images.
 
@@ -298,20 +286,11 @@ def plot_type_maps(
     maps = {name: np.asarray(values) for name, values in maps.items()}
     extent = (0, images.shape[2], images.shape[1], 0)
     width, height = 0.95 * len(images) + 1.9, 1.0 * (len(maps) + 1) + 0.5
-    figure = new_figure(figsize=(width, height), dpi=110)
-    axes = picture_axes(figure, len(maps) + 1, len(images))
+    figure, axes = picture_axes(width, height, len(maps) + 1, len(images))
     for axis, image in zip(axes[0], images):
         axis.imshow(in_colour(image))
     name_row(axes[0, 0], "image")
-    # Margins in inches, whatever the number of images.
-    figure.subplots_adjust(
-        left=0.9 / width,
-        right=1 - 0.9 / width,
-        top=1 - 0.4 / height,
-        bottom=0.1 / height,
-        wspace=0.06,
-        hspace=0.06,
-    )
+    _margins(figure, 0.9, 0.9, 0.4, 0.1, wspace=0.06, hspace=0.06)
     for row, (name, values) in zip(axes[1:], maps.items()):
         name_row(row[0], f"{name}\n{values.mean():.2f}")
         limits = {"vmin": 0, "vmax": max(float(values.max()), 1e-6), "cmap": "magma"}

@@ -2,12 +2,16 @@
 
 import csv
 import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keras_moe._files import read_text
-from keras_moe.analysis.plots._figure import new_figure, save_figure
+from keras_moe.analysis.plots._figure import new_axes, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _HEALTH = {
     "load_entropy": "entropy of the load",
@@ -18,16 +22,15 @@ _HEALTH = {
 
 
 def plot_training_history(
-    history: dict[str, Any],
+    history: Mapping[str, Sequence[float]],
     path: str | os.PathLike | None = None,
     title: str = "Training",
-) -> Any:
+) -> "Figure":
     """Plots loss and metrics over epochs, one panel per metric.
 
     Args:
         history: dict of lists with one value per epoch, such as `fit(...).history`:
             "loss", "accuracy" or other metrics, prefixed with `"val_"` for test data.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Reference: *Multilinear Mixture of Experts*, Figure 10.
 
@@ -38,8 +41,7 @@ def plot_training_history(
     >>> figure = plots.plot_training_history(history, "training.png")
     """
     names = list(dict.fromkeys(name.removeprefix("val_") for name in history))
-    figure = new_figure(figsize=(4.5 * len(names), 3.4), dpi=110)
-    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    figure, (axes,) = new_axes(4.5 * len(names), 3.4, columns=len(names))
     for axis, name in zip(axes, names):
         lines = ((name, "training", "."), (f"val_{name}", "test", "o"))
         for key, label, marker in lines:
@@ -59,34 +61,28 @@ def plot_training_history(
 
 def plot_step_costs(
     costs: Any, path: str | os.PathLike | None = None, title: str | None = None
-) -> Any:
+) -> "Figure":
     """Plots the memory of a step by part, and its time where it is known.
 
     Args:
         costs: `keras_moe.distribution.CompiledCosts`.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Example:
 
-    >>> from keras_moe.analysis import plots
-    >>> from keras_moe.distribution import CompiledCosts
-    >>> costs = CompiledCosts(
-    ...     "mine", "v5e:1x1", 1, "train", 8, {"weights": 2e9}, 16e9, 1e12, 1e12,
-    ...     {"experts": 0.01, "collectives": 0.0}, 0.5, {}, [], 0, {}, 9.0,
-    ... )
-    >>> figure = plots.plot_step_costs(costs, "costs.png")
+    ```python
+    plots.plot_step_costs(costs, "costs.png")
+    ```
     """
     free = costs.capacity - costs.memory_bytes
     panels = {
         f"memory of a device, GiB (of {costs.capacity / 2**30:.1f})": {
             name: size / 2**30 for name, size in {**costs.memory, "free": free}.items()
-        },
+        }
     }
     if costs.seconds is not None:
         label = f"time of a step, ms (model FLOPs utilisation {costs.utilization_text})"
         panels[label] = {name: 1e3 * x for name, x in costs.seconds.items()}
-    figure = new_figure(figsize=(4.5 * len(panels), 3.6), dpi=110)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure, (axes,) = new_axes(4.5 * len(panels), 3.6, columns=len(panels))
     for axis, (label, parts) in zip(axes, panels.items()):
         names, values = list(parts), list(parts.values())
         colors = ["0.8" if name == "free" else "tab:blue" for name in names]
@@ -104,12 +100,11 @@ def plot_router_health(
     csv_path: str | os.PathLike,
     path: str | os.PathLike | None = None,
     title: str = "Router health",
-) -> Any:
+) -> "Figure":
     """Draws each layer's load over the steps, and its entropy, drops and gates.
 
     Args:
         csv_path: path of a file that `keras_moe.training.RouterHealth` has written.
-        path: see `keras_moe.analysis.plots`, as for `title`.
 
     Example:
 
@@ -123,8 +118,8 @@ def plot_router_health(
     layers = {}
     for row in csv.DictReader(read_text(csv_path).splitlines()):
         layers.setdefault(row["layer"], []).append(row)
-    figure = new_figure(figsize=(9, 2.2 * len(layers) + 0.8), dpi=110)
-    grid = figure.subplots(len(layers), 2, squeeze=False, sharex=True)
+    height = 2.2 * len(layers) + 0.8
+    figure, grid = new_axes(9, height, len(layers), 2, sharex=True)
     for (name, rows), (load, lines) in zip(layers.items(), grid):
         steps = np.array([int(row["step"]) for row in rows])
         shares = np.array([row["expert_shares"].split() for row in rows], "float64")

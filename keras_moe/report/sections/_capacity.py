@@ -3,8 +3,7 @@
 import numpy as np
 
 from keras_moe.analysis.plots._figure import faded
-from keras_moe.analysis.routing import served_at
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches, served_at
 from keras_moe.report import _figures, section
 from keras_moe.report._markup import drawable, sprite_figure, tile_of
 from keras_moe.report._queues import group_texts, queues_of_layers
@@ -54,8 +53,8 @@ class Priorities(section.Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.layers = queues_of_layers(model, ("token_choice",))
-        rows, columns = model.grid or (0, 0)
-        self.num_patches = rows * columns
+        self.grid = model.grid or (0, 0)
+        self.num_patches = self.grid[0] * self.grid[1]
         self.counts = [_Counts(x.num_experts, self.num_patches) for x in self.layers]
 
     @classmethod
@@ -69,10 +68,10 @@ class Priorities(section.Section):
             self._count(counts, queues, layer.capacities(queues.group_tokens))
 
     def _count(self, counts, queues, capacities):
-        chosen = queues.positions >= 0
+        chosen = np.greater_equal(queues.positions, 0)
         served = served_at(queues.positions, capacities)
         cut = chosen & ~served
-        dropped = ~served.any(axis=-1)
+        dropped = np.logical_not(served.any(axis=-1))
         # Middles of positions, so that the last served one is below the capacity.
         middles = (queues.positions + 0.5) / np.maximum(capacities, 1e-9)
         bins = np.searchsorted(_EDGES, middles, side="right") - 1
@@ -184,7 +183,7 @@ class Priorities(section.Section):
 
     def _figures(self, names, present, types):
         queues = [counts.queues[present] for counts in self.counts]
-        gates = [[counts.gates[row] for counts in self.counts] for row in (0, 1)]
+        served, dropped = zip(*(counts.gates for counts in self.counts))
         figures = [
             section.Figure(
                 _figures.draw_queues(queues, _EDGES, names, types),
@@ -195,7 +194,7 @@ class Priorities(section.Section):
                 "priorities_queues",
             ),
             section.Figure(
-                _figures.draw_priorities(*gates, _GATES, names),
+                _figures.draw_priorities(served, dropped, _GATES, names),
                 "Histograms of the largest gate of served and of dropped tokens, by "
                 "layer.",
                 "How sure the router is of the tokens that are served and dropped. "
@@ -235,7 +234,7 @@ class Priorities(section.Section):
         shares = [c.patches[1] / np.maximum(c.patches[0], 1) for c in self.counts]
         if not np.any(shares):
             return []
-        grids = [share.reshape(self.model.grid) for share in shares]
+        grids = [share.reshape(self.grid) for share in shares]
         return [
             section.Figure(
                 _figures.draw_positions(grids, names),
@@ -278,7 +277,7 @@ def _row(layer, counts, token_type):
 
 
 def _data(layer, counts, present):
-    choices, cut = sum(counts.modalities.values())
+    choices, cut = np.sum([*counts.modalities.values()], axis=0)
     return {
         "layer": layer.name,
         "capacity_factor": layer.capacity_factor,
@@ -311,9 +310,9 @@ class DroppedPatches(section.Section):
 
     def __init__(self, model, options):
         super().__init__(model, options)
-        self.layers = _layers_of_images(model)
-        marked = {layer.capacity_factor for layer in self.layers} - {None}
+        self.layers, self.grid = _layers_of_images(model), model.grid or (0, 0)
         # At most four marks.
+        marked = {x.capacity_factor for x in self.layers if x.capacity_factor}
         self.marked = sorted(marked)[:4]
         self.factors = sorted({*_FACTORS, *options.capacities, *self.marked})
         # By layer and factor: tokens of images, dropped tokens, choices, dropped
@@ -337,7 +336,7 @@ class DroppedPatches(section.Section):
             layer.count_groups(queues)
             run = queues.runs["image"]
             counted = queues.counts[:, run]
-            chosen = (queues.positions >= 0)[:, run]
+            chosen = np.greater_equal(queues.positions[:, run], 0)
             for column, factor in enumerate(self.factors):
                 served = self._served(layer, queues, factor)
                 gone = counted & ~served.any(axis=-1)
@@ -357,7 +356,7 @@ class DroppedPatches(section.Section):
         rows = []
         for factor in sorted(self.options.capacities, reverse=True):
             served = self._served(layer, queues, factor)
-            patches = of_patches(served, self.model.grid).sum(axis=-1)
+            patches = of_patches(served, self.grid).sum(axis=-1)
             # With expert choice, one expert that selects the patch is enough.
             share = np.minimum(patches, 1)
             if layer.chooses:
@@ -367,7 +366,7 @@ class DroppedPatches(section.Section):
         return np.array(rows)
 
     def _tile(self, image, share):
-        rows, columns = self.model.grid
+        rows, columns = self.grid
         height, width = image.shape[0] // rows, image.shape[1] // columns
         share = np.kron(share.reshape(rows, columns), np.ones((height, width)))
         image = drawable(image[: rows * height, : columns * width])
@@ -377,7 +376,7 @@ class DroppedPatches(section.Section):
         names = [layer.name for layer in self.layers]
         dropped = self.counts[..., 1] / np.maximum(self.counts[..., 0], 1)
         choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
-        body = group_texts(self.layers)
+        body: list[section.Part] = [*group_texts(self.layers)]
         body += [self._sprite(number, dropped) for number in self.drawn]
         caption = (
             "Share of image tokens that get no expert at all, by capacity factor. "
@@ -399,7 +398,7 @@ class DroppedPatches(section.Section):
         columns = [self.factors.index(factor) for factor in shown]
         head = ["layer", *(f"no expert at {factor:g}" for factor in shown)]
         shares = dropped[:, columns]
-        if any(layer.chooses and layer.selected > 1 for layer in self.layers):
+        if any(layer.chooses and layer.selected != 1 for layer in self.layers):
             head += [f"choices dropped at {factor:g}" for factor in shown]
             shares = np.concatenate([shares, choices[:, columns]], axis=1)
         rows = [[x, *(f"{y:.1%}" for y in row)] for x, row in zip(names, shares)]

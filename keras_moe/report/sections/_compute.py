@@ -1,18 +1,18 @@
 """Where MoE++ uses compute. Axes: B batch, N tokens, E experts, K selected experts."""
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from keras_moe.analysis.compute import RoutingScores, type_loads
 from keras_moe.analysis.plots import (
     plot_compute_maps,
     plot_load_by_type,
     plot_routing_scores,
     plot_type_maps,
 )
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import RoutingScores, of_patches, type_loads
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 from keras_moe.report import section
 from keras_moe.report._markup import drawable
@@ -80,7 +80,9 @@ class Compute(section.LayerSection):
         super().__init__(model, options)
         # Sums of images, and of experts by type and patch, over the examples with
         # finite tokens in all layers.
-        self._maps, self._image, self._complete = 0.0, 0.0, 0
+        self._maps: Any = 0.0
+        self._image: Any = 0.0
+        self._complete, self.grid = 0, model.grid or (0, 0)
         # By word: its number of tokens, and of their FFN experts.
         self._words = defaultdict(lambda: [0, 0.0])
         self._examples = section.Reservoir.of_options(options)
@@ -122,11 +124,11 @@ class Compute(section.LayerSection):
         )
 
     def _add_images(self, batch, means, complete):
-        maps = of_patches(means, self.model.grid)
+        maps = of_patches(means, self.grid)
         self._maps = self._maps + maps[complete].sum(axis=0)
         self._image = self._image + batch.images[complete].sum(axis=0, dtype="float64")
         self._complete += len(complete)
-        ffn = maps[..., 0].reshape(-1, *self.model.grid)
+        ffn = maps[..., 0].reshape(-1, *self.grid)
         self._examples.offer(
             batch.size,
             lambda index: (np.array(batch.images[index]), np.array(ffn[index])),
@@ -229,7 +231,7 @@ class Compute(section.LayerSection):
         maps, present = self._maps / self._complete, {}
         for number, name in enumerate(EXPERT_TYPES):
             if any(counts.expert_types[number] for counts in self.counts.values()):
-                present[name] = maps[:, number].reshape(1, *self.model.grid)
+                present[name] = maps[:, number].reshape(1, *self.grid)
         image = drawable(self._image / self._complete)[None]
         parts = [f"{x} {y.min():.2f} to {y.max():.2f}" for x, y in present.items()]
         return section.Figure(

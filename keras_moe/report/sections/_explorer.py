@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.attention import attention_rollout, has_attention
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches
 from keras_moe.report import _markup
 from keras_moe.report.model import IMAGE, TEXT, ReportedModel, shortened
 from keras_moe.report.section import (
@@ -38,16 +38,11 @@ _SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 class Example(NamedTuple):
     """What drawings need of an example."""
 
-    # (height, width, channels) in [-1, 1], or None.
-    image: np.ndarray | None
-    # Its caption, or None.
-    caption: str | None
-    # The strings of the caption's tokens, or None.
-    words: list[str] | None
-    # Number of its class, or None.
-    label: int | None
-    # Number of the class of the largest output, or None.
-    predicted: int | None
+    image: np.ndarray | None  # (height, width, channels) in [-1, 1], or None
+    caption: str | None  # Its caption, or None
+    words: list[str] | None  # The strings of the caption's tokens, or None
+    label: int | None  # Number of its class, or None
+    predicted: int | None  # Number of the class of the largest output, or None
     # `TokenRouting` of patches or words by key.
     routing: dict[str, _markup.TokenRouting]
 
@@ -150,10 +145,7 @@ class Explorer(Section):
         layers = []
         for name, keys in self._layers.items():
             block = self._blocks[next(iter(keys.values()))]
-            experts = [
-                f"{e}" if x == "ffn" else f"{e}, {x}"
-                for e, x in enumerate(block.expert_types)
-            ]
+            experts = [block.expert_name(e) for e in range(block.num_experts)]
             by_modality = {modality: kept[key] for modality, key in keys.items()}
             layer = {"name": name, "kind": block.kind, "experts": experts}
             layers.append({**layer, "kept": by_modality})
@@ -205,10 +197,11 @@ class Explorer(Section):
         return maps, shown
 
     def _example_maps(self, number, example, name, attention):
-        image, grid = example.picture(number), self.model.grid
+        image, grid = example.picture(number), self.model.grid or (1, 1)
         rows, chips = Markup(""), Markup("")
         if example.image is not None:
-            rows += _markup.plain_map(grid, image)
+            nothing = Markup("")
+            rows += _markup.map_figure(grid, image, nothing, "The image", "the image")
         if attention is not None:
             times = f"{attention.max() / attention.mean():.1f}"
             title = f"attention rollout: up to {times} times the mean"
@@ -265,7 +258,7 @@ def kept_example(
         block = model.blocks[key]
         whole = _markup.token_routing(batch.routing[key], block.kind, index)
         if block.modality == IMAGE:
-            parts = (of_patches(x[None], model.grid)[0] for x in whole)
+            parts = (of_patches(x[None], model.grid or (1, 1))[0] for x in whole)
         else:
             parts = (x[counts] for x in whole)
         routing[key] = _markup.TokenRouting(*parts)

@@ -113,11 +113,7 @@ class EntropySums:
         self._served += np.asarray(served, "float64").sum(axis=0)
 
     def entropies(self) -> dict[str, float]:
-        """Entropies over log E of all tokens so far.
-
-        `"local"` is the mean entropy of tokens' gates, `"global"` that of mean gates;
-        `"_after"` uses combine weights and tokens served.
-        """
+        """Returns entropies over log E: means of tokens, and of all tokens together."""
         totals = [_normalised(x[None])[0] for x in (self._gates, self._served)]
         before, after = (float(entropy(x)[0]) for x in totals)
         entropies = {
@@ -159,19 +155,11 @@ class RoutingEntropies(section.LayerSection):
 
     def finish(self):
         entropies = {key: sums.entropies() for key, sums in self.counts.items()}
+        token = "Each token: how many experts share it, on average. Low is decided."
+        every = "All tokens together: how evenly they use experts. Low is collapse."
         figures = [
-            self._figure(
-                entropies,
-                "local",
-                "entropy of a token",
-                "Each token: how many experts share it, on average. Low is decided.",
-            ),
-            self._figure(
-                entropies,
-                "global",
-                "entropy of all tokens",
-                "All tokens together: how evenly they use experts. Low is collapse.",
-            ),
+            self._figure(entropies, "local", "entropy of a token", token),
+            self._figure(entropies, "global", "entropy of all tokens", every),
         ]
         return section.SectionContent(figures, entropies)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.analysis.interventions import CoverageCurve
 from keras_moe.analysis.plots import plot_coverage
-from keras_moe.analysis.pruning import CoverageCurve
 from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY, entropy
 from keras_moe.report import section
 from keras_moe.report._figures import draw_class_map, draw_load_map, draw_loads
@@ -309,10 +309,7 @@ def health_findings(layers: list[LayerCounts]) -> list[section.Finding]:
             )
             findings.append(section.Finding("problem", text))
         if counts.tokens and counts.work.sum() > 0:
-            findings += [
-                section.Finding(*x)
-                for x in (*_load_findings(counts), *_drop_findings(counts))
-            ]
+            findings += [*_load_findings(counts), *_drop_findings(counts)]
         elif counts.tokens:
             findings.append(
                 section.Finding("problem", f"{key}: no expert serves a token.")
@@ -330,7 +327,7 @@ def health_findings(layers: list[LayerCounts]) -> list[section.Finding]:
 
 
 def _load_findings(counts):
-    """Yields levels and texts on experts without work, and on collapse."""
+    """Yields findings on experts without work, and on collapse."""
     block, shares, work = counts.block, counts.shares, counts.work
     number = int(block.is_present.sum())
     idle = np.flatnonzero((work == 0) & block.is_present)
@@ -344,7 +341,7 @@ def _load_findings(counts):
         if len(experts):
             listed = ", ".join(map(str, experts[:8]))
             more = ", ..." if len(experts) > 8 else ""
-            yield (
+            yield section.Finding(
                 level,
                 f"{block.key}: {len(experts)} of {number} experts are {what}: "
                 f"{listed}{more}.",
@@ -352,7 +349,7 @@ def _load_findings(counts):
     largest = int(shares.argmax())
     is_large = number > 2 and shares[largest] > MAX_SHARE
     if is_large or (number > 1 and counts.entropy < MIN_ENTROPY):
-        yield (
+        yield section.Finding(
             "problem",
             f"{block.key} has collapsed: expert {largest} does {shares[largest]:.0%} "
             f"of the work, and the entropy of loads is {counts.entropy:.2f} of 1. "
@@ -361,17 +358,17 @@ def _load_findings(counts):
 
 
 def _drop_findings(counts):
-    """Yields levels and texts on dropped choices and tokens."""
+    """Yields findings on dropped choices and tokens."""
     key, kind = counts.block.key, counts.block.kind
     if kind == "token_choice" and counts.dropped > DROPS[0]:
-        yield (
+        yield section.Finding(
             "problem" if counts.dropped > DROPS[1] else "notice",
             f"{key}: the capacity drops {counts.dropped:.1%} of the tokens' choices: "
             "raise its capacity factor at inference.",
         )
     unserved = counts.unserved / counts.tokens
     if kind == "expert_choice" and unserved > DROPS[1]:
-        yield (
+        yield section.Finding(
             "notice",
             f"{key}: no expert takes {unserved:.1%} of the tokens: raise "
             "capacity_factor if these matter.",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from keras_moe.analysis.tokens import of_patches
+from keras_moe.analysis.routing import of_patches
 from keras_moe.report import section
 from keras_moe.report._figures import draw_patches
 from keras_moe.report._markup import COLOURS, patch_tile, sheet_of, sprite_figure
@@ -29,12 +29,13 @@ class BestPatches:
     ):
         self.grid, self.count, self.size, self.most = grid, count, size, most
         # Numbers of the shown experts, set by the first batch.
-        self.experts = self.weights = self.examples = self.tiles = None
+        self.experts = np.zeros(0, int)
+        self.weights = self.examples = self.tiles = np.zeros((0, count))
 
-    def update(self, weights: Any, images: Any, start: int = 0) -> None:
+    def update(self, weights: np.ndarray, images: Any, start: int = 0) -> None:
         """Reads a batch of weights (B, N, E)."""
         weights = of_patches(np.asarray(weights, "float32"), self.grid)
-        if self.experts is None:
+        if not len(self.experts):
             self.experts = _busiest(weights, self.most)
             shape = (len(self.experts), self.count)
             self.weights = np.zeros(shape, "float32")
@@ -72,14 +73,10 @@ def _busiest(weights, most):
 class Word(NamedTuple):
     """A top word of an expert."""
 
-    # String of the token; untrusted.
-    word: str
-    # Combine weight, or lift over the base rate.
-    score: float
-    # Words around it; untrusted.
-    context: str
-    # How often the expert served it.
-    count: int
+    word: str  # String of the token; untrusted
+    score: float  # Combine weight, or lift over the base rate
+    context: str  # Words around it; untrusted
+    count: int  # How often the expert served it
 
 
 class BestWords:
@@ -88,14 +85,19 @@ class BestWords:
     def __init__(self, count: int = 8, most: int = _MOST_EXPERTS, window: int = 3):
         self.count, self.most, self.window = count, most, window
         # Numbers of the shown experts, set by the first batch.
-        self.experts = None
+        self.experts = np.zeros(0, int)
         # For each expert, weight and context by word.
         self._best: list[dict[str, tuple[float, str]]] = []
         # How often each expert served a word, and how often it occurred.
         self._served: list[Counter] = []
         self._all = Counter()
 
-    def update(self, weights: Any, words: list[list[str]], mask: Any = True) -> None:
+    def update(
+        self,
+        weights: np.ndarray,
+        words: list[list[str]],
+        mask: np.ndarray | bool = True,
+    ) -> None:
         """Reads a batch of weights (B, N, E)."""
         weights = np.asarray(weights, "float32")
         is_word = np.array([[bool(word) for word in row] for row in words], bool)
@@ -103,7 +105,7 @@ class BestWords:
         if not len(rows):
             return
         weights = weights[rows, positions]
-        if self.experts is None:
+        if not len(self.experts):
             self.experts = _busiest(weights, self.most)
             self._best = [{} for _ in self.experts]
             self._served = [Counter() for _ in self.experts]
@@ -179,12 +181,11 @@ class TopTokens(section.Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.images, self.texts = _shown(model, IMAGE), _shown(model, TEXT)
-        self.patches = {
-            x.key: BestPatches(model.grid, options.top) for x in self.images
-        }
+        grid = model.grid or (0, 0)
+        self.patches = {x.key: BestPatches(grid, options.top) for x in self.images}
         self.words = {block.key: BestWords(options.top) for block in self.texts}
         # The start and the end of texts, which are no words.
-        tokenizer = getattr(model.keras_model, "preprocessor", None)
+        tokenizer: Any = getattr(model.keras_model, "preprocessor", None)
         ids = (getattr(tokenizer, name, None) for name in ("start_id", "end_id"))
         self._special = {
             tokenizer.tokenizer.id_to_token(id) for id in ids if id is not None
@@ -195,9 +196,7 @@ class TopTokens(section.Section):
         return any(model.of_tokens(modality) for modality in (IMAGE, TEXT))
 
     def update(self, batch):
-        words = batch.words and [
-            [self._word(word) for word in row] for row in batch.words
-        ]
+        words = [[self._word(word) for word in row] for row in batch.words or ()]
         for block in self.images:
             weights = _weights(batch.routing[block.key], block)
             self.patches[block.key].update(weights, batch.images, batch.start)
@@ -215,7 +214,7 @@ class TopTokens(section.Section):
         body, data = [], {}
         for block in self.images:
             best = self.patches[block.key]
-            if best.tiles is not None:
+            if len(best.experts):
                 body.append(self._sprite(block, best))
                 data[block.key] = {
                     field: getattr(best, field).tolist()
@@ -223,14 +222,14 @@ class TopTokens(section.Section):
                 }
         for block in self.texts:
             best = self.words[block.key]
-            if best.experts is not None:
+            if len(best.experts):
                 cards, data[block.key] = _word_cards(block, best)
                 body += cards
         return section.SectionContent(body, data) if body else section.NO_TOKENS
 
     def front(self):
         """A drawing of what experts of the last layer with images look at, if any."""
-        layers = [x for x in self.images if self.patches[x.key].tiles is not None]
+        layers = [x for x in self.images if len(self.patches[x.key].experts)]
         if not layers:
             return None
         block, best = layers[-1], self.patches[layers[-1].key]

@@ -1,14 +1,19 @@
 """How tokens move between consecutive layers. Axes: E experts of a layer."""
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from keras_moe.analysis.plots._figure import EXPERT_COLOURS, GREY, new_figure
 from keras_moe.analysis.tokens import flow_statistics, token_flows
 from keras_moe.report.model import shortened
 from keras_moe.report.section import NO_TOKENS, Figure, Section, SectionContent, Table
+
+if TYPE_CHECKING:
+    import matplotlib.figure
 
 REST, UNSERVED = "rest", "none"
 LAYERS_IN_A_ROW = 5
@@ -38,7 +43,9 @@ class ExpertTransitions(Section):
     def __init__(self, model, options):
         super().__init__(model, options)
         self.paths = _paths(model)
-        self.flows = {x: [0] * (len(blocks) - 1) for x, blocks in self.paths.items()}
+        self.flows: dict[str, list[Any]] = {
+            x: [0] * (len(blocks) - 1) for x, blocks in self.paths.items()
+        }
 
     @classmethod
     def fits(cls, model):
@@ -115,21 +122,17 @@ class Node(NamedTuple):
     # Number of the expert; `"rest"` for all small experts, `"none"` for unserved
     # tokens.
     name: str
-    # Lower end, in a column from 0 to 1.
-    bottom: float
-    # Share of the layer's tokens, scaled to leave room for gaps.
-    height: float
+    bottom: float  # Lower end, in a column from 0 to 1
+    height: float  # Share of the layer's tokens, scaled to leave room for gaps
 
 
 class Ribbon(NamedTuple):
     """The tokens that move from one node to a node of the next layer."""
 
-    # The source's layer, and the numbers of both nodes.
-    layer: int
+    layer: int  # The source's layer, and the numbers of both nodes
     source: int
     target: int
-    # Lower ends at source and target.
-    start: float
+    start: float  # Lower ends at source and target
     stop: float
     height: float
 
@@ -137,16 +140,13 @@ class Ribbon(NamedTuple):
 class MainFlows(NamedTuple):
     """An alluvial diagram."""
 
-    # Nodes of each layer, top to bottom.
-    columns: list[list[Node]]
-    # Ribbons, widest first.
-    ribbons: list[Ribbon]
-    # Share of the tokens in these ribbons, averaged over steps.
-    shown: float
+    columns: list[list[Node]]  # Nodes of each layer, top to bottom
+    ribbons: list[Ribbon]  # Ribbons, widest first
+    shown: float  # Share of the tokens in these ribbons, averaged over steps
 
 
 def main_flows(
-    flows: list[Any],
+    flows: Sequence[ArrayLike],
     max_experts: int = 24,
     min_share: float = 0.022,
     max_ribbons: int = _MAX_RIBBONS,
@@ -232,7 +232,7 @@ def _ribbons(layer, heights, sources, targets):
         yield Ribbon(layer, int(source), int(target), *ends, height)
 
 
-def draw_flows(flows: MainFlows, names: list[str]) -> Any:
+def draw_flows(flows: MainFlows, names: list[str]) -> "matplotlib.figure.Figure":
     """Plots an alluvial diagram; each row of five layers repeats the last one above."""
     count = len(flows.columns)
     # Rows of equal length and scale.

@@ -7,9 +7,26 @@ from keras import ops
 from keras_moe import models
 from tests.gradients import gradient
 from tests.small_models import SMALL, images
-from tools.studies.mumoe_editing import AttributeAdversary, adversarial_debiasing
+from tools.studies.mumoe_editing import (
+    AttributeAdversary,
+    adversarial_debiasing,
+    fairness_metrics,
+)
 
 to_numpy = ops.convert_to_numpy
+
+
+def test_fairness_by_hand():
+    #          target 1, attribute 0 | 1, 1    | 0, 0 | 0, 1
+    targets = np.array([1, 1, 1, 1, 1, 1, 0, 0, 0, 0])
+    attributes = np.array([0, 0, 0, 0, 1, 1, 0, 0, 1, 1])
+    predictions = np.array([1, 1, 1, 0, 1, 0, 0, 0, 0, 1])
+    actual = fairness_metrics(predictions, targets, attributes)
+    np.testing.assert_allclose(actual.accuracies, [[1.0, 0.5], [0.75, 0.5]])
+    assert actual.counts.tolist() == [[2, 2], [4, 2]]
+    assert actual.equality_of_opportunity == 0.25
+    np.testing.assert_allclose(actual.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
+    assert (actual.max_min, actual.accuracy) == (0.5, 0.7)
 
 
 def test_logits_train_the_adversary_and_confusion_the_features():

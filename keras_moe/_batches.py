@@ -1,0 +1,68 @@
+"""Data that are arrays, or an iterable of batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+
+def is_arrays(data: Any) -> bool:
+    """Returns whether data are an array or a dict, or a tuple that begins with one."""
+    # A list has batches.
+    first = data[0] if isinstance(data, tuple) and len(data) > 1 else data
+    return isinstance(first, dict) or hasattr(first, "shape")
+
+
+def array_length(data: Any, name: str = "arrays") -> int:
+    """Returns the number of examples of arrays, which must agree."""
+    sizes = set(_lengths(data))
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Expected {name} of one length; received: lengths {sorted(sizes)}"
+        )
+    return min(sizes, default=0)
+
+
+def _lengths(data):
+    if isinstance(data, (dict, tuple)):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from _lengths(part)
+    elif data is not None:
+        yield len(data)
+
+
+def _rows(data, rows):
+    """Slices all arrays alike; lists are arrays, too."""
+    if isinstance(data, tuple):
+        return tuple(_rows(part, rows) for part in data)
+    if isinstance(data, dict):
+        return {name: _rows(part, rows) for name, part in data.items()}
+    return None if data is None else data[rows]
+
+
+def read_batches(
+    data: Any, batch_size: int, name: str, may_be_endless: bool = False
+) -> tuple[Iterator[Any], int | None]:
+    """Returns one pass over the batches of data, and their number if it is known."""
+    if is_arrays(data):
+        starts = range(0, array_length(data, name), batch_size)
+        return (_rows(data, slice(i, i + batch_size)) for i in starts), len(starts)
+    return read_iterable(data, name, may_be_endless)
+
+
+def read_iterable(
+    data: Any, name: str, may_be_endless: bool = False
+) -> tuple[Iterator[Any], int | None]:
+    """Returns one pass over batches, and their number if it is known."""
+    if isinstance(data, keras.utils.PyDataset):
+        return (data[i] for i in range(data.num_batches)), data.num_batches
+    # The cardinality is -1 for infinite datasets and -2 if unknown.
+    if hasattr(data, "cardinality"):
+        length = int(data.cardinality())
+    else:
+        length = len(data) if hasattr(data, "__len__") else -2
+    if length == -1 and not may_be_endless:
+        raise ValueError(
+            f"Expected {name} to end; received: a data set that repeats for ever"
+        )
+    return iter(data), length if length >= 0 else None
