@@ -4,6 +4,7 @@ Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from keras_moe._checks import check_integer
@@ -88,15 +89,7 @@ def layouts(
     """Returns the sharding rules of `auto` without devices or weights.
 
     Args:
-        model_or_preset: as in `auto`.
-        num_devices: number of devices.
-        expert_parallel: as in `auto`.
-        model_parallel: as in `auto`.
-        batch_size: as in `auto`.
-        load_weights: as in `auto`.
-        **overrides: as in `auto`.
-
-    Reference: *GShard*, section 3; *Megatron-LM*, section 3.
+        num_devices: number of devices; the other arguments are those of `auto`.
 
     Example:
 
@@ -132,7 +125,7 @@ def layouts_of_blocks(
             f"received: model_parallel={model_parallel}"
         )
     batch_devices = num_devices // model_parallel
-    parts = _parts(blocks)
+    parts = [part for block in blocks for part in split_parts(block)]
     if batch_size is not None and check_integer("batch_size", batch_size) % (
         batch_devices
     ):
@@ -178,19 +171,16 @@ def layouts_of_blocks(
     )
 
 
-def _parts(blocks):
-    """Returns the layers that can be split, with their kinds."""
-    parts = []
-    for block in blocks:
-        if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
-            parts.append(("attention", block.token_mixer))
-        elif isinstance(block.token_mixer, MLP):
-            parts.append(("token_mlp", block.token_mixer))
-        if isinstance(block.feed_forward, MLP):
-            parts.append(("mlp", block.feed_forward))
-        elif isinstance(block.feed_forward, MoE):
-            parts.append(("experts", block.feed_forward.experts))
-    return parts
+def split_parts(block: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the layers of a block that can be split, with their kinds."""
+    if isinstance(block.token_mixer, (SelfAttention, CausalAttention)):
+        yield "attention", block.token_mixer
+    elif isinstance(block.token_mixer, MLP):
+        yield "token_mlp", block.token_mixer
+    if isinstance(block.feed_forward, MLP):
+        yield "mlp", block.feed_forward
+    elif isinstance(block.feed_forward, MoE):
+        yield "experts", block.feed_forward.experts
 
 
 def _expert_devices(expert_parallel, batch_devices, experts):
