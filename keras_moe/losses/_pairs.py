@@ -96,11 +96,6 @@ def weighted_mean(losses: Any, weights: Any) -> Any:
     return ops.sum(weights * losses) / ops.where(total > 0, total, 1.0)
 
 
-def loss_of_nothing(pairs: Pairs, logit_scale: Any) -> Any:
-    """The loss of a batch without pairs: 0, with a gradient of 0."""
-    return logit_scale * (ops.sum(pairs.images) + ops.sum(pairs.texts))
-
-
 def _unit(embeddings, is_counted):
     # Padding may hold anything, and 0 times NaN is NaN.
     is_counted = ops.expand_dims(is_counted, 1)

@@ -76,11 +76,8 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
     """`SigmoidCrossentropy` for labels given as class indices, without one-hot vectors.
 
     Args:
-        from_logits: whether predictions are logits; otherwise probabilities.
-        label_smoothing: s; targets become `y (1 - s) + s / 2`.
-        reduction: reduction of `keras.losses.Loss`.
-        name: name of the loss.
-        dtype: float32 or float64.
+        dtype: float32 or float64; all other arguments are those of
+            `SigmoidCrossentropy`.
 
     Call arguments:
         y_true: (batch, labels), class indices, padded with -1. A repeated index counts

@@ -2,7 +2,8 @@
 
 Axes: G groups, S group_size, E experts, K selected experts, M modalities.
 
-Entropies H use the natural logarithm, and 0 log 0 = 0. For a modality's loss, pass
+Entropies H use the natural logarithm, and 0 log 0 = 0. A `mask` is boolean (G, S),
+False for tokens that do not count. For a modality's loss, pass
 `mask=modality_ids == m`, without the padding.
 """
 
@@ -64,7 +65,6 @@ def load_loss(
         noisy_logits: float32 (G, S, E), with the noise that routed the tokens.
         noise_std: standard deviation of that noise.
         num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Reference: *Routers in Vision Mixture of Experts*, appendix A.
 
@@ -97,7 +97,6 @@ def load_balance_loss(
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
-        mask: boolean (G, S), False for tokens that do not count.
         num_selected_experts: number of choices of each token that count: 1, as in the
             papers (for any K), or K.
 
@@ -141,7 +140,6 @@ def heterogeneous_balance_loss(
         selected: float32 (G, S, E), 1 for selected experts, served or not; no gradient.
         expert_types: numbers of experts of each type.
         tau: weight of zero-computation experts.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Reference: *MoE++*, equation 7.
 
@@ -166,9 +164,7 @@ def heterogeneous_balance_loss(
 def router_z_loss(logits: Any, mask: Any = None) -> Any:
     """Mean squared log-partition of the logits, which keeps them small.
 
-    Args:
-        logits: float32 (G, S, E).
-        mask: boolean (G, S), False for tokens that do not count.
+    Args: those of `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
 
@@ -188,9 +184,7 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
 def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
     """Mean entropy of the tokens' gates: a token should be sure of its expert.
 
-    Args:
-        logits: float32 (G, S, E), without noise.
-        mask: boolean (G, S), False for tokens that do not count.
+    Args: those of `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `H(softmax(logits))`, at most log E.
 
@@ -215,7 +209,6 @@ def global_entropy_loss(
         logits: float32 (G, S, E), without noise.
         threshold: entropy tau above which the loss is zero: about `exp(tau)` experts in
             use are enough; None for none. Warns above log E: the loss cannot reach 0.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Returns: float32 (G,): `max(0, tau - H(p))` with p the mean over tokens of
     `softmax(logits)`, or `-H(p)` without a threshold; 0 if no token counts.
@@ -255,7 +248,6 @@ def mutual_information_loss(
         logits: float32 (G, S, E), without noise.
         modality_ids: int (G, S), modalities from 0 to M - 1; other ids do not count.
         num_modalities: M.
-        mask: boolean (G, S), False for tokens that do not count.
 
     Returns: float32 (G,), at least -log M: `mean_m H(p_m) - H(mean_m p_m)` with p_m the
     mean of `softmax(logits)` over the tokens of modality m. Means are over the
@@ -292,9 +284,7 @@ def target_entropy_loss(
     """Pulls the local entropy towards that of K equal gates, instead of 0.
 
     Args:
-        logits: float32 (G, S, E), without noise.
-        num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
+        num_selected_experts: K, experts per token; for others see `importance_loss`.
 
     Returns: float32 (G,): `(log K - local_entropy_loss)^2`; 0 if no token counts.
 
@@ -321,9 +311,7 @@ def merged_entropy_loss(
     """Asks a token's K experts to share all of its gates, in any proportion.
 
     Args:
-        logits: float32 (G, S, E), without noise.
-        num_selected_experts: K, experts per token.
-        mask: boolean (G, S), False for tokens that do not count.
+        num_selected_experts: K, experts per token; for others see `importance_loss`.
 
     Returns: float32 (G,): the mean over tokens of `H([sum of the K largest gates, sum
     of the rest])`.

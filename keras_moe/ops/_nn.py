@@ -71,9 +71,9 @@ def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> 
         return attend_reference(query, key, value, scale, mask)
     query, key, value = map(ops.convert_to_tensor, (query, key, value))
     if keras.backend.backend() == "jax":
-        from keras_moe.ops.kernels import _attention_jax
+        from keras_moe.ops.kernels import _tpus_jax
 
-        return _attention_jax.attend(query, key, value, scale, mask)
+        return _tpus_jax.attend(query, key, value, scale, mask)
     from keras_moe.ops.kernels import _nn_torch
 
     return _nn_torch.attend(query, key, value, scale, mask)

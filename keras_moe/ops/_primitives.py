@@ -28,9 +28,9 @@ def custom_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
 
         return _gradients_torch.custom_gradient(forward, backward, *inputs)
     if backend == "tensorflow":
-        from keras_moe.ops.kernels import _gradients_tensorflow
+        from keras_moe.ops.kernels import _tensorflow
 
-        return _gradients_tensorflow.custom_gradient(forward, backward, *inputs)
+        return _tensorflow.custom_gradient(forward, backward, *inputs)
 
     @ops.custom_gradient
     def function(*inputs):
@@ -54,9 +54,9 @@ def remat(function: Callable) -> Callable:
     """`keras.remat`, which keeps every graph on TensorFlow, of functions of tensors."""
     if keras.backend.backend() != "tensorflow":
         return keras.remat(function)
-    from keras_moe.ops.kernels import _gradients_tensorflow
+    from keras_moe.ops.kernels import _tensorflow
 
-    return functools.partial(_gradients_tensorflow.remat, function)
+    return functools.partial(_tensorflow.remat, function)
 
 
 def on_several_devices() -> bool:

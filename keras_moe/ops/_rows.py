@@ -135,9 +135,9 @@ def _slot_kernels(rows, owners, num_tokens=1):
     is_known = all(isinstance(x, int) and x > 0 for x in sizes)
     if keras.backend.backend() != "jax" or not is_known:
         return None
-    from keras_moe.ops.kernels import _slot_rows_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
-    return _slot_rows_jax
+    return _tpus_jax
 
 
 def _flat_owners(owners, num_tokens):

@@ -113,10 +113,10 @@ def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
     count = scores.shape[-1]
     steps = few if count is not None and count <= _MANY else many
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         scores = ops.convert_to_tensor(scores)
-        return _entmax_torch.solve(scores, alpha, entmax_power(alpha), steps)
+        return _nn_torch.entmax(scores, alpha, entmax_power(alpha), steps)
     return solve_reference(scores, alpha, steps)
 
 
@@ -148,12 +148,12 @@ def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, An
 def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
     """The entmax at a threshold that `solve` found."""
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         scores, top, tau = map(ops.convert_to_tensor, (scores, top, tau))
-        if _entmax_torch.gradient_is_enough(scores):
+        if _nn_torch.entmax_gradient_is_enough(scores):
             power = entmax_power(alpha)
-            return _entmax_torch.gates_at(scores, top, tau, alpha, power)
+            return _nn_torch.entmax_at(scores, top, tau, alpha, power)
     rest = ops.maximum((alpha - 1.0) * (scores - top) - tau, 0.0)
     gates = real_power(rest, entmax_power(alpha))
     return gates / ops.sum(gates, axis=-1, keepdims=True)
@@ -162,11 +162,11 @@ def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
 def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
     """The gradient in the logits of `entmax` over the last axis."""
     if keras.backend.backend() == "torch":
-        from keras_moe.ops.kernels import _entmax_torch
+        from keras_moe.ops.kernels import _nn_torch
 
         gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
-        if _entmax_torch.gradient_is_enough(gates):
-            return _entmax_torch.gradient(gates, upstream, alpha)
+        if _nn_torch.entmax_gradient_is_enough(gates):
+            return _nn_torch.entmax_gradient(gates, upstream, alpha)
     return entmax_gradient_reference(gates, upstream, alpha)
 
 

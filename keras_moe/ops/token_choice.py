@@ -122,9 +122,9 @@ def _fill_slots(experts, rank, *sizes):
     """The form of `fill_slots` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return fill_slots(experts, rank, *sizes)
-    from keras_moe.ops.kernels import _token_queues_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
-    return _token_queues_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
+    return _tpus_jax.fill_slots(experts, rank, *sizes, other=fill_slots)
 
 
 def fill_slots(
@@ -289,9 +289,9 @@ def _invert(permutation):
     """The form of `invert` that is fast on the device."""
     if keras.backend.backend() != "jax":
         return invert(permutation)
-    from keras_moe.ops.kernels import _token_queues_jax
+    from keras_moe.ops.kernels import _tpus_jax
 
-    return _token_queues_jax.invert(permutation, other=invert)
+    return _tpus_jax.invert(permutation, other=invert)
 
 
 def invert(permutation: Any) -> Any:

@@ -18,6 +18,7 @@ from keras_moe.layers import gelu_tanh
 from keras_moe.layers.activations import entmax15
 from keras_moe.ops import grouped
 from tests.compare import assert_close, assert_same
+from tests.ops import grouped_reference
 from tests.ops.programs import (
     BACKEND,
     FORMS,
@@ -91,7 +92,7 @@ def op(kind="mlp"):
 
 def reference(kind, arrays, sizes, cotangent):
     name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
-    function = named(getattr(grouped, f"{name}_reference"), kind)
+    function = named(getattr(grouped_reference, name), kind)
     return outputs_and_gradients(function, arrays, sizes, cotangent, REFERENCE_FORM)
 
 
@@ -411,7 +412,7 @@ def test_forward_over_reverse_mode(kind):
         return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])(arrays)
 
     name = "grouped_matmul" if kind == "matmul" else "grouped_mlp"
-    functions = [getattr(grouped, f"{name}{end}") for end in ("", "_reference")]
+    functions = [getattr(module, name) for module in (grouped, grouped_reference)]
     assert_close(*map(gradients, functions), 1e-4, 1e-3)
 
 
@@ -567,7 +568,7 @@ def test_gradients_of_gradients_on_pytorch(kind, sizes):
         return torch.autograd.grad(total, inputs, materialize_grads=True)
 
     # The reference multiplies in float32.
-    functions = grouped.grouped_mlp, grouped.grouped_mlp_reference
+    functions = grouped.grouped_mlp, grouped_reference.grouped_mlp
     for x, y in zip(*map(penalty, functions), strict=True):
         assert_close(x, y, 1e-4, 1e-4 * max(y.abs().max(), 1))
 
@@ -584,7 +585,7 @@ def test_few_rows_without_a_gradient_on_pytorch(kind):
     with torch.no_grad():
         actual, expected = (
             named(function, kind)(*tensors)
-            for function in (grouped.grouped_mlp, grouped.grouped_mlp_reference)
+            for function in (grouped.grouped_mlp, grouped_reference.grouped_mlp)
         )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
